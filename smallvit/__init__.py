@@ -1,0 +1,46 @@
+"""smallvit: train Vision Transformers on little data, and know whether a technique helped.
+
+The public names, found where they live when first asked for: importing smallvit costs nothing, and a slot file needs torch and
+einops alone.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+NAMES = {
+    "vit": ("Block", "ViT", "initialise"),
+    "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "ShiftedPatchEmbed"),
+    "positions": ("Learned", "SinCos1d", "SinCos2d"),
+    "attention": ("Attention", "LocalityAttention", "Mixed"),
+    "pooling": ("ClassToken", "MeanTokens", "SequencePool"),
+    "floors": ("Pixels", "SmallCNN"),
+    "data": (
+        "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist", "mnist",
+        "qmnist", "svhn",
+    ),
+    "objectives": ("Supervised",),
+    "evaluate": ("Splits", "accuracy", "cost", "features", "knn", "linear_probe"),
+    "pretrained": ("from_timm", "timm_attention", "timm_tokenizer"),
+    "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),
+    "train": ("fit",),
+    "launch": ("launch",),
+    "report": ("compare", "html", "markdown"),
+}  # fmt: skip
+
+# `augment` is a room whose presets are called by its name: augment.digits(), augment.photos()
+HOME = {name: module for module, names in NAMES.items() for name in names}
+
+__all__ = [*HOME, "augment"]
+
+
+def __getattr__(name: str):
+    if name == "augment":
+        return import_module("smallvit.augment")
+    if name not in HOME:
+        raise AttributeError(f"smallvit has no {name!r}; it offers {', '.join(sorted(__all__))}")
+    return getattr(import_module(f"smallvit.{HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,199 @@
+"""Attention: tokens look at tokens.
+
+Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask) -> Mixed`.
+
+- `x` is b n d; any n, also 1. No parameter depends on n.
+- `size`, b n or None, says how many patches each token stands for: a key is weighed by its size (weights proportional to
+  `size * exp(logit)`), so a token of size 2 counts as two equal tokens and a token of size 0 is gone. None means all ones.
+- `mask`, broadcastable to b h n n, is True where a query (row) may look at a key (column).
+
+Letters: b images, h heads, n tokens, d width, e width of one head.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Mixed(NamedTuple):
+    """What attention returns: the mixed tokens, and two facts about them that a reduction may ask for.
+
+    `key()` is the mean over heads of the keys, b n e. `saliency(queries)` is the attention that each token receives, b n: the
+    mean over heads and over the first `queries` tokens (all of them by default). They are computed only when called.
+    """
+
+    x: Tensor
+    key: Callable[[], Tensor] | None = None
+    saliency: Callable[..., Tensor] | None = None
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention: every token becomes a mean of all tokens, weighed by how well query and key agree.
+
+    Paper    Vaswani et al. 2017, arXiv:1706.03762, in the form of ViT, arXiv:2010.11929.
+    Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); with None nothing is added.
+
+    `head_dim` frees the head width from `dim / heads`; `qk_norm` normalises queries and keys of each head (arXiv:2302.05442);
+    `dropout` acts on the attention map.
+
+    Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        head_dim = head_dim or width_of_head(dim, heads)
+        self.heads, self.scale, self.dropout = heads, head_dim**-0.5, dropout
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(heads * head_dim, dim)
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
+        q, k, v = split_heads(self.qkv(x), self.heads)
+        q, k = self.q_norm(q) * self.scale, self.k_norm(k)
+        return mix(q, k, v, bias_of(size, mask), self.proj, self.dropout if self.training else 0.0)
+
+
+class LocalityAttention(nn.Module):
+    """Locality self-attention (LSA): no token looks at itself, and each head learns how sharply it looks.
+
+    Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. Per head a temperature, here as the factor `scale` of the
+             logits, starts at e^-0.5 and is learned; the diagonal of every attention map, the class token's own place
+             included, is masked out before the softmax.
+    Off      `mask_self=False, temperature="fixed"` equals `Attention`. Each half can be switched on alone, which the paper
+             does not report.
+    Departs  From the paper: nothing in the function. From the authors' code: the mask is built for the tokens at hand and
+             not for a fixed count, so merging, pruning, multi-crop and other resolutions work; the fill is -inf, which half
+             precision can hold; a token with nobody else to look at (n = 1, or all others of size 0) looks at itself where
+             the authors' code does so by accident and -inf gives NaN. Their CaiT fills with -1e-9, which masks nothing.
+             From vit-pytorch: `temperature="per layer"` is its variant, one scalar a layer, stored as a logarithm, which
+             therefore cannot change its sign.
+
+    With merged tokens the diagonal is a whole group: its members no longer see each other.
+
+    Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, or for an unknown `temperature`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        mask_self: bool = True,
+        temperature: str = "per head",
+        head_dim: int | None = None,
+        qkv_bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if temperature not in ("per head", "per layer", "fixed"):
+            raise ValueError(f"temperature is {temperature!r}; expected 'per head', 'per layer' or 'fixed'")
+        head_dim = head_dim or width_of_head(dim, heads)
+        self.heads, self.mask_self, self.temperature, self.dropout = heads, mask_self, temperature, dropout
+        self.start = head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
+        self.proj = nn.Linear(heads * head_dim, dim)
+        if temperature == "per head":
+            self.scale = nn.Parameter(torch.empty(heads))
+        elif temperature == "per layer":
+            self.log_scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if self.temperature == "per head":
+            nn.init.constant_(self.scale, self.start)
+        elif self.temperature == "per layer":
+            nn.init.constant_(self.log_scale, torch.tensor(self.start).log().item())
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
+        q, k, v = split_heads(self.qkv(x), self.heads)
+        if self.temperature == "per head":
+            q = q * self.scale[:, None, None]
+        elif self.temperature == "per layer":
+            q = q * self.log_scale.exp()
+        else:
+            q = q * self.start
+        if self.mask_self:
+            mask = others(x.shape[1], size, mask, x.device)
+        return mix(q, k, v, bias_of(size, mask), self.proj, self.dropout if self.training else 0.0)
+
+
+def width_of_head(dim: int, heads: int) -> int:
+    if dim % heads:
+        near = [h for h in range(1, dim + 1) if dim % h == 0]
+        fits = sorted(sorted(near, key=lambda h: abs(h - heads))[:2])
+        raise ValueError(f"{heads} heads do not divide width {dim}; take heads={fits[0]} or {fits[-1]}, or give head_dim")
+    return dim // heads
+
+
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """b n (3 h e) -> three of b h n e."""
+    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def others(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
+    """True where a token may look at another one; at itself only if nothing else is left for it to see."""
+    eye = torch.eye(n, dtype=torch.bool, device=device)
+    if size is None and mask is None:
+        return ~eye if n > 1 else eye
+    allowed = ~eye
+    if size is not None:
+        allowed = allowed & (size > 0)[:, None, None, :]
+    if mask is not None:
+        allowed = allowed & mask
+    return allowed | (eye & ~allowed.any(-1, keepdim=True))
+
+
+def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """What is added to the logits, broadcastable to b h n n: log(size) of the key, and -inf where the mask forbids."""
+    bias = None if size is None else size.log()[:, None, None, :]
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may look at a key")
+    zero = torch.zeros((), device=mask.device) if bias is None else bias
+    return torch.where(mask, zero, float("-inf"))
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, proj: nn.Module, dropout: float) -> Mixed:
+    """softmax(q k^T + bias) v, heads joined and projected; the scale is already in q."""
+    x = attend(q, k, v, bias, dropout)
+    return Mixed(
+        proj(x.transpose(1, 2).flatten(2)),
+        key=lambda: k.mean(1),
+        saliency=lambda queries=None: weights(q[:, :, :queries], k, None if bias is None else bias[..., :queries, :]).mean((1, 2)),
+    )
+
+
+def weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """The attention map, b h n n; rows sum to 1."""
+    logits = q @ k.transpose(-2, -1)
+    if bias is not None:
+        logits = logits + bias
+    return logits.softmax(-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0, fused: bool | None = None) -> Tensor:
+    """softmax(q k^T + bias) v by the faster of two kernels that agree to rounding; b h n e.
+
+    On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
+    cache, so it is taken from 512 tokens on; on a GPU always. `fused` overrides the rule.
+    """
+    if fused is None:
+        fused = q.device.type != "cpu" or q.shape[-2] >= 512
+    if fused:
+        bias = None if bias is None else bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
+    return F.dropout(weights(q, k, bias).to(v.dtype), dropout) @ v

@@ -1,0 +1,85 @@
+"""People's own data: a folder of image files, or arrays in an .npz."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from smallvit.data.images import Dataset
+
+
+@functools.cache
+def folder(path: str, size: int | tuple[int, int] | None = None, channels: int | None = None, digits: bool = False) -> Dataset:
+    """Your own image files, in torchvision's ImageFolder layout: `path/train/<class>/*.png`, `path/test`, maybe `path/val`.
+
+    `size`, (height, width) or one number for both, resizes (bicubic, antialiased); without it all images must be of one size.
+    `channels` converts to 1 (grey), 3 (RGB) or 4 (RGBA); without it the files decide, and must agree.
+    """
+    from torchvision.datasets import ImageFolder
+
+    size = (size, size) if isinstance(size, int) else size
+    if channels not in (None, 1, 3, 4) or (size is not None and (len(size) != 2 or min(size) < 1)):
+        raise ValueError(f"expected channels 1, 3 or 4 and a size (height, width), got channels={channels} and size={size}")
+    top = Path(path).expanduser().absolute()
+    parts = ["train", "test"] + ["val"] * (top / "val").is_dir()
+    try:
+        found = {part: ImageFolder(top / part) for part in parts}
+    except OSError as error:
+        raise ValueError(f"{top}: expected train/<class>/*.png and test/<class>/*.png ({error})") from error
+    classes = found["train"].classes
+    for part in parts:
+        if found[part].classes != classes:
+            differ = sorted({*classes} ^ {*found[part].classes})
+            raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:20]}")
+
+    first = found["train"].samples[0][0]
+    shape = _read_image(first, size, channels).shape
+    splits = {}
+    for part in parts:
+        images = {file: _read_image(file, size, channels) for file, _ in found[part].samples}
+        for file, image in images.items():
+            if image.shape != shape:
+                raise ValueError(f"{file} is {image.shape} (h, w, c) but {first} is {shape}: pass size= or channels=")
+        splits[part] = np.stack([*images.values()]), np.array(found[part].targets)
+    return Dataset.from_arrays(top.name, splits, tuple(classes), digits=digits)
+
+
+def _read_image(file: str, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """One image file as uint8 h w c."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            image.load()
+    except Exception as error:  # every format has its own kinds
+        raise ValueError(f"{file} cannot be read as an image ({error})") from error
+    channels = channels or {"1": 1, "L": 1, "RGB": 3, "RGBA": 4}.get(image.mode)
+    if channels is None or image.mode[0] in "IF":  # 16-bit and float greys would be cut off at 255
+        raise ValueError(f"{file} is {image.mode}: expected 8-bit grey (L), RGB or RGBA; channels= converts other 8-bit modes")
+    image = image.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels])
+    if size is not None:
+        image = image.resize(size[::-1], Image.Resampling.BICUBIC)
+    return np.array(image).reshape(image.height, image.width, channels)
+
+
+@functools.cache
+def arrays(path: str, digits: bool = False) -> Dataset:
+    """Your own arrays, an .npz in MedMNIST's layout: train_images, train_labels, test_images, test_labels, maybe val_*.
+
+    Images are n h w or n h w c with 1, 3 or 4 channels, uint8 or floats in [0, 1]; labels are integers from 0, n or n 1.
+    """
+    file = Path(path).expanduser().absolute()
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            found = {key: archive[key] for key in archive.files}
+    except Exception as error:  # numpy, zipfile and zlib each have their own for a file that is cut short
+        raise ValueError(f"{file} cannot be read as an .npz of plain arrays ({error})") from error
+    parts = ["train", "test"] + ["val"] * bool({"val_images", "val_labels"} & found.keys())
+    missing = {f"{part}_{kind}" for part in parts for kind in ("images", "labels")} - found.keys()
+    if missing:
+        raise ValueError(f"{file} has no {', '.join(sorted(missing))}; it has {', '.join(found)}")
+    present = np.unique(found["train_labels"]).tolist()
+    if present != [*range(len(present))]:
+        raise ValueError(f"{file}: train_labels must be 0, 1, 2, ... with an image for each, got {present[:20]}")
+    splits = {part: (found[f"{part}_images"], found[f"{part}_labels"]) for part in parts}
+    return Dataset.from_arrays(file.name, splits, tuple(str(label) for label in present), digits=digits)

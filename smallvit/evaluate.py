@@ -1,0 +1,129 @@
+"""Evaluators: from a frozen model to named numbers.
+
+Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged by. It is
+deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the test images
+first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its attribute
+`chooses`; the report then counts those labels too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smallvit.data import Images
+
+Named = Iterator[tuple[str, float]]
+
+
+class Splits(NamedTuple):
+    """The labelled images an evaluator may learn from, those it may choose on (may be empty), and those it scores."""
+
+    train: Images
+    val: Images
+    test: Images
+
+
+def accuracy(model: nn.Module, splits: Splits) -> Named:
+    """`accuracy`: the share of images whose largest logit is the right one; `nll`: the mean negative log-likelihood, in nats."""
+    right, surprise = 0, 0.0
+    with frozen(model) as device:
+        for images, labels in splits.test.batches(device=device):
+            logits = model(images).float()
+            right += (logits.argmax(-1) == labels).sum().item()
+            surprise += F.cross_entropy(logits, labels, reduction="sum").item()
+    yield "accuracy", right / len(splits.test)
+    yield "nll", surprise / len(splits.test)
+
+
+def knn(model: nn.Module, splits: Splits, *, ks: tuple[int, ...] = (1, 5, 20)) -> Named:
+    """`knn_1`, ...: k nearest labelled images by cosine of the features, one vote each; ties go to the smaller class index.
+
+    A k beyond the number of labelled images is left out.
+    """
+    from sklearn.neighbors import NearestNeighbors
+
+    ks = tuple(k for k in ks if k <= len(splits.train))
+    if not ks:
+        raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
+    search = NearestNeighbors(n_neighbors=max(ks), metric="cosine", algorithm="brute").fit(features(model, splits.train))
+    neighbours = torch.from_numpy(search.kneighbors(features(model, splits.test), return_distance=False))
+    votes = F.one_hot(splits.train.labels[neighbours], len(splits.train.spec.classes))
+    for k in ks:
+        # argmax of equal counts is not specified; the small slope settles it
+        slope = torch.linspace(0.5, 0, votes.shape[-1])
+        guess = (votes[:, :k].sum(1) + slope).argmax(-1)
+        yield f"knn_{k}", (guess == splits.test.labels).double().mean().item()
+
+
+def linear_probe(
+    model: nn.Module, splits: Splits, *, strengths: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0, 10.0), standardise: bool = True
+) -> Named:
+    """`linear_probe`: accuracy of an L2 logistic regression on the frozen features; `linear_probe_c`: its inverse strength C.
+
+    Features are standardised on the labelled images alone (`standardise=False` keeps them as they are). C is the one of
+    `strengths` that scores best on the validation images, the smaller of equals; without validation images it is 1.
+
+    Raises   RuntimeError if the solver does not converge: such a number is not the probe's.
+    """
+    import warnings
+
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    train, val, test = (features(model, images) if len(images) else None for images in splits)
+
+    def fit(strength: float):
+        scale = [StandardScaler()] if standardise else []
+        probe = make_pipeline(*scale, LogisticRegression(C=strength, max_iter=2_000))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ConvergenceWarning)
+            try:
+                return probe.fit(train, splits.train.labels.numpy())
+            except ConvergenceWarning as warning:
+                raise RuntimeError(f"the linear probe with C={strength:g} did not converge in 2,000 iterations; try smaller C") from warning
+
+    def score(probe, x, images: Images) -> float:
+        return float((probe.predict(x) == images.labels.numpy()).mean())
+
+    probes = {strength: fit(strength) for strength in (sorted(strengths) if val is not None else [1.0])}
+    chosen = max(probes, key=lambda strength: score(probes[strength], val, splits.val)) if val is not None else 1.0
+    yield "linear_probe", score(probes[chosen], test, splits.test)
+    yield "linear_probe_c", chosen
+
+
+linear_probe.chooses = "C of the linear probe"
+
+
+def features(model: nn.Module, images: Images) -> "numpy.ndarray":  # noqa: F821
+    """What `model.features` says of each image, n d, float32, on the CPU."""
+    with frozen(model) as device:
+        return torch.cat([model.features(x).float().cpu() for x, _ in images.batches(device=device)]).numpy()
+
+
+@contextmanager
+def frozen(model: nn.Module):
+    """The model in evaluation mode without gradients, its mode restored after; yields its device."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield next(model.parameters(), torch.empty(0)).device
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def cost(model: nn.Module, image: Tensor) -> dict[str, int]:
+    """`params`, and `macs`: multiply-accumulates of one forward pass over `image` (1 c h w), counted by torch, two flops each."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    with frozen(model) as device, counter:
+        getattr(model, "features" if not list(model.parameters()) else "forward")(image.to(device))
+    return {"params": sum(p.numel() for p in model.parameters()), "macs": counter.get_total_flops() // 2}

@@ -1,0 +1,201 @@
+"""Launching: many runs over the cores of this machine, one process a core, one thread a process.
+
+Each run is independent and each process has one thread, so results are bitwise the same for any number of workers. A worker takes
+a run as plain JSON; what it leaves is its record. Nothing is lost when anything dies: finished runs are skipped the next time,
+started ones go on from their checkpoint.
+"""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from smallvit import record as records
+from smallvit.run import Run, describe, fingerprint, rebuild
+
+
+def launch(
+    runs: Sequence[Run],
+    out: str | Path,
+    *,
+    recipe: str,
+    source: str | Path | None = None,
+    jobs: int | None = None,
+    device: str = "cpu",
+    retry: bool = False,
+    fail_fast: bool = False,
+    show: Callable[[dict], None] | None = None,
+) -> list[dict]:
+    """Train every run that has no record yet, in `out/<recipe>/...`, and return all records in the order of `runs`.
+
+    `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined there.
+    A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`. A worker that is
+    killed has its run taken up once more from its checkpoint. `show(record)` is called for every record as it comes.
+    """
+    folders = [folder(run, out, recipe) for run in runs]
+    found = [records.read_record(path) for path in folders]
+    todo = [at for at, record in enumerate(found) if record is None or (retry and record["status"] != "finished")]
+    for at, record in enumerate(found):
+        if record is not None and record["fingerprint"] != fingerprint(runs[at]):
+            raise ValueError(f"{folders[at]} holds another run than {runs[at].arm!r}; move it away, or choose another --out")
+    bar = Bar(runs, found, todo)
+    slots = [Slot(source, device) for _ in range(min(jobs or cores(), len(todo)))]
+    queue, busy, died = list(reversed(todo)), {}, set()
+    try:
+        while queue or busy:
+            for slot in slots:
+                if slot not in busy.values() and queue:
+                    at = queue.pop()
+                    busy[slot.start(runs[at], folders[at], recipe, at)] = slot
+            ended, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in ended:
+                slot = busy.pop(future)
+                at = slot.at
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    slot.replace()
+                    if at not in died:
+                        died.add(at)
+                        queue.append(at)
+                        continue
+                found[at] = future.result() if error is None else failed(runs[at], folders[at], recipe, error)
+                bar.tell(found[at])
+                if show:
+                    show(found[at])
+                if fail_fast and found[at]["status"] == "failed":
+                    queue.clear()
+            bar.move([slot for slot in slots if slot in busy.values()])
+    finally:
+        for slot in slots:
+            slot.stop()
+        bar.close()
+    return [record for record in found if record is not None]
+
+
+class Slot:
+    """A worker process of its own, so that when it dies it is known which run died with it."""
+
+    def __init__(self, source: str | Path | None, device: str):
+        from multiprocessing import get_context
+
+        self.context, self.source, self.device = get_context("spawn"), source, device
+        self.at = -1
+        self.replace()
+
+    def replace(self):
+        self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
+        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.source, self.progress))
+
+    def start(self, run: Run, path: Path, recipe: str, at: int) -> Future:
+        self.at, self.progress[0] = at, 0
+        return self.pool.submit(work, describe(run), run.arm, run.role, str(path), recipe, self.device)
+
+    def stop(self):
+        for process in list((self.pool._processes or {}).values()):
+            process.kill()  # nothing to tidy up: checkpoints are written beside and moved into place
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+PROGRESS = None  # in a worker: where it tells its steps
+
+
+def prepare(source: str | Path | None, progress):
+    """Make a worker: one thread, deaf to Ctrl-C (its parent decides), the recipe loaded."""
+    global PROGRESS
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)
+    PROGRESS = progress
+    if source is not None:
+        from smallvit.__main__ import load_recipe
+
+        load_recipe(source)
+
+
+def work(plain: dict, arm: str, role: str, path: str, recipe: str, device: str) -> dict:
+    """One run in a worker."""
+    from dataclasses import replace
+
+    from smallvit.train import fit
+
+    def watch(step: int, accuracy: float | None):
+        PROGRESS[0] = step
+
+    return fit(replace(rebuild(plain), arm=arm, role=role), path, recipe=recipe, device=device, watch=watch)
+
+
+def failed(run: Run, path: Path, recipe: str, error: BaseException) -> dict:
+    """Leave a record of a run that raised, and return it."""
+    from smallvit.train import blank
+
+    reason = "the worker was killed twice (out of memory?)" if isinstance(error, BrokenProcessPool) else f"{type(error).__name__}: {error}"
+    record = blank(run, recipe, error=reason)
+    try:
+        records.write_record(path, record)
+    except ValueError as full:
+        record["error"] += f"; and {full}"
+    return record
+
+
+def folder(run: Run, out: str | Path, recipe: str) -> Path:
+    """Where a run lives: readable, and different for different runs."""
+    arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", run.arm).strip("-") or "arm"
+    return Path(out) / recipe / str("all" if run.labels is None else run.labels) / arm / f"seed{run.seed}-{fingerprint(run)[:8]}"
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Bar:
+    """One progress bar for the whole recipe, in steps, with the time left and the accuracies so far."""
+
+    def __init__(self, runs: Sequence[Run], found: Sequence[dict | None], todo: Sequence[int]):
+        from tqdm import tqdm
+
+        self.runs, self.total = runs, len(runs)
+        self.ended = len(runs) - len(todo)
+        self.done = 0.0
+        self.scores: dict[tuple, list[float]] = {}
+        for record in found:
+            self.count(record)
+        work = sum(runs[at].steps for at in todo)
+        self.bar = tqdm(total=max(work, 1), unit="step", disable=not todo or None, file=sys.stderr, smoothing=0.05, bar_format=FORMAT)
+        self.headline()
+
+    def count(self, record: dict | None):
+        if record is not None and record["status"] == "finished" and record["role"] != "floor":
+            key = (record["arm"], record["labels"])
+            self.scores.setdefault(key, []).append(record["test"][record["score"]])
+
+    def tell(self, record: dict):
+        """One run has ended."""
+        self.ended += 1
+        self.done += next(run.steps for run in self.runs if fingerprint(run) == record["fingerprint"])
+        self.count(record)
+        if record["status"] == "failed":
+            labels = "all" if record["labels"] is None else record["labels"]
+            self.bar.write(f"FAILED {record['arm']}, {labels} labels, seed {record['seed']}: {record['error']}", file=sys.stderr)
+        self.headline()
+
+    def headline(self):
+        labels = max((key[1] for key in self.scores), key=lambda count: (count is None, count or 0), default=None)
+        means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
+        self.bar.set_description_str(f"{self.ended}/{self.total} runs", refresh=False)
+        self.bar.set_postfix_str("  ".join(means[:6]), refresh=False)
+
+    def move(self, slots: Sequence[Slot]):
+        self.bar.n = min(self.done + sum(slot.progress[0] for slot in slots), self.bar.total)
+        self.bar.refresh()
+
+    def close(self):
+        self.bar.close()
+
+
+FORMAT = "{desc} |{bar:20}| {percentage:3.0f}% [{elapsed} < {remaining}] {postfix}"

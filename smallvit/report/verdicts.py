@@ -1,0 +1,250 @@
+"""Records -> verdicts: what every arm scored, how far it is from the baseline, and what may be concluded from that.
+
+Everything is paired: the same seed saw the same images in the same order. Accuracies are fractions here, points on the pages.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, stdev
+
+LEVEL = 0.05  # the chance of one or more false verdicts in a recipe
+MIN_PAIRS = 6  # with five pairs even five wins of five have p = 0.0625 in a sign-flip test
+TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
+TOLERANCE = 0.05  # budgets closer than this to the baseline's count as equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Arm minus baseline, seed by seed, with a paired t-test; no `p_holm` for floors and for what cannot be tested."""
+
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float
+    sd: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    p_holm: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One arm at one number of labels. The baseline and the floors are not judged: their `verdict` is None.
+
+    failures  seed -> what became of it (failed, unavailable or missing), for each seed that left no number
+    budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels, the
+              validation labels on which something was chosen: a fair competitor would have had them too
+    unequal   budget -> its relative excess over the baseline's, where they are more than 5% apart
+    """
+
+    labels: int | None
+    arm: str
+    role: str
+    score: str
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float | None
+    sd: float | None
+    low: float | None
+    high: float | None
+    failures: dict[int, str]
+    difference: Difference | None
+    verdict: str | None
+    reason: str
+    budget: dict[str, float | None]
+    unequal: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows of a recipe, by label count and then in the order of its arms; `family` counts the comparisons Holm pays for."""
+
+    baseline: str
+    arms: dict[str, str]
+    labels: tuple[int | None, ...]
+    rows: tuple[Row, ...]
+    family: int
+
+    def at(self, labels: int | None) -> tuple[Row, ...]:
+        """The rows of one label count."""
+        return tuple(row for row in self.rows if row.labels == labels)
+
+
+def compare(records: Sequence[dict]) -> Comparison:
+    """Every arm against the baseline at every label count, with one verdict for each technique.
+
+    The grid is arms x label counts x the seeds seen at that label count; a run that nobody recorded is a failure like any
+    other, and a cell with a failure gets no verdict. Holm's family is every technique at every label count, testable or not,
+    so a run that died never makes its neighbours easier to believe. A pair whose labelled subsets differ is no pair: its cell
+    gets no verdict rather than a `ValueError`, because one stale run should not hide the others.
+
+    Raises ValueError for no baseline or several, a cell recorded twice, an arm of two roles or scores, or an unusable score.
+    """
+    roles = _roles(records)
+    baseline = next(arm for arm, role in roles.items() if role == "baseline")
+    labels = tuple(sorted({r["labels"] for r in records}, key=lambda n: math.inf if n is None else n))
+    grid = [(n, arm) for n in labels for arm in roles]
+    found = {(r["labels"], r["arm"], r["seed"]): r for r in records}
+    seeds = {n: sorted({r["seed"] for r in records if r["labels"] == n}) for n in labels}
+    runs = {(n, arm): {s: found.get((n, arm, s), {"status": "missing"}) for s in seeds[n]} for n, arm in grid}
+    done = {cell: {s: r for s, r in of.items() if r["status"] == "finished"} for cell, of in runs.items()}
+    differences = {(n, arm): _difference(done[n, arm], done[n, baseline]) for n, arm in grid if arm != baseline}
+    gaps = {(n, arm): _gaps(arm, runs[n, arm], baseline, runs[n, baseline]) for n, arm in grid}
+    judged = _judge({cell: d for cell, d in differences.items() if roles[cell[1]] == "technique"}, gaps)
+    costs = {cell: _costs(list(of.values())) for cell, of in done.items()}
+    rows = []
+    for n, arm in grid:
+        own = done[n, arm]
+        values = tuple(_score(r) for r in own.values())
+        mean, sd, low, high = spread(values)
+        failures = {s: ": ".join(filter(None, (r["status"], r.get("error")))) for s, r in runs[n, arm].items() if s not in own}
+        difference, verdict, reason = judged.get((n, arm), (differences.get((n, arm)), None, gaps[n, arm]))
+        score = next(r["score"] for r in records if r["arm"] == arm)
+        rows.append(Row(labels=n, arm=arm, role=roles[arm], score=score, seeds=tuple(own), values=values, mean=mean, sd=sd,
+                        low=low, high=high, failures=failures, difference=difference, verdict=verdict, reason=reason,
+                        budget=costs[n, arm], unequal=_unequal(costs[n, arm], costs[n, baseline])))
+    return Comparison(baseline=baseline, arms=roles, labels=labels, rows=tuple(rows), family=len(judged))
+
+
+def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None, float | None]:
+    """Mean, SD (n - 1) and the 95% t interval of the mean; None where there are too few values to say."""
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return (values[0] if values else None), None, None, None
+    mean, sd = fmean(values), stdev(values)
+    half = float(t.isf(0.025, len(values) - 1)) * sd / math.sqrt(len(values))
+    return mean, sd, mean - half, mean + half
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment: the smallest of m p-values times m, the next times m - 1, never below the one before."""
+    adjusted, floor = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        floor = max(floor, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = floor
+    return adjusted
+
+
+def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: float = 0.8) -> int:
+    """How many pairs show `effect` with this power, if paired differences scatter by `sd`; at least the six a verdict needs."""
+    from scipy.stats import norm, t
+
+    n = max(MIN_PAIRS, math.ceil(((norm.isf(level / 2) + norm.ppf(power)) * sd / effect) ** 2))
+    while (t.isf(level / 2, n - 1) + t.ppf(power, n - 1)) * sd / math.sqrt(n) > effect:
+        n += 1
+    return n
+
+
+def amount(labels: int | None) -> str:
+    """`1,000 labels`, or `all labels`."""
+    return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
+
+
+def seeds_text(seeds: Sequence[int], of: int | None = None) -> str:
+    """`seed 3`, `seeds 0, 2`, or `every seed` where they are all `of` them."""
+    return "every seed" if len(seeds) == of else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def _score(record: dict) -> float:
+    return record["test"][record["score"]]
+
+
+def _roles(records: Sequence[dict]) -> dict[str, str]:
+    """The role of every arm in order of appearance, once the records are known to be one comparable set."""
+    seen, roles, scores = set(), {}, {}
+    for r in records:
+        cell = f"{r['arm']!r} at {amount(r['labels'])}, seed {r['seed']}"
+        if r["recipe"] != records[0]["recipe"]:
+            raise ValueError(f"records of {records[0]['recipe']!r} and of {r['recipe']!r}: report one recipe at a time")
+        if r["role"] not in ("baseline", "technique", "floor") or r["status"] not in ("finished", "failed", "unavailable"):
+            raise ValueError(f"{cell}: role {r['role']!r} or status {r['status']!r} is not a known one; write the record again")
+        if cell in seen:
+            raise ValueError(f"{cell} is recorded twice; keep one record of each run")
+        seen.add(cell)
+        if roles.setdefault(r["arm"], r["role"]) != r["role"]:
+            raise ValueError(f"{cell} is a {r['role']}, but was a {roles[r['arm']]} in an earlier record; give it one role")
+        if scores.setdefault(r["arm"], r["score"]) != r["score"]:
+            raise ValueError(f"{cell} is judged by {r['score']!r}, earlier by {scores[r['arm']]!r}; an arm has one score")
+        value = r["test"].get(r["score"]) if r["status"] == "finished" else 0
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"{cell}: test has no {r['score']!r} between 0 and 1, but {r['test']}; run it again")
+    baselines = [arm for arm, role in roles.items() if role == "baseline"]
+    if len(baselines) != 1:
+        raise ValueError(f"exactly one arm must have the role baseline, but of {list(roles)} {baselines or 'none'} has it")
+    return roles
+
+
+def _difference(own: dict[int, dict], base: dict[int, dict]) -> Difference | None:
+    """The paired t-test over the seeds that both finished on the same images; no p where the differences do not scatter."""
+    from scipy.stats import ttest_rel
+
+    seeds = tuple(s for s in own if s in base and own[s].get("subset_sha256") == base[s].get("subset_sha256"))
+    if not seeds:
+        return None
+    arm, reference = [_score(own[s]) for s in seeds], [_score(base[s]) for s in seeds]
+    values = tuple(a - b for a, b in zip(arm, reference))
+    mean, sd, low, high = spread(values)
+    p = float(ttest_rel(arm, reference).pvalue) if sd is not None and sd > TIE else None
+    return Difference(seeds=seeds, values=values, mean=mean, sd=sd, low=low, high=high, p=p)
+
+
+def _gaps(arm: str, own: dict[int, dict], baseline: str, base: dict[int, dict]) -> str:
+    """What keeps the pairs from being complete, in words; empty where nothing does."""
+    found = {}
+    for name, runs in {arm: own, baseline: base}.items():
+        for s in runs:
+            if runs[s]["status"] != "finished":
+                found.setdefault((name, runs[s]["status"]), []).append(s)
+    for s in own:
+        finished = own[s]["status"] == base[s]["status"] == "finished"
+        if finished and own[s].get("subset_sha256") != base[s].get("subset_sha256"):
+            found.setdefault((arm, f"not trained on the labelled images of {baseline}"), []).append(s)
+    return "; ".join(f"{name}, {seeds_text(s, len(own))}: {what}" for (name, what), s in found.items())
+
+
+def _judge(differences: dict[tuple, Difference | None], gaps: dict[tuple, str]) -> dict[tuple, tuple]:
+    """Cell -> (difference with its Holm p, verdict, reason); a cell that cannot be tested stays in Holm's family with p = 1."""
+    family = len(differences)
+    out = {cell: (d, *_untestable(d, gaps[cell], family)) for cell, d in differences.items()}
+    tested = [cell for cell, (_, verdict, _) in out.items() if not verdict]
+    adjusted = holm([differences[cell].p for cell in tested] + [1.0] * (family - len(tested)))
+    for cell, p in zip(tested, adjusted):
+        d = replace(differences[cell], p_holm=p)
+        word = "inconclusive" if p >= LEVEL else "better" if d.mean > 0 else "worse"
+        strays = word == "inconclusive" and d.low * d.high > 0
+        out[cell] = d, word, f"the interval leaves out zero, but {family} comparisons were made" if strays else ""
+    return out
+
+
+def _untestable(d: Difference | None, gaps: str, family: int) -> tuple[str, str]:
+    """The verdict and its reason where no test can be made; two empty strings where one can."""
+    if gaps or d is None:
+        return "no verdict", gaps
+    if (n := len(d.values)) < MIN_PAIRS:
+        if d.sd is None:
+            return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs, and one has no spread to plan more with"
+        need = pairs_needed(d.sd, level=LEVEL / family)
+        return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; about {need} would show a 1-point effect with 80% power"
+    if d.p is None and abs(d.mean) <= TIE:
+        return "inconclusive", "equal to the baseline in every seed; did the technique change anything?"
+    if d.p is None:
+        return "no verdict", "the same difference in every seed, so there is no spread to hold it against; do the seeds differ?"
+    return "", ""
+
+
+def _unequal(own: dict[str, float | None], base: dict[str, float | None]) -> dict[str, float]:
+    both = [name for name in own if own[name] is not None and base[name] is not None]
+    apart = [name for name in both if abs(own[name] - base[name]) > TOLERANCE * base[name]]
+    return {name: own[name] / base[name] - 1 if base[name] else math.inf for name in apart}
+
+
+def _costs(records: list[dict]) -> dict[str, float | None]:
+    """Medians over the seeds, pretraining included; None for what does not apply: a kNN has no parameters."""
+    costs = {}
+    for name in ("params", "macs", "images_seen", "seconds"):
+        values = [r[name] + (r.get("pretraining") or {}).get(name, 0) for r in records if r.get(name) is not None]
+        costs[name] = median(values) if values else None
+    chosen = [(r.get("chosen_on_val") or {}).get("labels", 0) for r in records]
+    return costs | {"extra_labels": max(chosen, default=None)}

@@ -1,0 +1,320 @@
+"""Training: `fit(run, folder)` turns a run into a record, and can be killed at any moment.
+
+All randomness is drawn from streams named by (seed, name, step), so a resumed run needs no generator's state: the checkpoint holds
+weights, optimizer and the curve so far, and the rest follows from the step.
+"""
+
+import copy
+import functools
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from smallvit import record as records
+from smallvit.augment import Batch, apply
+from smallvit.data import DataSpec, Images, Subset
+from smallvit.evaluate import Splits, accuracy, cost
+from smallvit.run import Run, describe, fingerprint, function
+from smallvit.streams import stream
+from smallvit.vit import initialise
+
+CHECKS = 12  # how often a run looks at its loss and its validation images
+CHECKPOINT_SECONDS = 10.0
+
+Watch = Callable[[int, float | None], None]
+
+
+def fit(run: Run, folder: str | Path, *, recipe: str = "", device: str = "cpu", watch: Watch = lambda step, accuracy: None) -> dict:
+    """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
+
+    A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one (same
+    machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
+
+    Raises   ValueError for choices that do not fit the data, for the folder of another run, and when the disk is full;
+             FloatingPointError when the loss is not finite; filelock.Timeout when another process is at this run.
+    """
+    from filelock import FileLock
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock", timeout=0):
+        done = records.read_record(folder)
+        if done is not None and done["fingerprint"] != fingerprint(run):
+            raise ValueError(f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each run its own folder")
+        if done is not None and done["status"] == "finished":
+            return done
+        data = run.data()
+        refuse_unsafe(run, data.spec)
+        subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
+        training = Training(run, data.spec, subset, device)
+        training.resume(folder / records.CHECKPOINT)
+        training.go(folder / records.CHECKPOINT, watch)
+        record = blank(run, recipe) | training.facts() | evaluations(run, training.model, subset, data.test)
+        record |= {"status": "finished", "subset_sha256": subset.sha256}
+        save_weights(folder / records.WEIGHTS, training.model, record)
+        records.write_record(folder, record)
+        (folder / records.CHECKPOINT).unlink(missing_ok=True)
+    return record
+
+
+class Training:
+    """A run in progress: what changes from step to step, how one step is made, and how it is put down and taken up again."""
+
+    def __init__(self, run: Run, spec: DataSpec, subset: Subset, device: str):
+        from lightning_fabric import Fabric
+
+        self.run, self.spec, self.subset = run, spec, subset
+        self.fabric = Fabric(accelerator=device, devices=1, precision={"fp32": "32-true", "bf16": "bf16-mixed"}[run.precision])
+        torch.manual_seed(stream(run.seed, "init"))
+        model = run.model(spec.size, spec.channels, len(spec.classes))
+        if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
+            initialise(model, run.seed)
+        self.cost = cost(model, torch.zeros(1, spec.channels, *spec.size))
+        objective = self.fabric.to_device(run.objective(model))
+        self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
+        if run.steps:
+            optimizer = torch.optim.AdamW(decay_groups(objective, run.weight_decay), lr=run.lr, fused=True)
+            self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
+        else:
+            self.objective, self.optimizer = objective, None
+        self.trained = [p for p in objective.parameters() if p.requires_grad]
+        self.pairs = tensors(self.averaged, objective.model) if run.average else []
+        self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.fabric.device)
+        self.curve: list[list] = []  # step, mean loss since the last check, validation accuracy
+        self.best: dict[str, Tensor] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The weights that are evaluated: the averaged ones, where the run averages."""
+        return self.objective.model if self.averaged is None else self.averaged
+
+    def go(self, checkpoint: Path, watch: Watch):
+        """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`."""
+        self.objective.train()
+        images = Images(self.subset.train.images.to(self.fabric.device), self.subset.train.labels.to(self.fabric.device), self.spec)
+        saved = last = time.perf_counter()
+        while self.step < self.run.steps and not self.stopped_early():
+            self.advance(images)
+            if self.step in self.checks:
+                self.look()
+                watch(self.step, self.curve[-1][2])
+            now = time.perf_counter()
+            self.seconds, last = self.seconds + now - last, now
+            if now - saved > CHECKPOINT_SECONDS:
+                self.save(checkpoint)
+                saved = now
+        if self.best is not None:
+            self.model.load_state_dict(self.best)
+
+    def advance(self, images: Images):
+        """One optimizer step."""
+        run, step = self.run, self.step
+        chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
+        generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
+        batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
+        torch.manual_seed(stream(run.seed, "dropout", step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = run.lr * pace(step / run.steps, run.warmup, 1 / run.steps)
+        loss = self.objective(batch._replace(images=self.spec.normalise(batch.images)), step / run.steps)["loss"]
+        self.optimizer.zero_grad()
+        self.fabric.backward(loss)
+        if run.clip:
+            nn.utils.clip_grad_norm_(self.trained, run.clip)
+        self.optimizer.step()
+        self.step += 1
+        if hasattr(self.objective, "after_step"):
+            self.objective.after_step(self.step / run.steps)
+        if self.averaged is not None:
+            average(self.pairs, 1 / min(self.step, max(run.average * run.steps, 1)))
+        self.loss += loss.detach()
+
+    @functools.cached_property
+    def checks(self) -> set[int]:
+        return {round(self.run.steps * check / CHECKS) for check in range(1, CHECKS + 1)}
+
+    def look(self):
+        """Put a point on the curve; where the run chooses, keep the weights if they are the best so far."""
+        since = self.step - (self.curve[-1][0] if self.curve else 0)
+        loss = self.loss.item() / since
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} by step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr")
+        self.loss.zero_()
+        val = self.subset.val
+        score = next(accuracy(self.model, Splits(self.subset.train, val, val)))[1] if len(val) and accuracy in self.run.evaluators else None
+        if self.run.early_stop and all(score > check[2] for check in self.curve):
+            self.best = copy.deepcopy(self.model.state_dict())
+        self.curve.append([self.step, round(loss, 5), score])
+
+    def stopped_early(self) -> bool:
+        """Whether the last `early_stop` checks brought nothing better than the best before them."""
+        patience = self.run.early_stop
+        scores = [check[2] for check in self.curve]
+        return bool(patience) and len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
+
+    def facts(self) -> dict:
+        """What a record says of the training itself."""
+        return {
+            "steps": self.step,
+            "images_seen": self.step * self.run.batch,
+            "seconds": round(self.seconds, 2),
+            "curve": self.curve,
+            "device": self.fabric.device.type if self.fabric.device.type == "cpu" else torch.cuda.get_device_name(self.fabric.device),
+            "threads": torch.get_num_threads(),
+        } | self.cost
+
+    def save(self, path: Path):
+        """Put the training down."""
+        state = {
+            "fingerprint": fingerprint(self.run),
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "curve": self.curve,
+            "objective": self.objective.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averaged": self.averaged and self.averaged.state_dict(),
+            "best": self.best,
+        }
+        records.write_atomic(path, lambda new: torch.save(state, new))
+
+    def resume(self, path: Path):
+        """Take the training up where it was put down; nothing there means from the start.
+
+        Raises ValueError if the checkpoint is of another run or cannot be read.
+        """
+        if not path.exists():
+            return
+        try:
+            state = torch.load(path, map_location=self.fabric.device, weights_only=True)
+        except Exception as error:  # whatever a broken file makes of the unpickler
+            raise ValueError(f"{path} cannot be read ({type(error).__name__}); delete it to start this run again") from error
+        if state["fingerprint"] != fingerprint(self.run):
+            raise ValueError(
+                f"{path} is of run {state['fingerprint']}, not of {fingerprint(self.run)}; delete it, or give this run a folder of its own"
+            )
+        self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
+        self.curve, self.best = state["curve"], state["best"]
+        self.objective.load_state_dict(state["objective"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+
+
+def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
+    """The named numbers of every evaluator, on validation images first and then, once, on the sealed test images."""
+    reads = test.reads
+    unseen = test.open()
+
+    def numbers(scored: Images) -> dict[str, float]:
+        splits = Splits(subset.train, subset.val, scored)
+        return {name: value for evaluator in run.evaluators for name, value in evaluator(model, splits)} if len(scored) else {}
+
+    val, final = numbers(subset.val), numbers(unseen)
+    chosen = [function(e).chooses for e in run.evaluators if hasattr(function(e), "chooses")]
+    chosen += ["early stop"] if run.early_stop else []
+    return {
+        "score": next(iter(final)),
+        "val": val,
+        "test": final,
+        "test_reads": test.reads - reads,
+        "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
+    }
+
+
+def blank(run: Run, recipe: str, status: str = "failed", error: str | None = None) -> dict:
+    """A record of `run` with all that is known before it starts; also what a failed run leaves."""
+    known = {
+        "recipe": recipe,
+        "arm": run.arm,
+        "role": run.role,
+        "labels": run.labels,
+        "seed": run.seed,
+        "status": status,
+        "error": error,
+        "fingerprint": fingerprint(run),
+        "run": describe(run),
+        "precision": run.precision,
+        "cpu": records.cpu(),
+        "code": records.code(),
+        "versions": records.versions(),
+    }
+    return dict.fromkeys(records.FIELDS) | known
+
+
+def refuse_unsafe(run: Run, spec: DataSpec):
+    """Refuse augmentations that change what a digit is."""
+    for step in run.augment if spec.digits else ():
+        reason = getattr(step, "unsafe_for_digits", None)
+        if reason:
+            raise ValueError(f"{type(step).__name__} on {spec.name}: {reason}; take it out of augment, or give it force=True")
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
+    """Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions."""
+    spared = {id(p) for m in module.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1 and id(p) not in spared]
+    rest = [p for p in trained if p.ndim <= 1 or id(p) in spared]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+def order(n: int, batch: int, step: int, seed: int) -> Tensor:
+    """Which of n images make the batch of that step: one shuffle of all after another, cut into batches without regard to where they meet."""
+    places = range(step * batch, (step + 1) * batch)
+    return torch.tensor([shuffle(n, place // n, seed)[place % n] for place in places])
+
+
+@functools.lru_cache(maxsize=4)
+def shuffle(n: int, epoch: int, seed: int) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch))).tolist()
+
+
+def pace(progress: float, warmup: float, one_step: float) -> float:
+    """The learning rate as a fraction of its peak: up in a line, down in a cosine; never 0 on a step that is taken."""
+    if progress < warmup:
+        return min(1.0, (progress + one_step) / warmup)
+    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, one_step)))
+
+
+def tensors(mean: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The parameters and running statistics of two equal models, pair by pair."""
+    return [*zip(mean.parameters(), (p.detach() for p in model.parameters())), *zip(mean.buffers(), model.buffers())]
+
+
+@torch.no_grad()
+def average(pairs: list[tuple[Tensor, Tensor]], weight: float):
+    """Move the first of each pair towards the second by `weight`; what is not a real number (a counter) is copied."""
+    moving = [pair for pair in pairs if pair[0].is_floating_point()]
+    torch._foreach_lerp_([mean for mean, _ in moving], [now for _, now in moving], weight)
+    for mean, now in pairs:
+        if not mean.is_floating_point():
+            mean.copy_(now)
+
+
+def save_weights(path: Path, model: nn.Module, record: dict):
+    """The evaluated weights as safetensors, with the fingerprint of their run."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"fingerprint": record["fingerprint"]}))
+
+
+def estimate(run: Run, device: str = "cpu") -> float:
+    """The seconds that a run will take on this machine, by timing a few of its steps on one thread; evaluation left out."""
+    data = run.data()
+    refuse_unsafe(run, data.spec)
+    subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
+    training = Training(run, data.spec, subset, device)
+    torch.set_num_threads(1)
+    training.objective.train()
+    times = []
+    for _ in range(min(8, run.steps)):
+        started = time.perf_counter()
+        training.advance(subset.train)
+        training.loss.item()
+        times.append(time.perf_counter() - started)
+    return run.steps * sorted(times)[len(times) // 2] if times else 0.0

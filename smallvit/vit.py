@@ -1,0 +1,214 @@
+"""The Vision Transformer, whole: image -> tokens -> blocks -> feature -> logits, with a slot wherever a technique may sit.
+
+A slot is any callable; the recipe gives its knobs (`partial(ShiftedPatchEmbed, patch=7)`), the model its shapes. The contract of each
+slot stands at the top of its file: tokenizers, positions, attention, reduction, pooling.
+
+Letters: b images, c channels, h w pixels, n tokens (prefix first, then patches), d width.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from smallvit.attention import Attention
+from smallvit.pooling import ClassToken
+from smallvit.positions import Learned
+from smallvit.streams import stream
+from smallvit.tokenizers import PatchEmbed
+
+
+class Block(nn.Module):
+    """One layer: tokens look at each other, then each is changed on its own by an MLP; both added to what was there.
+
+    Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
+
+    `dropout` acts on both branches and inside the MLP; `drop_path` leaves out a branch for a whole image (stochastic depth,
+    arXiv:1603.09382); `layer_scale` is the initial factor of each channel of a branch (CaiT, arXiv:2103.17239), None for none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        attention: Callable = Attention,
+        reduction: nn.Module | None = None,
+        mlp_ratio: float = 4.0,
+        activation: str = "gelu",
+        norm_first: bool = True,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+    ):
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
+        hidden = int(dim * mlp_ratio)
+        self.norm_first, self.reduction = norm_first, reduction
+        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+        self.attention = attention(dim, heads)
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), ACTIVATIONS[activation](), nn.Dropout(dropout), nn.Linear(hidden, dim))
+        self.branch1, self.branch2 = (
+            nn.Sequential(nn.Dropout(dropout), LayerScale(dim, layer_scale), DropPath(drop_path)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        mixed = self.attention(self.norm1(x) if self.norm_first else x, size, mask)
+        x = x + self.branch1(mixed.x)
+        x = x if self.norm_first else self.norm1(x)
+        if self.reduction is not None:
+            x, size = self.reduction(x, size, mixed.key, mixed.saliency)
+        x = x + self.branch2(self.mlp(self.norm2(x) if self.norm_first else x))
+        return x if self.norm_first else self.norm2(x), size
+
+
+class ViT(nn.Module):
+    """A Vision Transformer for images of any size, made of slots.
+
+    Paper    Dosovitskiy et al. 2020, arXiv:2010.11929. With the default slots and a timm `vit_*` state dict (see `pretrained`) it
+             gives timm's logits.
+    Departs  Weights start as in the papers that train small: Xavier-uniform for linear maps (MAE, the original JAX code) and 0.02
+             for tokens, positions and the head, each drawn from a stream of its own name (see `initialise`).
+
+    `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `drop_path` is the rate of the last
+    block, rising linearly from 0 as in timm, or one rate for each block. `norm_after_pool` moves the last LayerNorm behind the
+    pool, as timm's `fc_norm` does.
+
+    `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. `x` is
+    normalised pixels b c h w. `mask`, broadcastable to b heads n n, is True where a token may look.
+
+    Raises   ValueError for an image that the tokenizer cannot tile, heads that do not divide the width, or another number of
+             channels than it was built for.
+    """
+
+    no_weight_decay = ("prefix",)
+
+    def __init__(
+        self,
+        image: tuple[int, int],
+        channels: int,
+        classes: int,
+        *,
+        dim: int = 64,
+        depth: int = 6,
+        heads: int = 4,
+        tokenizer: Callable = partial(PatchEmbed, patch=4),
+        position: Callable | None = Learned,
+        attention: Callable = Attention,
+        reduction: Callable | None = None,
+        pool: Callable = ClassToken,
+        block: Callable = Block,
+        registers: int = 0,
+        dropout: float = 0.0,
+        drop_path: float | Sequence[float] = 0.0,
+        norm_after_pool: bool = False,
+    ):
+        super().__init__()
+        self.channels = channels
+        self.tokenizer = tokenizer(image, channels, dim)
+        self.pool = pool(dim)
+        self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
+        self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            block(dim, heads, attention=attention, reduction=reduction(layer, depth) if reduction else None, drop_path=rate)
+            for layer, rate in enumerate(rates(drop_path, depth))
+        )
+        self.norm_after_pool = norm_after_pool
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.head = nn.Linear(dim, classes)
+        initialise(self)
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.prefix, std=0.02)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+
+    def tokens(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """All tokens after the last block, b n d, and how many patches each stands for, b n (None: one each)."""
+        if x.ndim != 4 or x.shape[1] != self.channels:
+            raise ValueError(f"got images of shape {tuple(x.shape)}; expected b {self.channels} h w, the channels this model was built for")
+        grid = self.tokenizer.grid(x.shape[-2:])
+        x = torch.cat([self.prefix.expand(len(x), -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
+        x = self.dropout(self.position(x, grid) if self.position else x)
+        size = None
+        for block in self.blocks:
+            x, size = block(x, size, mask)
+        return (x if self.norm_after_pool else self.norm(x)), size
+
+    def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What the head sees, b d."""
+        x = self.pool(*self.tokens(x, mask), len(self.prefix))
+        return self.norm(x) if self.norm_after_pool else x
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.head(self.features(x, mask))
+
+
+class LayerScale(nn.Module):
+    """Multiply each channel by a learned factor that starts at `start`; None leaves the input as it is."""
+
+    def __init__(self, dim: int, start: float | None):
+        super().__init__()
+        self.start = start
+        self.factor = None if start is None else nn.Parameter(torch.full((dim,), start))
+
+    def reset_parameters(self):
+        if self.factor is not None:
+            nn.init.constant_(self.factor, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self.factor
+
+
+class DropPath(nn.Module):
+    """In training, replace the whole branch of an image by zero with probability `rate`; the rest is scaled by 1 / (1 - rate)."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"drop_path is {rate}; expected a probability from 0 up to, not including, 1")
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
+        return x * (kept / (1 - self.rate)).to(x.dtype)
+
+
+ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+def rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
+    """One drop-path rate for each block."""
+    if isinstance(drop_path, int | float):
+        return [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
+    if len(drop_path) != depth:
+        raise ValueError(f"got {len(drop_path)} drop-path rates for {depth} blocks; expected one each, or a single number")
+    return list(drop_path)
+
+
+def initialise(model: nn.Module, seed: int | None = None) -> nn.Module:
+    """Draw all weights anew; with a seed, each module's from the stream of its own name.
+
+    Two models that share a module under the same name get the same weights for it, whatever else differs between them, so that a
+    paired comparison starts both arms at the same point. Children come first: a parent may draw its own parts differently.
+    """
+    for name, module in reversed(list(model.named_modules())):
+        if isinstance(module, nn.Linear) or hasattr(module, "reset_parameters"):
+            with torch.random.fork_rng(devices=[], enabled=seed is not None):
+                if seed is not None:
+                    torch.manual_seed(stream(seed, "init", name))
+                reset(module)
+    return model
+
+
+def reset(module: nn.Module):
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    else:
+        module.reset_parameters()

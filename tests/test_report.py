@@ -1,0 +1,246 @@
+"""Would a user be told the truth, the whole truth, and in words they cannot misread?"""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from smallvit.report import compare, holm, html, markdown, pairs_needed
+from smallvit.report import page as pages
+
+DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
+WORDS = {"title": "demo", "doc": DOC}
+
+
+def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng=0, floors=()) -> list[dict]:
+    """One finished record per cell: the first arm is the baseline, and each arm's effect comes with its own noise."""
+    draw, out = np.random.default_rng(rng), []
+    for n in labels:
+        level = draw.normal(0.9, 0.003, seeds)
+        for place, (arm, effect) in enumerate(arms.items()):
+            role = "baseline" if place == 0 else "floor" if arm in floors else "technique"
+            for seed, accuracy in enumerate(level + effect + draw.normal(0, noise, seeds)):
+                curve = [[step, 1.0, float(accuracy) * step / 300] for step in (100, 200, 300)]
+                out.append(
+                    {
+                        "recipe": "demo", "arm": arm, "role": role, "labels": n, "seed": seed, "status": "finished",
+                        "error": None, "fingerprint": "f0", "run": {"model": {"arm": arm, "dim": 64}, "seed": seed},
+                        "score": "accuracy", "val": {"accuracy": 0.9}, "test": {"accuracy": float(accuracy)},
+                        "chosen_on_val": None, "params": 1000, "macs": 5_000_000, "images_seen": 6400, "steps": 300,
+                        "seconds": 10.0, "pretraining": None, "device": "cpu", "precision": "fp32", "threads": 1,
+                        "subset_sha256": f"{n}/{seed}", "curve": curve, "cpu": "a cpu", "weights": None, "test_reads": 1,
+                        "code": {"sha256": "c0de", "commit": "abc", "dirty": False}, "versions": {"python": "3.12"},
+                    }
+                )  # fmt: skip
+    return out
+
+
+def change(rows: list[dict], arm: str, seed: int | None = None, **fields) -> list[dict]:
+    """The records with these fields of one arm (of one seed) replaced."""
+    return [r | fields if r["arm"] == arm and seed in (None, r["seed"]) else r for r in rows]
+
+
+def accuracies(rows: list[dict], arm: str) -> list[float]:
+    return [r["test"]["accuracy"] for r in rows if r["arm"] == arm]
+
+
+def row_of(rows: list[dict], arm: str):
+    return next(row for row in compare(rows).rows if row.arm == arm)
+
+
+def test_differences_agree_with_scipy():
+    rows = records({"scratch": 0, "+A": 0.001})
+    row, base, own = row_of(rows, "+A"), accuracies(rows, "scratch"), accuracies(rows, "+A")
+    test = stats.ttest_rel(own, base)
+    interval = test.confidence_interval(0.95)
+    assert row.difference.p == test.pvalue
+    assert [row.difference.low, row.difference.high] == pytest.approx([interval.low, interval.high], rel=1e-12)
+    assert row.sd == pytest.approx(np.std(own, ddof=1), rel=1e-12)
+    assert [row.low, row.high] == pytest.approx(stats.t.interval(0.95, 7, np.mean(own), stats.sem(own)), rel=1e-12)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_holm_pays_for_every_technique_at_every_label_count_but_not_for_floors():
+    rows = records({"scratch": 0, "+A": 0.001, "+B": 0.002, "kNN": -0.1}, labels=(100, 1000), floors=("kNN",))
+    judged = [row for row in compare(rows).rows if row.verdict]
+    assert len(judged) == compare(rows).family == 4
+    assert [row.difference.p_holm for row in judged] == holm([row.difference.p for row in judged])
+    floor = row_of(rows, "kNN")
+    assert floor.verdict is None and floor.difference.p_holm is None and floor.difference.high < 0
+
+
+def test_no_effect_gives_a_false_verdict_in_at_most_one_recipe_in_twenty():
+    arms = {"scratch": 0, "+A": 0, "+B": 0, "+C": 0}
+    wrong = [{row.verdict for row in compare(records(arms, rng=k)).rows} & {"better", "worse"} for k in range(400)]
+    assert sum(map(bool, wrong)) / len(wrong) <= 0.05
+
+
+def test_the_interval_holds_a_known_effect_nineteen_times_in_twenty():
+    found = [row_of(records({"scratch": 0, "+A": 0.004}, rng=k), "+A").difference for k in range(400)]
+    assert sum(d.low <= 0.004 <= d.high for d in found) / len(found) == pytest.approx(0.95, abs=0.025)
+
+
+@pytest.mark.parametrize("effect, word", [(0.02, "better"), (-0.02, "worse"), (0.0, "inconclusive")])
+def test_verdict_words(effect, word):
+    assert row_of(records({"scratch": 0, "+A": effect}), "+A").verdict == word
+
+
+def test_five_pairs_are_never_a_verdict_and_say_how_many_would_be():
+    row = row_of(records({"scratch": 0, "+A": 0.05}, seeds=5, noise=0.01), "+A")
+    assert row.verdict == "not enough seeds" and f"about {pairs_needed(row.difference.sd)} would show" in row.reason
+    lone = row_of(records({"scratch": 0, "+A": 0.05}, seeds=1), "+A")
+    assert lone.verdict == "not enough seeds" and lone.difference.low is None
+    assert row_of(records({"scratch": 0, "+A": 0.05}, seeds=6), "+A").verdict == "better"
+
+
+@pytest.mark.parametrize("sd", [0.008, 0.015, 0.03])
+def test_pairs_needed_have_the_power_they_promise(sd):
+    def power(n):
+        shift, bar = 0.01 / sd * math.sqrt(n), stats.t.isf(0.025, n - 1)
+        return stats.nct.sf(bar, n - 1, shift)
+
+    n = pairs_needed(sd)
+    assert power(n) >= 0.79 and power(n - 2) < 0.8
+    assert pairs_needed(0.0) == 6
+
+
+def broken(rows: list[dict], how: str) -> list[dict]:
+    if how == "missing":
+        return [r for r in rows if (r["arm"], r["seed"]) != ("+A", 3)]
+    if how == "other images":
+        return change(rows, "+A", 3, subset_sha256="other")
+    arm = "scratch" if how == "baseline failed" else "+A"
+    return change(rows, arm, 3, status=how.split()[-1], error="out of <memory>", test=None)
+
+
+@pytest.mark.parametrize("how", ["missing", "failed", "unavailable", "baseline failed", "other images"])
+def test_an_incomplete_cell_gets_no_verdict_but_its_reason(how):
+    rows = broken(records({"scratch": 0, "+A": 0.02, "+B": 0.0015}, labels=(100,)), how)
+    row, other = row_of(rows, "+A"), row_of(rows, "+B")
+    assert row.verdict == "no verdict" and "seed 3" in row.reason and len(row.difference.seeds) == 7
+    assert other.verdict == ("no verdict" if "baseline" in how else "inconclusive")
+    text = markdown(rows, **WORDS)
+    assert "+A at 100 labels: no verdict" in text and row.reason in text
+    assert ("out of &lt;memory&gt;" in text) == (how in ("failed", "unavailable", "baseline failed"))
+
+
+def test_a_dead_run_makes_no_neighbour_easier_to_believe():
+    rows = records({"scratch": 0, "+A": 0.02, "+B": 0.002})
+    whole = row_of(rows, "+B").difference
+    after = row_of(broken(rows, "failed"), "+B").difference
+    assert after.p == whole.p and after.p_holm == 2 * whole.p >= whole.p_holm
+
+
+def test_differences_that_do_not_scatter():
+    rows = records({"scratch": 0, "+A": 0.0})
+    base = accuracies(rows, "scratch")
+    for shift, verdict in ((0.0, "inconclusive"), (0.001, "no verdict")):
+        same = [r | {"test": {"accuracy": base[r["seed"]] + shift * (r["arm"] == "+A")}} for r in rows]
+        row = row_of(same, "+A")
+        assert (row.verdict, row.difference.p) == (verdict, None) and "every seed" in row.reason
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda rows: change(rows, "scratch", role="technique"), "baseline"),
+        (lambda rows: change(rows, "+A", role="baseline"), "exactly one"),
+        (lambda rows: [*rows, rows[3]], "twice"),
+        (lambda rows: change(rows, "+A", 2, role="floor"), "one role"),
+        (lambda rows: change(rows, "+A", 2, score="knn_5"), "one score"),
+        (lambda rows: change(rows, "+A", 2, recipe="other"), "one recipe"),
+        (lambda rows: change(rows, "+A", 2, status="running"), "status"),
+        (lambda rows: change(rows, "+A", 2, test={"accuracy": 93.1}), "between 0 and 1"),
+        (lambda rows: change(rows, "+A", 2, test={"accuracy": math.nan}), "between 0 and 1"),
+        (lambda rows: change(rows, "+A", 2, test={}), "has no 'accuracy'"),
+        (lambda rows: [], "baseline"),
+    ],
+)
+def test_records_that_cannot_be_compared_are_refused(spoil, says):
+    with pytest.raises(ValueError, match=says):
+        compare(spoil(records({"scratch": 0, "+A": 0})))
+
+
+def test_unequal_budgets_are_flagged_with_pretraining_and_borrowed_labels_counted():
+    rows = records({"scratch": 0, "+A": 0, "+B": 0})
+    rows = change(rows, "+A", params=1040, macs=6_000_000, chosen_on_val={"what": "early stop", "labels": 500})
+    rows = change(rows, "+B", pretraining={"images_seen": 640_000, "seconds": 0.1})
+    assert row_of(rows, "+A").unequal == {"macs": pytest.approx(0.2), "extra_labels": math.inf}
+    assert row_of(rows, "+B").unequal == {"images_seen": pytest.approx(100)}
+    text = markdown(rows, **WORDS)
+    assert "6.00 M (+20%)" in text and "646,400 (101× baseline)" in text and "Parameters: equal within 5%" in text
+    assert "MACs per image: not recorded for" not in text and "+A (not recorded)" in markdown(change(rows, "+A", macs=None), **WORDS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"device": "cuda:0"}, {"threads": 2}, {"precision": "bf16"}, {"cpu": "another"}, {"code": {"sha256": "beef"}},
+     {"versions": {"python": "3.13"}}, {"test_reads": 2}, {"score": "knn_5", "test": {"knn_5": 0.9}},
+     {"code": {"sha256": "c0de", "dirty": True}}],
+)  # fmt: skip
+def test_arms_run_under_other_conditions_are_warned_of(fields):
+    rows = records({"scratch": 0, "+A": 0})
+    assert "## Warnings" not in markdown(rows, **WORDS)
+    assert "## Warnings" in markdown(change(rows, "+A", **fields), **WORDS)
+    assert "Warnings" in html(change(rows, "+A", **fields), **WORDS)
+
+
+def test_markdown_leads_with_the_verdicts_and_labels_every_plus_minus():
+    rows = records({"scratch": 0, "+A": 0.02, "kNN": -0.1}, labels=(100, None), floors=("kNN",))
+    text = markdown(rows, **WORDS)
+    d = row_of(rows, "+A").difference
+    assert f"+A at 100 labels: better by {100 * d.mean:.2f} points [{100 * d.low:.2f}, {100 * d.high:.2f}]" in text
+    assert DOC in text and text.index("better by") < text.index("| Arm |") and "smallvit report demo" in text
+    assert all(re.match(r"± (SD over seeds|\d+\.\d\d \(SD, n = 8\))", text[at.start() :]) for at in re.finditer("±", text))
+    assert len(re.findall(r"^\| (scratch|\+A|kNN)", text, re.MULTILINE)) == 6 and "Results at all labels" in text
+
+
+def test_what_differs_is_read_from_the_runs_and_partial_differences_say_so():
+    rows = change(records({"scratch": 0, "+A": 0}), "+A", 5, run={"model": {"arm": "+A", "dim": 96}, "seed": 5})
+    assert pages.changes(rows) == {"+A": ['model.arm: "scratch" → "+A"', "model.dim: 64 → 96 (in 1 of 8 runs)"]}
+
+
+def test_html_is_one_page_that_fetches_nothing_and_trusts_no_name():
+    name = "<b>$x$ & _y</b>"
+    rows = change(records({"scratch": 0, name: 0.01}, labels=(100, 1000)), name, 0, status="failed", error="<script>x</script>")
+    page = html(rows, title="<i>", doc=DOC)
+    assert "<b>$x" not in page and "<script" not in page and "<i>" not in page and "&lt;a gain&gt;" in page
+    assert "&lt;b&gt;$x$ &amp; _y&lt;/b&gt;" in page and "src=" not in page
+    assert not re.search(r"https?://(?!www\.w3\.org/)", page) and not re.search(r"url\((?!#)|@import|<link", page)
+    pictures = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    assert len(pictures) == 4 and page == html(rows, title="<i>", doc=DOC)
+    drawn = ["".join(picture.itertext()) for picture in pictures[:3]]
+    assert all(name in text for text in drawn)
+    assert page.count("var(--arm-0)") > 8 and "#0c0c" not in page
+
+
+def test_every_seed_is_on_the_page_and_one_label_count_needs_no_label_axis():
+    rows = records({"scratch": 0, "+A": 0.01})
+    page = html(rows, **WORDS)
+    assert page.count("<svg") == 3 and "labelled images" not in page
+    assert all(f"{100 * r['test']['accuracy']:.2f}" in page for r in rows)
+    assert html([r | {"curve": []} for r in rows], **WORDS).count("<svg") == 2
+
+
+def test_nothing_to_show_is_said():
+    rows = [r | {"status": "failed", "error": "boom", "test": None} for r in records({"scratch": 0, "+A": 0}, labels=(100, 1000))]
+    for write in (markdown, html):
+        assert "No runs are recorded yet" in write([], **WORDS) and "Does it help?" in write([], **WORDS)
+        assert "boom" in write(rows, **WORDS) and "32 of 32 runs left no number" in write(rows, **WORDS)
+    assert "<svg" not in html(rows, **WORDS)
+
+
+def test_unusual_numbers_are_drawn():
+    perfect = [r | {"test": {"accuracy": 1.0}} for r in records({"scratch": 0, "+A": 0}, labels=(10, 20))]
+    zero = [r | {"test": {"accuracy": 0.0}} for r in records({"scratch": 0, "+A": 0}, seeds=1)]
+    uneven = [r | {"curve": [[r["seed"], 1.0, 0.5]]} for r in records({"scratch": 0, "+A": 0})]
+    assert html(perfect, **WORDS).count("<svg") == 4 and html(zero, **WORDS).count("<svg") == 3
+    assert "seeds share no step: scratch, +A" in html(uneven, **WORDS)
