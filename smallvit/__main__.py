@@ -7,11 +7,11 @@ import argparse
 import ast
 import os
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from smallvit import __version__
+from smallvit.recipe import find_recipe, load_recipe, only, recipe_files, shortened
 
 HELP = {
     "list": "the recipes at hand, and the question that each one asks",
@@ -36,7 +36,9 @@ def main(words: list[str] | None = None) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="smallvit", description="Train Vision Transformers on little data, and know whether it helped.")
+    parser = argparse.ArgumentParser(
+        prog="smallvit", description="Train Vision Transformers on little data, and know whether it helped."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | report | verify")
     for name, text in HELP.items():
@@ -50,17 +52,27 @@ def arguments() -> argparse.ArgumentParser:
             command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
         if name != "verify":
             command.add_argument(
-                "--only", nargs="+", default=[], metavar="WHAT", help="some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)"
+                "--only",
+                nargs="+",
+                default=[],
+                metavar="WHAT",
+                help="some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)",
             )
         if name == "run":
             command.add_argument("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
-            command.add_argument("--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes")
+            command.add_argument(
+                "--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes"
+            )
             command.add_argument("--retry", action="store_true", help="run failed runs again")
             command.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
         if name == "report":
-            command.add_argument("--publish", action="store_true", help="write records and report beside the recipe, to be committed")
+            command.add_argument(
+                "--publish", action="store_true", help="write records and report beside the recipe, to be committed"
+            )
         if name == "verify":
-            command.add_argument("--seeds", type=positive, default=1, help="how many committed seeds of each arm to train again (default: 1)")
+            command.add_argument(
+                "--seeds", type=positive, default=1, help="how many committed seeds of each arm to train again (default: 1)"
+            )
             command.add_argument("--labels", help="which number of labels (default: the smallest committed)")
     return parser
 
@@ -91,7 +103,14 @@ def run(chosen: argparse.Namespace) -> int:
         print(plan(runs, chosen.jobs, chosen.device))
         return 0
     records = launch(
-        runs, out, recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=chosen.retry, fail_fast=chosen.fail_fast
+        runs,
+        out,
+        recipe=path.stem,
+        source=path,
+        jobs=chosen.jobs,
+        device=chosen.device,
+        retry=chosen.retry,
+        fail_fast=chosen.fail_fast,
     )
     return write_report(path, module, records, out / path.stem / "report", len(runs))
 
@@ -115,7 +134,9 @@ def report(chosen: argparse.Namespace) -> int:
         return write_report(path, module, records, Path(chosen.out) / path.stem / "report", len(runs))
     missing = len(runs) - sum(one["status"] == "finished" for one in records)
     if missing or chosen.only:
-        raise ValueError(f"{missing} of {len(runs)} runs have not finished; a published report has all of them: smallvit run {chosen.recipe} --retry")
+        raise ValueError(
+            f"{missing} of {len(runs)} runs have not finished; a published report has all of them: smallvit run {chosen.recipe} --retry"
+        )
     record.write_records(published, records)
     return write_report(path, module, records, path.with_suffix(""), len(runs))
 
@@ -134,7 +155,10 @@ def write_report(path: Path, module: ModuleType, records: list[dict], target: Pa
         print("\nno report yet: the baseline, the first arm of the recipe, is not among these runs")
     unfinished = expected - sum(record["status"] == "finished" for record in records)
     if unfinished:
-        print(f"smallvit: {unfinished} of {expected} runs have not finished; run again with --retry to try failed ones", file=sys.stderr)
+        print(
+            f"smallvit: {unfinished} of {expected} runs have not finished; run again with --retry to try failed ones",
+            file=sys.stderr,
+        )
     return 1 if unfinished else 0
 
 
@@ -147,19 +171,25 @@ def verify(chosen: argparse.Namespace) -> int:
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
     if not path.with_suffix(".jsonl").exists():
-        raise ValueError(f"{path.stem} has no committed records ({path.with_suffix('.jsonl').name} beside it); publish them first")
+        raise ValueError(
+            f"{path.stem} has no committed records ({path.with_suffix('.jsonl').name} beside it); publish them first"
+        )
     committed = [record for record in read_records(path.with_suffix(".jsonl")) if record["status"] == "finished"]
     recorded = {record["fingerprint"] for record in committed}
     runs = [run for run in module.RUNS if fingerprint(run) in recorded]
     if not runs:
-        raise ValueError(f"no committed record is of a run that {path.name} asks for today; the recipe or the library has changed since")
+        raise ValueError(
+            f"no committed record is of a run that {path.name} asks for today; the recipe or the library has changed since"
+        )
     counts = sorted({run.labels for run in runs}, key=lambda count: (count is None, count or 0))
     labels = counts[0] if chosen.labels is None else None if chosen.labels == "all" else int(chosen.labels)
     seeds = sorted({run.seed for run in runs})[: chosen.seeds]
     runs = [run for run in runs if run.labels == labels and run.seed in seeds]
     if not runs:
         raise ValueError(f"no committed runs with labels={chosen.labels}; expected one of {', '.join(map(str, counts))}")
-    again = launch(runs, Path(chosen.out) / "verify", recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=True)
+    again = launch(
+        runs, Path(chosen.out) / "verify", recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=True
+    )
     lines, good = band(committed, again)
     print("\n".join(lines))
     print("verified: every arm lies in its band" if good else "NOT verified: see above")
@@ -167,107 +197,6 @@ def verify(chosen: argparse.Namespace) -> int:
 
 
 COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify}
-
-
-# Recipes
-
-
-def recipe_files() -> list[Path]:
-    """The recipe files at hand: those in ./recipes, then those that came with the package."""
-    package = Path(__file__).parent
-    places = [Path("recipes"), package / "recipes", package.parent / "recipes"]
-    found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("[!_]*.py"))}
-    return [found[name] for name in sorted(found)]
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe, by path or by name."""
-    path = Path(name)
-    if path.suffix == ".py" and path.exists():
-        return path
-    recipes = {path.stem: path for path in recipe_files()}
-    if path.stem in recipes and path.suffix in ("", ".py") and (path.parent == Path(".") or path.parent.name == "recipes"):
-        return recipes[path.stem]
-    near = get_close_matches(path.stem, recipes, 1, 0.4)
-    advice = f"did you mean {near[0]!r}?" if near else f"expected the path of a .py file, or one of {', '.join(recipes)}"
-    raise ValueError(f"there is no recipe {name!r}; {advice}")
-
-
-def load_recipe(path: str | Path) -> ModuleType:
-    """The recipe as a module named `recipes.<file>`, so that its own classes can stand in records.
-
-    Raises ValueError if it raises on import, naming the line, or defines no list RUNS of runs.
-    """
-    import traceback
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    from smallvit.run import Run
-
-    path = Path(path).resolve()
-    name = f"recipes.{path.stem}"
-    if name in sys.modules and Path(sys.modules[name].__file__) == path:
-        return sys.modules[name]
-    spec = spec_from_file_location(name, path)
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}") from error
-    runs = getattr(module, "RUNS", None)
-    if not runs or not all(isinstance(run, Run) for run in runs):
-        del sys.modules[name]
-        raise ValueError(f"{path.name} defines no RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...), a list of runs")
-    return module
-
-
-def only(runs: list, words: list[str]) -> list:
-    """The runs that every word admits: `arm=a,b`, `labels=100,1000`, `seed=0-3`; `arm=floors` are all floors."""
-    for word in words:
-        key, _, text = word.partition("=")
-        if key not in ("arm", "labels", "seed") or not text:
-            raise ValueError(f"--only got {word!r}; expected arm=..., labels=... or seed=...")
-        offered = {str(value(run, key)): None for run in runs}
-        wanted = {one for part in text.split(",") for one in spread(part)} if key != "arm" else arms(text, list(offered))
-        floors = key == "arm" and "floors" in wanted
-        for one in sorted(wanted - {"floors"} - set(offered)):
-            near = get_close_matches(one, list(offered), 1, 0.4)
-            advice = f"did you mean {near[0]!r}?" if near else f"expected of {', '.join(offered)}"
-            raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
-        runs = [run for run in runs if str(value(run, key)) in wanted or (floors and run.role == "floor")]
-    return runs
-
-
-def value(run, key: str) -> str | int:
-    found = getattr(run, key)
-    return "all" if found is None else found
-
-
-def arms(text: str, offered: list[str]) -> set[str]:
-    """The arms named in a comma-separated list; an arm's own name may hold commas."""
-    names, rest = set(), text
-    for name in sorted(offered, key=len, reverse=True):
-        if "," in name and name in rest:
-            names.add(name)
-            rest = rest.replace(name, "")
-    return names | {part for part in rest.split(",") if part}
-
-
-def spread(text: str) -> list[str]:
-    """`0-3` -> 0, 1, 2, 3; anything else is itself."""
-    first, dash, last = text.replace("_", "").partition("-")
-    return [str(number) for number in range(int(first), int(last) + 1)] if dash and first.isdecimal() and last.isdecimal() else [first]
-
-
-def shortened(runs: list) -> list:
-    """Two steps of every arm, at the smallest number of labels and the first seed."""
-    first: dict = {}
-    for run in sorted(runs, key=lambda run: (run.labels is None, run.labels or 0, run.seed)):
-        first.setdefault(run.arm, run.vary(steps=min(run.steps, 2)))
-    return list(first.values())
 
 
 def plan(runs: list, jobs: int | None, device: str) -> str:
@@ -288,7 +217,9 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
         if arm != baseline.arm:
             changes = difference(baseline.vary(labels=first[arm].labels, seed=first[arm].seed), first[arm])
             lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
-    lines.append(f"{len(runs)} runs, about {clock(seconds / jobs)} with {jobs} jobs on {device}, measured by a few steps of each arm")
+    lines.append(
+        f"{len(runs)} runs, about {clock(seconds / jobs)} with {jobs} jobs on {device}, measured by a few steps of each arm"
+    )
     return "\n".join(lines)
 
 

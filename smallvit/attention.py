@@ -53,7 +53,7 @@ class Attention(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        head_dim = head_dim or width_of_head(dim, heads)
+        head_dim = width_of_head(dim, heads, head_dim)
         self.heads, self.scale, self.dropout = heads, head_dim**-0.5, dropout
         self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
@@ -100,7 +100,7 @@ class LocalityAttention(nn.Module):
         super().__init__()
         if temperature not in ("per head", "per layer", "fixed"):
             raise ValueError(f"temperature is {temperature!r}; expected 'per head', 'per layer' or 'fixed'")
-        head_dim = head_dim or width_of_head(dim, heads)
+        head_dim = width_of_head(dim, heads, head_dim)
         self.heads, self.mask_self, self.temperature, self.dropout = heads, mask_self, temperature, dropout
         self.start = head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
@@ -130,7 +130,12 @@ class LocalityAttention(nn.Module):
         return mix(q, k, v, bias_of(size, mask), self.proj, self.dropout if self.training else 0.0)
 
 
-def width_of_head(dim: int, heads: int) -> int:
+def width_of_head(dim: int, heads: int, head_dim: int | None) -> int:
+    """As given, or an equal share of the model's width."""
+    if heads < 1 or (head_dim is not None and head_dim < 1):
+        raise ValueError(f"got heads={heads}, head_dim={head_dim}; expected at least one head, at least one wide")
+    if head_dim is not None:
+        return head_dim
     if dim % heads:
         near = [h for h in range(1, dim + 1) if dim % h == 0]
         fits = sorted(sorted(near, key=lambda h: abs(h - heads))[:2])
@@ -152,7 +157,7 @@ def others(n: int, size: Tensor | None, mask: Tensor | None, device: torch.devic
     if size is not None:
         allowed = allowed & (size > 0)[:, None, None, :]
     if mask is not None:
-        allowed = allowed & mask
+        allowed = allowed & boolean(mask)
     return allowed | (eye & ~allowed.any(-1, keepdim=True))
 
 
@@ -161,10 +166,15 @@ def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
     bias = None if size is None else size.log()[:, None, None, :]
     if mask is None:
         return bias
+    zero = torch.zeros((), device=mask.device) if bias is None else bias
+    return torch.where(boolean(mask), zero, float("-inf"))
+
+
+def boolean(mask: Tensor) -> Tensor:
+    """The mask with at least the axes n n."""
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may look at a key")
-    zero = torch.zeros((), device=mask.device) if bias is None else bias
-    return torch.where(mask, zero, float("-inf"))
+    return torch.atleast_2d(mask)
 
 
 def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, proj: nn.Module, dropout: float) -> Mixed:
@@ -173,7 +183,9 @@ def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, proj: nn.Module, d
     return Mixed(
         proj(x.transpose(1, 2).flatten(2)),
         key=lambda: k.mean(1),
-        saliency=lambda queries=None: weights(q[:, :, :queries], k, None if bias is None else bias[..., :queries, :]).mean((1, 2)),
+        saliency=lambda queries=None: weights(q[:, :, :queries], k, None if bias is None else bias[..., :queries, :]).mean(
+            (1, 2)
+        ),
     )
 
 
@@ -185,7 +197,9 @@ def weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     return logits.softmax(-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0, fused: bool | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0, fused: bool | None = None
+) -> Tensor:
     """softmax(q k^T + bias) v by the faster of two kernels that agree to rounding; b h n e.
 
     On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the

@@ -86,7 +86,9 @@ def linear_probe(
             try:
                 return probe.fit(train, splits.train.labels.numpy())
             except ConvergenceWarning as warning:
-                raise RuntimeError(f"the linear probe with C={strength:g} did not converge in 2,000 iterations; try smaller C") from warning
+                raise RuntimeError(
+                    f"the linear probe with C={strength:g} did not converge in 2,000 iterations; try smaller C"
+                ) from warning
 
     def score(probe, x, images: Images) -> float:
         return float((probe.predict(x) == images.labels.numpy()).mean())

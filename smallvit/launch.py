@@ -112,7 +112,7 @@ def prepare(source: str | Path | None, progress):
     torch.set_num_threads(1)
     PROGRESS = progress
     if source is not None:
-        from smallvit.__main__ import load_recipe
+        from smallvit.recipe import load_recipe
 
         load_recipe(source)
 
@@ -133,7 +133,11 @@ def failed(run: Run, path: Path, recipe: str, error: BaseException) -> dict:
     """Leave a record of a run that raised, and return it."""
     from smallvit.train import blank
 
-    reason = "the worker was killed twice (out of memory?)" if isinstance(error, BrokenProcessPool) else f"{type(error).__name__}: {error}"
+    reason = (
+        "the worker was killed twice (out of memory?)"
+        if isinstance(error, BrokenProcessPool)
+        else f"{type(error).__name__}: {error}"
+    )
     record = blank(run, recipe, error=reason)
     try:
         records.write_record(path, record)
@@ -145,7 +149,9 @@ def failed(run: Run, path: Path, recipe: str, error: BaseException) -> dict:
 def folder(run: Run, out: str | Path, recipe: str) -> Path:
     """Where a run lives: readable, and different for different runs."""
     arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", run.arm).strip("-") or "arm"
-    return Path(out) / recipe / str("all" if run.labels is None else run.labels) / arm / f"seed{run.seed}-{fingerprint(run)[:8]}"
+    return (
+        Path(out) / recipe / str("all" if run.labels is None else run.labels) / arm / f"seed{run.seed}-{fingerprint(run)[:8]}"
+    )
 
 
 def cores() -> int:
@@ -166,7 +172,9 @@ class Bar:
         for record in found:
             self.count(record)
         work = sum(runs[at].steps for at in todo)
-        self.bar = tqdm(total=max(work, 1), unit="step", disable=not todo or None, file=sys.stderr, smoothing=0.05, bar_format=FORMAT)
+        self.bar = tqdm(
+            total=max(work, 1), unit="step", disable=not todo or None, file=sys.stderr, smoothing=0.05, bar_format=FORMAT
+        )
         self.headline()
 
     def count(self, record: dict | None):
@@ -181,7 +189,9 @@ class Bar:
         self.count(record)
         if record["status"] == "failed":
             labels = "all" if record["labels"] is None else record["labels"]
-            self.bar.write(f"FAILED {record['arm']}, {labels} labels, seed {record['seed']}: {record['error']}", file=sys.stderr)
+            self.bar.write(
+                f"FAILED {record['arm']}, {labels} labels, seed {record['seed']}: {record['error']}", file=sys.stderr
+            )
         self.headline()
 
     def headline(self):

@@ -27,8 +27,11 @@ class Learned(nn.Module):
         self.table = nn.Parameter(torch.empty((prefix if on_prefix else 0) + grid[0] * grid[1], dim))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self):
-        nn.init.trunc_normal_(self.table, std=self.std)
+        prefix = len(self.table) - self.grid[0] * self.grid[1]
+        nn.init.trunc_normal_(self.table[prefix:], std=self.std)
+        nn.init.trunc_normal_(self.table[:prefix], std=self.std)  # last: how many there are must not move the draw of the patches
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return add(x, self.table, self.grid, grid, self.prefix)
@@ -45,7 +48,9 @@ class SinCos2d(nn.Module):
     def __init__(self, dim: int, grid: Grid, prefix: int):
         super().__init__()
         if dim % 4:
-            raise ValueError(f"width {dim} is not divisible by 4, which sine and cosine of two coordinates need; take {dim + -dim % 4}")
+            raise ValueError(
+                f"width {dim} is not divisible by 4, which sine and cosine of two coordinates need; take {dim + -dim % 4}"
+            )
         self.grid, self.prefix = tuple(grid), prefix
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
         table = torch.cat([sines(columns.flatten(), dim // 2), sines(rows.flatten(), dim // 2)], dim=-1)

@@ -1,9 +1,10 @@
 """timm: its weights in our ViT, and our slots in its models. The only file that knows timm's names.
 
-`from_timm` turns a timm Vision Transformer into the same function as a `ViT`. `timm_attention` and `timm_tokenizer` make of our slots what
-timm's constructors ask for (`attn_layer`, `embed_layer`), by adapting and never by patching timm's classes.
+`from_timm` turns a timm Vision Transformer into the same function as a `ViT`. `timm_attention` and `timm_tokenizer` make of our
+slots what timm's constructors ask for (`attn_layer`, `embed_layer`), by adapting and never by patching timm's classes.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,8 +31,10 @@ NAMES = (
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A timm `vit_*` state dict under our names: class token and registers joined to `prefix`, batch axes of parameters dropped."""
+    if "patch_embed.proj.weight" not in state:
+        raise ValueError(f"got a state dict without patch_embed.proj.weight ({', '.join(list(state)[:3])}, ...); expected a timm vit_*")
+    width = len(state["patch_embed.proj.weight"])
     tokens = [state[name][0] for name in ("cls_token", "reg_token") if name in state]
-    width = next(len(tensor) for name, tensor in state.items() if name.endswith("norm1.weight"))
     renamed = {"prefix": torch.cat(tokens) if tokens else torch.empty(0, width)}
     for name, tensor in state.items():
         if name in ("cls_token", "reg_token"):
@@ -46,19 +49,28 @@ def from_timm(model: nn.Module) -> ViT:
     """A `ViT` that computes what this timm `VisionTransformer` computes, with its weights; the model itself is left alone.
 
     Class token or mean pooling, registers, LayerScale, qk-norm, learned positions with or without the prefix, any image size and
-    number of channels. Dropout and stochastic depth are not carried over: give them to a `ViT` of your own.
+    number of channels; on the device and in the precision of the model. Dropout of any kind (stochastic depth, patches) is not
+    carried over: give it to a `ViT` of your own.
 
     Raises   ValueError for a model with parts that a `ViT` does not have, naming them.
     """
-    first, embed = model.blocks[0], model.patch_embed
     strange = strangers(model)
     if strange:
         raise ValueError(f"this timm model has {', '.join(strange)}, which a ViT does not; expected a plain vit_* model")
+    first, embed = model.blocks[0], model.patch_embed
     mean = model.global_pool == "avg"
     extra = sum(token.shape[1] for token in (model.cls_token, model.reg_token) if token is not None)
-    head_dim = first.attn.qkv.out_features // 3 // first.attn.num_heads
-    attention = partial(Attention, head_dim=head_dim, qk_norm=isinstance(first.attn.q_norm, nn.LayerNorm), qkv_bias=first.attn.qkv.bias is not None)
-    scale = getattr(first.ls1, "gamma", None)
+    attention = partial(
+        Attention,
+        head_dim=first.attn.head_dim,
+        qk_norm=isinstance(first.attn.q_norm, nn.LayerNorm),
+        qkv_bias=first.attn.qkv.bias is not None,
+    )
+    block = partial(
+        Block,
+        mlp_ratio=(first.mlp.fc1.out_features + 0.5) / model.embed_dim,  # the half survives the rounding down to a width
+        layer_scale=None if isinstance(first.ls1, nn.Identity) else 1.0,
+    )
     ours = ViT(
         tuple(embed.img_size),
         embed.proj.in_channels,
@@ -71,30 +83,42 @@ def from_timm(model: nn.Module) -> ViT:
         attention=attention,
         pool=MeanTokens if mean else ClassToken,
         registers=extra - (0 if mean else 1),
-        block=partial(Block, mlp_ratio=first.mlp.fc1.out_features / model.embed_dim, layer_scale=None if scale is None else 1.0),
+        block=block,
         norm_after_pool=isinstance(model.fc_norm, nn.LayerNorm),
     )
     ours.load_state_dict(rename(model.state_dict()), strict=True)
-    return ours.train(model.training)
+    return ours.to(model.head.weight).train(model.training)
 
 
 def strangers(model: nn.Module) -> list[str]:
-    """The parts of a timm Vision Transformer that our ViT has no place for."""
-    first, embed = model.blocks[0], model.patch_embed
+    """The parts of a timm Vision Transformer that our ViT has no place for: classes first, then settings of known classes."""
+    import timm.layers as layers
+    from timm.models import vision_transformer as vit
+
+    known = {vit.VisionTransformer, vit.Block, layers.PatchEmbed, layers.Attention, layers.Mlp, layers.LayerScale, layers.LayerNorm}
+    known |= {layers.DropPath, layers.PatchDropout, layers.GELU, nn.GELU, nn.LayerNorm, nn.Linear, nn.Conv2d}
+    known |= {nn.Sequential, nn.Dropout, nn.Identity}
+    if type(model) is not vit.VisionTransformer:
+        return [f"the class {type(model).__name__}"]
+    odd = sorted({type(module).__name__ for module in model.modules() if type(module) not in known})
+    if odd:
+        return [f"a {name}" for name in odd]
+    first, embed, there = model.blocks[0], model.patch_embed, nn.LayerNorm
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     found = {
-        "pooling " + repr(model.global_pool): model.global_pool not in ("token", "avg"),
-        "no class token for its class-token pooling": model.global_pool == "token" and model.cls_token is None,
-        "a norm before the blocks": not isinstance(model.norm_pre, nn.Identity),
-        f"blocks of type {type(first).__name__}": type(first).__name__ != "Block",
-        f"an MLP of type {type(first.mlp).__name__}": type(first.mlp).__name__ != "Mlp",
-        f"the activation {type(first.mlp.act).__name__}": not isinstance(first.mlp.act, nn.GELU),
-        "norms inside attention or MLP": any(not isinstance(m, nn.Identity) for m in (getattr(first.attn, "norm", nn.Identity()), first.mlp.norm)),
-        "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
-        "a norm behind the patch embedding": not isinstance(embed.norm, nn.Identity),
-        f"norms of type {type(first.norm1).__name__}": not isinstance(first.norm1, nn.LayerNorm) or first.norm1.eps != 1e-6,
+        f"pooling {model.global_pool!r}": model.global_pool not in ("token", "avg"),
+        "prefix tokens in its mean": model.global_pool == "avg" and model.pool_include_prefix,
         "no classifier": not isinstance(model.head, nn.Linear),
+        "no last norm": not isinstance(model.norm, there) and not isinstance(model.fc_norm, there),
+        "a norm before the blocks": isinstance(model.norm_pre, there),
+        "a norm behind the patch embedding": isinstance(embed.norm, there),
+        "norms inside attention or MLP": isinstance(first.attn.norm, there) or isinstance(first.mlp.norm, there),
+        "norms with another epsilon than 1e-6": any(norm.eps != 1e-6 for norm in norms),
+        "projections without bias": first.attn.proj.bias is None,
+        "GELU by tanh": getattr(first.mlp.act, "approximate", "none") != "none",
+        "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
     }
-    return [part for part, there in found.items() if there]
+    return [part for part, is_there in found.items() if is_there]
 
 
 def timm_attention(attention: Callable) -> type[nn.Module]:
@@ -102,14 +126,33 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
     `qkv`, `proj` and the norms keep timm's names, so that pretrained weights load; what only ours has (a temperature) keeps its
     start, and timm's strict loading has to be told (`pretrained_strict=False`).
+
+    Raises   ValueError for options of timm's that ours does not have: `scale_norm`, `proj_bias=False`, another norm than LayerNorm.
     """
     slot, knobs = (attention.func, attention.keywords) if isinstance(attention, partial) else (attention, {})
+    takes_norm = "qk_norm" in inspect.signature(slot).parameters
 
     class TimmAttention(slot):
-        def __init__(self, dim, num_heads=8, qkv_bias=False, qk_norm=False, attn_drop=0.0, proj_drop=0.0, **others):
+        def __init__(
+            self,
+            dim,
+            num_heads=8,
+            qkv_bias=False,
+            qk_norm=False,
+            proj_bias=True,
+            attn_drop=0.0,
+            proj_drop=0.0,
+            norm_layer=None,
+            device=None,
+            dtype=None,
+            **others,
+        ):
+            other_norm = norm_layer is not None and not isinstance(norm_layer(1), nn.LayerNorm)
+            refuse(slot, others | {"qk_norm": qk_norm and (other_norm or not takes_norm), "proj_bias=False": not proj_bias})
             chosen = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {}) | knobs
             super().__init__(dim, num_heads, **chosen)
             self.proj_drop = nn.Dropout(proj_drop)
+            self.to(device=device, dtype=dtype)
 
         def forward(self, x, attn_mask=None, is_causal=False):
             if is_causal:
@@ -123,27 +166,63 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
 
 def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
-    """A callable for timm's `embed_layer=`: our tokenizer with its knobs; timm's `patch_size` is passed on unless a knob says otherwise."""
+    """A class for timm's `embed_layer=`: our tokenizer with its knobs, under timm's calling convention.
+
+    timm's `patch_size` goes to a tokenizer that has a knob `patch` and leaves it open; a convolutional stem has its own stride.
+
+    Raises   ValueError for options of timm's that ours do not have: a norm behind the embedding, no bias (`pre_norm`), padding,
+             patches that are not square; and for images of another size without `dynamic_img_size=True`.
+    """
+    slot, knobs = (tokenizer.func, tokenizer.keywords) if isinstance(tokenizer, partial) else (tokenizer, {})
+    takes_patch = "patch" in inspect.signature(slot).parameters
 
     class TimmTokenizer(nn.Module):
-        def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, output_fmt=None, **others):
+        def __init__(
+            self,
+            img_size=224,
+            patch_size=16,
+            in_chans=3,
+            embed_dim=768,
+            bias=True,
+            output_fmt=None,
+            strict_img_size=True,
+            device=None,
+            dtype=None,
+            **others,
+        ):
             super().__init__()
-            pair = (lambda size: (size, size) if isinstance(size, int) else tuple(size))
-            slot = tokenizer if isinstance(tokenizer, partial) else partial(tokenizer)
-            patch = slot.keywords.get("patch", pair(patch_size)[0])
-            self.img_size, self.patch_size, self.output_fmt = pair(img_size), (patch, patch), output_fmt
-            self.tokens = slot(self.img_size, in_chans, embed_dim, **{"patch": patch})
-            self.grid_size = self.tokens.grid(self.img_size)
+            image, (patch, width) = pair(img_size), pair(patch_size)
+            formats = output_fmt not in (None, "NHWC")
+            refuse(slot, others | {"bias=False": not bias, "patch_size": patch != width, "output_fmt": formats})
+            self.img_size, self.strict, self.as_image = image, strict_img_size, output_fmt is not None
+            self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if takes_patch else {}) | knobs)
+            self.grid_size = self.tokens.grid(image)
             self.num_patches = self.grid_size[0] * self.grid_size[1]
+            self.patch_size = (image[0] // self.grid_size[0], image[1] // self.grid_size[1])
+            self.to(device=device, dtype=dtype)
 
         def feat_ratio(self, as_scalar=True):
-            return self.patch_size[0] if as_scalar else self.patch_size
+            return max(self.patch_size) if as_scalar else self.patch_size
 
         def dynamic_feat_size(self, img_size):
             return self.tokens.grid(img_size)
 
         def forward(self, x):
-            tokens = self.tokens(x)
-            return tokens.unflatten(1, self.tokens.grid(x.shape[-2:])) if str(self.output_fmt).endswith("NHWC") else tokens
+            image = tuple(x.shape[-2:])
+            if self.strict and image != self.img_size:
+                raise ValueError(f"got images of {image}, expected {self.img_size}; build with dynamic_img_size=True for any size")
+            return self.tokens(x).unflatten(1, self.tokens.grid(image)) if self.as_image else self.tokens(x)
 
+    TimmTokenizer.__name__ = TimmTokenizer.__qualname__ = f"Timm{slot.__name__}"
     return TimmTokenizer
+
+
+def refuse(slot: Callable, options: Mapping[str, object]):
+    """Raise for options of timm's that are set and that a slot of ours does not have."""
+    asked = [name for name, value in options.items() if value]
+    if asked:
+        raise ValueError(f"timm asks {slot.__name__} for {', '.join(asked)}, which it does not have; leave it as timm has it by default")
+
+
+def pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)

@@ -149,7 +149,9 @@ def ablate(
     for name, (run, _) in named.items():
         other = same.setdefault(fingerprint(run), name)
         if other != name:
-            raise ValueError(f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice")
+            raise ValueError(
+                f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
+            )
     seeds = list(seeds)
     return [
         replace(run, arm=name, role=role, labels=count, seed=seed)
@@ -171,7 +173,19 @@ def the_floors(baseline: Run) -> dict[str, Run]:
 
 # A run in plain JSON, and back.
 
-ROOMS = ("attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "reduction", "tokenizers", "vit")
+ROOMS = (
+    "attention",
+    "augment",
+    "data",
+    "evaluate",
+    "floors",
+    "objectives",
+    "pooling",
+    "positions",
+    "reduction",
+    "tokenizers",
+    "vit",
+)
 
 
 def describe(value: Any) -> Any:
@@ -235,34 +249,45 @@ def in_words(plain: Any) -> str:
     if not isinstance(plain, dict):
         return repr(plain) if isinstance(plain, str) else str(plain)
     name = (plain.get("call") or plain.get("make") or "Run").rpartition(".")[2]
-    knobs = [f"{key}={in_words(knob)}" for key, knob in plain.items() if key not in ("call", "make") and not isinstance(knob, dict) and knob is not None]
+    knobs = [
+        f"{key}={in_words(knob)}"
+        for key, knob in plain.items()
+        if key not in ("call", "make") and not isinstance(knob, dict) and knob is not None
+    ]
     return f"{name}({', '.join(knobs)})" if knobs else name
 
 
 def address(thing: Callable) -> str:
-    """`module.name` under which a component is found again."""
-    name = f"{thing.__module__}.{thing.__qualname__}"
-    try:
-        found = component(name)
-    except ValueError as error:
-        raise ValueError(f"{name} cannot stand in a record: {error}") from error
-    if found is not thing:
+    """The public name under which a component is found again: `smallvit.<room>.Name`, however many files the room has."""
+    if "<" in thing.__qualname__:
+        raise ValueError(
+            f"{thing.__qualname__} is a lambda or a local function and cannot stand in a record; define it at the top level of the recipe"
+        )
+    name = ".".join([*thing.__module__.split(".")[:2], thing.__qualname__])
+    if component(name) is not thing:
         raise ValueError(f"{name} is not what its name leads to; define it once, at the top level of its file")
     return name
 
 
 def component(name: str) -> Callable:
-    """The class or function of that name. A record must not reach anything else: it is data from somewhere."""
-    module, _, attribute = name.rpartition(".")
-    room = module.removeprefix("smallvit.").partition(".")[0]
-    if not (module.startswith("smallvit.") and room in ROOMS) and not (module.startswith("recipes.") and module in sys.modules):
+    """The class or function of that name. A record must not reach anything else: it is data from somewhere.
+
+    Raises ValueError for all but the public classes and functions of the component files and of the loaded recipes.
+    """
+    package, _, rest = name.partition(".")
+    room, _, attribute = rest.partition(".")
+    module = f"{package}.{room}"
+    if not (package == "smallvit" and room in ROOMS) and not (package == "recipes" and module in sys.modules):
         raise ValueError(
             f"{name!r} is outside the component files of smallvit and the loaded recipes; expected smallvit.<{'|'.join(ROOMS)}>.Name"
-            " or recipes.<file>.Name, not a lambda or a local function"
+            " or recipes.<file>.Name"
         )
     found = vars(importlib.import_module(module)).get(attribute)
-    if not callable(found) or attribute.startswith("_") or getattr(found, "__module__", None) != module:
-        raise ValueError(f"{module} defines no component named {attribute!r}; expected a public class or function at its top level")
+    home = getattr(found, "__module__", None) or ""
+    if not callable(found) or attribute.startswith("_") or not f"{home}.".startswith(f"{module}."):
+        raise ValueError(
+            f"{module} has no component {attribute!r}; expected a public class or function defined at its top level, no lambda"
+        )
     return found
 
 

@@ -5,7 +5,7 @@ Contract: `tokenizer(image, channels, dim)` makes a module `b c h w -> b n d`, t
 nearest sizes that fit; any other size than `image` works too.
 """
 
-from math import prod
+from math import ceil, floor, prod
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,17 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, image: Image, channels: int, dim: int, *, patch: int, kernel: int | None = None, linear: bool = False):
         super().__init__()
-        kernel = kernel or patch
+        kernel = patch if kernel is None else kernel
         if kernel < patch or (kernel - patch) % 2:
-            raise ValueError(f"kernel {kernel} around patch {patch}: expected the patch plus an even margin, {patch}, {patch + 2}, ...")
+            raise ValueError(
+                f"kernel {kernel} around patch {patch}: expected the patch plus an even margin, {patch}, {patch + 2}, ..."
+            )
         if linear and kernel != patch:
             raise ValueError(f"linear=True cuts the image without overlap; expected kernel={patch}, got {kernel}")
         self.patch, self.linear = patch, linear
-        self.proj = nn.Conv2d(channels, dim, kernel, stride=patch, padding=(kernel - patch) // 2)
         self.grid(image)
+        self.proj = nn.Conv2d(channels, dim, kernel, stride=patch, padding=(kernel - patch) // 2)
+        self.reset_parameters()
 
     def reset_parameters(self):
         reset_as_linear(self.proj)
@@ -72,14 +75,22 @@ class ShiftedPatchEmbed(nn.Module):
     """
 
     def __init__(
-        self, image: Image, channels: int, dim: int, *, patch: int, shift: str = "half-patch diagonal", norm: bool = True, pad: float = 0.0
+        self,
+        image: Image,
+        channels: int,
+        dim: int,
+        *,
+        patch: int,
+        shift: str = "half-patch diagonal",
+        norm: bool = True,
+        pad: float = 0.0,
     ):
         super().__init__()
         self.patch, self.pad = patch, pad
         self.offsets = shifts(shift, patch)
+        self.grid(image)
         self.norm = nn.LayerNorm((1 + len(self.offsets)) * channels * patch**2) if norm else nn.Identity()
         self.proj = nn.Linear((1 + len(self.offsets)) * channels * patch**2, dim)
-        self.grid(image)
 
     def grid(self, image: Image) -> tuple[int, int]:
         return tiles(image, self.patch)
@@ -100,21 +111,22 @@ class ShiftedPatchEmbed(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """A small CNN in front of the transformer (hybrid): 3x3 convolutions of stride 2 until a cell is `patch` pixels wide.
+    """A small CNN in front of the transformer (hybrid): 3x3 convolutions of stride 2, each halving the image, `layers` of them.
 
     Paper    Xiao et al. 2021, Early Convolutions Help Transformers See Better, arXiv:2106.14881: widths double towards `dim`, a
              norm and ReLU after each, a 1x1 convolution last.
     Departs  GroupNorm with one group instead of BatchNorm: no running statistics, so weight averaging and batches of one are
              exact.
-    Raises   ValueError unless `patch` is a power of two from 2 on.
+
+    An odd side is rounded up, as the padding does, so every image fits: 28 pixels become 14, 7, 4.
+
+    Raises   ValueError for fewer than 1 layer.
     """
 
-    def __init__(self, image: Image, channels: int, dim: int, *, patch: int = 4):
+    def __init__(self, image: Image, channels: int, dim: int, *, layers: int = 3):
         super().__init__()
-        if patch < 2 or patch & (patch - 1):
-            raise ValueError(f"patch {patch} is not reached by strides of 2; expected a power of two: 2, 4, 8, ...")
-        self.patch = patch
-        layers = patch.bit_length() - 1
+        if layers < 1:
+            raise ValueError(f"layers is {layers}; expected at least 1")
         widths = [channels] + [max(8, dim >> (layers - 1 - i)) for i in range(layers)]
         self.layers = nn.Sequential()
         for before, after in zip(widths[:-1], widths[1:]):
@@ -122,7 +134,7 @@ class ConvStem(nn.Module):
             self.layers.append(nn.GroupNorm(1, after))
             self.layers.append(nn.ReLU())
         self.proj = nn.Conv2d(widths[-1], dim, 1)
-        self.grid(image)
+        self.reset_parameters()
 
     def reset_parameters(self):
         for layer in self.layers[::3]:
@@ -130,10 +142,10 @@ class ConvStem(nn.Module):
         reset_as_linear(self.proj)
 
     def grid(self, image: Image) -> tuple[int, int]:
-        return tiles(image, self.patch)
+        cell = 2 ** (len(self.layers) // 3)
+        return -(-image[0] // cell), -(-image[1] // cell)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.grid(x.shape[-2:])
         return rearrange(self.proj(self.layers(x)), "b d r c -> b (r c) d")
 
 
@@ -152,9 +164,11 @@ class ConvTokenizer(nn.Module):
         self.kernel, self.padding = kernel, max(1, kernel // 2)
         widths = [channels] + [hidden] * (layers - 1) + [dim]
         self.convs = nn.ModuleList(
-            nn.Conv2d(before, after, kernel, self.stride, self.padding, bias=False) for before, after in zip(widths[:-1], widths[1:])
+            nn.Conv2d(before, after, kernel, self.stride, self.padding, bias=False)
+            for before, after in zip(widths[:-1], widths[1:])
         )
         self.grid(image)
+        self.reset_parameters()
 
     def reset_parameters(self):
         for conv in self.convs:
@@ -169,7 +183,9 @@ class ConvTokenizer(nn.Module):
 
         rows, columns = side(image[0]), side(image[1])
         if rows < 1 or columns < 1:
-            raise ValueError(f"image {image[0]} x {image[1]} leaves no token after {len(self.convs)} layers of kernel {self.kernel}")
+            raise ValueError(
+                f"image {image[0]} x {image[1]} leaves no token after {len(self.convs)} layers of kernel {self.kernel}"
+            )
         return rows, columns
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,11 +199,19 @@ def tiles(image: Image, patch: int) -> tuple[int, int]:
     """How many patches of `patch` pixels tile the image: (rows, columns)."""
     h, w = image
     if patch < 1 or h % patch or w % patch or not h * w:
-        sizes = [p for p in range(1, max(min(h, w), 1) + 1) if h % p == 0 and w % p == 0]
-        lower = [f"{max(h // patch, 1) * patch} x {max(w // patch, 1) * patch}", f"{-(-h // patch) * patch} x {-(-w // patch) * patch}"] if patch > 0 else []
-        advice = f"patch sizes that fit this image: {', '.join(map(str, sizes))}" + (f"; images that fit this patch: {' or '.join(dict.fromkeys(lower))}" if lower else "")
-        raise ValueError(f"patches of {patch} pixels do not tile an image of {h} x {w}; {advice}")
+        raise ValueError(f"patches of {patch} pixels do not tile an image of {h} x {w}; {what_fits(h, w, patch)}")
     return h // patch, w // patch
+
+
+def what_fits(h: int, w: int, patch: int) -> str:
+    """The patches that tile this image, and the nearest images that this patch tiles."""
+    patches = [p for p in range(1, min(h, w) + 1) if h % p == 0 and w % p == 0]
+    advice = f"patch sizes that fit this image: {', '.join(map(str, patches)) or 'none'}"
+    if patch < 1:
+        return advice
+    smaller, larger = ([max(1, round(side / patch)) * patch for side in (h, w)] for round in (floor, ceil))
+    images = dict.fromkeys(f"{rows} x {columns}" for rows, columns in (smaller, larger))
+    return f"{advice}; images that fit this patch: {' or '.join(images)}"
 
 
 def shifts(name: str, patch: int) -> list[tuple[int, int]]:

@@ -28,7 +28,9 @@ CHECKPOINT_SECONDS = 10.0
 Watch = Callable[[int, float | None], None]
 
 
-def fit(run: Run, folder: str | Path, *, recipe: str = "", device: str = "cpu", watch: Watch = lambda step, accuracy: None) -> dict:
+def fit(
+    run: Run, folder: str | Path, *, recipe: str = "", device: str = "cpu", watch: Watch = lambda step, accuracy: None
+) -> dict:
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
 
     A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one (same
@@ -44,12 +46,16 @@ def fit(run: Run, folder: str | Path, *, recipe: str = "", device: str = "cpu", 
     with FileLock(folder / ".lock", timeout=0):
         done = records.read_record(folder)
         if done is not None and done["fingerprint"] != fingerprint(run):
-            raise ValueError(f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each run its own folder")
+            raise ValueError(
+                f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each run its own folder"
+            )
         if done is not None and done["status"] == "finished":
             return done
         data = run.data()
         refuse_unsafe(run, data.spec)
         subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
+        if run.early_stop and not len(subset.val):
+            raise ValueError(f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0")
         training = Training(run, data.spec, subset, device)
         training.resume(folder / records.CHECKPOINT)
         training.go(folder / records.CHECKPOINT, watch)
@@ -95,7 +101,9 @@ class Training:
     def go(self, checkpoint: Path, watch: Watch):
         """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`."""
         self.objective.train()
-        images = Images(self.subset.train.images.to(self.fabric.device), self.subset.train.labels.to(self.fabric.device), self.spec)
+        images = Images(
+            self.subset.train.images.to(self.fabric.device), self.subset.train.labels.to(self.fabric.device), self.spec
+        )
         saved = last = time.perf_counter()
         while self.step < self.run.steps and not self.stopped_early():
             self.advance(images)
@@ -141,10 +149,16 @@ class Training:
         since = self.step - (self.curve[-1][0] if self.curve else 0)
         loss = self.loss.item() / since
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} by step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr")
+            raise FloatingPointError(
+                f"the loss is {loss} by step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr"
+            )
         self.loss.zero_()
         val = self.subset.val
-        score = next(accuracy(self.model, Splits(self.subset.train, val, val)))[1] if len(val) and accuracy in self.run.evaluators else None
+        score = (
+            next(accuracy(self.model, Splits(self.subset.train, val, val)))[1]
+            if len(val) and accuracy in self.run.evaluators
+            else None
+        )
         if self.run.early_stop and all(score > check[2] for check in self.curve):
             self.best = copy.deepcopy(self.model.state_dict())
         self.curve.append([self.step, round(loss, 5), score])
@@ -162,7 +176,9 @@ class Training:
             "images_seen": self.step * self.run.batch,
             "seconds": round(self.seconds, 2),
             "curve": self.curve,
-            "device": self.fabric.device.type if self.fabric.device.type == "cpu" else torch.cuda.get_device_name(self.fabric.device),
+            "device": self.fabric.device.type
+            if self.fabric.device.type == "cpu"
+            else torch.cuda.get_device_name(self.fabric.device),
             "threads": torch.get_num_threads(),
         } | self.cost
 
@@ -263,7 +279,7 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def order(n: int, batch: int, step: int, seed: int) -> Tensor:
-    """Which of n images make the batch of that step: one shuffle of all after another, cut into batches without regard to where they meet."""
+    """Which of n images make the batch of that step: one shuffle of all after another, cut into batches wherever they meet."""
     places = range(step * batch, (step + 1) * batch)
     return torch.tensor([shuffle(n, place // n, seed)[place % n] for place in places])
 

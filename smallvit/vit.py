@@ -72,9 +72,9 @@ class ViT(nn.Module):
     Departs  Weights start as in the papers that train small: Xavier-uniform for linear maps (MAE, the original JAX code) and 0.02
              for tokens, positions and the head, each drawn from a stream of its own name (see `initialise`).
 
-    `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `drop_path` is the rate of the last
-    block, rising linearly from 0 as in timm, or one rate for each block. `norm_after_pool` moves the last LayerNorm behind the
-    pool, as timm's `fc_norm` does.
+    `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `dropout` acts on the tokens before
+    the first block (a block has its own: `partial(Block, dropout=0.1)`). `drop_path` is the rate of the last block, rising linearly
+    from 0 as in timm, or one rate for each block. `norm_after_pool` moves the last LayerNorm behind the pool, as timm's `fc_norm`.
 
     `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. `x` is
     normalised pixels b c h w. `mask`, broadcastable to b heads n n, is True where a token may look.
@@ -106,6 +106,8 @@ class ViT(nn.Module):
         norm_after_pool: bool = False,
     ):
         super().__init__()
+        if registers < 0:
+            raise ValueError(f"registers is {registers}; expected 0 or more extra tokens")
         self.channels = channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
@@ -122,15 +124,17 @@ class ViT(nn.Module):
         initialise(self)
 
     def reset_parameters(self):
-        nn.init.trunc_normal_(self.prefix, std=0.02)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.trunc_normal_(self.prefix, std=0.02)  # last: how many there are must not move the draw of the head
 
     def tokens(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """All tokens after the last block, b n d, and how many patches each stands for, b n (None: one each)."""
         if x.ndim != 4 or x.shape[1] != self.channels:
-            raise ValueError(f"got images of shape {tuple(x.shape)}; expected b {self.channels} h w, the channels this model was built for")
+            raise ValueError(
+                f"got images of shape {tuple(x.shape)}; expected b {self.channels} h w, the channels this model was built for"
+            )
         grid = self.tokenizer.grid(x.shape[-2:])
-        x = torch.cat([self.prefix.expand(len(x), -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
+        x = torch.cat([self.prefix.expand(x.shape[0], -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
         x = self.dropout(self.position(x, grid) if self.position else x)
         size = None
         for block in self.blocks:

@@ -1,5 +1,7 @@
 import dataclasses
+from importlib import import_module
 from math import cos, exp, log, radians, sin, tan
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from smallvit import augment
-from smallvit.augment import Batch, CutMix, Erase, Flip, Jitter, Mixup, Noise, SmoothLabels, Warp, digits, photos
+from smallvit.augment import Batch, CutMix, Erase, Flip, Jitter, Mixup, Noise, SmoothLabels, Warp, digits, mix, photos
 
-CLASSES = [thing for thing in vars(augment).values() if dataclasses.is_dataclass(thing)]
+FILES = [import_module(f"smallvit.augment.{file.name}") for file in iter_modules(augment.__path__)]
+CLASSES = {thing for file in FILES for thing in vars(file).values() if dataclasses.is_dataclass(thing)}
 OFF = [
     Warp(),
     Flip(probability=0),
@@ -62,9 +65,10 @@ def numbered(b, h=10, w=14):
 # The contract, for every class
 
 
-def test_every_class_is_held_to_the_contract():
-    assert len(CLASSES) == 8
-    assert CLASSES == [type(step) for step in ON] == [type(step) for step in OFF] == list(OTHER)
+def test_every_class_of_every_file_is_public_and_held_to_the_contract():
+    public = {thing for name in augment.__all__ if dataclasses.is_dataclass(thing := getattr(augment, name))}
+    assert len(CLASSES) == len(ON) == 8
+    assert CLASSES == public == {type(step) for step in ON} == {type(step) for step in OFF} == set(OTHER)
 
 
 @pytest.mark.parametrize("step", OFF, ids=lambda step: type(step).__name__)
@@ -287,7 +291,7 @@ def test_cutmix_targets_are_the_pixel_areas_exactly(b):
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
 def test_the_proportion_kept_is_beta_distributed(alpha):
-    _, kept = augment._partners(Mixup(alpha=alpha), torch.empty(4000, 1, 1, 1), seeded())
+    _, kept = mix._partners(Mixup(alpha=alpha), torch.empty(4000, 1, 1, 1), seeded())
     assert kstest(kept.double().numpy(), beta(alpha, alpha).cdf).pvalue > 0.01
 
 

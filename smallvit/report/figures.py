@@ -15,7 +15,7 @@ from .verdicts import Comparison, amount
 
 # Eight hues that stay apart, from each other and from the ink, in all three kinds of colour blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")
-DARK = ("#5891ff", "#ff937f", "#4b938e", "#b41eab", "#f0cb59", "#12d7ff", "#fc0017", "#6845ef")
+DARK = ("#5891ff", "#ff937f", "#38706c", "#b41eab", "#f0cb59", "#12d7ff", "#fc0017", "#6845ef")
 GLYPHS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★", "p": "⬟"}
 INK, FAINT, ARM = "#0a0a0a", "#0b0b0b", "#0c0c{:02x}"  # stand for the CSS variables until the SVG is written
 STYLE = {

@@ -163,7 +163,7 @@ def warnings(records: Sequence[dict]) -> list[str]:
                 facts.setdefault(name, {}).setdefault(str(value), {})[r["arm"]] = None
     mixed = {name: of for name, of in facts.items() if len(of) > 1}
     out = [f"Mixed {name}: " + "; ".join(f"{v} in {', '.join(arms)}" for v, arms in of.items()) for name, of in mixed.items()]
-    scores = dict.fromkeys(r["score"] for r in records if r["role"] != "floor")
+    scores = dict.fromkeys(r["score"] for r in records if r["score"] and r["role"] != "floor")
     dirty = sum(bool((r.get("code") or {}).get("dirty")) for r in records)
     reads = sum((r.get("test_reads") or 0) > 1 for r in records)
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
@@ -203,7 +203,7 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         "Records": each(r["status"] for r in records),
         "Code": each(code(r.get("code") or {}) for r in records),
         "Versions": each(", ".join(f"{k} {v}" for k, v in (r.get("versions") or {}).items()) for r in records),
-        "Machine": each(", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads")) for r in records),
+        "Machine": each(", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads") if r.get(k)) for r in records),
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
         "Pretrained weights": each(f"{r['arm']}: {json.dumps(k)}" for r in records if (k := r.get("weights"))) or "none",
         "Run again": f"smallvit run {records[0]['recipe']}",

@@ -1,7 +1,4 @@
-"""Records -> verdicts: what every arm scored, how far it is from the baseline, and what may be concluded from that.
-
-Everything is paired: the same seed saw the same images in the same order. Accuracies are fractions here, points on the pages.
-"""
+"""Records -> verdicts: every arm against the baseline, seed by seed. Accuracies are fractions here, percent on the pages."""
 
 import math
 from collections.abc import Sequence
@@ -100,7 +97,7 @@ def compare(records: Sequence[dict]) -> Comparison:
         mean, sd, low, high = spread(values)
         failures = {s: ": ".join(filter(None, (r["status"], r.get("error")))) for s, r in runs[n, arm].items() if s not in own}
         difference, verdict, reason = judged.get((n, arm), (differences.get((n, arm)), None, gaps[n, arm]))
-        score = next(r["score"] for r in records if r["arm"] == arm)
+        score = next((r["score"] for r in records if r["arm"] == arm and r["status"] == "finished"), "accuracy")
         rows.append(Row(labels=n, arm=arm, role=roles[arm], score=score, seeds=tuple(own), values=values, mean=mean, sd=sd,
                         low=low, high=high, failures=failures, difference=difference, verdict=verdict, reason=reason,
                         budget=costs[n, arm], unequal=_unequal(costs[n, arm], costs[n, baseline])))
@@ -165,9 +162,11 @@ def _roles(records: Sequence[dict]) -> dict[str, str]:
         seen.add(cell)
         if roles.setdefault(r["arm"], r["role"]) != r["role"]:
             raise ValueError(f"{cell} is a {r['role']}, but was a {roles[r['arm']]} in an earlier record; give it one role")
+        if r["status"] != "finished":
+            continue
         if scores.setdefault(r["arm"], r["score"]) != r["score"]:
             raise ValueError(f"{cell} is judged by {r['score']!r}, earlier by {scores[r['arm']]!r}; an arm has one score")
-        value = r["test"].get(r["score"]) if r["status"] == "finished" else 0
+        value = r["test"].get(r["score"])
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"{cell}: test has no {r['score']!r} between 0 and 1, but {r['test']}; run it again")
     baselines = [arm for arm, role in roles.items() if role == "baseline"]

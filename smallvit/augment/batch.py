@@ -1,0 +1,38 @@
+"""What every augmentation takes and gives: a batch of images with their targets."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Generator, Tensor
+
+
+class Batch(NamedTuple):
+    """Images `b c h w` with pixels in [0, 1], black = 0 (normalisation comes later), and targets `b k` whose rows sum to 1."""
+
+    images: Tensor
+    targets: Tensor
+
+
+Augmentation = Callable[[Batch, Generator], Batch]
+
+
+def apply(steps: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
+    """The batch after each step in turn.
+
+    Raises    ValueError: images that are not float `b c h w`, or targets that are not one row for each.
+    """
+    images, targets = batch
+    if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or not images.is_floating_point():
+        got = f"{images.dtype} {tuple(images.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"expected float images b c h w in [0, 1] and targets b k, got {got}")
+    for step in steps:
+        batch = step(batch, generator)
+    return batch
+
+
+def expect(step: Augmentation, **ranges: tuple[float, float]) -> None:
+    """Refuse a step with a value that is no number in its range, the ends included."""
+    for name, (low, high) in ranges.items():
+        value = getattr(step, name)
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{type(step).__name__}({name}={value!r}): expected a number from {low} to {high}")

@@ -1,0 +1,110 @@
+"""Recipes: Python files with a question in the docstring and a list RUNS of runs to compare; found, loaded and chosen from here."""
+
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+
+
+def recipe_files() -> list[Path]:
+    """The recipe files at hand: those in ./recipes, then those that came with the package."""
+    package = Path(__file__).parent
+    places = [Path("recipes"), package / "recipes", package.parent / "recipes"]
+    found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("[!_]*.py"))}
+    return [found[name] for name in sorted(found)]
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe, by path or by name."""
+    path = Path(name)
+    if path.suffix == ".py" and path.exists():
+        return path
+    recipes = {path.stem: path for path in recipe_files()}
+    if path.stem in recipes and path.suffix in ("", ".py") and (path.parent == Path(".") or path.parent.name == "recipes"):
+        return recipes[path.stem]
+    near = get_close_matches(path.stem, recipes, 1, 0.4)
+    advice = f"did you mean {near[0]!r}?" if near else f"expected the path of a .py file, or one of {', '.join(recipes)}"
+    raise ValueError(f"there is no recipe {name!r}; {advice}")
+
+
+def load_recipe(path: str | Path) -> ModuleType:
+    """The recipe as a module named `recipes.<file>`, so that its own classes can stand in records.
+
+    Raises ValueError if it raises on import, naming the line, or defines no list RUNS of runs.
+    """
+    import traceback
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    from smallvit.run import Run
+
+    path = Path(path).resolve()
+    name = f"recipes.{path.stem}"
+    if name in sys.modules and Path(sys.modules[name].__file__) == path:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}") from error
+    runs = getattr(module, "RUNS", None)
+    if not runs or not all(isinstance(run, Run) for run in runs):
+        del sys.modules[name]
+        raise ValueError(
+            f"{path.name} defines no RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...), a list of runs"
+        )
+    return module
+
+
+def only(runs: list, words: list[str]) -> list:
+    """The runs that every word admits: `arm=a,b`, `labels=100,1000`, `seed=0-3`; `arm=floors` are all floors."""
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in ("arm", "labels", "seed") or not text:
+            raise ValueError(f"--only got {word!r}; expected arm=..., labels=... or seed=...")
+        offered = {str(value(run, key)): None for run in runs}
+        wanted = {one for part in text.split(",") for one in spread(part)} if key != "arm" else arms(text, list(offered))
+        floors = key == "arm" and "floors" in wanted
+        for one in sorted(wanted - {"floors"} - set(offered)):
+            near = get_close_matches(one, list(offered), 1, 0.4)
+            advice = f"did you mean {near[0]!r}?" if near else f"expected of {', '.join(offered)}"
+            raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
+        runs = [run for run in runs if str(value(run, key)) in wanted or (floors and run.role == "floor")]
+    return runs
+
+
+def value(run, key: str) -> str | int:
+    found = getattr(run, key)
+    return "all" if found is None else found
+
+
+def arms(text: str, offered: list[str]) -> set[str]:
+    """The arms named in a comma-separated list; an arm's own name may hold commas."""
+    names, rest = set(), text
+    for name in sorted(offered, key=len, reverse=True):
+        if "," in name and name in rest:
+            names.add(name)
+            rest = rest.replace(name, "")
+    return names | {part for part in rest.split(",") if part}
+
+
+def spread(text: str) -> list[str]:
+    """`0-3` -> 0, 1, 2, 3; anything else is itself."""
+    first, dash, last = text.replace("_", "").partition("-")
+    return (
+        [str(number) for number in range(int(first), int(last) + 1)]
+        if dash and first.isdecimal() and last.isdecimal()
+        else [first]
+    )
+
+
+def shortened(runs: list) -> list:
+    """Two steps of every arm, at the smallest number of labels and the first seed."""
+    first: dict = {}
+    for run in sorted(runs, key=lambda run: (run.labels is None, run.labels or 0, run.seed)):
+        first.setdefault(run.arm, run.vary(steps=min(run.steps, 2)))
+    return list(first.values())

@@ -1,0 +1,126 @@
+"""Many runs: equal for any number of workers, nothing lost when something dies."""
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
+from smallvit.launch import folder, launch
+from smallvit.record import RECORD, WEIGHTS, read_record
+
+TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
+SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+ARMS = {"scratch": SHORT, "+LSA": SHORT.vary(attention=LocalityAttention)}
+
+
+def left(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob(WEIGHTS))}
+
+
+def test_one_worker_and_two_leave_the_same_weights_and_numbers_and_nothing_is_done_twice(tmp_path):
+    runs = ablate(ARMS, labels=[50], seeds=range(2), floors=False)
+    told = []
+    one = launch(runs, tmp_path / "1", recipe="t", jobs=1)
+    two = launch(runs, tmp_path / "2", recipe="t", jobs=2, show=told.append)
+    assert len(one) == len(two) == len(told) == 4 and len(left(tmp_path / "1")) == 4
+    assert left(tmp_path / "1") == left(tmp_path / "2")
+    assert [r["test"] for r in one] == [r["test"] for r in two] and all(r["threads"] == 1 for r in one)
+    assert [(r["arm"], r["seed"]) for r in two] == [(run.arm, run.seed) for run in runs]
+    again = launch(runs, tmp_path / "2", recipe="t", show=lambda record: pytest.fail("a finished run was trained again"))
+    assert again == two
+
+
+def test_a_failure_is_shown_and_recorded_the_others_go_on_and_it_is_retried_on_request(tmp_path, capfd):
+    broken = replace(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
+    runs = [broken, SHORT]
+    records = launch(runs, tmp_path, recipe="t", jobs=1)
+    assert [r["status"] for r in records] == ["failed", "finished"]
+    assert "patches of 3 pixels do not tile" in records[0]["error"] and "FAILED broken" in capfd.readouterr().err
+    kept = (folder(broken, tmp_path, "t") / RECORD).read_bytes()
+    assert launch(runs, tmp_path, recipe="t", jobs=1) == records, "a failed run was tried again without being asked for"
+    tried = []
+    launch(runs, tmp_path, recipe="t", jobs=1, retry=True, show=tried.append)
+    assert [r["arm"] for r in tried] == ["broken"] and read_record(folder(broken, tmp_path, "t"))["status"] == "failed"
+    assert len(kept) > 0
+
+
+def test_fail_fast_stops_at_the_first_failure(tmp_path):
+    broken = replace(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
+    records = launch([broken, *ablate(ARMS, labels=[50], seeds=range(2), floors=False)], tmp_path, recipe="t", jobs=1, fail_fast=True)
+    assert [r["status"] for r in records] == ["failed"]
+
+
+def workers() -> list[int]:
+    """The training processes under this one (not the resource tracker that spawn starts beside them)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words, line = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(words[1]) == os.getpid() and b"spawn_main" in line:
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the workers in /proc")
+def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
+    import threading
+
+    run = SHORT.vary(steps=400)
+    place = folder(run, tmp_path, "t")
+
+    def kill():
+        while not (place / ".lock").exists():
+            time.sleep(0.01)
+        for pid in workers():
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    records = launch([run], tmp_path, recipe="t", jobs=1)
+    killer.join()
+    assert [r["status"] for r in records] == ["finished"]
+    launch([run], tmp_path / "whole", recipe="t", jobs=1)
+    assert list(left(tmp_path / "whole").values()) == list(left(place).values())
+
+
+def interrupted(out: Path, runs: list[Run]):
+    try:
+        launch(runs, out, recipe="t", jobs=2)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
+    runs = ablate(ARMS, labels=[50], seeds=range(2), floors=False)
+    runs = [run.vary(steps=300) for run in runs]
+    process = multiprocessing.get_context("spawn").Process(target=interrupted, args=(tmp_path, runs))
+    process.start()
+    while not list(tmp_path.rglob(RECORD)) and process.is_alive():
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    assert process.exitcode == 130
+    finished = len(list(tmp_path.rglob(RECORD)))
+    assert 1 <= finished < 4, f"{finished} runs had finished when Ctrl-C came"
+    records = launch(runs, tmp_path, recipe="t", jobs=2)
+    launch(runs, tmp_path / "whole", recipe="t", jobs=2)
+    assert all(r["status"] == "finished" for r in records)
+    assert list(left(tmp_path / "t").values()) == list(left(tmp_path / "whole" / "t").values())
+
+
+def test_the_folder_of_another_run_is_refused_before_anything_trains(tmp_path):
+    run = SHORT
+    launch([run], tmp_path, recipe="t", jobs=1)
+    other = run.vary(lr=2e-3)
+    folder(other, tmp_path, "t").parent.mkdir(parents=True, exist_ok=True)
+    folder(run, tmp_path, "t").rename(folder(other, tmp_path, "t"))
+    with pytest.raises(ValueError, match="holds another run"):
+        launch([other], tmp_path, recipe="t", jobs=1)
