@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit import __version__
-from smallvit.recipe import find_recipe, load_recipe, only, recipe_files, shortened
+from smallvit.recipe import find_recipe, load_recipe, only, recipe_files, shortened, value
 
 HELP = {
     "list": "the recipes at hand, and the question that each one asks",
@@ -166,7 +166,6 @@ def verify(chosen: argparse.Namespace) -> int:
     from smallvit.launch import launch
     from smallvit.record import read_records
     from smallvit.report import band
-    from smallvit.run import fingerprint
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -174,19 +173,16 @@ def verify(chosen: argparse.Namespace) -> int:
         raise ValueError(
             f"{path.stem} has no committed records ({path.with_suffix('.jsonl').name} beside it); publish them first"
         )
-    committed = [record for record in read_records(path.with_suffix(".jsonl")) if record["status"] == "finished"]
-    recorded = {record["fingerprint"] for record in committed}
-    runs = [run for run in module.RUNS if fingerprint(run) in recorded]
+    committed = read_records(path.with_suffix(".jsonl"))
+    names = {(record["arm"], record["labels"], record["seed"]) for record in committed if record["status"] == "finished"}
+    runs = [run for run in module.RUNS if (run.arm, run.labels, run.seed) in names]
     if not runs:
         raise ValueError(
-            f"no committed record is of a run that {path.name} asks for today; the recipe or the library has changed since"
+            f"no committed record is of a run that {path.name} asks for today: its arms, labels or seeds have changed"
         )
-    counts = sorted({run.labels for run in runs}, key=lambda count: (count is None, count or 0))
-    labels = counts[0] if chosen.labels is None else None if chosen.labels == "all" else int(chosen.labels)
+    labels = chosen.labels or str(value(min(runs, key=lambda run: (run.labels is None, run.labels or 0)), "labels"))
     seeds = sorted({run.seed for run in runs})[: chosen.seeds]
-    runs = [run for run in runs if run.labels == labels and run.seed in seeds]
-    if not runs:
-        raise ValueError(f"no committed runs with labels={chosen.labels}; expected one of {', '.join(map(str, counts))}")
+    runs = [run for run in only(runs, [f"labels={labels}"]) if run.seed in seeds]
     again = launch(
         runs, Path(chosen.out) / "verify", recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=True
     )

@@ -29,14 +29,14 @@ class Splits(NamedTuple):
 
 def accuracy(model: nn.Module, splits: Splits) -> Named:
     """`accuracy`: the share of images whose largest logit is the right one; `nll`: the mean negative log-likelihood, in nats."""
-    right, surprise = 0, 0.0
+    scored, right, surprise = some(splits.test), 0, 0.0
     with frozen(model) as device:
-        for images, labels in splits.test.batches(device=device):
+        for images, labels in scored.batches(device=device):
             logits = model(images).float()
             right += (logits.argmax(-1) == labels).sum().item()
             surprise += F.cross_entropy(logits, labels, reduction="sum").item()
-    yield "accuracy", right / len(splits.test)
-    yield "nll", surprise / len(splits.test)
+    yield "accuracy", right / len(scored)
+    yield "nll", surprise / len(scored)
 
 
 def knn(model: nn.Module, splits: Splits, *, ks: tuple[int, ...] = (1, 5, 20)) -> Named:
@@ -46,6 +46,8 @@ def knn(model: nn.Module, splits: Splits, *, ks: tuple[int, ...] = (1, 5, 20)) -
     """
     from sklearn.neighbors import NearestNeighbors
 
+    if min(ks, default=0) < 1:
+        raise ValueError(f"ks is {ks}; expected whole numbers from 1 on")
     ks = tuple(k for k in ks if k <= len(splits.train))
     if not ks:
         raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
@@ -76,7 +78,8 @@ def linear_probe(
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    train, val, test = (features(model, images) if len(images) else None for images in splits)
+    train, test = features(model, splits.train), features(model, splits.test)
+    val = features(model, splits.val) if len(splits.val) else None
 
     def fit(strength: float):
         scale = [StandardScaler()] if standardise else []
@@ -105,7 +108,14 @@ linear_probe.chooses = "C of the linear probe"
 def features(model: nn.Module, images: Images) -> "numpy.ndarray":  # noqa: F821
     """What `model.features` says of each image, n d, float32, on the CPU."""
     with frozen(model) as device:
-        return torch.cat([model.features(x).float().cpu() for x, _ in images.batches(device=device)]).numpy()
+        return torch.cat([model.features(x).float().cpu() for x, _ in some(images).batches(device=device)]).numpy()
+
+
+def some(images: Images) -> Images:
+    """The images, of which there is at least one."""
+    if not len(images):
+        raise ValueError("there are no images to evaluate; expected at least one")
+    return images
 
 
 @contextmanager

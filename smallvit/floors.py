@@ -51,7 +51,9 @@ class SmallCNN(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         if x.shape[1:] != self.image:
-            raise ValueError(f"got images of shape {tuple(x.shape)}; expected {self.image} each, as this CNN was built for one size")
+            raise ValueError(
+                f"got images of shape {tuple(x.shape)}; expected {self.image} each, as this CNN was built for one size"
+            )
         return self.body(x)
 
     def forward(self, x: Tensor) -> Tensor:

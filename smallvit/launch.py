@@ -36,6 +36,7 @@ def launch(
     A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`. A worker that is
     killed has its run taken up once more from its checkpoint. `show(record)` is called for every record as it comes.
     """
+    refuse_absent(device)
     folders = [folder(run, out, recipe) for run in runs]
     found = [records.read_record(path) for path in folders]
     todo = [at for at, record in enumerate(found) if record is None or (retry and record["status"] != "finished")]
@@ -144,6 +145,17 @@ def failed(run: Run, path: Path, recipe: str, error: BaseException) -> dict:
     except ValueError as full:
         record["error"] += f"; and {full}"
     return record
+
+
+def refuse_absent(device: str):
+    """Refuse a device that torch does not know or this machine does not have."""
+    import torch
+
+    if device not in ("cpu", "cuda", "mps", "auto"):
+        raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto")
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if device in there and not there[device]():
+        raise ValueError(f"device is {device!r} but torch finds none here; take --device cpu, or install a torch built for it")
 
 
 def folder(run: Run, out: str | Path, recipe: str) -> Path:

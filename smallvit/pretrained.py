@@ -32,7 +32,9 @@ NAMES = (
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A timm `vit_*` state dict under our names: class token and registers joined to `prefix`, batch axes of parameters dropped."""
     if "patch_embed.proj.weight" not in state:
-        raise ValueError(f"got a state dict without patch_embed.proj.weight ({', '.join(list(state)[:3])}, ...); expected a timm vit_*")
+        raise ValueError(
+            f"got a state dict without patch_embed.proj.weight ({', '.join(list(state)[:3])}, ...); expected a timm vit_*"
+        )
     width = len(state["patch_embed.proj.weight"])
     tokens = [state[name][0] for name in ("cls_token", "reg_token") if name in state]
     renamed = {"prefix": torch.cat(tokens) if tokens else torch.empty(0, width)}
@@ -95,24 +97,32 @@ def strangers(model: nn.Module) -> list[str]:
     import timm.layers as layers
     from timm.models import vision_transformer as vit
 
-    known = {vit.VisionTransformer, vit.Block, layers.PatchEmbed, layers.Attention, layers.Mlp, layers.LayerScale, layers.LayerNorm}
+    known = {
+        vit.VisionTransformer,
+        vit.Block,
+        layers.PatchEmbed,
+        layers.Attention,
+        layers.Mlp,
+        layers.LayerScale,
+        layers.LayerNorm,
+    }
     known |= {layers.DropPath, layers.PatchDropout, layers.GELU, nn.GELU, nn.LayerNorm, nn.Linear, nn.Conv2d}
     known |= {nn.Sequential, nn.Dropout, nn.Identity}
     if type(model) is not vit.VisionTransformer:
         return [f"the class {type(model).__name__}"]
     odd = sorted({type(module).__name__ for module in model.modules() if type(module) not in known})
     if odd:
-        return [f"a {name}" for name in odd]
-    first, embed, there = model.blocks[0], model.patch_embed, nn.LayerNorm
+        return odd
+    first, embed = model.blocks[0], model.patch_embed
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     found = {
         f"pooling {model.global_pool!r}": model.global_pool not in ("token", "avg"),
         "prefix tokens in its mean": model.global_pool == "avg" and model.pool_include_prefix,
         "no classifier": not isinstance(model.head, nn.Linear),
-        "no last norm": not isinstance(model.norm, there) and not isinstance(model.fc_norm, there),
-        "a norm before the blocks": isinstance(model.norm_pre, there),
-        "a norm behind the patch embedding": isinstance(embed.norm, there),
-        "norms inside attention or MLP": isinstance(first.attn.norm, there) or isinstance(first.mlp.norm, there),
+        "no last norm": model.norm not in norms and model.fc_norm not in norms,
+        "a norm before the blocks": model.norm_pre in norms,
+        "a norm behind the patch embedding": embed.norm in norms,
+        "norms inside attention or MLP": first.attn.norm in norms or first.mlp.norm in norms,
         "norms with another epsilon than 1e-6": any(norm.eps != 1e-6 for norm in norms),
         "projections without bias": first.attn.proj.bias is None,
         "GELU by tanh": getattr(first.mlp.act, "approximate", "none") != "none",
@@ -192,8 +202,8 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
         ):
             super().__init__()
             image, (patch, width) = pair(img_size), pair(patch_size)
-            formats = output_fmt not in (None, "NHWC")
-            refuse(slot, others | {"bias=False": not bias, "patch_size": patch != width, "output_fmt": formats})
+            unlike = {"bias=False": not bias, "patch_size": patch != width, "output_fmt": output_fmt not in (None, "NHWC")}
+            refuse(slot, others | unlike)
             self.img_size, self.strict, self.as_image = image, strict_img_size, output_fmt is not None
             self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if takes_patch else {}) | knobs)
             self.grid_size = self.tokens.grid(image)
@@ -210,7 +220,9 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
         def forward(self, x):
             image = tuple(x.shape[-2:])
             if self.strict and image != self.img_size:
-                raise ValueError(f"got images of {image}, expected {self.img_size}; build with dynamic_img_size=True for any size")
+                raise ValueError(
+                    f"got images of {image}, expected {self.img_size}; build with dynamic_img_size=True for any size"
+                )
             return self.tokens(x).unflatten(1, self.tokens.grid(image)) if self.as_image else self.tokens(x)
 
     TimmTokenizer.__name__ = TimmTokenizer.__qualname__ = f"Timm{slot.__name__}"
@@ -221,7 +233,9 @@ def refuse(slot: Callable, options: Mapping[str, object]):
     """Raise for options of timm's that are set and that a slot of ours does not have."""
     asked = [name for name, value in options.items() if value]
     if asked:
-        raise ValueError(f"timm asks {slot.__name__} for {', '.join(asked)}, which it does not have; leave it as timm has it by default")
+        raise ValueError(
+            f"timm asks {slot.__name__} for {', '.join(asked)}, which it does not have; leave it as timm has it by default"
+        )
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt"
@@ -37,14 +38,14 @@ def write_atomic(path: Path, write: Callable[[Path], None]):
         with open(new, "rb") as file:
             os.fsync(file.fileno())
         os.replace(new, path)
-    except (OSError, RuntimeError) as error:
-        # torch and safetensors report a full disk as RuntimeError or their own error
+    except Exception as error:  # for a full disk torch and safetensors each have their own
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(
-            f"could not write {path.name} in {path.parent}: {reason}; what was there is untouched, make room and start again"
+            f"could not write {path.name} in {path.parent}: {reason}; what was there is untouched, make room there and start again"
         ) from error
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
 
 
 def write_text(path: Path, text: str):
@@ -52,32 +53,44 @@ def write_text(path: Path, text: str):
 
 
 def write_record(folder: Path, record: dict):
-    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    write_text(Path(folder) / RECORD, dumped(record, indent=1) + "\n")
 
 
 def read_record(folder: Path) -> dict | None:
     """The record in that folder, None where there is none yet."""
     path = Path(folder) / RECORD
-    return parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
+    return parse(path.read_bytes(), str(path)) if path.exists() else None
 
 
 def write_records(path: Path, records: Iterable[dict]):
     """One line for each record."""
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_text(path, "".join(dumped(record) + "\n" for record in records))
 
 
 def read_records(path: Path) -> list[dict]:
     """The records of a `.jsonl` file. Raises ValueError, naming the line, where one is torn or is no record."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_bytes().splitlines()
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def parse(text: str, where: str) -> dict:
+def dumped(record: dict, indent: int | None = None) -> str:
+    """The record as JSON, which knows no NaN and no infinity. Raises ValueError, naming the field, where there is one."""
+    for name, value in record.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} of {record.get('arm')!r} is {value}; expected finite numbers, the run has diverged"
+            ) from error
+    return json.dumps(record, indent=indent)
+
+
+def parse(text: bytes, where: str) -> dict:
     try:
         record = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where} is torn or no JSON ({error.msg} at character {error.pos}); the other records are intact: delete it and start the recipe again"
+            f"{where} is torn or no JSON ({error}); the other records are intact: delete it and start the recipe again"
         ) from error
     missing = [name for name in FIELDS if name not in record] if isinstance(record, dict) else list(FIELDS)
     if missing:
@@ -96,7 +109,9 @@ def code() -> dict:
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10)
+            done = subprocess.run(
+                ["git", "--no-optional-locks", "-C", str(root), *words], capture_output=True, text=True, timeout=10
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

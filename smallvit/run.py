@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -23,6 +24,7 @@ from smallvit.objectives import Supervised
 from smallvit.vit import ViT
 
 PRECISIONS = ("fp32", "bf16")
+ROLES = ("baseline", "technique", "floor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +73,21 @@ class Run:
         return super().__new__(cls)
 
     def __post_init__(self):
-        for name in ("augment", "evaluators"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, low, high in LIMITS:
-            value = getattr(self, name)
-            number = isinstance(value, int) if type(low) is int else isinstance(value, int | float)
-            if value is None and name in ("labels", "val"):
-                continue
-            if isinstance(value, bool) or not number or not low <= value <= high:
-                kind = "a whole number" if type(low) is int else "a number"
-                raise ValueError(f"{name} is {value!r}; expected {kind} from {low} to {high}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}; expected one of {', '.join(PRECISIONS)}")
-        if not self.evaluators:
-            raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
+            in_range(getattr(self, name), low, high, name)
+        for name, values in (("precision", PRECISIONS), ("role", ROLES)):
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(values)}")
+        if not isinstance(self.arm, str) or not self.arm.strip():
+            raise ValueError(f"arm is {self.arm!r}; expected a name")
         for name in ("data", "model", "objective"):
             check(getattr(self, name), name)
-        for name in ("augment", "evaluators"):
-            for at, step in enumerate(getattr(self, name)):
-                check(step, f"{name}[{at}]")
+        for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
+            object.__setattr__(self, name, checked(getattr(self, name), name, example))
+        if not self.evaluators:
+            raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
+        if self.early_stop and accuracy not in self.evaluators:
+            raise ValueError(f"early_stop={self.early_stop} goes by accuracy; expected smallvit.accuracy among the evaluators")
 
     def vary(self, **changes: Any) -> "Run":
         """The same run but for `changes`: fields of the run, or knobs of its model (`attention=LocalityAttention`).
@@ -101,13 +99,14 @@ class Run:
         its = {name: value for name, value in changes.items() if name not in own}
         if its:
             model = mine.get("model", self.model)
+            check(model, "model")
             for name in its:
                 known(name, [*own, *knobs(model)], f"a run of {function(model).__name__}")
             mine["model"] = partial(model, **its)
         return replace(self, **mine)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and describe(self) == describe(other)
+        return isinstance(other, Run) and fingerprint(self) == fingerprint(other)
 
     def __hash__(self) -> int:
         return hash(fingerprint(self))
@@ -128,6 +127,26 @@ LIMITS = (
 )
 
 
+def in_range(value: float | None, low: float, high: float, name: str):
+    """Hold a number of a run against its limits; whole limits mean a whole number."""
+    if value is None and name in ("labels", "val"):
+        return
+    kinds, kind = (int, "a whole number") if isinstance(low, int) else (int | float, "a number")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}; expected {kind} from {low} to {high}")
+
+
+def checked(components: Iterable[Callable], name: str, example: str) -> tuple[Callable, ...]:
+    """The augmentations or evaluators of a run, each held against its signature."""
+    if not isinstance(components, tuple | list):
+        raise ValueError(f"{name} is {components!r}; expected a tuple, such as {example}")
+    for at, step in enumerate(components):
+        if isinstance(function(step), type):
+            raise ValueError(f"{name}[{at}] is the class {function(step).__name__}; expected one made of it, with its knobs")
+        check(step, f"{name}[{at}]")
+    return tuple(components)
+
+
 def ablate(
     arms: dict[str, Run], *, labels: Iterable[int | None] = (None,), seeds: Iterable[int] = range(8), floors: bool = True
 ) -> list[Run]:
@@ -137,28 +156,49 @@ def ablate(
     CNN trained as the baseline is. Seeds come outermost within a number of labels, so that a half-finished recipe already compares
     all arms.
 
-    Raises ValueError if two arms are the same run under two names.
+    Raises ValueError if two arms are the same run under two names, if an arm bears a floor's name or asks for another number of
+    labels, and if a seed or a number of labels is given twice: one run is not two.
     """
-    if not arms:
-        raise ValueError("ablate got no arms; expected a dict from names to runs, the baseline first")
+    labels, seeds = several(labels, "labels"), several(seeds, "seeds")
+    if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
+        raise ValueError(f"ablate got the arms {arms!r}; expected a dict from names to runs, the baseline first")
+    for name, run in arms.items():
+        if run.labels not in (None, *labels):
+            raise ValueError(
+                f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
+            )
     baseline = next(iter(arms.values()))
     named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
     if floors:
-        named |= {name: (run, "floor") for name, run in the_floors(baseline).items() if name not in named}
+        for name, run in the_floors(baseline).items():
+            if name in named:
+                raise ValueError(
+                    f"the arm {name!r} has the name of a floor; give it another, or leave the floors out: floors=False"
+                )
+            named[name] = (run, "floor")
     same: dict[str, str] = {}
     for name, (run, _) in named.items():
-        other = same.setdefault(fingerprint(run), name)
+        other = same.setdefault(fingerprint(replace(run, labels=None, seed=0)), name)
         if other != name:
             raise ValueError(
                 f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
             )
-    seeds = list(seeds)
     return [
         replace(run, arm=name, role=role, labels=count, seed=seed)
         for count in labels
         for seed in seeds
         for name, (run, role) in named.items()
     ]
+
+
+def several(values: Iterable, name: str) -> list:
+    """The values as a list, each there once."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {values!r}; expected several, such as {name}=[{values!r}]")
+    values = list(values)
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name} are {values}; expected at least one, and each once")
+    return values
 
 
 def the_floors(baseline: Run) -> dict[str, Run]:
@@ -173,19 +213,7 @@ def the_floors(baseline: Run) -> dict[str, Run]:
 
 # A run in plain JSON, and back.
 
-ROOMS = (
-    "attention",
-    "augment",
-    "data",
-    "evaluate",
-    "floors",
-    "objectives",
-    "pooling",
-    "positions",
-    "reduction",
-    "tokenizers",
-    "vit",
-)
+ROOMS = ("attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "tokenizers", "vit")
 
 
 def describe(value: Any) -> Any:
@@ -194,7 +222,7 @@ def describe(value: Any) -> Any:
     A component is `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; one that is already made (an augmentation) is
     `{"make": ..., ...}`; a run is its fields.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
@@ -209,14 +237,25 @@ def describe(value: Any) -> Any:
 
 
 def rebuild(plain: Any) -> Any:
-    """The value that `describe` wrote down. Only names of components in `smallvit` and in loaded recipes are looked up."""
+    """The value that `describe` wrote down. Only names of components in `smallvit` and in loaded recipes are looked up.
+
+    Raises ValueError for any other name, and for `make` of anything but an augmentation, since that is called here and now.
+    """
     if isinstance(plain, list):
         return tuple(rebuild(item) for item in plain)
     if not isinstance(plain, dict):
         return plain
     rest = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make")}
     if "make" in plain:
-        return component(plain["make"])(**rest)
+        made = component(plain["make"])
+        if "call" in plain or not (isinstance(made, type) and is_dataclass(made)):
+            raise ValueError(
+                f"{plain['make']} cannot be made from a record; expected a dataclass, as augmentations are, and no call"
+            )
+        try:
+            return made(**rest)
+        except TypeError as error:
+            raise ValueError(f"{plain['make']} cannot be made of {rest}: {error}; expected what describe wrote") from error
     if "call" in plain:
         return partial(component(plain["call"]), **rest) if rest else component(plain["call"])
     return Run(**rest)
@@ -224,7 +263,7 @@ def rebuild(plain: Any) -> Any:
 
 def fingerprint(run: Run) -> str:
     """16 hex digits that differ whenever two runs differ in a choice; a choice of None counts as not made."""
-    plain = json.dumps(without_none(describe(run)), sort_keys=True)
+    plain = json.dumps(canonical(describe(run)), sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
 
@@ -238,6 +277,9 @@ def unequal(here: Any, there: Any, name: str) -> Iterator[tuple[str, tuple[str, 
     if same_kind and all(here.get(kind) == there.get(kind) for kind in ("call", "make")):
         for key in here | there:
             yield from unequal(here.get(key), there.get(key), f"{name}.{key}".lstrip("."))
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        for at, pair in enumerate(zip(here, there)):
+            yield from unequal(*pair, f"{name}[{at}]")
     elif here != there:
         yield name, (in_words(here), in_words(there))
 
@@ -259,11 +301,16 @@ def in_words(plain: Any) -> str:
 
 def address(thing: Callable) -> str:
     """The public name under which a component is found again: `smallvit.<room>.Name`, however many files the room has."""
-    if "<" in thing.__qualname__:
+    own = getattr(thing, "__qualname__", None)
+    if own is None:
         raise ValueError(
-            f"{thing.__qualname__} is a lambda or a local function and cannot stand in a record; define it at the top level of the recipe"
+            f"{thing!r} is neither a function nor a class and cannot stand in a record; make it a dataclass, or a function"
         )
-    name = ".".join([*thing.__module__.split(".")[:2], thing.__qualname__])
+    if "<" in own:
+        raise ValueError(
+            f"{own} is a lambda or a local function and cannot stand in a record; define it at the top level of the recipe"
+        )
+    name = ".".join([*str(thing.__module__).split(".")[:2], own])
     if component(name) is not thing:
         raise ValueError(f"{name} is not what its name leads to; define it once, at the top level of its file")
     return name
@@ -274,7 +321,7 @@ def component(name: str) -> Callable:
 
     Raises ValueError for all but the public classes and functions of the component files and of the loaded recipes.
     """
-    package, _, rest = name.partition(".")
+    package, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
     room, _, attribute = rest.partition(".")
     module = f"{package}.{room}"
     if not (package == "smallvit" and room in ROOMS) and not (package == "recipes" and module in sys.modules):
@@ -293,15 +340,23 @@ def component(name: str) -> Callable:
 
 def check(component: Any, where: str):
     """Hold every knob of a component, however deep, against its signature."""
+    if not callable(component):
+        raise ValueError(f"{where} is {component!r}; expected a function or class, or functools.partial of one with its knobs")
+    if is_dataclass(component) and not isinstance(component, type):
+        describe(component)
+        return
+    address(function(component))
+    taken = arguments if where == "data" else knobs  # a loader is called with nothing: all that it takes is a choice
     if isinstance(component, partial):
         if component.args:
             raise ValueError(f"{where} binds {component.args!r} by position; expected every knob by name")
-        for name, knob in component.keywords.items():
-            known(name, knobs(function(component)), function(component).__name__)
-            if isinstance(knob, partial):
-                check(knob, f"{where}.{name}")
-    elif not callable(component):
-        raise ValueError(f"{where} is {component!r}; expected a function or class, or functools.partial of one with its knobs")
+        for name in component.keywords:
+            known(name, taken(function(component)), function(component).__name__)
+    for name, p in taken(component).items():
+        if p.default is p.empty:
+            raise ValueError(f"{where} has no {name!r}; expected partial({function(component).__name__}, {name}=...)")
+        if callable(p.default):
+            check(p.default, f"{where}.{name}")
     describe(component)
 
 
@@ -312,10 +367,15 @@ def function(component: Callable) -> Callable:
     return component
 
 
+def arguments(component: Callable) -> dict[str, inspect.Parameter]:
+    """All that a component takes by name, with the defaults in force."""
+    parameters = inspect.signature(component).parameters
+    return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
 def knobs(component: Callable) -> dict[str, inspect.Parameter]:
-    """What a recipe may choose of a component, with the defaults in force: all but the shapes, which have no default."""
-    signature = inspect.signature(component)
-    return {name: p for name, p in signature.parameters.items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
+    """What a recipe may choose of a component: all but the shapes, which have no default."""
+    return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def known(name: str, names: Iterable[str], owner: str):
@@ -326,7 +386,10 @@ def known(name: str, names: Iterable[str], owner: str):
         raise ValueError(f"{owner} has no choice {name!r}; {advice}")
 
 
-def without_none(plain: Any) -> Any:
+def canonical(plain: Any) -> Any:
+    """A described value in one spelling: choices of None left out, and 2.0 as 2."""
     if isinstance(plain, dict):
-        return {name: without_none(value) for name, value in plain.items() if value is not None}
-    return [without_none(item) for item in plain] if isinstance(plain, list) else plain
+        return {name: canonical(value) for name, value in plain.items() if value is not None}
+    if isinstance(plain, list):
+        return [canonical(item) for item in plain]
+    return int(plain) if isinstance(plain, float) and plain.is_integer() else plain

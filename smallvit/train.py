@@ -55,7 +55,9 @@ def fit(
         refuse_unsafe(run, data.spec)
         subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
         if run.early_stop and not len(subset.val):
-            raise ValueError(f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0")
+            raise ValueError(
+                f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
+            )
         training = Training(run, data.spec, subset, device)
         training.resume(folder / records.CHECKPOINT)
         training.go(folder / records.CHECKPOINT, watch)

@@ -69,8 +69,8 @@ class ViT(nn.Module):
 
     Paper    Dosovitskiy et al. 2020, arXiv:2010.11929. With the default slots and a timm `vit_*` state dict (see `pretrained`) it
              gives timm's logits.
-    Departs  Weights start as in the papers that train small: Xavier-uniform for linear maps (MAE, the original JAX code) and 0.02
-             for tokens, positions and the head, each drawn from a stream of its own name (see `initialise`).
+    Departs  Weights start Xavier-uniform for linear maps (as in MAE and the original JAX code), N(0, 1) for positions and 0.02 for
+             prefix tokens and the head, each module's drawn from a stream of its own name (see `initialise`).
 
     `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `dropout` acts on the tokens before
     the first block (a block has its own: `partial(Block, dropout=0.1)`). `drop_path` is the rate of the last block, rising linearly

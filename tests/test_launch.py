@@ -52,7 +52,9 @@ def test_a_failure_is_shown_and_recorded_the_others_go_on_and_it_is_retried_on_r
 
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
     broken = replace(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
-    records = launch([broken, *ablate(ARMS, labels=[50], seeds=range(2), floors=False)], tmp_path, recipe="t", jobs=1, fail_fast=True)
+    records = launch(
+        [broken, *ablate(ARMS, labels=[50], seeds=range(2), floors=False)], tmp_path, recipe="t", jobs=1, fail_fast=True
+    )
     assert [r["status"] for r in records] == ["failed"]
 
 

@@ -13,7 +13,9 @@ from smallvit.report import page as pages
 
 DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
 # what a run that died has not lived to record
-UNKNOWN = dict.fromkeys(("score", "val", "test", "params", "macs", "images_seen", "seconds", "device", "subset_sha256", "curve"))
+UNKNOWN = dict.fromkeys(
+    ("score", "val", "test", "params", "macs", "images_seen", "seconds", "device", "subset_sha256", "curve")
+)
 WORDS = {"title": "demo", "doc": DOC}
 
 

@@ -143,7 +143,9 @@ def test_weight_decay_spares_norms_biases_temperatures_tokens_and_positions():
     assert len(decayed["params"]) + len(spared["params"]) == len(names)
 
 
-@pytest.mark.parametrize("field, value", [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("clip", 0.01), ("average", 0.5), ("batch", 9)])
+@pytest.mark.parametrize(
+    "field, value", [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("clip", 0.01), ("average", 0.5), ("batch", 9)]
+)
 def test_every_choice_of_the_optimizer_matters(field, value, tmp_path):
     fit(SHORT, tmp_path / "1")
     fit(SHORT.vary(**{field: value}), tmp_path / "2")

@@ -17,7 +17,9 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
 
     lines, good = [], True
     for arm, labels in dict.fromkeys((record["arm"], record["labels"]) for record in again):
-        old = [r["test"][r["score"]] for r in committed if (r["arm"], r["labels"]) == (arm, labels) and r["status"] == "finished"]
+        old = [
+            r["test"][r["score"]] for r in committed if (r["arm"], r["labels"]) == (arm, labels) and r["status"] == "finished"
+        ]
         mine = [r for r in again if (r["arm"], r["labels"]) == (arm, labels)]
         new = [r["test"][r["score"]] for r in mine if r["status"] == "finished"]
         if len(old) < 2 or len(new) < len(mine):

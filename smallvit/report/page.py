@@ -203,7 +203,9 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         "Records": each(r["status"] for r in records),
         "Code": each(code(r.get("code") or {}) for r in records),
         "Versions": each(", ".join(f"{k} {v}" for k, v in (r.get("versions") or {}).items()) for r in records),
-        "Machine": each(", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads") if r.get(k)) for r in records),
+        "Machine": each(
+            ", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads") if r.get(k)) for r in records
+        ),
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
         "Pretrained weights": each(f"{r['arm']}: {json.dumps(k)}" for r in records if (k := r.get("weights"))) or "none",
         "Run again": f"smallvit run {records[0]['recipe']}",

@@ -24,4 +24,8 @@ def text(records: Sequence[dict]) -> str:
 
 def outcome(record: dict) -> str:
     """What one run gave."""
-    return f"{100 * record['test'][record['score']]:.2f}%" if record["status"] == "finished" else f"{record['status']}: {record['error']}"
+    return (
+        f"{100 * record['test'][record['score']]:.2f}%"
+        if record["status"] == "finished"
+        else f"{record['status']}: {record['error']}"
+    )

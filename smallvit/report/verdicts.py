@@ -98,9 +98,26 @@ def compare(records: Sequence[dict]) -> Comparison:
         failures = {s: ": ".join(filter(None, (r["status"], r.get("error")))) for s, r in runs[n, arm].items() if s not in own}
         difference, verdict, reason = judged.get((n, arm), (differences.get((n, arm)), None, gaps[n, arm]))
         score = next((r["score"] for r in records if r["arm"] == arm and r["status"] == "finished"), "accuracy")
-        rows.append(Row(labels=n, arm=arm, role=roles[arm], score=score, seeds=tuple(own), values=values, mean=mean, sd=sd,
-                        low=low, high=high, failures=failures, difference=difference, verdict=verdict, reason=reason,
-                        budget=costs[n, arm], unequal=_unequal(costs[n, arm], costs[n, baseline])))
+        rows.append(
+            Row(
+                labels=n,
+                arm=arm,
+                role=roles[arm],
+                score=score,
+                seeds=tuple(own),
+                values=values,
+                mean=mean,
+                sd=sd,
+                low=low,
+                high=high,
+                failures=failures,
+                difference=difference,
+                verdict=verdict,
+                reason=reason,
+                budget=costs[n, arm],
+                unequal=_unequal(costs[n, arm], costs[n, baseline]),
+            )
+        )
     return Comparison(baseline=baseline, arms=roles, labels=labels, rows=tuple(rows), family=len(judged))
 
 

@@ -1,0 +1,14 @@
+"""One torch thread for each test process, and the data that the tests may read."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, also in child processes
+
+beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+if "SMALLVIT_DATA" not in os.environ and beside.exists():
+    os.environ["SMALLVIT_DATA"] = str(beside)
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)

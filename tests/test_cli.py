@@ -1,0 +1,194 @@
+"""The command line, as a user meets it: also from elsewhere, with wrong words, and with broken recipes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smallvit.__main__ import main
+from smallvit.recipe import load_recipe, only, recipe_files
+from smallvit.record import read_records
+
+RECIPE = '''
+"""Does locality attention help a very small model?
+
+More.
+"""
+from functools import partial
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
+
+scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=6, batch=8, val=20,
+              augment=augment.digits())
+RUNS = ablate({"scratch": scratch, "+LSA": scratch.vary(attention=LocalityAttention)}, labels=[20, 40], seeds=range(2))
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty directory with one recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(RECIPE)
+    yield tmp_path
+    sys.modules.pop("recipes.mine", None)
+
+
+def smallvit(*words: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "smallvit", *words], capture_output=True, text=True, **kwargs)
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.argv=['smallvit','--help']\nimport runpy\ntry: runpy.run_module('smallvit', run_name='__main__')\n"
+    code += "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("list", "run", "report", "verify"))
+
+
+def test_list_shows_every_recipe_with_its_question(capsys, here):
+    (here / "recipes").mkdir()
+    (here / "recipes" / "own.py").write_text(RECIPE)
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "own" in out and "Does locality attention help" in out
+    assert all(path.stem in out for path in recipe_files()) and "quickstart" in out
+
+
+def test_a_recipe_run_reported_published_and_verified(here, capsys):
+    assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,floors", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "20 labels" in out and "not enough seeds" in out and "small CNN" in out
+    page = (here / "runs" / "mine" / "report.html").read_text()
+    assert "Does locality attention help" in page and "+LSA" in page
+    assert main(["report", "mine.py", "--publish"]) == 2, "half a recipe was published"
+    assert "have not finished" in capsys.readouterr().err
+    assert main(["run", "mine.py"]) == 0
+    assert main(["report", "mine.py", "--publish"]) == 0
+    records = read_records(here / "mine.jsonl")
+    assert len(records) == 2 * 2 * 5 and (here / "mine.md").exists() and (here / "mine.html").exists()
+    assert main(["verify", "mine.py", "--jobs", "1"]) == 0
+    assert "identical to the record" in capsys.readouterr().out
+    text = (here / "mine.jsonl").read_text()
+    (here / "mine.jsonl").write_text(text.replace('"accuracy": 0.', '"accuracy": 0.9'))
+    assert main(["verify", "mine.py", "--jobs", "1"]) == 1
+    assert "OUTSIDE" in capsys.readouterr().out
+
+
+def test_dry_run_says_how_the_arms_differ_and_trains_nothing(here, capsys):
+    assert main(["run", "mine.py", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "model.attention: Attention(" in out and "LocalityAttention(" in out and "20 runs, about" in out
+    assert not (here / "runs").exists()
+
+
+def test_smoke_takes_every_arm_and_leaves_the_real_runs_alone(here, capsys):
+    assert main(["run", "mine.py", "--smoke", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert all(arm in out for arm in ("scratch", "+LSA", "small CNN", "pixels, nearest neighbour"))
+    assert not (here / "runs" / "mine").exists()
+
+
+def test_only_chooses_by_arm_labels_and_seed(here):
+    runs = load_recipe("mine.py").RUNS
+    assert {r.arm for r in only(runs, ["arm=+LSA"])} == {"+LSA"}
+    assert {(r.labels, r.seed) for r in only(runs, ["labels=40", "seed=0-1"])} == {(40, 0), (40, 1)}
+    assert {r.arm for r in only(runs, ["arm=pixels, logistic regression,+LSA"])} == {"pixels, logistic regression", "+LSA"}
+    assert {r.role for r in only(runs, ["arm=floors"])} == {"floor"}
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["run", "quickstrat"], "did you mean 'quickstart'?"),
+        (["run", "nowhere.py"], "there is no recipe 'nowhere.py'"),
+        (["run", "mine.py", "--only", "arm=+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
+        (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
+        (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
+        (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
+        (["verify", "mine.py"], "no committed records"),
+        (["run", "mine.py", "--device", "cdua"], "device is 'cdua'; expected cpu, cuda, mps or auto"),
+    ],
+)
+def test_wrong_words_get_one_sentence_and_a_status(words, said, here, capsys):
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("smallvit: ") and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("import smallvit\nraise RuntimeError('no luck')", "broken.py, line 2: RuntimeError: no luck"),
+        ("RUNS = [", "broken.py, line 1: SyntaxError"),
+        ("x = 1", "broken.py defines no RUNS"),
+        ("RUNS = [1]", "broken.py defines no RUNS"),
+        (
+            "from smallvit import Run\nRUNS = [Run(stepps=3)]",
+            "line 2: ValueError: a run has no choice 'stepps'; did you mean 'steps'?",
+        ),
+        ("from smallvit import mnits", "line 1: ImportError: cannot import name 'mnits'"),
+    ],
+)
+def test_a_broken_recipe_is_named_with_its_line(text, said, here, capsys):
+    Path("broken.py").write_text(text)
+    assert main(["run", "broken.py"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_failing_arm_gives_a_status_and_keeps_the_others(here, capsys):
+    Path("mine.py").write_text(
+        RECIPE.replace('"+LSA": scratch.vary(attention=LocalityAttention)', '"odd": scratch.vary(heads=3)')
+    )
+    assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "--jobs", "1"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED odd, 20 labels, seed 0: ValueError: 3 heads do not divide width 16" in captured.err
+    assert "scratch" in captured.out and (here / "runs" / "mine" / "report.html").exists()
+
+
+def test_a_torn_record_is_named_and_the_others_stay(here, capsys):
+    Path("mine.py").write_text(RECIPE)
+    assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "arm=scratch,+LSA", "--jobs", "1"]) == 0
+    torn, other = sorted(here.rglob("record.json"))
+    torn.write_bytes(torn.read_bytes()[:100])
+    kept = other.read_bytes()
+    assert main(["report", "mine.py"]) == 2
+    assert f"{torn.relative_to(here)} is torn" in capsys.readouterr().err and other.read_bytes() == kept
+
+
+def test_a_new_attention_in_a_recipe_file_runs_without_touching_the_package(here, capsys):
+    recipe = '''"""Does attention that ignores distance help?"""
+from functools import partial
+import torch
+from torch import nn
+from smallvit import Mixed, PatchEmbed, Run, ViT, ablate
+
+class MeanAttention(nn.Module):
+    """Every token sees the mean of all tokens."""
+
+    def __init__(self, dim, heads, *, gain: float = 1.0):
+        super().__init__()
+        self.proj, self.gain = nn.Linear(dim, dim), gain
+
+    def forward(self, x, size=None, mask=None):
+        return Mixed(self.gain * self.proj(x.mean(1, keepdim=True).expand_as(x)))
+
+scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=6, batch=8, labels=20, val=20)
+RUNS = ablate({"scratch": scratch, "mean": scratch.vary(attention=partial(MeanAttention, gain=2.0))}, labels=[20], seeds=[0])
+'''
+    Path("mine.py").write_text(recipe)
+    assert main(["run", "mine.py", "--jobs", "2"]) == 0
+    record = next(r for r in map(read_one, here.rglob("record.json")) if r["arm"] == "mean")
+    assert record["run"]["model"]["attention"] == {"call": "recipes.mine.MeanAttention", "gain": 2.0}
+
+
+def read_one(path: Path) -> dict:
+    import json
+
+    return json.loads(path.read_text())
+
+
+def test_it_works_from_any_directory_and_leaves_that_directory_alone(here):
+    done = smallvit("list", cwd=here, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    assert done.returncode == 0 and "quickstart" in done.stdout
+    assert sorted(path.name for path in here.iterdir()) == ["mine.py"]
