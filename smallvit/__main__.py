@@ -59,6 +59,9 @@ def arguments() -> argparse.ArgumentParser:
                 help="some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)",
             )
         if name == "run":
+            command.add_argument(
+                "--longer", type=positive, default=1, metavar="N", help="train every run N times as long, in a folder of its own"
+            )
             command.add_argument("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
             command.add_argument(
                 "--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes"
@@ -97,6 +100,8 @@ def run(chosen: argparse.Namespace) -> int:
     module = load_recipe(path)
     runs = only(module.RUNS, chosen.only)
     out = Path(chosen.out)
+    if chosen.longer > 1:
+        runs, out = [run.vary(steps=run.steps * chosen.longer) for run in runs], out / f"longer-{chosen.longer}"
     if chosen.smoke:
         runs, out = shortened(runs), out / "smoke"
     if chosen.dry_run:

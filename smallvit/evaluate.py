@@ -1,9 +1,9 @@
 """Evaluators: from a frozen model to named numbers.
 
-Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged by. It is
-deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the test images
-first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its attribute
-`chooses`; the report then counts those labels too.
+Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged
+by. It is deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the
+test images first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its
+attribute `chooses`; the report then counts those labels too.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Splits(NamedTuple):
 
 
 def accuracy(model: nn.Module, splits: Splits) -> Named:
-    """`accuracy`: the share of images whose largest logit is the right one; `nll`: the mean negative log-likelihood, in nats."""
+    """`accuracy`: the share of images whose largest logit is the right one; `nll`: mean negative log-likelihood, in nats."""
     scored, right, surprise = some(splits.test), 0, 0.0
     with frozen(model) as device:
         for images, labels in scored.batches(device=device):
@@ -66,8 +66,9 @@ def linear_probe(
 ) -> Named:
     """`linear_probe`: accuracy of an L2 logistic regression on the frozen features; `linear_probe_c`: its inverse strength C.
 
-    Features are standardised on the labelled images alone (`standardise=False` keeps them as they are). C is the one of
-    `strengths` that scores best on the validation images, the smaller of equals; without validation images it is 1.
+    Features are standardised on the labelled images alone; `standardise=False` keeps them as they are, which suits features of
+    one scale, such as pixels. C is the one of `strengths` that scores best on the validation images, the smaller of equals;
+    without validation images it is 1.
 
     Raises   RuntimeError if the solver does not converge: such a number is not the probe's.
     """
@@ -132,7 +133,7 @@ def frozen(model: nn.Module):
 
 
 def cost(model: nn.Module, image: Tensor) -> dict[str, int]:
-    """`params`, and `macs`: multiply-accumulates of one forward pass over `image` (1 c h w), counted by torch, two flops each."""
+    """`params`, and `macs`: multiply-accumulates of one forward pass over `image`, 1 c h w, by torch's count of flops."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from shutil import get_terminal_size
 
 from smallvit import record as records
 from smallvit.run import Run, describe, fingerprint, rebuild
@@ -64,7 +65,7 @@ def launch(
                         queue.append(at)
                         continue
                 found[at] = future.result() if error is None else failed(runs[at], folders[at], recipe, error)
-                bar.tell(found[at])
+                bar.tell(runs[at], found[at])
                 if show:
                     show(found[at])
                 if fail_fast and found[at]["status"] == "failed":
@@ -172,52 +173,57 @@ def cores() -> int:
 
 
 class Bar:
-    """One progress bar for the whole recipe, in steps, with the time left and the accuracies so far."""
+    """One progress bar for the whole recipe, in steps, with the time left and the accuracies so far.
+
+    Where nobody watches (a log file), a line for every tenth of the runs and for every failure.
+    """
 
     def __init__(self, runs: Sequence[Run], found: Sequence[dict | None], todo: Sequence[int]):
         from tqdm import tqdm
 
-        self.runs, self.total = runs, len(runs)
-        self.ended = len(runs) - len(todo)
-        self.done = 0.0
+        self.runs, self.todo = runs, len(todo)
+        self.ended, self.done = len(runs) - len(todo), 0.0
         self.scores: dict[tuple, list[float]] = {}
         for record in found:
             self.count(record)
-        work = sum(runs[at].steps for at in todo)
-        self.bar = tqdm(
-            total=max(work, 1), unit="step", disable=not todo or None, file=sys.stderr, smoothing=0.05, bar_format=FORMAT
-        )
-        self.headline()
+        steps = max(sum(runs[at].steps for at in todo), 1)
+        self.watched = sys.stderr.isatty() and bool(todo)
+        self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, disable=not self.watched)
+        self.move([])
 
     def count(self, record: dict | None):
         if record is not None and record["status"] == "finished" and record["role"] != "floor":
-            key = (record["arm"], record["labels"])
-            self.scores.setdefault(key, []).append(record["test"][record["score"]])
+            self.scores.setdefault((record["arm"], record["labels"]), []).append(record["test"][record["score"]])
 
-    def tell(self, record: dict):
+    def tell(self, run: Run, record: dict):
         """One run has ended."""
         self.ended += 1
-        self.done += next(run.steps for run in self.runs if fingerprint(run) == record["fingerprint"])
+        self.done += run.steps
         self.count(record)
         if record["status"] == "failed":
-            labels = "all" if record["labels"] is None else record["labels"]
-            self.bar.write(
-                f"FAILED {record['arm']}, {labels} labels, seed {record['seed']}: {record['error']}", file=sys.stderr
-            )
-        self.headline()
+            self.bar.write(f"FAILED {run.arm}, {amount(run.labels)}, seed {run.seed}: {record['error']}", file=sys.stderr)
+        elif not self.watched and self.ended % max(self.todo // 10, 1) == 0:
+            print(self.headline(), file=sys.stderr, flush=True)
 
-    def headline(self):
-        labels = max((key[1] for key in self.scores), key=lambda count: (count is None, count or 0), default=None)
+    def headline(self) -> str:
+        """How many runs have ended, and the mean accuracies at the number of labels that is being trained."""
+        labels = list(self.scores)[-1][1] if self.scores else None
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
-        self.bar.set_description_str(f"{self.ended}/{self.total} runs", refresh=False)
-        self.bar.set_postfix_str("  ".join(means[:6]), refresh=False)
+        return f"{self.ended}/{len(self.runs)} runs" + (f", {amount(labels)}: {'  '.join(means)}" if means else "")
 
     def move(self, slots: Sequence[Slot]):
-        self.bar.n = min(self.done + sum(slot.progress[0] for slot in slots), self.bar.total)
-        self.bar.refresh()
+        """Show the steps that the workers have done."""
+        if self.watched:
+            self.bar.n = min(self.done + sum(slot.progress[0] for slot in slots), self.bar.total)
+            room = get_terminal_size().columns - 45  # what the bar itself takes
+            self.bar.set_postfix_str(self.headline()[:room])
 
     def close(self):
         self.bar.close()
 
 
-FORMAT = "{desc} |{bar:20}| {percentage:3.0f}% [{elapsed} < {remaining}] {postfix}"
+FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}] {postfix}"
+
+
+def amount(labels: int | None) -> str:
+    return "all labels" if labels is None else f"{labels:,} labels"

@@ -1,8 +1,9 @@
 """Objectives: from a model and a batch to a loss.
 
-Contract: `objective(model)` makes a module that is called `(batch, progress) -> {"loss": scalar, ...}`; `batch` holds normalised images
-b c h w and targets b k whose rows sum to 1, `progress` rises from 0 to 1 over the run, so that no objective knows about epochs or steps.
-`.model` is what is averaged, saved and evaluated. An objective that keeps a teacher moves it in `after_step(progress)`.
+Contract: `objective(model)` makes a module that is called `(batch, progress) -> {"loss": scalar, ...}`; `batch` holds
+normalised images b c h w and targets b k whose rows sum to 1, `progress` rises from 0 to 1 over the run, so that no objective
+knows about epochs or steps. `.model` is what is averaged, saved and evaluated. An objective that keeps a teacher moves it in
+`after_step(progress)`.
 """
 
 from torch import Tensor, nn

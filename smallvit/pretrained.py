@@ -31,13 +31,11 @@ NAMES = (
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A timm `vit_*` state dict under our names: class token and registers joined to `prefix`, batch axes of parameters dropped."""
-    if "patch_embed.proj.weight" not in state:
-        raise ValueError(
-            f"got a state dict without patch_embed.proj.weight ({', '.join(list(state)[:3])}, ...); expected a timm vit_*"
-        )
-    width = len(state["patch_embed.proj.weight"])
+    widths = [len(tensor) for name, tensor in state.items() if name.endswith(".norm1.weight")]
+    if not widths:
+        raise ValueError(f"got a state dict without norm1.weight in it ({', '.join(list(state)[:3])}, ...); expected a timm vit_*")
     tokens = [state[name][0] for name in ("cls_token", "reg_token") if name in state]
-    renamed = {"prefix": torch.cat(tokens) if tokens else torch.empty(0, width)}
+    renamed = {"prefix": torch.cat(tokens) if tokens else torch.empty(0, widths[0])}
     for name, tensor in state.items():
         if name in ("cls_token", "reg_token"):
             continue

@@ -1,8 +1,8 @@
 """Records: what a run leaves on disk, and reading it back.
 
-A run's folder holds `record.json` (everything a table needs), `model.safetensors` (the weights that were evaluated) and, until it
-has ended, `checkpoint.pt`. Every file is written beside itself first and then moved into place, so that a kill or a full disk leaves
-the earlier one whole. `<recipe>.jsonl` holds the records of a recipe, one a line.
+A run's folder holds `record.json` (everything a table needs), `model.safetensors` (the weights that were evaluated) and, until
+it has ended, `checkpoint.pt`. Every file is written beside itself first and then moved into place, so that a kill or a full disk
+leaves the earlier one whole. `<recipe>.jsonl` holds the records of a recipe, one a line.
 """
 
 import functools

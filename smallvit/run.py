@@ -153,8 +153,8 @@ def ablate(
     """Every arm for every number of labels and every seed; the first arm is the baseline of all differences.
 
     The floors stand in every comparison unless `floors=False`: raw pixels under logistic regression and under kNN, and a small
-    CNN trained as the baseline is. Seeds come outermost within a number of labels, so that a half-finished recipe already compares
-    all arms.
+    CNN trained as the baseline is. Seeds come outermost within a number of labels, so that a half-finished recipe already
+    compares all arms.
 
     Raises ValueError if two arms are the same run under two names, if an arm bears a floor's name or asks for another number of
     labels, and if a seed or a number of labels is given twice: one run is not two.
@@ -326,12 +326,13 @@ def component(name: str) -> Callable:
     module = f"{package}.{room}"
     if not (package == "smallvit" and room in ROOMS) and not (package == "recipes" and module in sys.modules):
         raise ValueError(
-            f"{name!r} is outside the component files of smallvit and the loaded recipes; expected smallvit.<{'|'.join(ROOMS)}>.Name"
-            " or recipes.<file>.Name"
+            f"{name!r} is outside the component files of smallvit and the loaded recipes; expected"
+            f" smallvit.<{'|'.join(ROOMS)}>.Name or recipes.<file>.Name"
         )
     found = vars(importlib.import_module(module)).get(attribute)
     home = getattr(found, "__module__", None) or ""
-    if not callable(found) or attribute.startswith("_") or not f"{home}.".startswith(f"{module}."):
+    own = getattr(found, "__qualname__", None) == attribute and f"{home}.".startswith(f"{module}.")
+    if not own or attribute.startswith("_"):
         raise ValueError(
             f"{module} has no component {attribute!r}; expected a public class or function defined at its top level, no lambda"
         )
@@ -381,7 +382,8 @@ def knobs(component: Callable) -> dict[str, inspect.Parameter]:
 def known(name: str, names: Iterable[str], owner: str):
     names = list(names)
     if name not in names:
-        near = get_close_matches(name, names, 1, 0.5)
+        swapped = [other for other in names if sorted(other) == sorted(name)]
+        near = swapped or get_close_matches(name, names, 1, 0.5)
         advice = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(names))}"
         raise ValueError(f"{owner} has no choice {name!r}; {advice}")
 

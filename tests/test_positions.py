@@ -78,7 +78,7 @@ def test_learned_positions_learn_on_any_grid_and_the_fixed_ones_are_not_saved():
 
 
 def test_learned_positions_start_with_the_given_spread():
-    assert abs(Learned(64, (8, 8), 1).table.std() - 0.02) < 0.001
+    assert abs(Learned(64, (8, 8), 1).table.std() - 1) < 0.05
     assert abs(Learned(64, (8, 8), 1, std=0.2).table.std() - 0.2) < 0.01
 
 
@@ -130,7 +130,7 @@ def test_sincos2d_equals_timm_after_the_documented_reorderings(grid):
 @pytest.mark.parametrize("grid", [(8, 8), (7, 5), (2, 3), (6, 3), (2, 9), (1, 1)])
 @pytest.mark.parametrize(("prefix", "on_prefix"), [(0, True), (1, True), (3, True), (3, False)])
 def test_resampling_is_timms(own, grid, prefix, on_prefix):
-    module = Learned(D, own, prefix, on_prefix=on_prefix, std=1.0).double()
+    module = Learned(D, own, prefix, on_prefix=on_prefix).double()
     extra = prefix if on_prefix else 0
     theirs = resample_abs_pos_embed(module.table[None], grid, old_size=own, num_prefix_tokens=extra)
     assert (added(module, grid, prefix)[:, prefix - extra :] - theirs).abs().max() <= 1e-10

@@ -104,7 +104,9 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path):
         seen.append((path.read_text(), new.parent == path.parent))
 
     write_text(path, "old")
-    write_atomic(path, write)
+    with path.open() as reader:  # whoever was reading goes on reading the old one: it was replaced, not written over
+        write_atomic(path, write)
+        assert reader.read() == "old"
     assert seen == [("old", True)] and files(tmp_path) == {"a": b"new"}
 
 

@@ -136,14 +136,22 @@ def test_every_combination_of_slots_learns_on_every_image(at):
                 assert parameter.grad.isfinite().all(), name
                 idle = name == "pool.score.bias" or not parameter.numel()  # a softmax does not feel a shift of its scores
                 assert idle or parameter.grad.abs().max() > 0, name
-    assert refused == (2 if "patch" in dict(combination[0][1]) and combination[0][1][0][1] == 7 else 0)
+    assert refused == (2 if dict(combination[0][1]).get("patch") == 7 else 0)
 
 
 EXPORTED = [
     dict(tokenizer=partial(PatchEmbed, patch=4), position=Learned, attention=Attention, pool=ClassToken, registers=2),
     dict(tokenizer=partial(ShiftedPatchEmbed, patch=4), position=SinCos2d, attention=LocalityAttention, pool=MeanTokens),
-    dict(tokenizer=ConvStem, position=SinCos1d, attention=partial(LocalityAttention, temperature="per layer"), pool=SequencePool),
-    dict(tokenizer=ConvTokenizer, position=None, attention=partial(Attention, qk_norm=True), pool=ClassToken, norm_after_pool=True),
+    dict(
+        tokenizer=ConvStem, position=SinCos1d, attention=partial(LocalityAttention, temperature="per layer"), pool=SequencePool
+    ),
+    dict(
+        tokenizer=ConvTokenizer,
+        position=None,
+        attention=partial(Attention, qk_norm=True),
+        pool=ClassToken,
+        norm_after_pool=True,
+    ),
 ]
 
 
@@ -258,7 +266,9 @@ def behaviour(c, **knobs):
     return {**module.state_dict(), "output": output.detach()}
 
 
-@pytest.mark.parametrize(("c", "name"), [(c, name) for c in OTHER for name in OTHER[c]], ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize(
+    ("c", "name"), [(c, name) for c in OTHER for name in OTHER[c]], ids=lambda part: getattr(part, "__name__", part)
+)
 def test_every_argument_matters(c, name):
     before, same, after = behaviour(c), behaviour(c), behaviour(c, **{name: OTHER[c][name]})
     assert before.keys() == same.keys() and all(torch.equal(before[key], same[key]) for key in before)
@@ -323,7 +333,7 @@ def test_a_reduction_stands_between_the_branches_and_may_ask_for_keys_and_salien
     plain = Block(8, 2, norm_first=norm_first).double()
     plain.load_state_dict(made.state_dict())
     got, after = made(x, size)
-    assert torch.equal(got, plain(x)[0][:, :3])
+    close(got, plain(x)[0][:, :3], 1e-12)
     assert torch.equal(after, torch.full((2, 3), 2.0))
     given, key, saliency = made.reduction.seen
     assert given is size and key == (2, 6, 4) and saliency == (2, 6)
@@ -423,10 +433,17 @@ def test_a_reduction_is_made_for_each_layer_and_its_sizes_reach_the_pool():
         return Halve(layer, depth) if layer % 2 else None
 
     model, x = small(depth=4, reduction=every_second, pool=MeanTokens), torch.randn(2, 1, 32, 32)
-    assert [made.reduction and (made.reduction.layer, made.reduction.depth) for made in model.blocks] == [None, (1, 4), None, (3, 4)]
+    assert [made.reduction and (made.reduction.layer, made.reduction.depth) for made in model.blocks] == [
+        None,
+        (1, 4),
+        None,
+        (3, 4),
+    ]
     tokens, size = model.tokens(x)
     assert tokens.shape == (2, 64 // 4, 8) and size.shape == (2, 16)
-    assert model.blocks[1].reduction.seen[0] is None and torch.equal(model.blocks[3].reduction.seen[0], torch.full((2, 32), 2.0))
+    assert model.blocks[1].reduction.seen[0] is None and torch.equal(
+        model.blocks[3].reduction.seen[0], torch.full((2, 32), 2.0)
+    )
     close(model.features(x), (tokens * size[..., None]).sum(1) / size.sum(1, keepdim=True), 1e-6)
 
 
@@ -511,8 +528,8 @@ def test_nothing_of_the_weights_before_is_left(arm):
 
 def test_weights_start_as_documented():
     model = ViT((28, 28), 1, 100, dim=64, depth=1, heads=4, registers=31)
-    for drawn in (model.prefix, model.position.table, model.head.weight):
-        assert abs(drawn.std() - 0.02) < 0.002
+    for drawn, std in ((model.position.table, 1.0), (model.prefix, 0.02), (model.head.weight, 0.02)):
+        assert abs(drawn.std() / std - 1) < 0.1
     linear = model.blocks[0].mlp[0].weight
     bound = (6 / sum(linear.shape)) ** 0.5
     assert 0.99 * bound < linear.abs().max() <= bound

@@ -1,0 +1,68 @@
+"""The README is run: its recipes, its timm example, its words on the command line, its picture of the house."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smallvit.__main__ import arguments, main
+from smallvit.recipe import recipe_files
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block(name: str) -> str:
+    """The code between `<!-- name -->` and `<!-- end -->`."""
+    return re.search(rf"<!-- {name} -->\n```\w+\n(.*?)```\n<!-- end -->", README, re.S)[1]
+
+
+def test_each_of_the_two_commands_is_complete():
+    for name in ("quickstart", "tests"):
+        assert block(name).startswith("python3 -m venv .venv && .venv/bin/pip install") and block(name).count("\n") == 1
+    assert "recipes/quickstart.py" in block("quickstart") and (ROOT / "recipes" / "quickstart.py").exists()
+
+
+@pytest.mark.parametrize("name", ["recipe", "attention"])
+def test_the_recipes_in_the_readme_run(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(f"readme_{name}.py").write_text(block(name))
+    assert main(["run", f"readme_{name}.py", "--smoke"]) == 0
+    assert "scratch" in capsys.readouterr().out
+
+
+def test_the_new_attention_is_a_recipe_of_thirty_lines():
+    assert len(block("attention").strip().splitlines()) <= 30
+
+
+def test_the_timm_example_prints_what_it_says():
+    done = subprocess.run([sys.executable, "-c", block("timm")], capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["torch.Size([2, 10])", "True", ""], done.stderr
+
+
+def test_every_command_in_the_readme_is_one_that_smallvit_takes():
+    lines = [line for line in re.findall(r"^smallvit .*$", README, re.M)]
+    for line in lines:
+        arguments().parse_args(shlex.split(line.partition("#")[0])[1:])
+    assert len(lines) == 5
+
+
+def test_the_house_is_drawn_as_it_stands():
+    drawn = set(re.findall(r"^  (\w+(?:\.py|/)) ", README, re.M))
+    stands = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "smallvit").iterdir() if path.name != "__pycache__"}
+    assert drawn == stands - {"__init__.py"}
+
+
+def test_every_recipe_stands_in_the_table_with_its_question():
+    named = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.M))
+    ours = {path.stem: ast.get_docstring(ast.parse(path.read_text())).splitlines()[0] for path in recipe_files()}
+    assert named == ours
+
+
+def test_every_link_leads_somewhere():
+    links = re.findall(r"\]\((?!http)([^)]+)\)", README)
+    assert links and all((ROOT / link).exists() for link in links)

@@ -1,0 +1,54 @@
+"""Every recipe builds and takes a step; what is committed beside it is what it asks for and what its report says."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from smallvit import compare, fit, html, markdown
+from smallvit.record import read_records
+from smallvit.recipe import load_recipe, shortened
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
+MNIST = (Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw").exists()
+
+
+def test_the_recipes_that_there_are():
+    assert {path.stem for path in RECIPES} >= {"quickstart", "spt_lsa"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_it_asks_what_it_costs_and_what_it_expects(path):
+    doc = load_recipe(path).__doc__
+    assert doc.splitlines()[0].endswith("?")
+    assert all(word in doc for word in ("Paper", "Cost", "Expect", "Written before the runs"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path):
+    runs = shortened(load_recipe(path).RUNS)
+    if not MNIST and "mnist" in path.read_text():
+        pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
+    for at, run in enumerate(runs):
+        record = fit(run.vary(val=20), tmp_path / str(at), recipe=path.stem)
+        assert record["status"] == "finished" and 0 <= record["test"][record["score"]] <= 1
+    assert len(runs) == len({run.arm for run in runs}) >= 5
+
+
+COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_records_are_the_runs_that_the_recipe_asks_for(path):
+    records, runs = read_records(path.with_suffix(".jsonl")), load_recipe(path).RUNS
+    assert [(r["arm"], r["role"], r["labels"], r["seed"]) for r in records] == [(r.arm, r.role, r.labels, r.seed) for r in runs]
+    assert all(r["status"] == "finished" and r["test_reads"] == 1 and r["code"]["dirty"] is False for r in records)
+    assert len({r["code"]["sha256"] for r in records}) == 1
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_reports_are_made_from_the_committed_records(path):
+    records, doc = read_records(path.with_suffix(".jsonl")), load_recipe(path).__doc__
+    assert path.with_suffix(".md").read_text() == markdown(records, title=path.stem, doc=doc)
+    assert "http" not in html(records, title=path.stem, doc=doc).replace("http://www.w3.org", "")
+    assert all(row.arm in path.with_suffix(".md").read_text() for row in compare(records).rows)
