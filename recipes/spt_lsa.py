@@ -2,12 +2,13 @@
 
 Paper   Lee, Lee, Song 2021, arXiv:2112.13492.    Data  MNIST: 100, 1,000 and 10,000 labelled digits, 10,000 test images.
 Cost    288 runs of 1,500 steps or less, about an hour on two CPU cores.
-Expect  A gain from shifted patches at 100 labels that is gone at 10,000, most of it matched by a convolution that sees as far; little from
-        locality attention. Written before the runs; the report says what came.
+Expect  A gain from shifted patches at 100 labels that is gone at 10,000, most of it matched by a convolution that sees as far;
+        little from locality attention. Written before the runs; the report says what came.
 
-The paper changes several things at once. Each has its control here: the LayerNorm without the shift; a plain convolution with the same
-receptive field (13 pixels around patches of 7, whose half is 3); the diagonal mask without the temperature and the temperature without the
-mask. The hybrid stem, three convolutions of stride 2, answers what a little convolution does for the same number of tokens.
+The paper changes several things at once. Each has its control here: the LayerNorm without the shift; a plain convolution with
+the same receptive field (13 pixels around patches of 7, whose half is 3); the diagonal mask without the temperature and the
+temperature without the mask. The hybrid stem, three convolutions of stride 2, answers what a little convolution does for the
+same number of tokens.
 """
 
 from functools import partial

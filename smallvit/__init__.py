@@ -16,15 +16,14 @@ NAMES = {
     "pooling": ("ClassToken", "MeanTokens", "SequencePool"),
     "floors": ("Pixels", "SmallCNN"),
     "data": (
-        "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist", "mnist",
-        "qmnist", "svhn",
+        "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
+        "mnist", "qmnist", "svhn",
     ),
     "objectives": ("Supervised",),
     "evaluate": ("Splits", "accuracy", "cost", "features", "knn", "linear_probe"),
     "pretrained": ("from_timm", "timm_attention", "timm_tokenizer"),
     "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),
     "train": ("fit",),
-    "launch": ("launch",),
     "report": ("compare", "html", "markdown"),
 }  # fmt: skip
 

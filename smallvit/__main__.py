@@ -22,7 +22,7 @@ HELP = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command; the exit status is 0 if all went well, 1 if something failed, 2 if the words were wrong, 130 after Ctrl-C."""
+    """Run one command. The status is 0 if all went well, 1 if something failed, 2 if the words were wrong, 130 after Ctrl-C."""
     parser = arguments()
     chosen = parser.parse_args(words)
     try:
@@ -60,7 +60,11 @@ def arguments() -> argparse.ArgumentParser:
             )
         if name == "run":
             command.add_argument(
-                "--longer", type=positive, default=1, metavar="N", help="train every run N times as long, in a folder of its own"
+                "--longer",
+                type=positive,
+                default=1,
+                metavar="N",
+                help="train every run N times as long, in a folder of its own",
             )
             command.add_argument("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
             command.add_argument(
@@ -140,7 +144,7 @@ def report(chosen: argparse.Namespace) -> int:
     missing = len(runs) - sum(one["status"] == "finished" for one in records)
     if missing or chosen.only:
         raise ValueError(
-            f"{missing} of {len(runs)} runs have not finished; a published report has all of them: smallvit run {chosen.recipe} --retry"
+            f"{missing} of {len(runs)} runs have not finished; a published report has all: smallvit run {chosen.recipe} --retry"
         )
     record.write_records(published, records)
     return write_report(path, module, records, path.with_suffix(""), len(runs))

@@ -23,9 +23,10 @@ class Pixels(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """A CNN of LeNet's size, with today's parts: two 3x3 convolutions and a pooling at each of two scales, then one hidden layer.
+    """A CNN of LeNet's size with today's parts: at each of two scales two 3x3 convolutions and a pooling, then a hidden layer.
 
-    Source   LeNet-5 (LeCun et al. 1998) for the plan; BatchNorm and ReLU for the parts. 28 x 28 pixels, width 16: 120,000 parameters.
+    Source   LeNet-5 (LeCun et al. 1998) for the plan; BatchNorm and ReLU for the parts. 28 x 28 pixels, width 16: 120,000
+             parameters.
     Raises   ValueError for images under 4 pixels a side, or of another shape than it was built for.
     """
 

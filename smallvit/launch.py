@@ -1,8 +1,8 @@
 """Launching: many runs over the cores of this machine, one process a core, one thread a process.
 
-Each run is independent and each process has one thread, so results are bitwise the same for any number of workers. A worker takes
-a run as plain JSON; what it leaves is its record. Nothing is lost when anything dies: finished runs are skipped the next time,
-started ones go on from their checkpoint.
+Each run is independent and each process has one thread, so results are bitwise the same for any number of workers. A worker
+takes a run as plain JSON; what it leaves is its record. Nothing is lost when anything dies: finished runs are skipped the next
+time, started ones go on from their checkpoint.
 """
 
 import os
@@ -33,9 +33,9 @@ def launch(
 ) -> list[dict]:
     """Train every run that has no record yet, in `out/<recipe>/...`, and return all records in the order of `runs`.
 
-    `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined there.
-    A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`. A worker that is
-    killed has its run taken up once more from its checkpoint. `show(record)` is called for every record as it comes.
+    `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
+    there. A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`. A worker
+    that is killed has its run taken up once more from its checkpoint. `show(record)` is called for every record as it comes.
     """
     refuse_absent(device)
     folders = [folder(run, out, recipe) for run in runs]

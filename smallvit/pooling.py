@@ -1,7 +1,7 @@
 """Pooling: from tokens to one feature.
 
-Contract: `pool(dim)` makes a module that is called `(x, size, prefix) -> b d`. `x` is b n d with `prefix` prefix tokens first; `size`,
-b n or None, says how many patches each token stands for, and a merged token weighs as much as they do. The attribute
+Contract: `pool(dim)` makes a module that is called `(x, size, prefix) -> b d`. `x` is b n d with `prefix` prefix tokens first;
+`size`, b n or None, says how many patches each token stands for, and a merged token weighs as much as they do. The attribute
 `class_tokens` says how many prefix tokens the pool reads; the model makes them.
 """
 

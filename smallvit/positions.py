@@ -1,8 +1,8 @@
 """Positions: where a token is.
 
-Contract: `position(dim, grid, prefix)` makes a module that is called `(x, grid) -> x`. `x` is b (prefix + rows * columns) d with
-the prefix tokens (class token, registers) first; `grid` is (rows, columns) of the image at hand. On another grid than its own
-the table is resampled as timm does: bicubic, antialiased, the prefix untouched.
+Contract: `position(dim, grid, prefix)` makes a module that is called `(x, grid) -> x`. `x` is b (prefix + rows * columns) d
+with the prefix tokens (class token, registers) first; `grid` is (rows, columns) of the image at hand. On another grid than its
+own the table is resampled as timm does: bicubic, antialiased, the prefix untouched.
 """
 
 import torch
@@ -17,8 +17,8 @@ class Learned(nn.Module):
     """One learned vector for each place of the grid, and (if `on_prefix`) one for each prefix token.
 
     Paper    ViT, arXiv:2010.11929. timm calls `on_prefix=False` `no_embed_class`; its models with registers use it.
-    Departs  Starts from N(0, 1), as the authors of SPT and LSA do, where timm and DINO start from 0.02 and CCT from 0.2: a narrow model
-             with few steps cannot grow positions out of noise and trains as if its patches were a bag.
+    Departs  Starts from N(0, 1), as the authors of SPT and LSA do, where timm and DINO start from 0.02 and CCT from 0.2: a
+             narrow model with few steps cannot grow positions out of noise and trains as if its patches were a bag.
     """
 
     no_weight_decay = ("table",)

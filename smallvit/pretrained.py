@@ -30,10 +30,12 @@ NAMES = (
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A timm `vit_*` state dict under our names: class token and registers joined to `prefix`, batch axes of parameters dropped."""
+    """A timm `vit_*` state dict under our names: class token and registers joined to `prefix`, their batch axes dropped."""
     widths = [len(tensor) for name, tensor in state.items() if name.endswith(".norm1.weight")]
     if not widths:
-        raise ValueError(f"got a state dict without norm1.weight in it ({', '.join(list(state)[:3])}, ...); expected a timm vit_*")
+        raise ValueError(
+            f"got a state dict without norm1.weight in it ({', '.join(list(state)[:3])}, ...); expected a timm vit_*"
+        )
     tokens = [state[name][0] for name in ("cls_token", "reg_token") if name in state]
     renamed = {"prefix": torch.cat(tokens) if tokens else torch.empty(0, widths[0])}
     for name, tensor in state.items():
@@ -48,9 +50,9 @@ def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_timm(model: nn.Module) -> ViT:
     """A `ViT` that computes what this timm `VisionTransformer` computes, with its weights; the model itself is left alone.
 
-    Class token or mean pooling, registers, LayerScale, qk-norm, learned positions with or without the prefix, any image size and
-    number of channels; on the device and in the precision of the model. Dropout of any kind (stochastic depth, patches) is not
-    carried over: give it to a `ViT` of your own.
+    Class token or mean pooling, registers, LayerScale, qk-norm, learned positions with or without the prefix, any image size
+    and number of channels; on the device and in the precision of the model. Dropout of any kind (stochastic depth, patches) is
+    not carried over: give it to a `ViT` of your own.
 
     Raises   ValueError for a model with parts that a `ViT` does not have, naming them.
     """
@@ -135,7 +137,8 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
     `qkv`, `proj` and the norms keep timm's names, so that pretrained weights load; what only ours has (a temperature) keeps its
     start, and timm's strict loading has to be told (`pretrained_strict=False`).
 
-    Raises   ValueError for options of timm's that ours does not have: `scale_norm`, `proj_bias=False`, another norm than LayerNorm.
+    Raises   ValueError for options of timm's that ours does not have: `scale_norm`, `proj_bias=False`, `qk_norm` by another
+             norm than a LayerNorm with epsilon 1e-6.
     """
     slot, knobs = (attention.func, attention.keywords) if isinstance(attention, partial) else (attention, {})
     takes_norm = "qk_norm" in inspect.signature(slot).parameters
@@ -155,8 +158,9 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
             dtype=None,
             **others,
         ):
-            other_norm = norm_layer is not None and not isinstance(norm_layer(1), nn.LayerNorm)
-            refuse(slot, others | {"qk_norm": qk_norm and (other_norm or not takes_norm), "proj_bias=False": not proj_bias})
+            norm = norm_layer(1) if norm_layer else nn.LayerNorm(1, eps=1e-6)
+            fits = takes_norm and isinstance(norm, nn.LayerNorm) and norm.eps == 1e-6
+            refuse(slot, others | {"qk_norm": qk_norm and not fits, "proj_bias=False": not proj_bias})
             chosen = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {}) | knobs
             super().__init__(dim, num_heads, **chosen)
             self.proj_drop = nn.Dropout(proj_drop)

@@ -1,4 +1,4 @@
-"""Recipes: Python files with a question in the docstring and a list RUNS of runs to compare; found, loaded and chosen from here."""
+"""Recipes: Python files with a question in the docstring and a list RUNS of runs to compare. Found, loaded, chosen from."""
 
 import sys
 from difflib import get_close_matches

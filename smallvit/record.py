@@ -1,8 +1,8 @@
 """Records: what a run leaves on disk, and reading it back.
 
 A run's folder holds `record.json` (everything a table needs), `model.safetensors` (the weights that were evaluated) and, until
-it has ended, `checkpoint.pt`. Every file is written beside itself first and then moved into place, so that a kill or a full disk
-leaves the earlier one whole. `<recipe>.jsonl` holds the records of a recipe, one a line.
+it has ended, `checkpoint.pt`. Every file is written beside itself first and then moved into place, so that a kill or a full
+disk leaves the earlier one whole. `<recipe>.jsonl` holds the records of a recipe, one a line.
 """
 
 import functools
@@ -20,8 +20,8 @@ RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt
 # Names once published keep their meaning.
 FIELDS = (
     "recipe", "arm", "role", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test", "test_reads",
-    "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision", "threads", "cpu",
-    "subset_sha256", "curve", "code", "versions", "weights",
+    "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision", "threads",
+    "cpu", "subset_sha256", "curve", "code", "versions", "weights",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]):
     except Exception as error:  # for a full disk torch and safetensors each have their own
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(
-            f"could not write {path.name} in {path.parent}: {reason}; what was there is untouched, make room there and start again"
+            f"could not write {path.name} in {path.parent}: {reason}; what was there is untouched, make room and start again"
         ) from error
     finally:
         with suppress(OSError):

@@ -4,19 +4,15 @@ A run is a plain frozen value. Its components are callables whose knobs are boun
 described in plain JSON (`describe`), rebuilt from it (`rebuild`), and told from another (`fingerprint`, `difference`).
 """
 
-import functools
 import hashlib
-import importlib
-import inspect
 import json
-import math
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from smallvit import components
+from smallvit.components import check, function, knobs, known
 from smallvit.data import digits
 from smallvit.evaluate import accuracy, knn, linear_probe
 from smallvit.floors import Pixels, SmallCNN
@@ -211,187 +207,32 @@ def the_floors(baseline: Run) -> dict[str, Run]:
     }
 
 
-# A run in plain JSON, and back.
+def describe(run: Any) -> Any:
+    """The run in plain JSON, every default of every component spelled out, so that it replays when a default changes.
 
-ROOMS = ("attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "tokenizers", "vit")
-
-
-def describe(value: Any) -> Any:
-    """The value in plain JSON, every default spelled out, so that a run replays when a default changes.
-
-    A component is `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; one that is already made (an augmentation) is
-    `{"make": ..., ...}`; a run is its fields.
+    Also describes a component or a plain value.
     """
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    if isinstance(value, tuple | list):
-        return [describe(item) for item in value]
-    if isinstance(value, Run):
-        return {f.name: describe(getattr(value, f.name)) for f in fields(value) if f.name not in ("arm", "role")}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"make": address(type(value))} | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
-    if callable(value):
-        chosen = {name: p.default for name, p in sorted(knobs(value).items()) if p.default is not p.empty}
-        return {"call": address(function(value))} | {name: describe(knob) for name, knob in chosen.items()}
-    raise ValueError(f"cannot describe {value!r}; expected a plain value, a function or class, or a partial of one")
+    if isinstance(run, Run):
+        return {f.name: describe(getattr(run, f.name)) for f in fields(run) if f.name not in ("arm", "role")}
+    return components.describe(run)
 
 
 def rebuild(plain: Any) -> Any:
-    """The value that `describe` wrote down. Only names of components in `smallvit` and in loaded recipes are looked up.
+    """The run, component or plain value that `describe` wrote down.
 
-    Raises ValueError for any other name, and for `make` of anything but an augmentation, since that is called here and now.
+    Raises ValueError for whatever is neither; only components of smallvit and of loaded recipes are looked up.
     """
-    if isinstance(plain, list):
-        return tuple(rebuild(item) for item in plain)
-    if not isinstance(plain, dict):
-        return plain
-    rest = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make")}
-    if "make" in plain:
-        made = component(plain["make"])
-        if "call" in plain or not (isinstance(made, type) and is_dataclass(made)):
-            raise ValueError(
-                f"{plain['make']} cannot be made from a record; expected a dataclass, as augmentations are, and no call"
-            )
-        try:
-            return made(**rest)
-        except TypeError as error:
-            raise ValueError(f"{plain['make']} cannot be made of {rest}: {error}; expected what describe wrote") from error
-    if "call" in plain:
-        return partial(component(plain["call"]), **rest) if rest else component(plain["call"])
-    return Run(**rest)
+    if isinstance(plain, dict) and not plain.keys() & {"call", "make"}:
+        return Run(**{name: rebuild(value) for name, value in plain.items()})
+    return components.rebuild(plain)
 
 
 def fingerprint(run: Run) -> str:
     """16 hex digits that differ whenever two runs differ in a choice; a choice of None counts as not made."""
-    plain = json.dumps(canonical(describe(run)), sort_keys=True)
+    plain = json.dumps(components.canonical(describe(run)), sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
 
 def difference(run: Run, other: Run) -> dict[str, tuple[str, str]]:
     """Where two runs differ: dotted name -> (choice here, choice there), in words."""
-    return dict(unequal(describe(run), describe(other), ""))
-
-
-def unequal(here: Any, there: Any, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    same_kind = isinstance(here, dict) and isinstance(there, dict)
-    if same_kind and all(here.get(kind) == there.get(kind) for kind in ("call", "make")):
-        for key in here | there:
-            yield from unequal(here.get(key), there.get(key), f"{name}.{key}".lstrip("."))
-    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        for at, pair in enumerate(zip(here, there)):
-            yield from unequal(*pair, f"{name}[{at}]")
-    elif here != there:
-        yield name, (in_words(here), in_words(there))
-
-
-def in_words(plain: Any) -> str:
-    """A described value as one would say it: `ShiftedPatchEmbed(norm=True, patch=7)`."""
-    if isinstance(plain, list):
-        return ", ".join(map(in_words, plain)) or "none"
-    if not isinstance(plain, dict):
-        return repr(plain) if isinstance(plain, str) else str(plain)
-    name = (plain.get("call") or plain.get("make") or "Run").rpartition(".")[2]
-    knobs = [
-        f"{key}={in_words(knob)}"
-        for key, knob in plain.items()
-        if key not in ("call", "make") and not isinstance(knob, dict) and knob is not None
-    ]
-    return f"{name}({', '.join(knobs)})" if knobs else name
-
-
-def address(thing: Callable) -> str:
-    """The public name under which a component is found again: `smallvit.<room>.Name`, however many files the room has."""
-    own = getattr(thing, "__qualname__", None)
-    if own is None:
-        raise ValueError(
-            f"{thing!r} is neither a function nor a class and cannot stand in a record; make it a dataclass, or a function"
-        )
-    if "<" in own:
-        raise ValueError(
-            f"{own} is a lambda or a local function and cannot stand in a record; define it at the top level of the recipe"
-        )
-    name = ".".join([*str(thing.__module__).split(".")[:2], own])
-    if component(name) is not thing:
-        raise ValueError(f"{name} is not what its name leads to; define it once, at the top level of its file")
-    return name
-
-
-def component(name: str) -> Callable:
-    """The class or function of that name. A record must not reach anything else: it is data from somewhere.
-
-    Raises ValueError for all but the public classes and functions of the component files and of the loaded recipes.
-    """
-    package, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
-    room, _, attribute = rest.partition(".")
-    module = f"{package}.{room}"
-    if not (package == "smallvit" and room in ROOMS) and not (package == "recipes" and module in sys.modules):
-        raise ValueError(
-            f"{name!r} is outside the component files of smallvit and the loaded recipes; expected"
-            f" smallvit.<{'|'.join(ROOMS)}>.Name or recipes.<file>.Name"
-        )
-    found = vars(importlib.import_module(module)).get(attribute)
-    home = getattr(found, "__module__", None) or ""
-    own = getattr(found, "__qualname__", None) == attribute and f"{home}.".startswith(f"{module}.")
-    if not own or attribute.startswith("_"):
-        raise ValueError(
-            f"{module} has no component {attribute!r}; expected a public class or function defined at its top level, no lambda"
-        )
-    return found
-
-
-def check(component: Any, where: str):
-    """Hold every knob of a component, however deep, against its signature."""
-    if not callable(component):
-        raise ValueError(f"{where} is {component!r}; expected a function or class, or functools.partial of one with its knobs")
-    if is_dataclass(component) and not isinstance(component, type):
-        describe(component)
-        return
-    address(function(component))
-    taken = arguments if where == "data" else knobs  # a loader is called with nothing: all that it takes is a choice
-    if isinstance(component, partial):
-        if component.args:
-            raise ValueError(f"{where} binds {component.args!r} by position; expected every knob by name")
-        for name in component.keywords:
-            known(name, taken(function(component)), function(component).__name__)
-    for name, p in taken(component).items():
-        if p.default is p.empty:
-            raise ValueError(f"{where} has no {name!r}; expected partial({function(component).__name__}, {name}=...)")
-        if callable(p.default):
-            check(p.default, f"{where}.{name}")
-    describe(component)
-
-
-def function(component: Callable) -> Callable:
-    """The class or function under any number of partials."""
-    while isinstance(component, functools.partial):
-        component = component.func
-    return component
-
-
-def arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """All that a component takes by name, with the defaults in force."""
-    parameters = inspect.signature(component).parameters
-    return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def knobs(component: Callable) -> dict[str, inspect.Parameter]:
-    """What a recipe may choose of a component: all but the shapes, which have no default."""
-    return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
-
-
-def known(name: str, names: Iterable[str], owner: str):
-    names = list(names)
-    if name not in names:
-        swapped = [other for other in names if sorted(other) == sorted(name)]
-        near = swapped or get_close_matches(name, names, 1, 0.5)
-        advice = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(names))}"
-        raise ValueError(f"{owner} has no choice {name!r}; {advice}")
-
-
-def canonical(plain: Any) -> Any:
-    """A described value in one spelling: choices of None left out, and 2.0 as 2."""
-    if isinstance(plain, dict):
-        return {name: canonical(value) for name, value in plain.items() if value is not None}
-    if isinstance(plain, list):
-        return [canonical(item) for item in plain]
-    return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
+    return dict(components.unequal(describe(run), describe(other), ""))

@@ -1,8 +1,8 @@
 """Tokenizers: from pixels to tokens.
 
 Contract: `tokenizer(image, channels, dim)` makes a module `b c h w -> b n d`, tokens in reading order, one for each cell of
-`tokenizer.grid((h, w)) -> (rows, columns)`. An image that the patches do not tile is a ValueError that names both numbers and the
-nearest sizes that fit; any other size than `image` works too.
+`tokenizer.grid((h, w)) -> (rows, columns)`. An image that the patches do not tile is a ValueError that names both numbers and
+the nearest sizes that fit; any other size than `image` works too.
 """
 
 from math import ceil, floor, prod
@@ -116,7 +116,7 @@ class ConvStem(nn.Module):
     Paper    Xiao et al. 2021, Early Convolutions Help Transformers See Better, arXiv:2106.14881: widths double towards `dim`, a
              norm and ReLU after each, a 1x1 convolution last.
     Departs  GroupNorm with one group instead of BatchNorm: no running statistics, so weight averaging and batches of one are
-             exact.
+             exact; each token depends on the whole image through it.
 
     An odd side is rounded up, as the padding does, so every image fits: 28 pixels become 14, 7, 4.
 

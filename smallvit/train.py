@@ -1,7 +1,7 @@
 """Training: `fit(run, folder)` turns a run into a record, and can be killed at any moment.
 
-All randomness is drawn from streams named by (seed, name, step), so a resumed run needs no generator's state: the checkpoint holds
-weights, optimizer and the curve so far, and the rest follows from the step.
+All randomness is drawn from streams named by (seed, name, step), so a resumed run needs no generator's state: the checkpoint
+holds weights, optimizer and the curve so far, and the rest follows from the step.
 """
 
 import copy
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from smallvit import record as records
 from smallvit.augment import Batch, apply
+from smallvit.components import function
 from smallvit.data import DataSpec, Images, Subset
 from smallvit.evaluate import Splits, accuracy, cost
-from smallvit.run import Run, describe, fingerprint, function
+from smallvit.run import Run, describe, fingerprint
 from smallvit.streams import stream
 from smallvit.vit import initialise
 
@@ -33,8 +34,8 @@ def fit(
 ) -> dict:
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
 
-    A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one (same
-    machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
+    A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
+    (same machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
 
     Raises   ValueError for choices that do not fit the data, for the folder of another run, and when the disk is full;
              FloatingPointError when the loss is not finite; filelock.Timeout when another process is at this run.
@@ -47,7 +48,7 @@ def fit(
         done = records.read_record(folder)
         if done is not None and done["fingerprint"] != fingerprint(run):
             raise ValueError(
-                f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each run its own folder"
+                f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each its own folder"
             )
         if done is not None and done["status"] == "finished":
             return done
@@ -212,7 +213,7 @@ class Training:
             raise ValueError(f"{path} cannot be read ({type(error).__name__}); delete it to start this run again") from error
         if state["fingerprint"] != fingerprint(self.run):
             raise ValueError(
-                f"{path} is of run {state['fingerprint']}, not of {fingerprint(self.run)}; delete it, or give this run a folder of its own"
+                f"{path} is of run {state['fingerprint']}, not of {fingerprint(self.run)}; give each run a folder of its own"
             )
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
         self.curve, self.best = state["curve"], state["best"]

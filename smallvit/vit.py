@@ -1,7 +1,7 @@
 """The Vision Transformer, whole: image -> tokens -> blocks -> feature -> logits, with a slot wherever a technique may sit.
 
-A slot is any callable; the recipe gives its knobs (`partial(ShiftedPatchEmbed, patch=7)`), the model its shapes. The contract of each
-slot stands at the top of its file: tokenizers, positions, attention, reduction, pooling.
+A slot is any callable; the recipe gives its knobs (`partial(ShiftedPatchEmbed, patch=7)`), the model its shapes. The contract
+of each slot stands at the top of its file: tokenizers, positions, attention, reduction, pooling.
 
 Letters: b images, c channels, h w pixels, n tokens (prefix first, then patches), d width.
 """
@@ -22,6 +22,7 @@ from smallvit.tokenizers import PatchEmbed
 class Block(nn.Module):
     """One layer: tokens look at each other, then each is changed on its own by an MLP; both added to what was there.
 
+    Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`.
     Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
 
     `dropout` acts on both branches and inside the MLP; `drop_path` leaves out a branch for a whole image (stochastic depth,
@@ -32,14 +33,14 @@ class Block(nn.Module):
         self,
         dim: int,
         heads: int,
+        attention: Callable,
+        reduction: nn.Module | None,
+        drop_path: float,
         *,
-        attention: Callable = Attention,
-        reduction: nn.Module | None = None,
         mlp_ratio: float = 4.0,
         activation: str = "gelu",
         norm_first: bool = True,
         dropout: float = 0.0,
-        drop_path: float = 0.0,
         layer_scale: float | None = None,
     ):
         super().__init__()
@@ -67,17 +68,18 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """A Vision Transformer for images of any size, made of slots.
 
-    Paper    Dosovitskiy et al. 2020, arXiv:2010.11929. With the default slots and a timm `vit_*` state dict (see `pretrained`) it
-             gives timm's logits.
-    Departs  Weights start Xavier-uniform for linear maps (as in MAE and the original JAX code), N(0, 1) for positions and 0.02 for
-             prefix tokens and the head, each module's drawn from a stream of its own name (see `initialise`).
+    Paper    Dosovitskiy et al. 2020, arXiv:2010.11929. With the default slots and a timm `vit_*` state dict (see `pretrained`)
+             it gives timm's logits.
+    Departs  Weights start Xavier-uniform for linear maps (as in MAE and the original JAX code), N(0, 1) for positions and 0.02
+             for prefix tokens and the head, each module's drawn from a stream of its own name (see `initialise`).
 
-    `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `dropout` acts on the tokens before
-    the first block (a block has its own: `partial(Block, dropout=0.1)`). `drop_path` is the rate of the last block, rising linearly
-    from 0 as in timm, or one rate for each block. `norm_after_pool` moves the last LayerNorm behind the pool, as timm's `fc_norm`.
+    `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `dropout` acts on the tokens
+    before the first block (a block has its own: `partial(Block, dropout=0.1)`). `drop_path` is the rate of the last block,
+    rising linearly from 0 as in timm, or one rate for each block. `norm_after_pool` moves the last LayerNorm behind the pool,
+    as timm's `fc_norm`.
 
-    `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. `x` is
-    normalised pixels b c h w. `mask`, broadcastable to b heads n n, is True where a token may look.
+    `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. `x`
+    is normalised pixels b c h w. `mask`, broadcastable to b heads n n, is True where a token may look.
 
     Raises   ValueError for an image that the tokenizer cannot tile, heads that do not divide the width, or another number of
              channels than it was built for.
@@ -115,7 +117,7 @@ class ViT(nn.Module):
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            block(dim, heads, attention=attention, reduction=reduction(layer, depth) if reduction else None, drop_path=rate)
+            block(dim, heads, attention, reduction(layer, depth) if reduction else None, rate)
             for layer, rate in enumerate(rates(drop_path, depth))
         )
         self.norm_after_pool = norm_after_pool
@@ -167,7 +169,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """In training, replace the whole branch of an image by zero with probability `rate`; the rest is scaled by 1 / (1 - rate)."""
+    """In training, zero the branch of a whole image with probability `rate`; the others are scaled by 1 / (1 - rate)."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -197,14 +199,14 @@ def rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
 def initialise(model: nn.Module, seed: int | None = None) -> nn.Module:
     """Draw all weights anew; with a seed, each module's from the stream of its own name.
 
-    Two models that share a module under the same name get the same weights for it, whatever else differs between them, so that a
-    paired comparison starts both arms at the same point. Children come first: a parent may draw its own parts differently.
+    Two models that share a module under the same name get the same weights for it, whatever else differs between them, so that
+    a paired comparison starts both arms at the same point. Children come first: a parent may draw its own parts differently.
     """
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.Linear) or hasattr(module, "reset_parameters"):
             with torch.random.fork_rng(devices=[], enabled=seed is not None):
                 if seed is not None:
-                    torch.manual_seed(stream(seed, "init", name))
+                    torch.default_generator.manual_seed(stream(seed, "init", name))  # weights are drawn on the CPU
                 reset(module)
     return model
 

@@ -95,7 +95,7 @@ def test_the_named_models_give_timms_logits_at_224_pixels(name, channels):
         dict(global_pool="avg", class_token=False, reg_tokens=2, no_embed_class=True),
         dict(dynamic_img_size=True),
         dict(act_layer="gelu", norm_layer=partial(nn.LayerNorm, eps=1e-6)),
-        dict(mlp_ratio=59 / 21, embed_dim=21),
+        dict(mlp_ratio=59.5 / 21, embed_dim=21),
         dict(drop_rate=0.1, pos_drop_rate=0.1, patch_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1),
     ],
     ids=spelled,
@@ -159,6 +159,13 @@ def test_a_renamed_key_fails_by_name(key):
     state["blocks.1.attn.qkw.weight"] = state.pop(key)
     with pytest.raises((RuntimeError, ValueError), match=r"blocks\.1\.attention\.qkw\.weight"):
         from_timm(theirs).load_state_dict(rename(state))
+
+
+def test_a_weight_that_a_vit_does_not_have_fails_by_name():
+    theirs = tiny()
+    theirs.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match="extra"):
+        from_timm(theirs)
 
 
 def test_another_networks_weights_fail_by_name():
@@ -250,7 +257,9 @@ def test_every_attention_learns_in_a_timm_model(make, dynamic):
     mask = torch.ones(17, 17, dtype=torch.bool).tril()
     x = torch.randn(2, 1, 28, 28)
     learns(model, x)
-    learns(model, x, attn_mask=mask | (torch.rand(17, 17) < 0.5))
+    wider = mask | (torch.rand(17, 17) < 0.5)
+    learns(model, x, attn_mask=wider)
+    close(model.eval()(x, attn_mask=wider.T, is_causal=True), model(x, attn_mask=wider.T & mask), 1e-6)
     close(model.eval()(x, is_causal=True), model(x, attn_mask=mask), 1e-6)
     assert not torch.allclose(model(x, is_causal=True), model(x))
     if dynamic:
@@ -293,6 +302,7 @@ def test_timms_dropouts_are_taken_over_and_a_knob_wins(make):
     assert model.blocks[1].attn.dropout == 0.2 and model.blocks[1].attn.proj_drop.p == 0.3
     chosen = tiny(attn_layer=timm_attention(partial(make, dropout=0.4, qkv_bias=False)), attn_drop_rate=0.2)
     assert chosen.blocks[1].attn.dropout == 0.4 and chosen.blocks[1].attn.qkv.bias is None
+    assert (timm_attention(make)(24, 3, proj_drop=1.0)(torch.randn(1, 5, 24)) == 0).all()
 
 
 @pytest.mark.parametrize("make", TOKENIZERS, ids=spelled)
@@ -357,6 +367,7 @@ def test_device_and_precision_are_timms_to_choose(dtype):
         ("attn_layer", dict(scale_attn_norm=True), "timm asks Attention for scale_norm, which it does not have"),
         ("attn_layer", dict(proj_bias=False), "timm asks Attention for proj_bias=False"),
         ("attn_layer", dict(qk_norm=True, norm_layer=RmsNorm), "timm asks Attention for qk_norm"),
+        ("attn_layer", dict(qk_norm=True, norm_layer=partial(LayerNorm, eps=1e-5)), "timm asks Attention for qk_norm"),
         ("embed_layer", dict(pre_norm=True), "timm asks PatchEmbed for bias=False"),
         ("embed_layer", dict(embed_norm_layer=LayerNorm), "timm asks PatchEmbed for norm_layer"),
         ("embed_layer", dict(dynamic_img_size=True, dynamic_img_pad=True), "timm asks PatchEmbed for dynamic_img_pad"),

@@ -53,7 +53,9 @@ def test_every_command_in_the_readme_is_one_that_smallvit_takes():
 
 def test_the_house_is_drawn_as_it_stands():
     drawn = set(re.findall(r"^  (\w+(?:\.py|/)) ", README, re.M))
-    stands = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "smallvit").iterdir() if path.name != "__pycache__"}
+    stands = {
+        path.name + ("/" if path.is_dir() else "") for path in (ROOT / "smallvit").iterdir() if path.name != "__pycache__"
+    }
     assert drawn == stands - {"__init__.py"}
 
 

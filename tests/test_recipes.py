@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from smallvit import compare, fit, html, markdown
-from smallvit.record import read_records
 from smallvit.recipe import load_recipe, shortened
+from smallvit.record import read_records
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 MNIST = (Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw").exists()

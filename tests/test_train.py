@@ -261,7 +261,7 @@ def half_way(tmp_path: Path, run: Run = SHORT) -> None:
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
     half_way(tmp_path, SHORT.vary(lr=5e-4))
     before = (tmp_path / CHECKPOINT).read_bytes()
-    with pytest.raises(ValueError, match="is of run .* not of"):
+    with pytest.raises(ValueError, match=r"is of run .* not of"):
         fit(SHORT, tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 

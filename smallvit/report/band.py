@@ -8,7 +8,7 @@ LEVEL = 0.99  # of the prediction interval: one arm in a hundred falls out by ch
 
 
 def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], bool]:
-    """For every arm trained again, a line that says whether its mean lies in the band of the committed seeds; and whether all do.
+    """A line for every arm trained again, saying whether its mean lies in the band of the committed seeds; and whether all do.
 
     The band is the 99% prediction interval for the mean of as many new runs, from the mean and the SD over the committed seeds
     (t distribution). A run that failed, or an arm with fewer than 2 committed seeds, is not in its band.
@@ -36,7 +36,8 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
         exact = all((r["fingerprint"], r["test"][r["score"]]) in same for r in mine)
         lines.append(
             f"{arm} at {amount(labels)}: {100 * mean:.2f}%, band {100 * (centre - half):.2f} to {100 * (centre + half):.2f}%"
-            f" (99%, {len(old)} committed seeds): {'OUTSIDE' if not inside else 'identical to the record' if exact else 'inside'}"
+            f" (99%, {len(old)} committed seeds): "
+            + ("OUTSIDE" if not inside else "identical to the record" if exact else "inside")
         )
         good = good and inside
     return lines, good
