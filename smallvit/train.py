@@ -19,6 +19,7 @@ from smallvit.augment import Batch, apply
 from smallvit.components import function
 from smallvit.data import DataSpec, Images, Subset
 from smallvit.evaluate import Splits, accuracy, cost
+from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.run import Run, describe, fingerprint
 from smallvit.streams import stream
 from smallvit.vit import initialise
@@ -272,15 +273,6 @@ def refuse_unsafe(run: Run, spec: DataSpec):
             raise ValueError(f"{type(step).__name__} on {spec.name}: {reason}; take it out of augment, or give it force=True")
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions."""
-    spared = {id(p) for m in module.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
-    trained = [p for p in module.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim > 1 and id(p) not in spared]
-    rest = [p for p in trained if p.ndim <= 1 or id(p) in spared]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-
-
 def order(n: int, batch: int, step: int, seed: int) -> Tensor:
     """Which of n images make the batch of that step: one shuffle of all after another, cut into batches wherever they meet."""
     places = range(step * batch, (step + 1) * batch)
@@ -290,28 +282,6 @@ def order(n: int, batch: int, step: int, seed: int) -> Tensor:
 @functools.lru_cache(maxsize=4)
 def shuffle(n: int, epoch: int, seed: int) -> list[int]:
     return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch))).tolist()
-
-
-def pace(progress: float, warmup: float, one_step: float) -> float:
-    """The learning rate as a fraction of its peak: up in a line, down in a cosine; never 0 on a step that is taken."""
-    if progress < warmup:
-        return min(1.0, (progress + one_step) / warmup)
-    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, one_step)))
-
-
-def tensors(mean: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """The parameters and running statistics of two equal models, pair by pair."""
-    return [*zip(mean.parameters(), (p.detach() for p in model.parameters())), *zip(mean.buffers(), model.buffers())]
-
-
-@torch.no_grad()
-def average(pairs: list[tuple[Tensor, Tensor]], weight: float):
-    """Move the first of each pair towards the second by `weight`; what is not a real number (a counter) is copied."""
-    moving = [pair for pair in pairs if pair[0].is_floating_point()]
-    torch._foreach_lerp_([mean for mean, _ in moving], [now for _, now in moving], weight)
-    for mean, now in pairs:
-        if not mean.is_floating_point():
-            mean.copy_(now)
 
 
 def save_weights(path: Path, model: nn.Module, record: dict):

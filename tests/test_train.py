@@ -25,6 +25,7 @@ from smallvit import (
     augment,
     fit,
     linear_probe,
+    optimise,
     train,
 )
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
@@ -112,10 +113,10 @@ def test_every_epoch_sees_every_image_once_and_in_another_order():
 
 
 def test_the_rate_rises_in_a_line_and_falls_in_a_cosine():
-    paces = [train.pace(step / 100, 0.1, 1 / 100) for step in range(100)]
+    paces = [optimise.pace(step / 100, 0.1, 1 / 100) for step in range(100)]
     assert paces[0] == pytest.approx(0.1) and paces[9] == pytest.approx(1) and paces[55] == pytest.approx(0.5)
     assert 0 < paces[-1] < 0.01 and paces[10:] == sorted(paces[10:], reverse=True)
-    assert train.pace(0.0, 0.0, 0.01) == 1
+    assert optimise.pace(0.0, 0.0, 0.01) == 1
 
 
 def test_averaged_weights_are_the_stated_running_mean(tmp_path):
@@ -134,7 +135,7 @@ def test_averaged_weights_are_the_stated_running_mean(tmp_path):
 
 def test_weight_decay_spares_norms_biases_temperatures_tokens_and_positions():
     model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), attention=LocalityAttention, position=Learned)
-    decayed, spared = train.decay_groups(model, 0.1)
+    decayed, spared = optimise.decay_groups(model, 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
     assert {names[id(p)] for p in decayed["params"]} == {

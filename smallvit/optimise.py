@@ -1,0 +1,37 @@
+"""Optimising: which weights decay, how the rate moves, and how weights are averaged."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
+    """Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions."""
+    spared = {id(p) for m in module.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1 and id(p) not in spared]
+    rest = [p for p in trained if p.ndim <= 1 or id(p) in spared]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+def pace(progress: float, warmup: float, one_step: float) -> float:
+    """The learning rate as a fraction of its peak: up in a line, down in a cosine; never 0 on a step that is taken."""
+    if progress < warmup:
+        return min(1.0, (progress + one_step) / warmup)
+    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, one_step)))
+
+
+def tensors(mean: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The parameters and running statistics of two equal models, pair by pair."""
+    return [*zip(mean.parameters(), (p.detach() for p in model.parameters())), *zip(mean.buffers(), model.buffers())]
+
+
+@torch.no_grad()
+def average(pairs: list[tuple[Tensor, Tensor]], weight: float):
+    """Move the first of each pair towards the second by `weight`; what is not a real number (a counter) is copied."""
+    moving = [pair for pair in pairs if pair[0].is_floating_point()]
+    torch._foreach_lerp_([mean for mean, _ in moving], [now for _, now in moving], weight)
+    for mean, now in pairs:
+        if not mean.is_floating_point():
+            mean.copy_(now)
