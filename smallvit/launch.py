@@ -44,6 +44,8 @@ def launch(
     for at, record in enumerate(found):
         if record is not None and record["fingerprint"] != fingerprint(runs[at]):
             raise ValueError(f"{folders[at]} holds another run than {runs[at].arm!r}; move it away, or choose another --out")
+    for data in dict.fromkeys(runs[at].data for at in todo):
+        data()  # downloaded once and with its own bar, and what is wrong with it said once
     bar = Bar(runs, found, todo)
     slots = [Slot(source, device) for _ in range(min(jobs or cores(), len(todo)))]
     queue, busy, died = list(reversed(todo)), {}, set()

@@ -118,6 +118,16 @@ def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     assert list(left(tmp_path / "t").values()) == list(left(tmp_path / "whole" / "t").values())
 
 
+def test_data_that_cannot_be_read_are_refused_once_before_anything_trains(tmp_path):
+    from smallvit import arrays
+
+    (tmp_path / "broken.npz").write_bytes(b"PK")
+    runs = [SHORT.vary(data=partial(arrays, path=str(tmp_path / "broken.npz")), seed=seed) for seed in range(2)]
+    with pytest.raises(ValueError, match=r"broken\.npz"):
+        launch(runs, tmp_path / "runs", recipe="t", jobs=2)
+    assert not list(tmp_path.rglob(RECORD))
+
+
 def test_the_folder_of_another_run_is_refused_before_anything_trains(tmp_path):
     run = SHORT
     launch([run], tmp_path, recipe="t", jobs=1)
