@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_the_recipes_in_the_readme_run(name, tmp_path, monkeypatch, capsys):
     Path(f"readme_{name}.py").write_text(block(name))
     assert main(["run", f"readme_{name}.py", "--smoke"]) == 0
     assert "scratch" in capsys.readouterr().out
+
+
+def test_every_component_written_in_the_readme_can_stand_in_a_run():
+    import smallvit
+
+    written = re.findall(r"partial\((?:folder|arrays), [^()]*\)", README)
+    for one in written:
+        smallvit.Run(data=eval(one, {"partial": partial, "folder": smallvit.folder, "arrays": smallvit.arrays}))
+    assert len(written) == 3
 
 
 def test_the_new_attention_is_a_recipe_of_thirty_lines():
