@@ -74,6 +74,8 @@ def only(runs: list, words: list[str]) -> list:
             advice = f"did you mean {near[0]!r}?" if near else f"expected of {', '.join(offered)}"
             raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
         runs = [run for run in runs if str(value(run, key)) in wanted or (floors and run.role == "floor")]
+    if not runs:
+        raise ValueError(f"no run of this recipe is all of {' '.join(words)}; expected words that some run fits")
     return runs
 
 
@@ -94,12 +96,9 @@ def arms(text: str, offered: list[str]) -> set[str]:
 
 def spread(text: str) -> list[str]:
     """`0-3` -> 0, 1, 2, 3; anything else is itself."""
-    first, dash, last = text.replace("_", "").partition("-")
-    return (
-        [str(number) for number in range(int(first), int(last) + 1)]
-        if dash and first.isdecimal() and last.isdecimal()
-        else [first]
-    )
+    first, _, last = text.replace("_", "").partition("-")
+    numbers = first.isdecimal() and last.isdecimal()
+    return [str(number) for number in range(int(first), int(last) + 1)] if numbers else [text.replace("_", "")]
 
 
 def shortened(runs: list) -> list:
