@@ -13,6 +13,7 @@ NAMES = {
     "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "ShiftedPatchEmbed"),
     "positions": ("Learned", "SinCos1d", "SinCos2d"),
     "attention": ("Attention", "LocalityAttention", "Mixed"),
+    "reduction": ("Merge",),
     "pooling": ("ClassToken", "MeanTokens", "SequencePool"),
     "floors": ("Pixels", "SmallCNN"),
     "data": (

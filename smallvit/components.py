@@ -15,7 +15,11 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-ROOMS = ("attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "tokenizers", "vit")
+# the files, and folders of files, that define components
+ROOMS = (
+    "attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "reduction", "tokenizers",
+    "vit",
+)  # fmt: skip
 
 
 def describe(value: Any) -> Any:

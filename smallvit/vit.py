@@ -117,7 +117,7 @@ class ViT(nn.Module):
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            block(dim, heads, attention, reduction(layer, depth) if reduction else None, rate)
+            block(dim, heads, attention, reduction(layer, depth, len(self.prefix)) if reduction else None, rate)
             for layer, rate in enumerate(rates(drop_path, depth))
         )
         self.norm_after_pool = norm_after_pool

@@ -572,7 +572,7 @@ FORBIDDEN = [
     "os.system", "posix.system", "builtins.eval", "subprocess.run", "torch.load", "torch.hub.load", "shutil.rmtree",
     "smallvit.record.write_text", "smallvit.record.write_atomic", "smallvit.train.fit", "smallvit.launch.launch", "smallvit.run.rebuild",
     "smallvit.run.Run", "smallvit.recipe.load_recipe", "smallvit.__main__.main", "smallvit.report.html", "smallvit.pretrained.from_timm",
-    "smallvit.reduction.Merge", "smallvit.import_module", "smallvit.ViT",
+    "smallvit.import_module", "smallvit.ViT",
     "smallvit.data.os.system", "smallvit.data.published.os.system", "smallvit.data.published.digits", "smallvit.data.published",
     "smallvit.data.published._download", "smallvit.data._root", "smallvit.data.images", "smallvit.data.images.Dataset",
     "smallvit.data.Dataset.from_arrays", "smallvit.evaluate.torch.load", "smallvit.evaluate.contextmanager", "smallvit.evaluate.Images",

@@ -183,7 +183,7 @@ X, TOKENS = torch.randn(2, 1, 28, 28, generator=GENERATOR), torch.randn(2, 50, 8
 class Halve(nn.Module):
     """The least reduction: the first half of the tokens stays, with sizes 1, 2, 3 and so on."""
 
-    def __init__(self, layer, depth):
+    def __init__(self, layer, depth, prefix):
         super().__init__()
         self.layer, self.depth, self.seen = layer, depth, None
 
@@ -320,7 +320,7 @@ def test_a_block_is_its_formula(norm_first, activation, layer_scale, make):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_reduction_stands_between_the_branches_and_may_ask_for_keys_and_saliency(norm_first):
-    made, x, size = block(norm_first=norm_first, reduction=Halve(0, 1)), torch.randn(2, 6, 8).double(), torch.ones(2, 6)
+    made, x, size = block(norm_first=norm_first, reduction=Halve(0, 1, 0)), torch.randn(2, 6, 8).double(), torch.ones(2, 6)
     plain = block(norm_first=norm_first)
     plain.load_state_dict(made.state_dict())
     got, after = made(x, size)

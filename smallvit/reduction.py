@@ -1,0 +1,101 @@
+"""Reduction: fewer tokens.
+
+Contract: `reduction(layer, depth, prefix)` makes a module that a block calls between attention and the MLP,
+`(x, size, key, saliency) -> (x, size)`. `x` is b n d, its `prefix` prefix tokens first; they stay first and are never merged or
+dropped. `size`, b n or None (all ones), says how many patches a token stands for; its sum is conserved, or lowered by a pruner
+that does not fuse. `key()` is b n e, `saliency(queries)` b n (see `attention.Mixed`): called only when needed. Parts of the
+layers may be left alone: there the module is the identity, as it is at its off setting.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Merge(nn.Module):
+    """Token merging (ToMe): in every layer the `r` most similar pairs of patches become one token each, their mean.
+
+    Paper    Bolya et al. 2022, arXiv:2210.09461, bipartite soft matching: patches at even places of the sequence are sources,
+             at odd places destinations; each source is matched to the destination of the most similar key (mean over heads,
+             cosine), the r best matches are merged, weighed by size. The sequence is then the prefix, the sources that stayed,
+             the destinations.
+    Off      `r=0`.
+    Departs  All prefix tokens are protected, registers too, where the authors' code knows a class and a distillation token
+             alone. A key of zero length is no NaN. What stays is returned bit for bit. Proportional attention is the
+             attention's (`size`), and mean pooling weighs by size, which the authors' code does for MAE alone.
+
+    `r` is a number of merges in each layer, a fraction of the patches at hand, or a tuple with one of these for each layer. A
+    number is spread over the layers by `inflect` from -1 (early) over 0 (constant) to 1 (late), with the authors' rounding.
+    More merges than half of the patches cannot be made in one layer: as in the paper, as many are made as can.
+
+    Raises   ValueError for a negative `r`, a fraction over 0.5, a tuple of another length than the depth, or `inflect` beyond
+             [-1, 1].
+    """
+
+    def __init__(self, layer: int, depth: int, prefix: int, *, r: int | float | tuple = 0, inflect: float = 0.0):
+        super().__init__()
+        self.prefix = prefix
+        self.r = schedule(r, inflect, depth)[layer]
+
+    def count(self, n: int) -> int:
+        """How many merges are made among n tokens."""
+        patches = n - self.prefix
+        wanted = int(self.r * patches) if isinstance(self.r, float) else self.r
+        return min(wanted, patches // 2)
+
+    def forward(self, x: Tensor, size: Tensor | None, key, saliency=None) -> tuple[Tensor, Tensor | None]:
+        n, p = x.shape[1], self.prefix
+        r = self.count(n)
+        if r == 0:
+            return x, size
+        if key is None:
+            raise ValueError("Merge needs the keys of the attention and this attention gives none; return Mixed(x, key=...)")
+        size = x.new_ones(x.shape[:2]) if size is None else size
+        sources = torch.arange(p + p % 2, n, 2, device=x.device)
+        targets = torch.arange(p + 1 - p % 2, n, 2, device=x.device)
+        k = F.normalize(key().detach(), dim=-1)
+        score, match = (k[:, sources] @ k[:, targets].transpose(1, 2)).max(-1)
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        gone, stay = order[:, :r], order[:, r:].sort(-1).values
+        match = match.gather(1, gone)
+
+        gone, stay = sources[gone], sources[stay]
+        mass = size.gather(1, gone)
+        merged = size[:, targets].scatter_add(1, match, mass)
+        total = x[:, targets] * size[:, targets, None]
+        total = total.scatter_add(1, wide(match, x), take(x, gone) * mass[..., None])
+        received = torch.zeros_like(merged, dtype=torch.bool).scatter(1, match, True)
+        joined = torch.where(received[..., None], total / merged[..., None], x[:, targets])
+        return (
+            torch.cat([x[:, :p], take(x, stay), joined], dim=1),
+            torch.cat([size[:, :p], size.gather(1, stay), merged], dim=1),
+        )
+
+
+def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | float]:
+    """What to merge in each layer: numbers are counts, fractions shares of the patches at hand."""
+    if not -1 <= inflect <= 1:
+        raise ValueError(f"inflect is {inflect}; expected from -1 (merge early) to 1 (merge late)")
+    if isinstance(r, tuple | list):
+        if len(r) != depth:
+            raise ValueError(f"got {len(r)} values of r for {depth} layers; expected one each, or a single one")
+        counts = list(r)
+    elif isinstance(r, float) or depth == 1:
+        counts = [r] * depth
+    else:
+        first = int(r * (1 - inflect))
+        counts = [int(first + 2 * (r - first) * layer / (depth - 1)) for layer in range(depth)]
+    for count in counts:
+        if count < 0 or (isinstance(count, float) and count > 0.5):
+            raise ValueError(f"r is {count}; expected a number of merges from 0 on, or a fraction up to 0.5")
+    return counts
+
+
+def wide(index: Tensor, x: Tensor) -> Tensor:
+    """b m -> b m d, to gather or scatter whole tokens."""
+    return index[..., None].expand(-1, -1, x.shape[-1])
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens at those places, b m d."""
+    return x.gather(1, wide(index, x))
