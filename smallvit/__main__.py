@@ -6,7 +6,10 @@ Only what a command needs is imported, so `smallvit --help` does not wait for to
 import argparse
 import ast
 import os
+import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +28,11 @@ def main(words: list[str] | None = None) -> int:
     """Run one command. The status is 0 if all went well, 1 if something failed, 2 if the words were wrong, 130 after Ctrl-C."""
     parser = arguments()
     chosen = parser.parse_args(words)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without a minus sign must not cost a report
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return COMMANDS[chosen.command](chosen)
     except ValueError as error:
@@ -50,7 +58,7 @@ def arguments() -> argparse.ArgumentParser:
         if name != "report":
             command.add_argument("--jobs", type=positive, help="worker processes, one thread each (default: one for each core)")
             command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
-        if name != "verify":
+        if name == "run":
             command.add_argument(
                 "--only",
                 nargs="+",
@@ -92,8 +100,11 @@ def positive(text: str) -> int:
 
 def list_recipes(chosen: argparse.Namespace) -> int:
     for path in recipe_files():
-        question = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "no question asked").splitlines()[0]
-        print(f"{path.stem:16} {question}")
+        try:
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "no question asked"
+        except SyntaxError as error:
+            doc = f"cannot be read: {error.msg} in line {error.lineno}"
+        print(f"{path.stem:16} {doc.splitlines()[0]}")
     return 0
 
 
@@ -102,16 +113,19 @@ def run(chosen: argparse.Namespace) -> int:
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
-    runs = only(module.RUNS, chosen.only)
-    out = Path(chosen.out)
+    planned, out = module.RUNS, Path(chosen.out)
     if chosen.longer > 1:
-        runs, out = [run.vary(steps=run.steps * chosen.longer) for run in runs], out / f"longer-{chosen.longer}"
+        planned, out = [run.vary(steps=run.steps * chosen.longer) for run in planned], out / f"longer-{chosen.longer}"
+    runs = only(planned, chosen.only)
     if chosen.smoke:
-        runs, out = shortened(runs), out / "smoke"
+        runs = planned = shortened(runs)
+        out = out / "smoke"
     if chosen.dry_run:
         print(plan(runs, chosen.jobs, chosen.device))
         return 0
-    records = launch(
+    if chosen.smoke:
+        shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
+    trained = launch(
         runs,
         out,
         recipe=path.stem,
@@ -121,60 +135,71 @@ def run(chosen: argparse.Namespace) -> int:
         retry=chosen.retry,
         fail_fast=chosen.fail_fast,
     )
-    return write_report(path, module, records, out / path.stem / "report", len(runs))
+    write_report(path, module, gathered(planned, out, path.stem), out / path.stem / "report")
+    if chosen.smoke:
+        print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
+    return status(trained, len(runs))
 
 
 def report(chosen: argparse.Namespace) -> int:
-    from smallvit import record
-    from smallvit.launch import folder
+    from smallvit.record import read_records, write_records
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
-    runs = only(module.RUNS, chosen.only)
-    found = [record.read_record(folder(run, chosen.out, path.stem)) for run in runs]
-    records = [one for one in found if one is not None]
+    records = gathered(module.RUNS, Path(chosen.out), path.stem)
     published = path.with_suffix(".jsonl")
-    if not records and published.exists() and not chosen.publish:
-        records = record.read_records(published)
+    if chosen.publish:
+        if any(record["status"] != "finished" for record in records):
+            left = sum(record["status"] != "finished" for record in records)
+            raise ValueError(f"{left} of {len(records)} runs have not finished; a published report has all of them")
+        write_records(published, records)
+        write_report(path, module, records, path.with_suffix(""))
+        return 0
+    if all(record["status"] == "missing" for record in records):
+        if not published.exists():
+            raise ValueError(f"no runs of {path.stem} in {chosen.out}; start them with: smallvit run {chosen.recipe}")
+        records = read_records(published)
         print(f"no runs of {path.stem} in {chosen.out}; this is the report of the committed records")
-    elif not records:
-        raise ValueError(f"no runs of {path.stem} in {chosen.out}; start them with: smallvit run {chosen.recipe}")
-    if not chosen.publish:
-        return write_report(path, module, records, Path(chosen.out) / path.stem / "report", len(runs))
-    missing = len(runs) - sum(one["status"] == "finished" for one in records)
-    if missing or chosen.only:
-        raise ValueError(
-            f"{missing} of {len(runs)} runs have not finished; a published report has all: smallvit run {chosen.recipe} --retry"
-        )
-    record.write_records(published, records)
-    return write_report(path, module, records, path.with_suffix(""), len(runs))
+    write_report(path, module, records, Path(chosen.out) / path.stem / "report")
+    return status(records, len(records))
 
 
-def write_report(path: Path, module: ModuleType, records: list[dict], target: Path, expected: int) -> int:
-    """Write `target.md` and `target.html`, print the verdicts, and return the exit status."""
+def gathered(runs: list, out: Path, recipe: str) -> list[dict]:
+    """A record of every run: what it left, or that it is missing, since verdicts pay for all that a recipe compares."""
+    from smallvit.launch import recall
+    from smallvit.train import blank
+
+    unknown = dict.fromkeys(("code", "versions", "cpu"))
+    return [recall(run, out, recipe) or blank(run, recipe, status="missing") | unknown for run in runs]
+
+
+def write_report(path: Path, module: ModuleType, records: list[dict], target: Path):
+    """Write `target.md` and `target.html`, then print the verdicts."""
     from smallvit.record import write_text
     from smallvit.report import html, markdown, text
 
+    for suffix, page in ((".md", markdown), (".html", html)):
+        write_text(target.with_suffix(suffix), page(records, title=path.stem, doc=module.__doc__ or ""))
     print(text(records))
-    if any(record["role"] == "baseline" for record in records):
-        for suffix, page in ((".md", markdown), (".html", html)):
-            write_text(target.with_suffix(suffix), page(records, title=path.stem, doc=module.__doc__ or ""))
-        print(f"\nreport: {target.with_suffix('.html')}")
-    else:
-        print("\nno report yet: the baseline, the first arm of the recipe, is not among these runs")
-    unfinished = expected - sum(record["status"] == "finished" for record in records)
-    if unfinished:
-        print(
-            f"smallvit: {unfinished} of {expected} runs have not finished; run again with --retry to try failed ones",
-            file=sys.stderr,
-        )
-    return 1 if unfinished else 0
+    print(f"\nreport: {target.with_suffix('.html')}")
+
+
+def status(records: list[dict], expected: int) -> int:
+    """0 if every run asked for has finished, else 1 and a word about it."""
+    finished = sum(record["status"] == "finished" for record in records)
+    failed = sum(record["status"] == "failed" for record in records)
+    if failed:
+        print(f"smallvit: {failed} of {expected} runs failed, see above; --retry tries them again", file=sys.stderr)
+    if expected - finished - failed:
+        print(f"smallvit: {expected - finished - failed} of {expected} runs are still to be trained", file=sys.stderr)
+    return int(finished < expected)
 
 
 def verify(chosen: argparse.Namespace) -> int:
     from smallvit.launch import launch
-    from smallvit.record import read_records
+    from smallvit.record import code, read_records
     from smallvit.report import band
+    from smallvit.run import fingerprint
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -192,9 +217,12 @@ def verify(chosen: argparse.Namespace) -> int:
     labels = chosen.labels or str(value(min(runs, key=lambda run: (run.labels is None, run.labels or 0)), "labels"))
     seeds = sorted({run.seed for run in runs})[: chosen.seeds]
     runs = [run for run in only(runs, [f"labels={labels}"]) if run.seed in seeds]
-    again = launch(
-        runs, Path(chosen.out) / "verify", recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=True
-    )
+    out = Path(chosen.out) / "verify" / code()["sha256"][:12]  # other code makes other runs, whatever was verified before
+    again = launch(runs, out, recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=True)
+    recorded = {record["fingerprint"] for record in committed}
+    changed = sorted({run.arm for run in runs if fingerprint(run) not in recorded})
+    if changed:
+        print(f"note: {', '.join(changed)}: a choice or a default has changed since the records were made")
     lines, good = band(committed, again)
     print("\n".join(lines))
     print("verified: every arm lies in its band" if good else "NOT verified: see above")
@@ -216,7 +244,10 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
     seconds, lines = 0.0, []
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm]
-        one = estimate(first[arm], device)
+        try:
+            one = estimate(first[arm], device)
+        except Exception as error:
+            raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
         seconds += one * len(mine)
         lines.append(f"{arm}: {len(mine)} runs of {first[arm].steps} steps, about {one:.0f} s each")
         if arm != baseline.arm:

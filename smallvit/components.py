@@ -33,10 +33,13 @@ def describe(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {"make": address(type(value))} | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
+        return {"make": address(type(value)), **written(type(value))} | {
+            f.name: describe(getattr(value, f.name)) for f in fields(value)
+        }
     if callable(value):
         chosen = {name: p.default for name, p in sorted(knobs(value).items()) if p.default is not p.empty}
-        return {"call": address(function(value))} | {name: describe(knob) for name, knob in chosen.items()}
+        made_of = function(value)
+        return {"call": address(made_of), **written(made_of)} | {name: describe(knob) for name, knob in chosen.items()}
     raise ValueError(f"cannot describe {value!r}; expected a plain value, a function or class, or a partial of one")
 
 
@@ -51,7 +54,9 @@ def rebuild(plain: Any) -> Any:
         return plain
     if not plain.keys() & {"call", "make"}:
         raise ValueError(f"{plain} names no component; expected 'call' or 'make' in it, as describe writes")
-    rest = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make")}
+    rest = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make", "recipe_sha256")}
+    if plain.get("recipe_sha256") != written(component(plain.get("make", plain.get("call")))).get("recipe_sha256"):
+        raise ValueError(f"{plain.get('make', plain.get('call'))} is not the one of the record: its recipe has changed since")
     if "make" in plain:
         made = component(plain["make"])
         if "call" in plain or not (isinstance(made, type) and is_dataclass(made)):
@@ -87,9 +92,15 @@ def in_words(plain: Any) -> str:
     knobs = [
         f"{key}={in_words(knob)}"
         for key, knob in plain.items()
-        if key not in ("call", "make") and not isinstance(knob, dict) and knob is not None
+        if key not in ("call", "make", "recipe_sha256") and not isinstance(knob, dict) and knob is not None
     ]
     return f"{name}({', '.join(knobs)})" if knobs else name
+
+
+def written(thing: Callable) -> dict[str, str]:
+    """For a component of a recipe, a hash of the classes and functions of its file as it was loaded: a recipe may change."""
+    sha256 = getattr(sys.modules.get(thing.__module__), "DEFINITIONS_SHA256", None)
+    return {"recipe_sha256": sha256} if sha256 and thing.__module__.startswith("recipes.") else {}
 
 
 def address(thing: Callable) -> str:
@@ -97,7 +108,8 @@ def address(thing: Callable) -> str:
     own = getattr(thing, "__qualname__", None)
     if own is None:
         raise ValueError(
-            f"{thing!r} is neither a function nor a class and cannot stand in a record; make it a dataclass, or a function"
+            f"{repr(thing)[:60]} is neither a function nor a class and cannot stand in a record; give the class itself,"
+            " its knobs bound by functools.partial"
         )
     if "<" in own:
         raise ValueError(
@@ -135,7 +147,8 @@ def component(name: str) -> Callable:
 def check(component: Any, where: str):
     """Hold every knob of a component, however deep, against its signature."""
     if not callable(component):
-        raise ValueError(f"{where} is {component!r}; expected a function or class, or functools.partial of one with its knobs")
+        shown = repr(component) if len(repr(component)) < 80 else f"an object of class {type(component).__name__}"
+        raise ValueError(f"{where} is {shown}; expected a function or class, or functools.partial of one with its knobs")
     if is_dataclass(component) and not isinstance(component, type):
         describe(component)
         return
@@ -144,8 +157,12 @@ def check(component: Any, where: str):
     if isinstance(component, partial):
         if component.args:
             raise ValueError(f"{where} binds {component.args!r} by position; expected every knob by name")
-        for name in component.keywords:
-            known(name, taken(function(component)), function(component).__name__)
+        defaults = taken(function(component))
+        for name, knob in component.keywords.items():
+            known(name, defaults, function(component).__name__)
+            text, number = isinstance(knob, str), isinstance(defaults[name].default, int | float)
+            if text and number:
+                raise ValueError(f"{name} of {function(component).__name__} is {knob!r}; expected a number, without quotes")
     for name, p in taken(component).items():
         if p.default is p.empty:
             raise ValueError(f"{where} has no {name!r}; expected partial({function(component).__name__}, {name}=...)")

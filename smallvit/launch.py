@@ -12,8 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing import parent_process
 from pathlib import Path
 from shutil import get_terminal_size
+from threading import Thread
 
 from smallvit import record as records
 from smallvit.run import Run, describe, fingerprint, rebuild
@@ -38,12 +41,11 @@ def launch(
     that is killed has its run taken up once more from its checkpoint. `show(record)` is called for every record as it comes.
     """
     refuse_absent(device)
-    folders = [folder(run, out, recipe) for run in runs]
-    found = [records.read_record(path) for path in folders]
+    for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+    found = [recall(run, out, recipe) for run in runs]
     todo = [at for at, record in enumerate(found) if record is None or (retry and record["status"] != "finished")]
-    for at, record in enumerate(found):
-        if record is not None and record["fingerprint"] != fingerprint(runs[at]):
-            raise ValueError(f"{folders[at]} holds another run than {runs[at].arm!r}; move it away, or choose another --out")
+    announce_strangers(found)
     for data in dict.fromkeys(runs[at].data for at in todo):
         data()  # downloaded once and with its own bar, and what is wrong with it said once
     bar = Bar(runs, found, todo)
@@ -54,7 +56,7 @@ def launch(
             for slot in slots:
                 if slot not in busy.values() and queue:
                     at = queue.pop()
-                    busy[slot.start(runs[at], folders[at], recipe, at)] = slot
+                    busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at)] = slot
             ended, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in ended:
                 slot = busy.pop(future)
@@ -66,8 +68,10 @@ def launch(
                         died.add(at)
                         queue.append(at)
                         continue
-                found[at] = future.result() if error is None else failed(runs[at], folders[at], recipe, error)
+                found[at] = future.result() if error is None else failed(runs[at], out, recipe, error)
                 bar.tell(runs[at], found[at])
+                if found[at] is None:
+                    continue
                 if show:
                     show(found[at])
                 if fail_fast and found[at]["status"] == "failed":
@@ -75,7 +79,9 @@ def launch(
             bar.move([slot for slot in slots if slot in busy.values()])
     finally:
         for slot in slots:
-            slot.stop()
+            slot.kill()
+        for slot in slots:
+            slot.pool.shutdown(wait=True, cancel_futures=True)
         bar.close()
     return [record for record in found if record is not None]
 
@@ -92,62 +98,95 @@ class Slot:
 
     def replace(self):
         self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
-        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.source, self.progress))
+        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress,))
 
     def start(self, run: Run, path: Path, recipe: str, at: int) -> Future:
         self.at, self.progress[0] = at, 0
-        return self.pool.submit(work, describe(run), run.arm, run.role, str(path), recipe, self.device)
+        words = (describe(run), run.arm, run.role, str(path), recipe, self.source, self.device)
+        try:
+            return self.pool.submit(work, *words)
+        except BrokenProcessPool:  # it died idle
+            self.replace()
+            return self.pool.submit(work, *words)
 
-    def stop(self):
+    def kill(self):
         for process in list((self.pool._processes or {}).values()):
             process.kill()  # nothing to tidy up: checkpoints are written beside and moved into place
-        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 PROGRESS = None  # in a worker: where it tells its steps
 
 
-def prepare(source: str | Path | None, progress):
-    """Make a worker: one thread, deaf to Ctrl-C (its parent decides), the recipe loaded."""
+def prepare(progress):
+    """Make a worker: one thread, deaf to Ctrl-C (its parent decides), and gone when its parent is."""
     global PROGRESS
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
+    records.code()  # as it is now: somebody may edit it while this worker trains
     PROGRESS = progress
-    if source is not None:
-        from smallvit.recipe import load_recipe
-
-        load_recipe(source)
 
 
-def work(plain: dict, arm: str, role: str, path: str, recipe: str, device: str) -> dict:
+def work(plain: dict, arm: str, role: str, path: str, recipe: str, source: str | Path | None, device: str) -> dict:
     """One run in a worker."""
-    from dataclasses import replace
-
+    from smallvit.recipe import load_recipe
     from smallvit.train import fit
 
     def watch(step: int, accuracy: float | None):
         PROGRESS[0] = step
 
+    if source is not None:
+        load_recipe(source)
     return fit(replace(rebuild(plain), arm=arm, role=role), path, recipe=recipe, device=device, watch=watch)
 
 
-def failed(run: Run, path: Path, recipe: str, error: BaseException) -> dict:
-    """Leave a record of a run that raised, and return it."""
+def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict | None:
+    """Leave a record of a run that raised, and return it; None where another process is at it. A finished record stays."""
+    from filelock import FileLock, Timeout
+
     from smallvit.train import blank
 
-    reason = (
-        "the worker was killed twice (out of memory?)"
-        if isinstance(error, BrokenProcessPool)
-        else f"{type(error).__name__}: {error}"
-    )
-    record = blank(run, recipe, error=reason)
+    killed = isinstance(error, BrokenProcessPool)
+    reason = "the worker was killed twice (out of memory?)" if killed else f"{type(error).__name__}: {error}"
+    record, path = blank(run, recipe, error=reason), folder(run, out, recipe)
+    if isinstance(error, Timeout):
+        return None
     try:
-        records.write_record(path, record)
-    except ValueError as full:
+        path.mkdir(parents=True, exist_ok=True)
+        with FileLock(path / ".lock", timeout=0):
+            done = recall(run, out, recipe)
+            if done is not None and done["status"] == "finished":
+                return done
+            records.write_record(path, record)
+    except Timeout:
+        return None
+    except (OSError, ValueError) as full:
         record["error"] += f"; and {full}"
     return record
+
+
+def recall(run: Run, out: str | Path, recipe: str) -> dict | None:
+    """The record of that run, if there is one, under the names that the recipe gives it today.
+
+    Raises ValueError if its folder holds another run.
+    """
+    path = folder(run, out, recipe)
+    record = records.read_record(path)
+    if record is None:
+        return None
+    if record["fingerprint"] != fingerprint(run):
+        raise ValueError(f"{path} holds another run than {run.arm!r}; move it away, or choose another --out")
+    return record | {"recipe": recipe, "arm": run.arm, "role": run.role}
+
+
+def announce_strangers(found: Sequence[dict | None]):
+    """Say how many finished runs come from another version of the library: they are kept, and shown as they are."""
+    now = records.code()["sha256"]
+    strange = sum(record is not None and record["code"]["sha256"] != now for record in found)
+    if strange:
+        print(f"note: {strange} runs are of another version of smallvit; --out a new folder trains them again", file=sys.stderr)
 
 
 def refuse_absent(device: str):
@@ -177,7 +216,8 @@ def cores() -> int:
 class Bar:
     """One progress bar for the whole recipe, in steps, with the time left and the accuracies so far.
 
-    Where nobody watches (a log file), a line for every tenth of the runs and for every failure.
+    They are those on validation images, since whoever watches may stop or change the recipe. Where nobody watches (a log file)
+    there is a line for every tenth of the runs and for every failure.
     """
 
     def __init__(self, runs: Sequence[Run], found: Sequence[dict | None], todo: Sequence[int]):
@@ -194,21 +234,23 @@ class Bar:
         self.move([])
 
     def count(self, record: dict | None):
-        if record is not None and record["status"] == "finished" and record["role"] != "floor":
-            self.scores.setdefault((record["arm"], record["labels"]), []).append(record["test"][record["score"]])
+        if record is not None and record["status"] == "finished" and record["role"] != "floor" and record["val"]:
+            self.scores.setdefault((record["arm"], record["labels"]), []).append(record["val"][record["score"]])
 
-    def tell(self, run: Run, record: dict):
-        """One run has ended."""
+    def tell(self, run: Run, record: dict | None):
+        """One run has ended; None if another process is at it."""
         self.ended += 1
         self.done += run.steps
         self.count(record)
-        if record["status"] == "failed":
+        if record is None:
+            self.bar.write(f"{run.arm}, {amount(run.labels)}, seed {run.seed} is trained by another process", file=sys.stderr)
+        elif record["status"] == "failed":
             self.bar.write(f"FAILED {run.arm}, {amount(run.labels)}, seed {run.seed}: {record['error']}", file=sys.stderr)
         elif not self.watched and self.ended % max(self.todo // 10, 1) == 0:
             print(self.headline(), file=sys.stderr, flush=True)
 
     def headline(self) -> str:
-        """How many runs have ended, and the mean accuracies at the number of labels that is being trained."""
+        """How many runs have ended, and the mean validation accuracies at the number of labels that is being trained."""
         labels = list(self.scores)[-1][1] if self.scores else None
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
         return f"{self.ended}/{len(self.runs)} runs" + (f", {amount(labels)}: {'  '.join(means)}" if means else "")

@@ -1,6 +1,9 @@
 """Recipes: Python files with a question in the docstring and a list RUNS of runs to compare. Found, loaded, chosen from."""
 
+import ast
+import hashlib
 import sys
+from collections import Counter
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +20,11 @@ def recipe_files() -> list[Path]:
 def find_recipe(name: str) -> Path:
     """The file of a recipe, by path or by name."""
     path = Path(name)
-    if path.suffix == ".py" and path.exists():
-        return path
+    for file in (path, path.with_name(f"{path.name}.py")):
+        if file.suffix == ".py" and file.exists():
+            return file
     recipes = {path.stem: path for path in recipe_files()}
-    if path.stem in recipes and path.suffix in ("", ".py") and (path.parent == Path(".") or path.parent.name == "recipes"):
+    if path.stem in recipes and path.suffix in ("", ".py") and path.parent in (Path("."), Path("recipes")):
         return recipes[path.stem]
     near = get_close_matches(path.stem, recipes, 1, 0.4)
     advice = f"did you mean {near[0]!r}?" if near else f"expected the path of a .py file, or one of {', '.join(recipes)}"
@@ -38,6 +42,8 @@ def load_recipe(path: str | Path) -> ModuleType:
     from smallvit.run import Run
 
     path = Path(path).resolve()
+    if not path.stem.replace("-", "_").isidentifier():
+        raise ValueError(f"a recipe's file is called {path.name!r}; expected letters, digits, '_' and '-' before .py")
     name = f"recipes.{path.stem}"
     if name in sys.modules and Path(sys.modules[name].__file__) == path:
         return sys.modules[name]
@@ -45,6 +51,7 @@ def load_recipe(path: str | Path) -> ModuleType:
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:
+        module.DEFINITIONS_SHA256 = definitions(path.read_text(encoding="utf-8"))
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
@@ -57,7 +64,27 @@ def load_recipe(path: str | Path) -> ModuleType:
         raise ValueError(
             f"{path.name} defines no RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...), a list of runs"
         )
+    refuse_incomparable(runs, path.name)
     return module
+
+
+def definitions(text: str) -> str:
+    """A hash of the classes and functions of a recipe's text, blind to comments and to what else it says."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return hashlib.sha256("".join(map(ast.dump, nodes)).encode()).hexdigest()[:16]
+
+
+def refuse_incomparable(runs: list, name: str):
+    """Raise ValueError for a list of runs that could be trained but not compared."""
+    for (arm, labels, seed), times in Counter((run.arm, run.labels, run.seed) for run in runs).items():
+        if times > 1:
+            raise ValueError(f"{name}: arm {arm!r}, labels={labels}, seed={seed} stands in RUNS {times} times; expected once")
+    roles = {(run.arm, run.role) for run in runs}
+    baselines = sorted(arm for arm, role in roles if role == "baseline")
+    if len(baselines) != 1 or len(roles) != len({arm for arm, _ in roles}):
+        raise ValueError(
+            f"{name}: the baselines in RUNS are {baselines}; expected one arm in one role, as a call of ablate makes"
+        )
 
 
 def only(runs: list, words: list[str]) -> list:
@@ -71,7 +98,7 @@ def only(runs: list, words: list[str]) -> list:
         floors = key == "arm" and "floors" in wanted
         for one in sorted(wanted - {"floors"} - set(offered)):
             near = get_close_matches(one, list(offered), 1, 0.4)
-            advice = f"did you mean {near[0]!r}?" if near else f"expected of {', '.join(offered)}"
+            advice = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(map(repr, offered))}"
             raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
         runs = [run for run in runs if str(value(run, key)) in wanted or (floors and run.role == "floor")]
     if not runs:

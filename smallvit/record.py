@@ -17,12 +17,15 @@ from pathlib import Path
 
 RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt"
 
-# Names once published keep their meaning.
+# Names once published keep their meaning; a name that came later is None in earlier records.
 FIELDS = (
     "recipe", "arm", "role", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test", "test_reads",
     "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision", "threads",
-    "cpu", "subset_sha256", "curve", "code", "versions", "weights",
+    "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights",
 )  # fmt: skip
+
+
+NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]):
@@ -31,11 +34,11 @@ def write_atomic(path: Path, write: Callable[[Path], None]):
     Raises ValueError, with the folder and the reason, when the disk does not take it.
     """
     path = Path(path)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(new)
-        with open(new, "rb") as file:
+        with open(new, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(new, path)
     except Exception as error:  # for a full disk torch and safetensors each have their own
@@ -92,10 +95,10 @@ def parse(text: bytes, where: str) -> dict:
         raise ValueError(
             f"{where} is torn or no JSON ({error}); the other records are intact: delete it and start the recipe again"
         ) from error
-    missing = [name for name in FIELDS if name not in record] if isinstance(record, dict) else list(FIELDS)
+    missing = [name for name in NEEDED if name not in record] if isinstance(record, dict) else NEEDED
     if missing:
-        raise ValueError(f"{where} is no record: it lacks {', '.join(missing[:5])}; expected the file as smallvit wrote it")
-    return record
+        raise ValueError(f"{where} is no record: it lacks {', '.join(missing)}; expected the file as smallvit wrote it")
+    return dict.fromkeys(FIELDS) | record
 
 
 @functools.cache

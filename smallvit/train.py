@@ -53,6 +53,9 @@ def fit(
             )
         if done is not None and done["status"] == "finished":
             return done
+        for stray in folder.glob(".*.new"):  # what a kill left half written
+            stray.unlink()
+        record = blank(run, recipe)  # first of all, so that it names the code that runs
         data = run.data()
         refuse_unsafe(run, data.spec)
         subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
@@ -61,10 +64,11 @@ def fit(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
             )
         training = Training(run, data.spec, subset, device)
-        training.resume(folder / records.CHECKPOINT)
-        training.go(folder / records.CHECKPOINT, watch)
-        record = blank(run, recipe) | training.facts() | evaluations(run, training.model, subset, data.test)
-        record |= {"status": "finished", "subset_sha256": subset.sha256}
+        made_by = record["code"]["sha256"] + data.sha256
+        training.resume(folder / records.CHECKPOINT, made_by)
+        training.go(folder / records.CHECKPOINT, made_by, watch)
+        record |= training.facts() | evaluations(run, training.model, subset, data.test)
+        record |= {"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256}
         save_weights(folder / records.WEIGHTS, training.model, record)
         records.write_record(folder, record)
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
@@ -83,7 +87,7 @@ class Training:
         model = run.model(spec.size, spec.channels, len(spec.classes))
         if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
             initialise(model, run.seed)
-        self.cost = cost(model, torch.zeros(1, spec.channels, *spec.size))
+        self.cost = cost(model, torch.zeros(1, spec.channels, *spec.size)) if list(model.parameters()) else {}
         objective = self.fabric.to_device(run.objective(model))
         self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
         if run.steps:
@@ -91,6 +95,8 @@ class Training:
             self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
         else:
             self.objective, self.optimizer = objective, None
+        train = subset.train
+        self.images = Images(train.images.to(self.fabric.device), train.labels.to(self.fabric.device), spec)
         self.trained = [p for p in objective.parameters() if p.requires_grad]
         self.pairs = tensors(self.averaged, objective.model) if run.average else []
         self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.fabric.device)
@@ -102,33 +108,30 @@ class Training:
         """The weights that are evaluated: the averaged ones, where the run averages."""
         return self.objective.model if self.averaged is None else self.averaged
 
-    def go(self, checkpoint: Path, watch: Watch):
+    def go(self, checkpoint: Path, made_by: str, watch: Watch):
         """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`."""
         self.objective.train()
-        images = Images(
-            self.subset.train.images.to(self.fabric.device), self.subset.train.labels.to(self.fabric.device), self.spec
-        )
         saved = last = time.perf_counter()
         while self.step < self.run.steps and not self.stopped_early():
-            self.advance(images)
+            self.advance()
             if self.step in self.checks:
                 self.look()
                 watch(self.step, self.curve[-1][2])
             now = time.perf_counter()
             self.seconds, last = self.seconds + now - last, now
             if now - saved > CHECKPOINT_SECONDS:
-                self.save(checkpoint)
+                self.save(checkpoint, made_by)
                 saved = now
         if self.best is not None:
             self.model.load_state_dict(self.best)
 
-    def advance(self, images: Images):
+    def advance(self):
         """One optimizer step."""
-        run, step = self.run, self.step
+        run, step, images = self.run, self.step, self.images
         chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
-        batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
         torch.manual_seed(stream(run.seed, "dropout", step))
+        batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
         for group in self.optimizer.param_groups:
             group["lr"] = run.lr * pace(step / run.steps, run.warmup, 1 / run.steps)
         loss = self.objective(batch._replace(images=self.spec.normalise(batch.images)), step / run.steps)["loss"]
@@ -178,7 +181,7 @@ class Training:
         return {
             "steps": self.step,
             "images_seen": self.step * self.run.batch,
-            "seconds": round(self.seconds, 2),
+            "seconds": round(self.seconds, 2) if self.run.steps else None,
             "curve": self.curve,
             "device": self.fabric.device.type
             if self.fabric.device.type == "cpu"
@@ -186,10 +189,11 @@ class Training:
             "threads": torch.get_num_threads(),
         } | self.cost
 
-    def save(self, path: Path):
-        """Put the training down."""
+    def save(self, path: Path, made_by: str):
+        """Put the training down; `made_by` names the code and the data."""
         state = {
             "fingerprint": fingerprint(self.run),
+            "made_by": made_by,
             "step": self.step,
             "seconds": self.seconds,
             "loss": self.loss,
@@ -201,8 +205,8 @@ class Training:
         }
         records.write_atomic(path, lambda new: torch.save(state, new))
 
-    def resume(self, path: Path):
-        """Take the training up where it was put down; nothing there means from the start.
+    def resume(self, path: Path, made_by: str):
+        """Take the training up where it was put down; nothing there, or other code or data since, means from the start.
 
         Raises ValueError if the checkpoint is of another run or cannot be read.
         """
@@ -216,6 +220,8 @@ class Training:
             raise ValueError(
                 f"{path} is of run {state['fingerprint']}, not of {fingerprint(self.run)}; give each run a folder of its own"
             )
+        if state["made_by"] != made_by:
+            return
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
         self.curve, self.best = state["curve"], state["best"]
         self.objective.load_state_dict(state["objective"])
@@ -241,6 +247,7 @@ def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
         "val": val,
         "test": final,
         "test_reads": test.reads - reads,
+        "test_images": len(unseen),
         "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
     }
 
@@ -303,7 +310,7 @@ def estimate(run: Run, device: str = "cpu") -> float:
     times = []
     for _ in range(min(8, run.steps)):
         started = time.perf_counter()
-        training.advance(subset.train)
+        training.advance()
         training.loss.item()
         times.append(time.perf_counter() - started)
     return run.steps * sorted(times)[len(times) // 2] if times else 0.0

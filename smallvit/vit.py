@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from smallvit.attention import Attention
+from smallvit.attention import Attention, Mixed
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
 from smallvit.streams import stream
@@ -57,6 +57,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         mixed = self.attention(self.norm1(x) if self.norm_first else x, size, mask)
+        if not isinstance(mixed, Mixed):
+            raise ValueError(f"{type(self.attention).__name__} returned a {type(mixed).__name__}; expected Mixed(tokens)")
         x = x + self.branch1(mixed.x)
         x = x if self.norm_first else self.norm1(x)
         if self.reduction is not None:
@@ -113,6 +115,9 @@ class ViT(nn.Module):
         self.channels = channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
+        for part, needed in ((self.tokenizer, "grid"), (self.pool, "class_tokens")):
+            if not hasattr(part, needed):
+                raise ValueError(f"{type(part).__name__} has no {needed}; see the contract at the top of its slot's file")
         self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
@@ -201,14 +206,24 @@ def initialise(model: nn.Module, seed: int | None = None) -> nn.Module:
 
     Two models that share a module under the same name get the same weights for it, whatever else differs between them, so that
     a paired comparison starts both arms at the same point. Children come first: a parent may draw its own parts differently.
+    A class from elsewhere (of a recipe, say) keeps what its constructor drew, its children too, unless it has
+    `reset_parameters`.
     """
-    for name, module in reversed(list(model.named_modules())):
+    modules = dict(model.named_modules())
+    own = [name for name, module in modules.items() if not (ours(module) or hasattr(module, "reset_parameters"))]
+    for name, module in reversed(modules.items()):
+        if any(f"{name}.".startswith(f"{place}.") for place in own):
+            continue
         if isinstance(module, nn.Linear) or hasattr(module, "reset_parameters"):
             with torch.random.fork_rng(devices=[], enabled=seed is not None):
                 if seed is not None:
                     torch.default_generator.manual_seed(stream(seed, "init", name))  # weights are drawn on the CPU
                 reset(module)
     return model
+
+
+def ours(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("smallvit", "torch")
 
 
 def reset(module: nn.Module):

@@ -102,6 +102,7 @@ def test_only_chooses_by_arm_labels_and_seed(here):
     [
         (["run", "quickstrat"], "did you mean 'quickstart'?"),
         (["run", "nowhere.py"], "there is no recipe 'nowhere.py'"),
+        (["run", "elsewhere/recipes/quickstart.py"], "there is no recipe 'elsewhere/recipes/quickstart.py'"),
         (["run", "mine.py", "--only", "arm=+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
@@ -179,7 +180,53 @@ RUNS = ablate({"scratch": scratch, "mean": scratch.vary(attention=partial(MeanAt
     Path("mine.py").write_text(recipe)
     assert main(["run", "mine.py", "--jobs", "2"]) == 0
     record = next(r for r in map(read_one, here.rglob("record.json")) if r["arm"] == "mean")
-    assert record["run"]["model"]["attention"] == {"call": "recipes.mine.MeanAttention", "gain": 2.0}
+    assert record["run"]["model"]["attention"] | {"recipe_sha256": ""} == {
+        "call": "recipes.mine.MeanAttention",
+        "gain": 2.0,
+        "recipe_sha256": "",
+    }
+
+
+def test_an_edited_class_of_a_recipe_is_trained_again_and_a_comment_is_not(here, capsys):
+    recipe = RECIPE.replace(
+        '{"scratch": scratch, "+LSA": scratch.vary(attention=LocalityAttention)}', '{"a": scratch.vary(attention=Mine)}'
+    )
+    recipe = recipe.replace("scratch = Run", "class Mine(LocalityAttention):\n    gain = 1.0\n\n\nscratch = Run").replace(
+        "[20, 40]", "[20]"
+    )
+    words = ["run", "mine.py", "--only", "arm=a", "seed=0", "--jobs", "1"]
+
+    def trained(text: str) -> int:
+        Path("mine.py").write_text(text)
+        sys.modules.pop("recipes.mine", None)
+        assert main(words) == 0
+        return len(list(here.rglob("record.json")))
+
+    assert trained(recipe) == 1 and trained("# a comment\n" + recipe) == 1
+    assert trained(recipe.replace("gain = 1.0", "gain = 2.0")) == 2
+
+
+def test_verdicts_pay_for_the_whole_recipe_also_when_only_a_part_has_run(here):
+    assert main(["run", "mine.py", "--only", "arm=+LSA,scratch", "labels=20", "--jobs", "1"]) == 0
+    page = (here / "runs" / "mine" / "report.md").read_text()
+    assert "2 comparisons" in page and "missing" in page and "40 labels" in page
+
+
+def test_what_cannot_be_compared_is_refused_before_it_is_trained(here, capsys):
+    Path("mine.py").write_text(RECIPE + "RUNS = RUNS + RUNS")
+    assert main(["run", "mine.py"]) == 2
+    assert "stands in RUNS 2 times" in capsys.readouterr().err
+    Path("mine.py").write_text(RECIPE + "RUNS = [scratch]")
+    assert main(["run", "mine.py"]) == 2
+    assert "the baselines in RUNS are []" in capsys.readouterr().err
+
+
+def test_a_broken_recipe_beside_the_others_does_not_hide_them(here, capsys):
+    (here / "recipes").mkdir()
+    (here / "recipes" / "half.py").write_text("RUNS = [")
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "half" in out and "cannot be read" in out and "quickstart" in out
 
 
 def read_one(path: Path) -> dict:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
-from smallvit.launch import folder, launch
+from smallvit.launch import failed, folder, launch, recall
 from smallvit.record import RECORD, WEIGHTS, read_record
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
@@ -58,15 +58,15 @@ def test_fail_fast_stops_at_the_first_failure(tmp_path):
     assert [r["status"] for r in records] == ["failed"]
 
 
-def workers() -> list[int]:
-    """The training processes under this one (not the resource tracker that spawn starts beside them)."""
+def workers(parent: int) -> list[int]:
+    """The training processes under that one (not the resource tracker that spawn starts beside them)."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words, line = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(words[1]) == os.getpid() and b"spawn_main" in line:
+        if int(words[1]) == parent and b"spawn_main" in line:
             found.append(int(path.parent.name))
     return found
 
@@ -81,7 +81,7 @@ def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
     def kill():
         while not (place / ".lock").exists():
             time.sleep(0.01)
-        for pid in workers():
+        for pid in workers(os.getpid()):
             os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -136,3 +136,51 @@ def test_the_folder_of_another_run_is_refused_before_anything_trains(tmp_path):
     folder(run, tmp_path, "t").rename(folder(other, tmp_path, "t"))
     with pytest.raises(ValueError, match="holds another run"):
         launch([other], tmp_path, recipe="t", jobs=1)
+
+
+def test_a_run_that_another_process_trains_is_left_to_it(tmp_path, capfd):
+    from filelock import FileLock
+
+    place = folder(SHORT, tmp_path, "t")
+    place.mkdir(parents=True)
+    with FileLock(place / ".lock"):
+        assert launch([SHORT], tmp_path, recipe="t", jobs=1) == []
+    assert "is trained by another process" in capfd.readouterr().err and not (place / RECORD).exists()
+    assert launch([SHORT], tmp_path, recipe="t", jobs=1)[0]["status"] == "finished"
+
+
+def test_a_failure_never_takes_the_place_of_a_finished_record(tmp_path):
+    launch([SHORT], tmp_path, recipe="t", jobs=1)
+    before = (folder(SHORT, tmp_path, "t") / RECORD).read_bytes()
+    assert failed(SHORT, tmp_path, "t", OSError("late"))["status"] == "finished"
+    assert (folder(SHORT, tmp_path, "t") / RECORD).read_bytes() == before
+
+
+def test_a_record_is_read_under_the_names_that_the_recipe_gives_today(tmp_path):
+    launch([SHORT], tmp_path, recipe="t", jobs=1)
+    renamed = replace(SHORT, role="baseline")
+    assert recall(renamed, tmp_path, "t")["role"] == "baseline" and recall(SHORT.vary(lr=0.5), tmp_path, "t") is None
+
+
+def killed_from_outside(out: Path):
+    launch([SHORT.vary(steps=100_000)], out, recipe="t", jobs=1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the workers in /proc")
+def test_a_worker_does_not_outlive_its_parent(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=killed_from_outside, args=(tmp_path,))
+    process.start()
+    while not list(tmp_path.rglob(".lock")):
+        time.sleep(0.05)
+    orphans = workers(process.pid)
+    process.kill()
+    process.join()
+    for _ in range(100):
+        if not any(
+            Path(f"/proc/{pid}/cmdline").exists() and b"spawn" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in orphans
+        ):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("a worker went on without its parent")
+    assert len(orphans) >= 1

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from smallvit import record as records
-from smallvit.record import FIELDS, RECORD, read_record, read_records, write_atomic, write_record, write_records, write_text
+from smallvit.record import (
+    FIELDS,
+    NEEDED,
+    RECORD,
+    read_record,
+    read_records,
+    write_atomic,
+    write_record,
+    write_records,
+    write_text,
+)
 
 FULL = dict.fromkeys(FIELDS) | {
     "recipe": "spt_lsa", "arm": "+SPT (ä, \u2028, \"quoted\")", "role": "technique", "labels": 100, "seed": 3, "status": "finished",
@@ -122,7 +132,7 @@ def test_folders_are_made_and_a_file_in_their_place_is_named(tmp_path):
 
 
 def test_every_field_comes_back_as_it_went(tmp_path):
-    assert len(FIELDS) == len(set(FIELDS)) == 29
+    assert len(FIELDS) == len(set(FIELDS)) == 31
     write_record(tmp_path, FULL)
     assert read_record(tmp_path) == FULL and list(read_record(tmp_path)) == list(FIELDS)
     assert type(read_record(tmp_path)["test_reads"]) is int and type(read_record(tmp_path)["curve"][1][2]) is float
@@ -175,7 +185,12 @@ def test_a_file_that_is_no_json_is_named(kind, tmp_path):
         read_record(tmp_path)
 
 
-@pytest.mark.parametrize("field", FIELDS)
+def test_a_name_that_came_later_is_none_in_earlier_records(tmp_path):
+    write_records(tmp_path / "old.jsonl", [{name: value for name, value in FULL.items() if name in NEEDED}])
+    assert read_records(tmp_path / "old.jsonl")[0] == dict.fromkeys(FIELDS) | {name: FULL[name] for name in NEEDED}
+
+
+@pytest.mark.parametrize("field", NEEDED)
 def test_a_record_that_lacks_a_field_is_refused_and_the_field_named(field, tmp_path):
     path = tmp_path / "all.jsonl"
     write_records(path, [FULL, {name: value for name, value in FULL.items() if name != field}])

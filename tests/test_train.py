@@ -26,6 +26,7 @@ from smallvit import (
     fit,
     linear_probe,
     optimise,
+    record,
     train,
 )
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
@@ -82,7 +83,7 @@ def seen_by(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]
     batches = []
     training.objective.register_forward_pre_hook(lambda _, given: batches.append(given[0].images.clone()))
     for _ in range(5):
-        training.advance(subset.train)
+        training.advance()
     return batches, start, subset.sha256
 
 
@@ -126,7 +127,7 @@ def test_averaged_weights_are_the_stated_running_mean(tmp_path):
     training = train.Training(run, data.spec, subset, "cpu")
     mean = None
     for step in range(1, 13):
-        training.advance(subset.train)
+        training.advance()
         now = training.objective.model.head.weight.detach().double()
         weight = 1 / min(step, 0.25 * 24)
         mean = now.clone() if mean is None else mean + weight * (now - mean)
@@ -252,11 +253,12 @@ def step_of(folder: Path) -> int:
 
 def half_way(tmp_path: Path, run: Run = SHORT) -> None:
     """Leave a checkpoint of `run` at step 10 in the folder."""
+    tmp_path.mkdir(exist_ok=True)
     data = run.data()
     training = train.Training(run, data.spec, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
     for _ in range(10):
-        training.advance(training.subset.train)
-    training.save(tmp_path / CHECKPOINT)
+        training.advance()
+    training.save(tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
@@ -316,3 +318,33 @@ def test_two_processes_do_not_train_one_run_at_the_same_time(tmp_path):
 
     with FileLock(tmp_path / ".lock"), pytest.raises(Timeout):
         fit(SHORT, tmp_path)
+
+
+def test_a_checkpoint_of_other_code_or_data_is_not_gone_on_from(tmp_path):
+    half_way(tmp_path / "old")
+    state = torch.load(tmp_path / "old" / CHECKPOINT, weights_only=True)
+    torch.save(state | {"made_by": "other"}, tmp_path / "old" / CHECKPOINT)
+    fit(SHORT, tmp_path / "old")
+    fit(SHORT, tmp_path / "new")
+    assert equal(weights(tmp_path / "old"), weights(tmp_path / "new"))
+
+
+def test_what_a_kill_left_half_written_is_cleared_away(tmp_path):
+    (tmp_path / ".checkpoint.pt.1.new").write_bytes(b"half")
+    fit(SHORT, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", WEIGHTS, RECORD]
+
+
+def test_an_augmentation_that_draws_elsewhere_is_still_the_same_in_every_arm():
+    class Careless:
+        unsafe_for_digits = None
+
+        def __call__(self, batch, generator):
+            return batch._replace(images=batch.images + torch.rand(()))
+
+    seen = []
+    for dropout in (0.0, 0.5):
+        run = SHORT.vary(block=partial(Block, dropout=dropout))
+        object.__setattr__(run, "augment", (Careless(),))
+        seen.append(seen_by(run)[0])
+    assert all(torch.equal(one, two) for one, two in zip(*seen))

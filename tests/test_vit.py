@@ -272,6 +272,34 @@ def test_every_argument_matters(c, name):
     assert differs
 
 
+class Gate(nn.Module):
+    """A class from elsewhere that starts at zero on purpose."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.proj = nn.Linear(dim, dim)
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x, size=None, mask=None):
+        return attention.Mixed(self.proj(x))
+
+
+class Drawn(Gate):
+    def reset_parameters(self):
+        nn.init.normal_(self.proj.weight)
+
+
+def test_a_class_from_elsewhere_keeps_its_weights_unless_it_says_how_to_draw_them():
+    def weights_of(c, **knobs):
+        torch.manual_seed(len(knobs))
+        model = initialise(ViT((8, 8), 1, 3, dim=8, depth=2, heads=2, attention=c, **knobs), seed=0)
+        return model.blocks[1].attention.proj.weight, model.blocks[1].mlp[0].weight
+
+    assert (weights_of(Gate)[0] == 0).all()
+    assert torch.equal(weights_of(Drawn)[0], weights_of(Drawn, registers=3)[0]) and (weights_of(Drawn)[0] != 0).all()
+    assert torch.equal(weights_of(Gate)[1], weights_of(Attention)[1])
+
+
 # The block
 
 
@@ -423,8 +451,8 @@ def test_tokens_are_prefix_then_patches_plus_positions():
 
 
 def test_a_reduction_is_made_for_each_layer_and_its_sizes_reach_the_pool():
-    def every_second(layer, depth):
-        return Halve(layer, depth) if layer % 2 else None
+    def every_second(layer, depth, prefix):
+        return Halve(layer, depth, prefix) if layer % 2 else None
 
     model, x = small(depth=4, reduction=every_second, pool=MeanTokens), torch.randn(2, 1, 32, 32)
     assert [made.reduction and (made.reduction.layer, made.reduction.depth) for made in model.blocks] == [

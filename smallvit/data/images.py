@@ -9,6 +9,7 @@ not, and from no label.
 Letters: n images in a data set, b in a batch, c channels, h w pixels, k classes.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,6 +84,13 @@ class Images:
         """The chosen labels as float32 rows that sum to 1, b k: what mixup and label smoothing work on."""
         return F.one_hot(self.labels[index].to(device), len(self.spec.classes)).float()
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of all pixels and labels."""
+        digest = hashlib.sha256(self.images.contiguous().numpy())
+        digest.update(self.labels.contiguous().numpy())
+        return digest.hexdigest()
+
     def take(self, index: Index) -> "Images":
         """The images at `index`, in that order."""
         return Images(self.images[index], self.labels[index], self.spec)
@@ -102,6 +110,10 @@ class Sealed:
     def __init__(self, images: Images):
         self.__images = images
         self.reads = 0
+
+    @property
+    def sha256(self) -> str:
+        return self.__images.sha256
 
     def open(self) -> Images:
         self.reads += 1
@@ -139,6 +151,12 @@ class Dataset:
     train: Images
     test: Sealed
     val: Images | None = None
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of all pixels and labels of all splits: equal means the same data, wherever the files lie."""
+        parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @classmethod
     def from_arrays(

@@ -29,7 +29,7 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
     parts = [f"# {_md(title)}", f"{fence}text\n{doc.strip()}\n{fence}"]
     if not records:
         return "\n\n".join([*parts, EMPTY]) + "\n"
-    c = compare(records)
+    c, records = compare(records), present(records)
     parts += ["## Verdicts", _md(summary(c))]
     for n in c.labels:
         judged = sorted((row for row in c.at(n) if row.verdict), key=lambda row: WORDS.index(row.verdict))
@@ -55,13 +55,18 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     given = {"title": title, "doc": doc.strip(), "light": figures.LIGHT, "dark": figures.DARK, "empty": EMPTY, "c": None}
     if not records:
         return page.render(given)
-    c = compare(records)
+    c, records = compare(records), present(records)
     drawn = {"forest": figures.forest(c), "labels": figures.by_labels(c), "dots": figures.dots(c)}
     drawn["curves"] = figures.learning_curves(c, records)
     given |= {"c": c, "figures": {name: Markup(svg) for name, svg in drawn.items()}, "looks": figures.styles(c)}
     given |= {"cost": cost, "zip": zip, "budget_names": BUDGETS, "summary": summary(c), "how_to_read": how_to_read(c)}
     given |= {"warnings": warnings(records), "failures": failures(c), "budgets": budgets(c)}
     return page.render(given | {"changes": changes(records), "provenance": provenance(records)})
+
+
+def present(records: Sequence[dict]) -> list[dict]:
+    """The records of runs that there are; a missing one says nothing of machine or code."""
+    return [record for record in records if record["status"] != "missing"]
 
 
 def percent(x: float) -> str:
@@ -117,7 +122,7 @@ def summary(c: Comparison) -> str:
     said = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word]) or "none to judge"
     lost, finished = sum(len(row.failures) for row in c.rows), sum(len(row.values) for row in c.rows)
     tail = f" {lost} of {lost + finished} runs left no number; see Failures." if lost else ""
-    return f"Against {c.baseline}, {c.family} comparisons: {said}.{tail}"
+    return f"Against {c.baseline}, {c.family} comparison{'s' * (c.family != 1)}: {said}.{tail}"
 
 
 def how_to_read(c: Comparison) -> str:
@@ -126,7 +131,8 @@ def how_to_read(c: Comparison) -> str:
         "Differences are paired: the same seed means the same images in the same order. Brackets are the 95% t interval of "
         f"one paired difference, in points of test accuracy. A verdict also pays for all {c.family} comparisons of this recipe "
         f"(Holm, {LEVEL:.0%}) and takes at least {MIN_PAIRS} pairs and no missing run. Inconclusive means not shown, not "
-        "equal. Floors are yardsticks and get no verdict."
+        "equal. Floors are yardsticks and get no verdict. Intervals are over seeds on one fixed set of test images: they say "
+        "nothing of other images."
     )
 
 
@@ -208,8 +214,8 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         ),
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
         "Pretrained weights": each(f"{r['arm']}: {json.dumps(k)}" for r in records if (k := r.get("weights"))) or "none",
-        "Run again": f"smallvit run {records[0]['recipe']}",
-        "Write this page again": f"smallvit report {records[0]['recipe']}",
+        "Run again": f"smallvit run {records[0]['recipe']}.py (or its path)",
+        "Write this page again": f"smallvit report {records[0]['recipe']}.py (or its path)",
     }
 
 

@@ -7,25 +7,15 @@ from .verdicts import amount, compare
 
 
 def text(records: Sequence[dict]) -> str:
-    """Mean and SD of every arm at every number of labels, then one sentence for each verdict."""
-    if not any(record["status"] == "finished" for record in records):
-        return "no run has finished, so there is nothing to compare"
-    if not any(record["role"] == "baseline" for record in records):
-        return "\n".join(f"{r['arm']} at {amount(r['labels'])}, seed {r['seed']}: {outcome(r)}" for r in records)
+    """Mean and SD of every arm that has run, at every number of labels, then one sentence for each verdict."""
     comparison = compare(records)
-    width = max(len(row.arm) for row in comparison.rows)
+    rows = [row for row in comparison.rows if row.values]
+    if not rows:
+        return "no run has finished, so there is nothing to compare"
+    width = max(len(row.arm) for row in rows)
     lines = []
-    for labels in dict.fromkeys(row.labels for row in comparison.rows):
+    for labels in dict.fromkeys(row.labels for row in rows):
         lines.append(f"{amount(labels)}: test accuracy, mean and SD over seeds")
-        lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in comparison.rows if row.labels == labels]
-    lines += ["", *(sentence(row) for row in comparison.rows if row.role == "technique")]
+        lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.labels == labels]
+    lines += ["", *(sentence(row) for row in rows if row.role == "technique")]
     return "\n".join(lines)
-
-
-def outcome(record: dict) -> str:
-    """What one run gave."""
-    return (
-        f"{100 * record['test'][record['score']]:.2f}%"
-        if record["status"] == "finished"
-        else f"{record['status']}: {record['error']}"
-    )

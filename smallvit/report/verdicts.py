@@ -165,6 +165,11 @@ def _score(record: dict) -> float:
     return record["test"][record["score"]]
 
 
+def _images(record: dict) -> tuple:
+    """What says which images a run saw."""
+    return record.get("subset_sha256"), record.get("data_sha256")
+
+
 def _roles(records: Sequence[dict]) -> dict[str, str]:
     """The role of every arm in order of appearance, once the records are known to be one comparable set."""
     seen, roles, scores = set(), {}, {}
@@ -172,7 +177,12 @@ def _roles(records: Sequence[dict]) -> dict[str, str]:
         cell = f"{r['arm']!r} at {amount(r['labels'])}, seed {r['seed']}"
         if r["recipe"] != records[0]["recipe"]:
             raise ValueError(f"records of {records[0]['recipe']!r} and of {r['recipe']!r}: report one recipe at a time")
-        if r["role"] not in ("baseline", "technique", "floor") or r["status"] not in ("finished", "failed", "unavailable"):
+        if r["role"] not in ("baseline", "technique", "floor") or r["status"] not in (
+            "finished",
+            "failed",
+            "unavailable",
+            "missing",
+        ):
             raise ValueError(f"{cell}: role {r['role']!r} or status {r['status']!r} is not a known one; write the record again")
         if cell in seen:
             raise ValueError(f"{cell} is recorded twice; keep one record of each run")
@@ -196,7 +206,7 @@ def _difference(own: dict[int, dict], base: dict[int, dict]) -> Difference | Non
     """The paired t-test over the seeds that both finished on the same images; no p where the differences do not scatter."""
     from scipy.stats import ttest_rel
 
-    seeds = tuple(s for s in own if s in base and own[s].get("subset_sha256") == base[s].get("subset_sha256"))
+    seeds = tuple(s for s in own if s in base and _images(own[s]) == _images(base[s]))
     if not seeds:
         return None
     arm, reference = [_score(own[s]) for s in seeds], [_score(base[s]) for s in seeds]
@@ -215,8 +225,8 @@ def _gaps(arm: str, own: dict[int, dict], baseline: str, base: dict[int, dict]) 
                 found.setdefault((name, runs[s]["status"]), []).append(s)
     for s in own:
         finished = own[s]["status"] == base[s]["status"] == "finished"
-        if finished and own[s].get("subset_sha256") != base[s].get("subset_sha256"):
-            found.setdefault((arm, f"not trained on the labelled images of {baseline}"), []).append(s)
+        if finished and _images(own[s]) != _images(base[s]):
+            found.setdefault((arm, f"not trained and tested on the images of {baseline}"), []).append(s)
     return "; ".join(f"{name}, {seeds_text(s, len(own))}: {what}" for (name, what), s in found.items())
 
 
