@@ -160,12 +160,9 @@ class Training:
                 f"the loss is {loss} by step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr"
             )
         self.loss.zero_()
-        val = self.subset.val
-        score = (
-            next(accuracy(self.model, Splits(self.subset.train, val, val)))[1]
-            if len(val) and accuracy in self.run.evaluators
-            else None
-        )
+        val, score = self.subset.val, None
+        if len(val) and accuracy in self.run.evaluators:
+            score = next(accuracy(self.model, Splits(self.subset.train, val, val)))[1]
         if self.run.early_stop and all(score > check[2] for check in self.curve):
             self.best = copy.deepcopy(self.model.state_dict())
         self.curve.append([self.step, round(loss, 5), score])
@@ -178,14 +175,13 @@ class Training:
 
     def facts(self) -> dict:
         """What a record says of the training itself."""
+        device = self.fabric.device
         return {
             "steps": self.step,
             "images_seen": self.step * self.run.batch,
             "seconds": round(self.seconds, 2) if self.run.steps else None,
             "curve": self.curve,
-            "device": self.fabric.device.type
-            if self.fabric.device.type == "cpu"
-            else torch.cuda.get_device_name(self.fabric.device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
         } | self.cost
 

@@ -79,7 +79,8 @@ def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
     place = folder(run, tmp_path, "t")
 
     def kill():
-        while not (place / ".lock").exists():
+        deadline = time.monotonic() + 120
+        while not (place / ".lock").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         for pid in workers(os.getpid()):
             os.kill(pid, signal.SIGKILL)
@@ -108,7 +109,7 @@ def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     while not list(tmp_path.rglob(RECORD)) and process.is_alive():
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
-    process.join(30)
+    process.join(120)
     assert process.exitcode == 130
     finished = len(list(tmp_path.rglob(RECORD)))
     assert 1 <= finished < 4, f"{finished} runs had finished when Ctrl-C came"
@@ -170,7 +171,7 @@ def killed_from_outside(out: Path):
 def test_a_worker_does_not_outlive_its_parent(tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=killed_from_outside, args=(tmp_path,))
     process.start()
-    while not list(tmp_path.rglob(".lock")):
+    while not list(tmp_path.rglob(".lock")) and process.is_alive():
         time.sleep(0.05)
     orphans = workers(process.pid)
     process.kill()
