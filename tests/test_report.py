@@ -126,11 +126,17 @@ def broken(rows: list[dict], how: str) -> list[dict]:
         return [r for r in rows if (r["arm"], r["seed"]) != ("+A", 3)]
     if how == "other images":
         return change(rows, "+A", 3, subset_sha256="other")
+    if how == "changed data":
+        return change(rows, "+A", 3, data_sha256="other")
+    if how == "not yet trained":
+        return change(rows, "+A", 3, status="missing", **UNKNOWN)
     arm, status = ("scratch", "failed") if how == "baseline failed" else ("+A", how)
     return change(rows, arm, 3, status=status, error="out of <memory>", **UNKNOWN)
 
 
-@pytest.mark.parametrize("how", ["missing", "failed", "unavailable", "baseline failed", "other images"])
+@pytest.mark.parametrize(
+    "how", ["missing", "failed", "unavailable", "baseline failed", "other images", "changed data", "not yet trained"]
+)
 def test_an_incomplete_cell_gets_no_verdict_but_its_reason(how):
     rows = differ(records({"scratch": 0, "+A": 0.02, "+B": 0}, labels=(100,)), "+B", [0.002, -0.002] * 4)
     rows = broken(rows, how)
