@@ -187,6 +187,8 @@ def changes(records: Sequence[dict]) -> dict[str, list[str]]:
             continue
         mine = _flat(r["run"])
         fields = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
+        swapped = tuple(name.removesuffix("call") for name in fields if name.endswith(".call") and name in mine)
+        fields = [name for name in fields if name in mine or not name.startswith(swapped)]  # what went with its component
         runs[r["arm"]] += 1
         lines = (f"{name}: {theirs.get(name, 'absent')} → {mine.get(name, 'absent')}" for name in fields)
         seen.setdefault(r["arm"], Counter()).update(lines)
