@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -155,7 +156,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    "name, value", [(name, value) for name, values in WRONG.items() for value in values], ids=lambda x: str(x)[:30]
+    "name, value",
+    [(name, value) for name, values in WRONG.items() for value in values],
+    ids=lambda x: re.sub(" at 0x.*", "", str(x)),
 )
 def test_a_choice_of_the_wrong_kind_or_size_is_refused_by_name(name, value):
     assert list(WRONG) == NAMES
