@@ -230,7 +230,7 @@ class Bar:
             self.count(record)
         steps = max(sum(runs[at].steps for at in todo), 1)
         self.watched = sys.stderr.isatty() and bool(todo)
-        self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, disable=not self.watched)
+        self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, nrows=20, disable=not self.watched)
         self.move([])
 
     def count(self, record: dict | None):
@@ -266,7 +266,7 @@ class Bar:
         self.bar.close()
 
 
-FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}] {postfix}"
+FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
 
 
 def amount(labels: int | None) -> str:
