@@ -5,7 +5,6 @@ Only what a command needs is imported, so `smallvit --help` does not wait for to
 
 import argparse
 import ast
-import os
 import shutil
 import signal
 import sys
@@ -264,5 +263,4 @@ def clock(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())
