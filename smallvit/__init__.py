@@ -13,7 +13,7 @@ NAMES = {
     "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "ShiftedPatchEmbed"),
     "positions": ("Learned", "SinCos1d", "SinCos2d"),
     "attention": ("Attention", "LocalityAttention", "Mixed"),
-    "reduction": ("Merge",),
+    "reduction": ("LearnedPrune", "LearnedThresholds", "Merge", "Place", "Prune"),
     "pooling": ("ClassToken", "MeanTokens", "SequencePool"),
     "floors": ("Pixels", "SmallCNN"),
     "data": (
@@ -22,7 +22,7 @@ NAMES = {
     ),
     "objectives": ("Supervised",),
     "evaluate": ("Splits", "accuracy", "cost", "features", "knn", "linear_probe"),
-    "pretrained": ("from_timm", "timm_attention", "timm_tokenizer"),
+    "pretrained": ("apply", "from_timm", "timm_attention", "timm_tokenizer"),
     "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),
     "train": ("fit",),
     "report": ("compare", "html", "markdown"),

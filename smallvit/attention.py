@@ -22,7 +22,7 @@ class Mixed(NamedTuple):
     """What attention returns: the mixed tokens, and two facts about them that a reduction may ask for.
 
     `key()` is the mean over heads of the keys, b n e. `saliency(queries)` is the attention that each token receives, b n: the
-    mean over heads and over the first `queries` tokens (all of them by default). They are computed only when called.
+    mean over heads and over the first `queries` tokens (by default all that are there). They are computed only when called.
     """
 
     x: Tensor
@@ -63,7 +63,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, k = self.q_norm(q) * self.scale, self.k_norm(k)
-        return mix(q, k, v, bias_of(size, mask), self.proj, self.dropout if self.training else 0.0)
+        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0)
 
 
 class LocalityAttention(nn.Module):
@@ -127,7 +127,7 @@ class LocalityAttention(nn.Module):
             q = q * self.start
         if self.mask_self:
             mask = others(x.shape[1], size, mask, x.device)
-        return mix(q, k, v, bias_of(size, mask), self.proj, self.dropout if self.training else 0.0)
+        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0)
 
 
 def width_of_head(dim: int, heads: int, head_dim: int | None) -> int:
@@ -161,6 +161,61 @@ def others(n: int, size: Tensor | None, mask: Tensor | None, device: torch.devic
     return allowed | (eye & ~allowed.any(-1, keepdim=True))
 
 
+def boolean(mask: Tensor) -> Tensor:
+    """The mask with at least the axes n n."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may look at a key")
+    return torch.atleast_2d(mask)
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, proj: nn.Module, dropout: float) -> Mixed:
+    """What the tokens see, heads joined and projected; the scale is already in q."""
+    x, seen = attend(q, k, v, size, mask, dropout)
+
+    def saliency(queries: int | None = None) -> Tensor:
+        rows = (seen if seen is not None else weights(q, k, size, mask))[:, :, :queries].mean(1)
+        if queries is not None or size is None:
+            return rows.mean(1)
+        there = (size > 0).to(rows.dtype)
+        return torch.einsum("bq,bqk->bk", there, rows) / there.sum(1, keepdim=True)
+
+    return Mixed(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The values that each token sees, b h n e, by the faster of two kernels that agree to rounding; and the attention map,
+    b h n n, where the kernel makes one.
+
+    On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
+    cache, so it is taken from 512 tokens on; on a GPU always. `fused` overrides the rule. Sizes with a gradient need the map.
+    """
+    if fused is None:
+        fused = q.device.type != "cpu" or q.shape[-2] >= 512
+    if fused and not (size is not None and size.requires_grad):
+        bias = bias_of(size, mask)
+        bias = None if bias is None else bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0), None
+    seen = weights(q, k, size, mask)
+    return F.dropout(seen.to(v.dtype), dropout) @ v, seen
+
+
+def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
+    """The attention map, b h n n, proportional to size * exp(logit); rows sum to 1."""
+    logits = q @ k.transpose(-2, -1)
+    if size is not None and size.requires_grad:
+        return differentiable(logits.float(), size.float(), mask).to(logits.dtype)
+    bias = bias_of(size, mask)
+    return (logits if bias is None else logits + bias).softmax(-1)
+
+
 def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """What is added to the logits, broadcastable to b h n n: log(size) of the key, and -inf where the mask forbids."""
     bias = None if size is None else size.log()[:, None, None, :]
@@ -170,44 +225,20 @@ def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
     return torch.where(boolean(mask), zero, float("-inf"))
 
 
-def boolean(mask: Tensor) -> Tensor:
-    """The mask with at least the axes n n."""
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may look at a key")
-    return torch.atleast_2d(mask)
+def differentiable(logits: Tensor, size: Tensor, mask: Tensor | None) -> Tensor:
+    """The attention map with its gradient to the sizes, which at size 0 the logarithm does not have.
 
-
-def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, proj: nn.Module, dropout: float) -> Mixed:
-    """softmax(q k^T + bias) v, heads joined and projected; the scale is already in q."""
-    x = attend(q, k, v, bias, dropout)
-    return Mixed(
-        proj(x.transpose(1, 2).flatten(2)),
-        key=lambda: k.mean(1),
-        saliency=lambda queries=None: weights(q[:, :, :queries], k, None if bias is None else bias[..., :queries, :]).mean(
-            (1, 2)
-        ),
-    )
-
-
-def weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """The attention map, b h n n; rows sum to 1."""
-    logits = q @ k.transpose(-2, -1)
-    if bias is not None:
-        logits = logits + bias
-    return logits.softmax(-1)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0, fused: bool | None = None
-) -> Tensor:
-    """softmax(q k^T + bias) v by the faster of two kernels that agree to rounding; b h n e.
-
-    On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
-    cache, so it is taken from 512 tokens on; on a GPU always. `fused` overrides the rule.
+    As in DynamicViT (arXiv:2106.02034, equations 10 and 11) a token always sees itself, as one where it is gone: nobody looks
+    at the row of a token that is gone, but the gradient asks what it would have said. The largest logit is taken over the
+    tokens that are there, and the exponentials of the others end at 1, so that none of them can drown a row.
     """
-    if fused is None:
-        fused = q.device.type != "cpu" or q.shape[-2] >= 512
-    if fused:
-        bias = None if bias is None else bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
-    return F.dropout(weights(q, k, bias).to(v.dtype), dropout) @ v
+    n = logits.shape[-1]
+    eye = torch.eye(n, dtype=torch.bool, device=logits.device)
+    itself = torch.where(size > 0, size, 1.0).detach()
+    factor = torch.where(eye, itself[:, None, :, None], size[:, None, None, :])
+    if mask is not None:
+        factor = factor * boolean(mask)
+    there = factor.detach() > 0
+    top = logits.detach().masked_fill(~there, float("-inf")).amax(-1, keepdim=True)
+    seen = factor * (logits - top).clamp(max=0).exp()
+    return seen / seen.sum(-1, keepdim=True)

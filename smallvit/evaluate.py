@@ -3,7 +3,7 @@
 Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged
 by. It is deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the
 test images first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its
-attribute `chooses`; the report then counts those labels too.
+attribute `chooses`; the report then counts those labels too. Only `cost`, which reads a clock, is not deterministic.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smallvit import compute
 from smallvit.data import Images
 
 Named = Iterator[tuple[str, float]]
@@ -106,6 +107,36 @@ def linear_probe(
 linear_probe.chooses = "C of the linear probe"
 
 
+def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> Named:
+    """What a forward pass costs, on the device and threads at hand, and what a reduction in the model buys.
+
+    `macs` for one image, by the closed form where there is one, else by torch's count, which is `flops / 2`; where they depend
+    on the image, the mean over the scored images (at most 1,000) and `macs_sd`. `tokens`: how many leave the last block, the
+    mean. `ms`: median milliseconds for a batch of `batch` images. `speedup`: over the same model unreduced with its fastest
+    attention kernel, side by side; below 1 the reduction loses time. Times are what they are: they alone are not deterministic.
+    """
+    images = next(iter(some(splits.test).batches(min(batch, len(splits.test)))))[0]
+    with frozen(model) as device:
+        images = images.to(device)
+        if not compute.reduces(model):
+            yield "macs", float(compute.footprint(model, images)["macs"])
+            yield "ms", compute.milliseconds([lambda: model(images)], repeats)[0]
+            return
+        if compute.tokens_per_layer(model):
+            yield "macs", sum(compute.closed_form(model, image=tuple(images.shape[-2:])).values())
+            yield "flops", float(compute.counted(model, images[:1]))
+            yield "tokens", float(compute.tokens_per_layer(model)[-1][1])
+        else:
+            scored = [x for x, _ in splits.test.batches(1_000, device=device)][0]
+            macs = torch.tensor(compute.macs_of_each(model, scored), dtype=torch.float64)
+            yield "macs", macs.mean().item()
+            yield "macs_sd", macs.std(correction=0).item()
+            yield "tokens", compute.seen_tokens(model, scored)[:, -1, 1].double().mean().item()
+        ms, times = compute.speedup(model, images, repeats)
+        yield "ms", ms
+        yield "speedup", times
+
+
 def features(model: nn.Module, images: Images) -> "numpy.ndarray":  # noqa: F821
     """What `model.features` says of each image, n d, float32, on the CPU."""
     with frozen(model) as device:
@@ -130,13 +161,3 @@ def frozen(model: nn.Module):
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def cost(model: nn.Module, image: Tensor) -> dict[str, int]:
-    """`params`, and `macs`: multiply-accumulates of one forward pass over `image`, 1 c h w, by torch's count of flops."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter = FlopCounterMode(display=False)
-    with frozen(model) as device, counter:
-        getattr(model, "features" if not list(model.parameters()) else "forward")(image.to(device))
-    return {"params": sum(p.numel() for p in model.parameters()), "macs": counter.get_total_flops() // 2}

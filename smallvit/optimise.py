@@ -1,18 +1,31 @@
 """Optimising: which weights decay, how the rate moves, and how weights are averaged."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions."""
-    spared = {id(p) for m in module.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
-    trained = [p for p in module.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim > 1 and id(p) not in spared]
-    rest = [p for p in trained if p.ndim <= 1 or id(p) in spared]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+Pace = Callable[[float, float], float]
+
+
+def decay_groups(objective: nn.Module, weight_decay: float) -> tuple[list[dict], list[Pace]]:
+    """Groups of what is trained, and the pace of each: (progress, the run's pace) -> fraction of the peak rate.
+
+    Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions. An objective
+    whose parameters learn at different paces says so in `paces()`.
+    """
+    spared = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
+    kinds = objective.paces() if hasattr(objective, "paces") else [(objective.parameters(), lambda progress, pace: pace)]
+    groups, paces = [], []
+    for parameters, own in kinds:
+        trained = [p for p in parameters if p.requires_grad]
+        decayed = [p for p in trained if p.ndim > 1 and id(p) not in spared]
+        rest = [p for p in trained if p.ndim <= 1 or id(p) in spared]
+        groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        paces += [own, own]
+    return groups, paces
 
 
 def pace(progress: float, warmup: float, one_step: float) -> float:

@@ -49,7 +49,9 @@ class SequencePool(nn.Module):
         self.score = nn.Linear(dim, 1)
 
     def forward(self, x: Tensor, size: Tensor | None = None, prefix: int = 0) -> Tensor:
-        x, score = x[:, prefix:], self.score(x[:, prefix:])
+        x = x[:, prefix:]
+        weight = self.score(x).softmax(1)
         if size is not None:
-            score = score + size[:, prefix:, None].log()
-        return (x * score.softmax(1)).sum(1)
+            weight = weight * size[:, prefix:, None].to(x.dtype)
+            weight = weight / weight.sum(1, keepdim=True)
+        return (x * weight).sum(1)

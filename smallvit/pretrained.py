@@ -1,9 +1,11 @@
 """timm: its weights in our ViT, and our slots in its models. The only file that knows timm's names.
 
-`from_timm` turns a timm Vision Transformer into the same function as a `ViT`. `timm_attention` and `timm_tokenizer` make of our
+`from_timm` turns a timm Vision Transformer into the same function as a `ViT`; `apply` reduces the tokens of a finished model,
+ours or timm's. `timm_attention` and `timm_tokenizer` make of our
 slots what timm's constructors ask for (`attn_layer`, `embed_layer`), by adapting and never by patching timm's classes.
 """
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -90,6 +92,23 @@ def from_timm(model: nn.Module) -> ViT:
     )
     ours.load_state_dict(rename(model.state_dict()), strict=True)
     return ours.to(model.head.weight).train(model.training)
+
+
+def apply(model: nn.Module, reduction: Callable | None) -> ViT:
+    """A new model that is `model` with this reduction in its blocks, in the place of any it had; no training, nothing patched.
+
+    `model` is a `ViT`, or a timm Vision Transformer, which goes through `from_timm` first; it is left alone. Weights are
+    copied. `None` takes a reduction out. What a reduction learns (`LearnedPrune`, `LearnedThresholds`) starts anew.
+
+    Raises   ValueError for another kind of model.
+    """
+    if not isinstance(model, ViT):
+        return apply(from_timm(model), reduction)
+    new = copy.deepcopy(model)
+    like = new.norm.weight
+    for block, place in zip(new.blocks, new.places(len(new.blocks), new.image)):
+        block.reduction = None if reduction is None else reduction(place).to(like).train(new.training)
+    return new
 
 
 def strangers(model: nn.Module) -> list[str]:

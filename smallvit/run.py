@@ -19,17 +19,20 @@ from smallvit.floors import Pixels, SmallCNN
 from smallvit.objectives import Supervised
 from smallvit.vit import ViT
 
+NAMING = ("arm", "role", "against")  # the fields of a run that decide nothing
 PRECISIONS = ("fp32", "bf16")
 ROLES = ("baseline", "technique", "floor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that decides one training. `arm` and `role` name it and decide nothing.
+    """Everything that decides one training. `arm`, `role` and `against` (its baseline's arm) name it and decide nothing.
 
     Data        `data()` loads it; `labels` labelled images, class-balanced, drawn by `seed` (None: all but the validation
                 images); `val` validation images (None: a fifth of the training images, at most 1,000).
     Model       `model(image, channels, classes)`, usually `partial(ViT, ...)`.
+    Start       `init` is the run whose weights this one starts from; it is trained first. What only this model has (a
+                reduction that learns) starts as in a model without `init`.
     Objective   `objective(model)`; `augment` are the steps that each batch goes through first, each image its own draw.
     Length      `steps` optimizer steps of `batch` images, whatever the number of labels.
     Optimizer   AdamW with peak rate `lr`, linear warm-up over the fraction `warmup` of the steps, then a cosine to 0;
@@ -44,12 +47,14 @@ class Run:
 
     arm: str = "scratch"
     role: str = "technique"
+    against: str = ""
 
     data: Callable = digits
     labels: int | None = None
     val: int | None = None
     seed: int = 0
     model: Callable = ViT
+    init: "Run | None" = None
     objective: Callable = Supervised
     augment: tuple[Callable, ...] = ()
     steps: int = 2_000
@@ -78,6 +83,10 @@ class Run:
             raise ValueError(f"arm is {self.arm!r}; expected a name")
         for name in ("data", "model", "objective"):
             check(getattr(self, name), name)
+        if not isinstance(self.init, Run | None):
+            raise ValueError(f"init is {self.init!r}; expected the run to start from, or None")
+        if self.init is None and getattr(function(self.objective), "needs_init", False):
+            raise ValueError(f"{function(self.objective).__name__} teaches a model that has been trained; give the run init=...")
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
         if not self.evaluators:
@@ -180,11 +189,17 @@ def ablate(
                 f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
             )
     return [
-        replace(run, arm=name, role=role, labels=count, seed=seed)
+        placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
         for count in labels
         for seed in seeds
         for name, (run, role) in named.items()
     ]
+
+
+def placed(run: Run, labels: int | None, seed: int) -> Run:
+    """The run at that seed and number of labels, and so what it starts from, unless that has a number of labels of its own."""
+    start = run.init and placed(run.init, run.init.labels or labels, seed)
+    return replace(run, labels=labels, seed=seed, init=start)
 
 
 def several(values: Iterable, name: str) -> list:
@@ -199,11 +214,11 @@ def several(values: Iterable, name: str) -> list:
 
 def the_floors(baseline: Run) -> dict[str, Run]:
     """The arms that a ViT has to beat, on the data of the baseline."""
-    pixels = replace(baseline, model=Pixels, steps=0, augment=(), average=0.0, early_stop=0, objective=Supervised)
+    pixels = replace(baseline, model=Pixels, init=None, steps=0, augment=(), average=0.0, early_stop=0, objective=Supervised)
     return {
         "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False),)),
         "pixels, nearest neighbour": replace(pixels, evaluators=(knn,)),
-        "small CNN": replace(baseline, model=SmallCNN, objective=Supervised, evaluators=(accuracy,)),
+        "small CNN": replace(baseline, model=SmallCNN, init=None, objective=Supervised, evaluators=(accuracy,)),
     }
 
 
@@ -213,7 +228,7 @@ def describe(run: Any) -> Any:
     Also describes a component or a plain value.
     """
     if isinstance(run, Run):
-        return {f.name: describe(getattr(run, f.name)) for f in fields(run) if f.name not in ("arm", "role")}
+        return {f.name: describe(getattr(run, f.name)) for f in fields(run) if f.name not in NAMING}
     return components.describe(run)
 
 

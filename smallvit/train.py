@@ -18,7 +18,8 @@ from smallvit import record as records
 from smallvit.augment import Batch, apply
 from smallvit.components import function
 from smallvit.data import DataSpec, Images, Subset
-from smallvit.evaluate import Splits, accuracy, cost
+from smallvit.compute import footprint
+from smallvit.evaluate import Splits, accuracy, frozen
 from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.run import Run, describe, fingerprint
 from smallvit.streams import stream
@@ -31,9 +32,17 @@ Watch = Callable[[int, float | None], None]
 
 
 def fit(
-    run: Run, folder: str | Path, *, recipe: str = "", device: str = "cpu", watch: Watch = lambda step, accuracy: None
+    run: Run,
+    folder: str | Path,
+    *,
+    recipe: str = "",
+    device: str = "cpu",
+    watch: Watch = lambda step, accuracy: None,
+    start: str | Path | None = None,
 ) -> dict:
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
+
+    `start` is the folder of the run that `run.init` asks for; without it that run is trained first, in `folder/init`.
 
     A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
     (same machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
@@ -55,6 +64,9 @@ def fit(
             return done
         for stray in folder.glob(".*.new"):  # what a kill left half written
             stray.unlink()
+        if run.init is not None:
+            start = Path(start or folder / "init")
+            before = fit(run.init, start, recipe=recipe, device=device)
         record = blank(run, recipe)  # first of all, so that it names the code that runs
         data = run.data()
         refuse_unsafe(run, data.spec)
@@ -63,11 +75,12 @@ def fit(
             raise ValueError(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
             )
-        training = Training(run, data.spec, subset, device)
+        training = Training(run, data.spec, subset, device, start)
         made_by = record["code"]["sha256"] + data.sha256
         training.resume(folder / records.CHECKPOINT, made_by)
         training.go(folder / records.CHECKPOINT, made_by, watch)
         record |= training.facts() | evaluations(run, training.model, subset, data.test)
+        record |= {"pretraining": spent(before)} if run.init is not None else {}
         record |= {"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256}
         save_weights(folder / records.WEIGHTS, training.model, record)
         records.write_record(folder, record)
@@ -78,7 +91,7 @@ def fit(
 class Training:
     """A run in progress: what changes from step to step, how one step is made, and how it is put down and taken up again."""
 
-    def __init__(self, run: Run, spec: DataSpec, subset: Subset, device: str):
+    def __init__(self, run: Run, spec: DataSpec, subset: Subset, device: str, start: Path | None = None):
         from lightning_fabric import Fabric
 
         self.run, self.spec, self.subset = run, spec, subset
@@ -87,11 +100,12 @@ class Training:
         model = run.model(spec.size, spec.channels, len(spec.classes))
         if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
             initialise(model, run.seed)
-        self.cost = cost(model, torch.zeros(1, spec.channels, *spec.size)) if list(model.parameters()) else {}
+        self.weights = start_from(model, start) if start else None
         objective = self.fabric.to_device(run.objective(model))
         self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
         if run.steps:
-            optimizer = torch.optim.AdamW(decay_groups(objective, run.weight_decay), lr=run.lr, fused=True)
+            groups, self.paces = decay_groups(objective, run.weight_decay)
+            optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
             self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
         else:
             self.objective, self.optimizer = objective, None
@@ -132,9 +146,10 @@ class Training:
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
         torch.manual_seed(stream(run.seed, "dropout", step))
         batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
-        for group in self.optimizer.param_groups:
-            group["lr"] = run.lr * pace(step / run.steps, run.warmup, 1 / run.steps)
-        loss = self.objective(batch._replace(images=self.spec.normalise(batch.images)), step / run.steps)["loss"]
+        progress = step / run.steps
+        for group, own in zip(self.optimizer.param_groups, self.paces):
+            group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps))
+        loss = self.objective(batch._replace(images=self.spec.normalise(batch.images)), progress)["loss"]
         self.optimizer.zero_grad()
         self.fabric.backward(loss)
         if run.clip:
@@ -183,7 +198,15 @@ class Training:
             "curve": self.curve,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
-        } | self.cost
+            "weights": self.weights,
+        } | self.footprint()
+
+    def footprint(self) -> dict:
+        """Parameters and MACs, where there are parameters; MACs that depend on the image are those of training images."""
+        if not self.trained and not list(self.model.parameters()):
+            return {}
+        with frozen(self.model):
+            return footprint(self.model, self.spec.normalise(self.images.pixels(slice(256))))
 
     def save(self, path: Path, made_by: str):
         """Put the training down; `made_by` names the code and the data."""
@@ -293,6 +316,33 @@ def save_weights(path: Path, model: nn.Module, record: dict):
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"fingerprint": record["fingerprint"]}))
+
+
+def spent(before: dict) -> dict:
+    """What a run's start cost, its own start included."""
+    earlier = before["pretraining"] or {}
+    return {name: (before[name] or 0) + (earlier.get(name) or 0) for name in ("images_seen", "steps", "seconds")} | {
+        "fingerprint": before["fingerprint"]
+    }
+
+
+def start_from(model: nn.Module, folder: Path) -> dict:
+    """Load the weights of the run in `folder`, and say which; only a reduction may have weights that are not there.
+
+    Raises ValueError for a weight that is missing, left over or of another shape, naming it.
+    """
+    from safetensors.torch import load_file
+
+    state, own = load_file(folder / records.WEIGHTS), model.state_dict()
+    missing = [name for name in own if name not in state]
+    strange = [name for name in missing if ".reduction." not in name]
+    strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
+    if strange:
+        raise ValueError(
+            f"the weights of {folder} do not fit the model: {', '.join(strange[:5])}; expected the same model but for its reduction"
+        )
+    model.load_state_dict(state, strict=False)
+    return {"from": records.read_record(folder)["fingerprint"], "loaded": len(state), "missing": missing}
 
 
 def estimate(run: Run, device: str = "cpu") -> float:

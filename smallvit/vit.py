@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smallvit.attention import Attention, Mixed
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
+from smallvit.reduction import Place
 from smallvit.streams import stream
 from smallvit.tokenizers import PatchEmbed
 
@@ -56,12 +57,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if getattr(self.reduction, "first", False):
+            x, size = self.reduction(x, size)
         mixed = self.attention(self.norm1(x) if self.norm_first else x, size, mask)
         if not isinstance(mixed, Mixed):
             raise ValueError(f"{type(self.attention).__name__} returned a {type(mixed).__name__}; expected Mixed(tokens)")
         x = x + self.branch1(mixed.x)
         x = x if self.norm_first else self.norm1(x)
-        if self.reduction is not None:
+        if self.reduction is not None and not getattr(self.reduction, "first", False):
             x, size = self.reduction(x, size, mixed.key, mixed.saliency)
         x = x + self.branch2(self.mlp(self.norm2(x) if self.norm_first else x))
         return x if self.norm_first else self.norm2(x), size
@@ -112,7 +115,7 @@ class ViT(nn.Module):
         super().__init__()
         if registers < 0:
             raise ValueError(f"registers is {registers}; expected 0 or more extra tokens")
-        self.channels = channels
+        self.image, self.channels = tuple(image), channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
         for part, needed in ((self.tokenizer, "grid"), (self.pool, "class_tokens")):
@@ -122,8 +125,8 @@ class ViT(nn.Module):
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            block(dim, heads, attention, reduction(layer, depth, len(self.prefix)) if reduction else None, rate)
-            for layer, rate in enumerate(rates(drop_path, depth))
+            block(dim, heads, attention, reduction(place) if reduction else None, rate)
+            for place, rate in zip(self.places(depth, image), rates(drop_path, depth))
         )
         self.norm_after_pool = norm_after_pool
         self.norm = nn.LayerNorm(dim, eps=1e-6)
@@ -133,6 +136,12 @@ class ViT(nn.Module):
     def reset_parameters(self):
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.trunc_normal_(self.prefix, std=0.02)  # last: how many there are must not move the draw of the head
+
+    def places(self, depth: int, image: tuple[int, int]) -> list[Place]:
+        """What a reduction in each of `depth` blocks is told, for images of that size."""
+        rows, columns = self.tokenizer.grid(image)
+        prefix, dim = self.prefix.shape
+        return [Place(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
     def tokens(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """All tokens after the last block, b n d, and how many patches each stands for, b n (None: one each)."""
@@ -150,7 +159,11 @@ class ViT(nn.Module):
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """What the head sees, b d."""
-        x = self.pool(*self.tokens(x, mask), len(self.prefix))
+        return self.pooled(*self.tokens(x, mask))
+
+    def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:
+        """What the head sees of all tokens, b n d -> b d."""
+        x = self.pool(x, size, len(self.prefix))
         return self.norm(x) if self.norm_after_pool else x
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,15 +1,8 @@
-"""Reduction: fewer tokens.
-
-Contract: `reduction(layer, depth, prefix)` makes a module that a block calls between attention and the MLP,
-`(x, size, key, saliency) -> (x, size)`. `x` is b n d, its `prefix` prefix tokens first; they stay first and are never merged or
-dropped. `size`, b n or None (all ones), says how many patches a token stands for; its sum is conserved, or lowered by a pruner
-that does not fuse. `key()` is b n e, `saliency(queries)` b n (see `attention.Mixed`): called only when needed. Parts of the
-layers may be left alone: there the module is the identity, as it is at its off setting.
-"""
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .place import Place, take, wide
 
 
 class Merge(nn.Module):
@@ -32,16 +25,19 @@ class Merge(nn.Module):
              [-1, 1].
     """
 
-    def __init__(self, layer: int, depth: int, prefix: int, *, r: int | float | tuple = 0, inflect: float = 0.0):
+    def __init__(self, place: Place, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()
-        self.prefix = prefix
-        self.r = schedule(r, inflect, depth)[layer]
+        self.prefix = place.prefix
+        self.r = schedule(r, inflect, place.depth)[place.layer]
 
     def count(self, n: int) -> int:
         """How many merges are made among n tokens."""
         patches = n - self.prefix
         wanted = int(self.r * patches) if isinstance(self.r, float) else self.r
         return min(wanted, patches // 2)
+
+    def left(self, n: int) -> int:
+        return n - self.count(n)
 
     def forward(self, x: Tensor, size: Tensor | None, key, saliency=None) -> tuple[Tensor, Tensor | None]:
         n, p = x.shape[1], self.prefix
@@ -90,12 +86,3 @@ def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | f
             raise ValueError(f"r is {count}; expected a number of merges from 0 on, or a fraction up to 0.5")
     return counts
 
-
-def wide(index: Tensor, x: Tensor) -> Tensor:
-    """b m -> b m d, to gather or scatter whole tokens."""
-    return index[..., None].expand(-1, -1, x.shape[-1])
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens at those places, b m d."""
-    return x.gather(1, wide(index, x))

@@ -1,0 +1,168 @@
+"""Compute: how much work a model does for an image, by the closed form of the papers, by torch's count, and by the clock.
+
+Letters: n tokens into attention, m tokens into the MLP of the same block; MACs are multiply-accumulates, what the papers on token
+reduction call FLOPs. A FLOP counter counts two for each.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+
+def linear_macs(module: nn.Module) -> int:
+    """MACs of the linear maps of a module, for each token that goes through."""
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+
+def block_macs(block: nn.Module, n: float | Tensor, m: float | Tensor) -> float | Tensor:
+    """MACs of one block by the closed form: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2) for heads that fill the width d.
+
+    Norms, softmax, activation and biases are left out, as in the papers.
+    """
+    pair = 2 * block.attention.proj.in_features  # the attention map, and the values by it
+    return n * linear_macs(block.attention) + n * n * pair + m * linear_macs(block.mlp)
+
+
+def tokens_per_layer(model: nn.Module, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
+    """For each block how many tokens its attention and its MLP see, prefix included; None where it depends on the image.
+
+    `image` is the height and width, by default those the model was built for.
+    """
+    place = model.places(1, image or model.image)[0]
+    n, out = place.prefix + place.patches, []
+    for block in model.blocks:
+        m = n if block.reduction is None else block.reduction.left(n)
+        if m is None:
+            return None
+        out.append((m if getattr(block.reduction, "first", False) else n, m))
+        n = m
+    return out
+
+
+def closed_form(
+    model: nn.Module, tokens: Sequence[tuple[float, float]] | None = None, image: tuple[int, int] | None = None
+) -> dict[str, float]:
+    """MACs for one image: `embed`, `blocks`, `reduction` (what the reduction itself costs) and `head`.
+
+    `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. Published figures leave `reduction` out.
+    The tokenizer is counted by torch, since each kind has a closed form of its own.
+
+    Raises   ValueError where the tokens depend on the image and are not given, or for attention without a projection `proj`.
+    """
+    image = image or model.image
+    tokens = tokens or tokens_per_layer(model, image)
+    if tokens is None:
+        raise ValueError("how many tokens this model keeps depends on the image; give tokens, for instance of seen_tokens")
+    strange = [type(block.attention).__name__ for block in model.blocks if not hasattr(block.attention, "proj")]
+    if strange:
+        raise ValueError(f"{strange[0]} has no projection `proj`, so there is no closed form for it; count it: counted(model, x)")
+    parameter = next(model.parameters())
+    blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
+    came, extra = place_tokens(model, image), 0.0
+    for block, (_, m) in zip(model.blocks, tokens):
+        if block.reduction is not None and hasattr(block.reduction, "macs"):
+            extra += block.reduction.macs(came, block.attention.proj.in_features // block.attention.heads)
+        came = m
+    return {
+        "embed": counted(model.tokenizer, blank) / 2,
+        "blocks": sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens)),
+        "reduction": extra,
+        "head": linear_macs(model.head),
+    }
+
+
+def place_tokens(model: nn.Module, image: tuple[int, int]) -> int:
+    place = model.places(1, image)[0]
+    return place.prefix + place.patches
+
+
+def counted(model: nn.Module, images: Tensor) -> int:
+    """FLOPs (two for each multiply-accumulate) of one forward pass by torch's counter, which sees products alone."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(images)
+    return counter.get_total_flops()
+
+
+def seen_tokens(model: nn.Module, images: Tensor) -> Tensor:
+    """For each image and block how many tokens attention and the MLP see: images x blocks x 2. For models that look first."""
+    now: list[Tensor] = []
+
+    def note(module, given, out):
+        x, size = out
+        n = torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu()
+        before = now[-1][:, 1] if now else torch.full((len(x),), given[0].shape[1])
+        now.append(torch.stack([n if getattr(module, "first", False) else before, n], dim=1))
+
+    hooks = [block.reduction.register_forward_hook(note) for block in model.blocks if block.reduction is not None]
+    try:
+        with torch.inference_mode():
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(now, dim=1)
+
+
+def unreduced(model: nn.Module) -> nn.Module:
+    """A copy of the model that reduces nothing."""
+    new = copy.deepcopy(model)
+    for block in new.blocks:
+        block.reduction = None
+    return new
+
+
+def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
+    """`params`, and `macs` for one image: torch's count, or, where that depends on the image, the mean closed form over these.
+
+    A model without parameters is what its `features` do.
+    """
+    params = sum(p.numel() for p in model.parameters())
+    if reduces(model) and tokens_per_layer(model) is None:
+        return {"params": params, "macs": sum(macs := macs_of_each(model, images)) / len(macs)}
+    call = model if params else model.features
+    return {"params": params, "macs": counted(call, images[:1]) // 2}
+
+
+def macs_of_each(model: nn.Module, images: Tensor) -> list[float]:
+    """Closed-form MACs of each of the images, for a model whose tokens depend on the image."""
+    seen = seen_tokens(model, images).tolist()
+    return [sum(closed_form(model, tokens, tuple(images.shape[-2:])).values()) for tokens in seen]
+
+
+def reduces(model: nn.Module) -> bool:
+    """Whether the model has blocks of which at least one has a reduction."""
+    return any(getattr(block, "reduction", None) is not None for block in getattr(model, "blocks", ()))
+
+
+def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
+    """The median time of each call; they take turns, so that what disturbs one disturbs all."""
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(repeats + 1):
+        for call, of in zip(calls, times):
+            started = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:  # the first is to warm up
+                of.append(1e3 * (time.perf_counter() - started))
+    return [median(of) for of in times]
+
+
+def speedup(model: nn.Module, images: Tensor, repeats: int = 9) -> tuple[float, float]:
+    """Milliseconds of one forward pass over the images, and how often that goes into the time of the same model unreduced,
+    with whichever attention kernel makes that fastest. Below 1 the reduction loses time."""
+    kernels = [unreduced(model) for _ in range(2)]
+    for kernel, fused in zip(kernels, (False, True)):
+        for module in kernel.modules():
+            if hasattr(module, "fused"):
+                module.fused = fused
+    with torch.inference_mode():
+        mine, *theirs = milliseconds([partial(each, images) for each in (model, *kernels)], repeats)
+    return mine, min(theirs) / mine

@@ -1,0 +1,24 @@
+"""Reduction: fewer tokens.
+
+Contract: `reduction(place)` makes a module for one block; `place` says where that is (see `Place`). The block calls it between
+attention and the MLP, `(x, size, key, saliency) -> (x, size)`; one with a true attribute `first` stands before attention
+instead and is called `(x, size)`.
+
+- `x` is b n d, its prefix tokens first; they stay first and are never merged or dropped. What stands in `x` behind the first
+  `place.dim` channels is moved along and decides nothing, so that whoever wants to know where the patches went sends them
+  along.
+- `size`, b n or None (all ones), says how many patches a token stands for. Its sum is conserved, or lowered by a pruner that
+  does not carry on what it drops. 0 is a token that is gone and still in the tensor: attention and pools do not see it.
+- `key()` is b n e, `saliency(queries)` b n (see `attention.Mixed`): called only when needed.
+- `left(n)` says how many of n tokens go on from here in evaluation, None where that depends on the image.
+
+Parts of the layers may be left alone: there the module is the identity, as it is at its off setting.
+"""
+
+from .learned import LearnedPrune
+from .merge import Merge
+from .place import Place
+from .prune import Prune
+from .thresholds import LearnedThresholds
+
+__all__ = ["LearnedPrune", "LearnedThresholds", "Merge", "Place", "Prune"]

@@ -1,0 +1,49 @@
+"""Where a reduction stands, and the small moves that all reductions are made of."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """What the model tells a reduction: its block and the tokens that come to it.
+
+    It stands in block `layer`, from 0, of `depth`. Tokens are `dim` wide; `prefix` of them, first in the sequence, are no
+    patches, and the very first is a class token if `class_token`. Where nothing is reduced there are `patches` patches.
+    """
+
+    layer: int = 0
+    depth: int = 1
+    dim: int = 64
+    prefix: int = 1
+    class_token: bool = True
+    patches: int = 49
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens at those places: b n d, b m -> b m d; or b n, b m -> b m."""
+    return x.gather(1, index if x.ndim == 2 else wide(index, x))
+
+
+def wide(index: Tensor, x: Tensor) -> Tensor:
+    """b m -> b m d, to gather or scatter whole tokens."""
+    return index[..., None].expand(-1, -1, x.shape[-1])
+
+
+def stages(layers: tuple[int, ...] | None, depth: int) -> list[int]:
+    """The blocks that prune: those given, or, as in EViT and DynamicViT, the ones at 1/4, 2/4 and 3/4 of the depth.
+
+    Raises ValueError for a block that is not there, or that is named twice.
+    """
+    if layers is None:
+        return sorted({depth * quarter // 4 for quarter in (1, 2, 3)})
+    if not all(0 <= layer < depth for layer in layers) or len(set(layers)) < len(layers):
+        raise ValueError(f"layers is {layers}; expected different blocks of this model, from 0 to {depth - 1}")
+    return sorted(layers)
+
+
+def share(keep: float, name: str) -> float:
+    """The fraction, if it is one."""
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
+    return float(keep)
