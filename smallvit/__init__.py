@@ -20,7 +20,7 @@ NAMES = {
         "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
         "mnist", "qmnist", "svhn",
     ),
-    "objectives": ("Supervised",),
+    "objectives": ("LearnThresholds", "LearnToPrune", "Supervised"),
     "evaluate": ("Splits", "accuracy", "cost", "features", "knn", "linear_probe"),
     "pretrained": ("apply", "from_timm", "timm_attention", "timm_tokenizer"),
     "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),

@@ -37,10 +37,12 @@ class Attention(nn.Module):
     Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); with None nothing is added.
 
     `head_dim` frees the head width from `dim / heads`; `qk_norm` normalises queries and keys of each head (arXiv:2302.05442);
-    `dropout` acts on the attention map.
+    `dropout` acts on the attention map. The attribute `fused` overrides the choice of kernel (see `attend`).
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given.
     """
+
+    fused: bool | None = None
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, k = self.q_norm(q) * self.scale, self.k_norm(k)
-        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0)
+        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused)
 
 
 class LocalityAttention(nn.Module):
@@ -85,6 +87,8 @@ class LocalityAttention(nn.Module):
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, or for an unknown `temperature`.
     """
+
+    fused: bool | None = None
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class LocalityAttention(nn.Module):
             q = q * self.start
         if self.mask_self:
             mask = others(x.shape[1], size, mask, x.device)
-        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0)
+        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused)
 
 
 def width_of_head(dim: int, heads: int, head_dim: int | None) -> int:
@@ -168,9 +172,18 @@ def boolean(mask: Tensor) -> Tensor:
     return torch.atleast_2d(mask)
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, proj: nn.Module, dropout: float) -> Mixed:
+def mix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor | None,
+    mask: Tensor | None,
+    proj: nn.Module,
+    dropout: float,
+    fused: bool | None,
+) -> Mixed:
     """What the tokens see, heads joined and projected; the scale is already in q."""
-    x, seen = attend(q, k, v, size, mask, dropout)
+    x, seen = attend(q, k, v, size, mask, dropout, fused)
 
     def saliency(queries: int | None = None) -> Tensor:
         rows = (seen if seen is not None else weights(q, k, size, mask))[:, :, :queries].mean(1)

@@ -19,7 +19,7 @@ from shutil import get_terminal_size
 from threading import Thread
 
 from smallvit import record as records
-from smallvit.run import Run, describe, fingerprint, rebuild
+from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
 
 
 def launch(
@@ -43,6 +43,8 @@ def launch(
     refuse_absent(device)
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
+    asked = len(runs)
+    runs, starts = with_starts(runs)
     found = [recall(run, out, recipe) for run in runs]
     todo = [at for at, record in enumerate(found) if record is None or (retry and record["status"] != "finished")]
     announce_strangers(found)
@@ -50,13 +52,17 @@ def launch(
         data()  # downloaded once and with its own bar, and what is wrong with it said once
     bar = Bar(runs, found, todo)
     slots = [Slot(source, device) for _ in range(min(jobs or cores(), len(todo)))]
-    queue, busy, died = list(reversed(todo)), {}, set()
+    queue, busy, died = list(todo), {}, set()
     try:
         while queue or busy:
             for slot in slots:
-                if slot not in busy.values() and queue:
-                    at = queue.pop()
-                    busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at)] = slot
+                under_way = {*queue, *(slot.at for slot in busy.values())}
+                at = next((at for at in queue if starts[at] not in under_way), None)
+                if slot in busy.values() or at is None:
+                    continue
+                queue.remove(at)
+                start = None if starts[at] is None else folder(runs[starts[at]], out, recipe)
+                busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, start)] = slot
             ended, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in ended:
                 slot = busy.pop(future)
@@ -66,7 +72,7 @@ def launch(
                     slot.replace()
                     if at not in died:
                         died.add(at)
-                        queue.append(at)
+                        queue.insert(0, at)
                         continue
                 found[at] = future.result() if error is None else failed(runs[at], out, recipe, error)
                 bar.tell(runs[at], found[at])
@@ -83,7 +89,17 @@ def launch(
         for slot in slots:
             slot.pool.shutdown(wait=True, cancel_futures=True)
         bar.close()
-    return [record for record in found if record is not None]
+    return [record for record in found[:asked] if record is not None]
+
+
+def with_starts(runs: Sequence[Run]) -> tuple[list[Run], list[int | None]]:
+    """The runs, behind them those that they start from and that are not among them; and for each where its start is."""
+    runs = list(runs)
+    place = {fingerprint(run): at for at, run in enumerate(runs)}
+    for run in runs:  # grows while it is walked: a start may have a start
+        if run.init is not None and place.setdefault(fingerprint(run.init), len(runs)) == len(runs):
+            runs.append(run.init)
+    return runs, [None if run.init is None else place[fingerprint(run.init)] for run in runs]
 
 
 class Slot:
@@ -100,9 +116,10 @@ class Slot:
         self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress,))
 
-    def start(self, run: Run, path: Path, recipe: str, at: int) -> Future:
+    def start(self, run: Run, path: Path, recipe: str, at: int, start: Path | None) -> Future:
         self.at, self.progress[0] = at, 0
-        words = (describe(run), run.arm, run.role, str(path), recipe, self.source, self.device)
+        naming = {name: getattr(run, name) for name in NAMING}
+        words = (describe(run), naming, path, start, recipe, self.source, self.device)
         try:
             return self.pool.submit(work, *words)
         except BrokenProcessPool:  # it died idle
@@ -129,7 +146,9 @@ def prepare(progress):
     PROGRESS = progress
 
 
-def work(plain: dict, arm: str, role: str, path: str, recipe: str, source: str | Path | None, device: str) -> dict:
+def work(
+    plain: dict, naming: dict, path: Path, start: Path | None, recipe: str, source: str | Path | None, device: str
+) -> dict:
     """One run in a worker."""
     from smallvit.recipe import load_recipe
     from smallvit.train import fit
@@ -139,7 +158,7 @@ def work(plain: dict, arm: str, role: str, path: str, recipe: str, source: str |
 
     if source is not None:
         load_recipe(source)
-    return fit(replace(rebuild(plain), arm=arm, role=role), path, recipe=recipe, device=device, watch=watch)
+    return fit(replace(rebuild(plain), **naming), path, recipe=recipe, device=device, watch=watch, start=start)
 
 
 def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict | None:
@@ -178,7 +197,7 @@ def recall(run: Run, out: str | Path, recipe: str) -> dict | None:
         return None
     if record["fingerprint"] != fingerprint(run):
         raise ValueError(f"{path} holds another run than {run.arm!r}; move it away, or choose another --out")
-    return record | {"recipe": recipe, "arm": run.arm, "role": run.role}
+    return record | {"recipe": recipe} | {name: getattr(run, name) for name in NAMING}
 
 
 def announce_strangers(found: Sequence[dict | None]):

@@ -183,11 +183,15 @@ def ablate(
             named[name] = (run, "floor")
     same: dict[str, str] = {}
     for name, (run, _) in named.items():
-        other = same.setdefault(fingerprint(replace(run, labels=None, seed=0)), name)
+        other = same.setdefault(fingerprint(placed(run, None, 0)), name)
         if other != name:
             raise ValueError(
                 f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
             )
+    for name, (run, role) in named.items():
+        if run.init is not None:  # by the name of its arm, if it is one, so that it is trained once
+            start = replace(run.init, arm=same.get(fingerprint(placed(run.init, None, 0)), run.init.arm))
+            named[name] = (replace(run, init=start), role)
     return [
         placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
         for count in labels

@@ -53,14 +53,11 @@ def fit(
     from filelock import FileLock
 
     folder = Path(folder)
+    if done := finished(run, folder):
+        return done
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", timeout=0):
-        done = records.read_record(folder)
-        if done is not None and done["fingerprint"] != fingerprint(run):
-            raise ValueError(
-                f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each its own folder"
-            )
-        if done is not None and done["status"] == "finished":
+        if done := finished(run, folder):
             return done
         for stray in folder.glob(".*.new"):  # what a kill left half written
             stray.unlink()
@@ -86,6 +83,16 @@ def fit(
         records.write_record(folder, record)
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
     return record
+
+
+def finished(run: Run, folder: Path) -> dict | None:
+    """The record of that run, if it has finished there. Raises ValueError for the folder of another run."""
+    done = records.read_record(folder)
+    if done is not None and done["fingerprint"] != fingerprint(run):
+        raise ValueError(
+            f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each its own folder"
+        )
+    return done if done is not None and done["status"] == "finished" else None
 
 
 class Training:
@@ -194,7 +201,7 @@ class Training:
         return {
             "steps": self.step,
             "images_seen": self.step * self.run.batch,
-            "seconds": round(self.seconds, 2) if self.run.steps else None,
+            "seconds": round(self.seconds, 2) if self.run.steps or self.run.init else None,
             "curve": self.curve,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
@@ -342,7 +349,7 @@ def start_from(model: nn.Module, folder: Path) -> dict:
             f"the weights of {folder} do not fit the model: {', '.join(strange[:5])}; expected the same model but for its reduction"
         )
     model.load_state_dict(state, strict=False)
-    return {"from": records.read_record(folder)["fingerprint"], "loaded": len(state), "missing": missing}
+    return {"loaded": len(state), "missing": missing}
 
 
 def estimate(run: Run, device: str = "cpu") -> float:

@@ -42,6 +42,11 @@ class LearnedPrune(nn.Module):
         # at another image size the counts grow or shrink with what comes here
         return self.prefix + max(1, int(self.patches * self.target * ((n - self.prefix) / self.expected)))
 
+    def macs(self, n: int, head_dim: int) -> float:
+        """What the predictor costs."""
+        linear = [part.weight.numel() for part in self.modules() if isinstance(part, nn.Linear)]
+        return (n - self.prefix) * sum(linear)
+
     def forward(self, x: Tensor, size: Tensor | None, key=None, saliency=None) -> tuple[Tensor, Tensor | None]:
         if self.predictor is None:
             return x, size

@@ -39,6 +39,11 @@ class Merge(nn.Module):
     def left(self, n: int) -> int:
         return n - self.count(n)
 
+    def macs(self, n: int, head_dim: int) -> float:
+        """What the matching costs."""
+        patches = n - self.prefix
+        return (patches // 2) * (patches - patches // 2) * head_dim if self.count(n) else 0
+
     def forward(self, x: Tensor, size: Tensor | None, key, saliency=None) -> tuple[Tensor, Tensor | None]:
         n, p = x.shape[1], self.prefix
         r = self.count(n)
