@@ -208,24 +208,25 @@ def attend(
     b h n n, where the kernel makes one.
 
     On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
-    cache, so it is taken from 512 tokens on; on a GPU always. `fused` overrides the rule. Sizes with a gradient need the map.
+    cache, so it is taken from 128 tokens on (512 in half precision, which it is slow at); on a GPU always. `fused` overrides the
+    rule. Sizes with a gradient need the map.
     """
     if fused is None:
-        fused = q.device.type != "cpu" or q.shape[-2] >= 512
+        fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
     if fused and not (size is not None and size.requires_grad):
         bias = bias_of(size, mask)
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0), None
+    if size is not None and size.requires_grad:
+        return learn_sizes(q, k, v, size, mask, dropout), None
     seen = weights(q, k, size, mask)
     return F.dropout(seen.to(v.dtype), dropout) @ v, seen
 
 
 def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The attention map, b h n n, proportional to size * exp(logit); rows sum to 1."""
+    """The attention map, b h n n, proportional to size * exp(logit); rows sum to 1. No gradient to the sizes."""
     logits = q @ k.transpose(-2, -1)
-    if size is not None and size.requires_grad:
-        return differentiable(logits.float(), size.float(), mask).to(logits.dtype)
-    bias = bias_of(size, mask)
+    bias = bias_of(None if size is None else size.detach(), mask)
     return (logits if bias is None else logits + bias).softmax(-1)
 
 
@@ -238,20 +239,21 @@ def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
     return torch.where(boolean(mask), zero, float("-inf"))
 
 
-def differentiable(logits: Tensor, size: Tensor, mask: Tensor | None) -> Tensor:
-    """The attention map with its gradient to the sizes, which at size 0 the logarithm does not have.
+def learn_sizes(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """The values that each token sees, b h n e, with their gradient to the sizes, which the logarithm does not have at 0.
 
-    As in DynamicViT (arXiv:2106.02034, equations 10 and 11) a token always sees itself, as one where it is gone: nobody looks
-    at the row of a token that is gone, but the gradient asks what it would have said. The largest logit is taken over the
-    tokens that are there, and the exponentials of the others end at 1, so that none of them can drown a row.
+    As in DynamicViT (arXiv:2106.02034, equations 10 and 11) a token always sees itself, as one if it is gone, and its size has no
+    part in that: nobody looks at the row of a token that is gone, but the gradient asks what it would have said. The largest
+    logit is taken over the tokens that are there, and no exponential is above 1, so that none of the gone can drown a row.
     """
-    n = logits.shape[-1]
-    eye = torch.eye(n, dtype=torch.bool, device=logits.device)
-    itself = torch.where(size > 0, size, 1.0).detach()
-    factor = torch.where(eye, itself[:, None, :, None], size[:, None, None, :])
+    logits = (q @ k.transpose(-2, -1)).float()
+    bias = bias_of(size.detach().float(), mask)
+    top = (logits.detach() + bias).amax(-1, keepdim=True)
+    grown = (logits - top).clamp(max=0).exp()
     if mask is not None:
-        factor = factor * boolean(mask)
-    there = factor.detach() > 0
-    top = logits.detach().masked_fill(~there, float("-inf")).amax(-1, keepdim=True)
-    seen = factor * (logits - top).clamp(max=0).exp()
-    return seen / seen.sum(-1, keepdim=True)
+        grown = grown * boolean(mask)
+    factor = size.float()[:, None, :, None]  # by the values, so that no second map is made
+    itself = torch.where(factor > 0, factor, 1.0).detach() - factor
+    alone = grown.diagonal(dim1=-2, dim2=-1)[..., None] * itself
+    total = grown @ factor.expand(-1, grown.shape[1], -1, -1) + alone
+    return ((F.dropout(grown, dropout) @ (factor * v) + alone * v) / total).to(v.dtype)

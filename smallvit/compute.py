@@ -166,3 +166,39 @@ def speedup(model: nn.Module, images: Tensor, repeats: int = 9) -> tuple[float, 
     with torch.inference_mode():
         mine, *theirs = milliseconds([partial(each, images) for each in (model, *kernels)], repeats)
     return mine, min(theirs) / mine
+
+
+def setting(
+    model: Callable,
+    reduction: Callable,
+    knob: str,
+    share: float,
+    between: tuple[float, float],
+    image: tuple[int, int] = (28, 28),
+    channels: int = 1,
+) -> float:
+    """The value of `knob`, to three digits, at which the reduction brings `model` nearest to `share` of its MACs.
+
+    `model` is called `(image, channels, classes)`, as in a `Run`; `between` are the values to look between. The MACs are those
+    of `closed_form`, what the reduction costs included, so they can be met for a reduction with a fixed schedule alone.
+
+    Raises   ValueError if no value between those two comes within a twentieth of the share.
+    """
+
+    def spent(value: float | None) -> float:
+        with torch.device("meta"):
+            made = model(image, channels, 10, reduction=None if value is None else partial(reduction, **{knob: value}))
+        return sum(closed_form(made).values())
+
+    whole = spent(None)
+    low, high = between
+    rising = spent(high) > spent(low)
+    while high - low > 1e-3:
+        middle = round((low + high) / 2, 4)
+        low, high = (middle, high) if (spent(middle) / whole < share) == rising else (low, middle)
+    best = min((round(value, 3) for value in (low, high)), key=lambda value: abs(spent(value) / whole - share))
+    if abs(spent(best) / whole - share) > 0.05:
+        raise ValueError(
+            f"{knob} from {between[0]} to {between[1]} comes to {spent(best) / whole:.2f} of the MACs at best; expected {share}"
+        )
+    return best

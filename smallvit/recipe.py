@@ -79,12 +79,19 @@ def refuse_incomparable(runs: list, name: str):
     for (arm, labels, seed), times in Counter((run.arm, run.labels, run.seed) for run in runs).items():
         if times > 1:
             raise ValueError(f"{name}: arm {arm!r}, labels={labels}, seed={seed} stands in RUNS {times} times; expected once")
-    roles = {(run.arm, run.role) for run in runs}
-    baselines = sorted(arm for arm, role in roles if role == "baseline")
-    if len(baselines) != 1 or len(roles) != len({arm for arm, _ in roles}):
-        raise ValueError(
-            f"{name}: the baselines in RUNS are {baselines}; expected one arm in one role, as a call of ablate makes"
-        )
+    arms = dict.fromkeys((run.arm, run.role, run.against) for run in runs)
+    baselines = list(dict.fromkeys(arm for arm, role, _ in arms if role == "baseline"))
+    if not baselines:
+        raise ValueError(f"{name}: the baselines in RUNS are []; expected at least one, as a call of ablate makes")
+    for arm, times in Counter(arm for arm, _, _ in arms).items():
+        if times > 1:
+            raise ValueError(f"{name}: arm {arm!r} stands in several roles or against several baselines; expected one of each")
+    for arm, role, against in arms:
+        possible = [arm] if role == "baseline" else baselines
+        if against not in possible and (against or len(possible) > 1):
+            raise ValueError(
+                f"{name}: arm {arm!r} ({role}) is held against {against!r}; expected one of {possible} in its field against"
+            )
 
 
 def only(runs: list, words: list[str]) -> list:

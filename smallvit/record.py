@@ -19,9 +19,9 @@ RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt
 
 # Names once published keep their meaning; a name that came later is None in earlier records.
 FIELDS = (
-    "recipe", "arm", "role", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test", "test_reads",
-    "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision", "threads",
-    "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights",
+    "recipe", "arm", "role", "against", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test",
+    "test_reads", "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision",
+    "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights",
 )  # fmt: skip
 
 

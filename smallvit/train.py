@@ -284,6 +284,7 @@ def blank(run: Run, recipe: str, status: str = "failed", error: str | None = Non
         "recipe": recipe,
         "arm": run.arm,
         "role": run.role,
+        "against": run.against,
         "labels": run.labels,
         "seed": run.seed,
         "status": status,

@@ -142,7 +142,8 @@ def test_output_saliency_and_key_follow_the_equations(make, sized, masked):
         got = module(x, size, mask)
     close(got.x, expected)
     close(got.key(), keys)
-    close(got.saliency(), maps.mean((1, 2)))
+    there = torch.ones(B, N, dtype=torch.float64) if size is None else (size > 0).double()
+    close(got.saliency(), (maps.mean(1) * there[..., None]).sum(1) / there.sum(1, keepdim=True))
     close(got.saliency(1), maps[:, :, 0].mean(1))
     close(got.saliency(2), maps[:, :, :2].mean((1, 2)))
 
@@ -150,8 +151,66 @@ def test_output_saliency_and_key_follow_the_equations(make, sized, masked):
 @pytest.mark.parametrize("make", [partial(Attention, qk_norm=True), LSA[0], LSA[1]], ids=spelled)
 def test_gradients_are_those_of_the_function(make):
     module = perturbed(make)
-    x, size = tokens(3)[:1].requires_grad_(), torch.rand(1, 3, dtype=torch.float64).add(0.5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, size, *_: module(x, size).x, (x, size, *module.parameters()))
+    x, size = tokens(3)[:1].requires_grad_(), torch.rand(1, 3, dtype=torch.float64).add(0.5)
+    assert torch.autograd.gradcheck(lambda x, *_: module(x, size).x, (x, *module.parameters()))
+
+
+LEARNED = {
+    "kept or gone": [1.0, 0.0, 1.0, 0.0],
+    "merged": [1.0, 2.0, 0.0, 3.0],
+    "fractions": [0.25, 2.5, 0.0, 0.5],
+}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param("kept or gone", marks=pytest.mark.xfail(strict=True, reason="the largest logit of a row gets no gradient")),
+        "merged",
+        "fractions",
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_the_gradient_to_sizes_is_that_of_equations_10_and_11_of_dynamicvit(sizes, masked, fused):
+    """A token always sees itself, whatever its size (as one where it is gone): its own size has no part in its own row."""
+    size = torch.tensor([LEARNED[sizes]]).requires_grad_()
+    q, k, v = torch.rand(1, HEADS, N, 3), 1 + torch.rand(1, HEADS, N, 3), torch.randn(1, HEADS, N, 3)
+    k[:, :, size[0] == 0] *= 0.1  # those that are gone are no louder than those that are there: see the next test
+    for part in (q, k, v):
+        part.requires_grad_()
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1]]).bool() if masked else None
+    itself = torch.eye(N, dtype=torch.bool)
+    exponential = (q @ k.transpose(-2, -1)).exp() * (1 if mask is None else mask)
+    own = torch.where(size > 0, size, 1.0).detach()
+    weight = exponential * torch.where(itself, own[:, None, :, None], size[:, None, None, :])
+    expected = weight / weight.sum(-1, keepdim=True) @ v
+    got, _ = attend(q, k, v, size, mask, fused=fused)
+    close(got, expected, 1e-5)
+    drawn = torch.randn_like(expected)
+    for ours, theirs in zip(*(torch.autograd.grad((out * drawn).sum(), (size, q, k, v)) for out in (got, expected))):
+        close(ours, theirs, 1e-5)
+    detached, _ = attend(q, k, v, size.detach(), mask, fused=fused)
+    rows = [0, 2] if sizes == "kept or gone" else (size[0] > 0).nonzero()[:, 0].tolist()
+    close(got[:, :, rows], detached[:, :, rows], 1e-5)  # those that are there see the same, learned or not
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="learn_sizes mixes float32 with the values' float64")
+def test_sizes_learn_in_double_precision_too():
+    module, x, size = perturbed(Attention), tokens(), torch.ones(B, N, dtype=torch.float64, requires_grad=True)
+    close(module(x, size).x, module(x).x)
+
+
+@both
+def test_one_that_is_gone_drowns_nobody_however_loud_it_is(make):
+    module, x = perturbed(make, torch.float32), tokens(dtype=torch.float32)
+    x[:, 1] *= 1e3
+    size = torch.tensor([[1.0, 0.0, 1.0, 1.0]] * B)
+    kept = [0, 2, 3]
+    got = module(x, size.requires_grad_()).x
+    close(got[:, kept], module(x[:, kept]).x, 1e-4)
+    got[:, kept].square().sum().backward()
+    assert size.grad.isfinite().all() and all(p.grad.isfinite().all() for p in module.parameters())
 
 
 # Off, and what is learned
@@ -342,27 +401,41 @@ def test_a_token_that_the_mask_leaves_alone_looks_at_itself():
 # Two kernels, one function
 
 
-@pytest.mark.parametrize("shape", [None, (N, N), (1, N), (B, 1, 1, N), (B, HEADS, N, N)])
-def test_the_fused_kernel_equals_the_explicit_one(shape):
+@pytest.mark.parametrize("shape", [None, (N,), (N, N), (1, N), (B, 1, 1, N), (B, HEADS, N, N)])
+@pytest.mark.parametrize("sized", [False, True])
+def test_the_fused_kernel_equals_the_explicit_one(shape, sized):
     q, k, v = (torch.randn(B, HEADS, N, 8).requires_grad_() for _ in range(3))
-    bias = None if shape is None else torch.randn(shape).masked_fill(torch.arange(shape[-1]) == 1, float("-inf"))
+    size = torch.tensor([[1.0, 2.5, 0.0, 3.0], [0.0, 1.0, 1.0, 0.5]]) if sized else None
+    mask = None if shape is None else (torch.rand(shape) < 0.5) | (torch.arange(N) == 3)
     results = []
     for fused in (True, False):
-        out = attend(q, k, v, bias, fused=fused)
+        out, seen = attend(0.3 * q, k, v, size, mask, fused=fused)
+        assert (seen is None) == fused
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for fused, explicit in zip(*results):
         close(fused, explicit, 1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "from_here"), [(torch.float32, 128), (torch.bfloat16, 512)])
+def test_many_tokens_take_the_fused_kernel_unless_told_otherwise(dtype, from_here):
+    for n in (from_here - 1, from_here):
+        q = torch.randn(1, 1, n, 2, dtype=dtype)
+        taken = {fused: attend(q, q, q, fused=fused)[1] is None for fused in (None, False, True)}
+        assert taken == {None: n == from_here, False: False, True: True}
+
+
 @every
-def test_many_tokens_take_the_fused_kernel_and_get_the_same(make):
-    module, x = perturbed(make, torch.float32, std=0.3), tokens(512, torch.float32)
-    size = torch.rand(B, 512)
+@pytest.mark.parametrize("n", [4, 130])
+def test_a_module_told_which_kernel_to_take_says_the_same(make, n):
+    module, x, size = perturbed(make, torch.float32, std=0.3), tokens(n, torch.float32), torch.rand(B, n)
     for arguments in ((), (size,)):
-        long = module(x, *arguments)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "attend", partial(attend, fused=False))
-            close(long.x, module(x, *arguments).x, 1e-5)
+        said = []
+        for module.fused in (None, False, True):
+            mixed = module(x, *arguments)
+            said.append((mixed.x, mixed.saliency(), mixed.saliency(1)))
+        for other in said[1:]:
+            for ours, theirs in zip(said[0], other):
+                close(ours, theirs, 1e-5)
 
 
 # Dropout of the map

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate
 from smallvit.__main__ import main
-from smallvit.recipe import load_recipe, only, recipe_files
+from smallvit.recipe import load_recipe, only, recipe_files, refuse_incomparable
 from smallvit.record import read_records
 
 RECIPE = '''
@@ -219,6 +222,31 @@ def test_what_cannot_be_compared_is_refused_before_it_is_trained(here, capsys):
     Path("mine.py").write_text(RECIPE + "RUNS = [scratch]")
     assert main(["run", "mine.py"]) == 2
     assert "the baselines in RUNS are []" in capsys.readouterr().err
+
+
+def two_baselines() -> list:
+    """What a recipe makes that concatenates two calls of `ablate`."""
+    runs = []
+    for patch in (2, 4):
+        base = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=patch)))
+        arms = {f"patch {patch}": base, f"+LSA, patch {patch}": base.vary(attention=LocalityAttention)}
+        runs += ablate(arms, seeds=range(2), floors=patch == 2)
+    return runs
+
+
+def test_a_recipe_may_have_several_baselines_if_every_arm_names_its_own():
+    runs = two_baselines()
+    refuse_incomparable(runs, "r.py")
+    refuse_incomparable([replace(run, against="") for run in runs if run.against == "patch 2"], "r.py")
+    for spoilt, says in (
+        ([replace(run, against="") for run in runs], r"arm '\+LSA, patch 2' \(technique\) is held against ''"),
+        ([run for run in runs if run.arm != "patch 4"], r"'patch 4'; expected one of \['patch 2'\]"),
+        ([replace(runs[0], against="patch 4"), *runs[1:]], "'patch 2' stands in several roles or against several"),
+        ([replace(run, against="patch 4") if run.arm == "patch 2" else run for run in runs], r"'patch 2' \(baseline\) is held"),
+        ([replace(run, role="technique") if run.seed else run for run in runs], "'patch 2' stands in several roles"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            refuse_incomparable(spoilt, "r.py")
 
 
 def test_a_broken_recipe_beside_the_others_does_not_hide_them(here, capsys):

@@ -324,7 +324,7 @@ def test_features_are_those_that_the_head_sees(vit, splits):
         assert torch.allclose(vit.head(torch.from_numpy(found)), logits, atol=1e-5)
 
 
-# Cost
+# Footprint and cost
 
 
 def closed_form(image, patch, channels, dim, depth, prefix, ratio=4, classes=10, seen=1) -> int:
@@ -345,10 +345,10 @@ def closed_form(image, patch, channels, dim, depth, prefix, ratio=4, classes=10,
         (46, 2, 1, 16, 2, PatchEmbed, {}, 1, 1),  # 530 tokens: the fused kernel
     ],
 )
-def test_the_cost_of_a_vit_is_the_closed_form(image, patch, channels, dim, depth, tokenizer, more, prefix, seen):
+def test_the_footprint_of_a_vit_is_the_closed_form(image, patch, channels, dim, depth, tokenizer, more, prefix, seen):
     embed = partial(tokenizer, patch=patch)
     model = ViT((image, image), channels, 10, tokenizer=embed, dim=dim, depth=depth, heads=4, **more).train()
-    found = cost(model, torch.zeros(1, channels, image, image))
+    found = footprint(model, torch.zeros(1, channels, image, image))
     assert found["params"] == sum(p.numel() for p in model.parameters())
     assert found["macs"] == pytest.approx(closed_form(image, patch, channels, dim, depth, prefix, seen=seen), rel=0.01)
     assert all(type(number) is int for number in found.values()) and model.training
@@ -359,18 +359,18 @@ def test_the_parameters_of_a_plain_vit_are_the_closed_form():
     block = 12 * d * d + 13 * d  # qkv, proj, two of the MLP, with biases, and two LayerNorms
     model = ViT((28, 28), 1, 10, tokenizer=partial(PatchEmbed, patch=7), dim=d, depth=depth)
     expected = depth * block + (49 * d + d) + d + n * d + 2 * d + 10 * d + 10
-    assert cost(model, torch.zeros(1, 1, 28, 28))["params"] == expected
+    assert footprint(model, torch.zeros(1, 1, 28, 28))["params"] == expected
 
 
 def test_shifted_patches_cost_five_embeddings():
     image = torch.zeros(1, 1, 28, 28)
     plain, shifted = (ViT((28, 28), 1, 10, tokenizer=partial(t, patch=7), dim=32) for t in (PatchEmbed, ShiftedPatchEmbed))
-    assert cost(shifted, image)["macs"] - cost(plain, image)["macs"] == 4 * 16 * 49 * 32
+    assert footprint(shifted, image)["macs"] - footprint(plain, image)["macs"] == 4 * 16 * 49 * 32
 
 
-def test_the_cost_is_that_of_one_image_whatever_the_model_draws_in_training(cnn):
+def test_the_footprint_is_that_of_one_image_whatever_the_model_draws_in_training(cnn):
     image = torch.zeros(1, 1, 8, 8)
-    assert cost(cnn.train(), image) == cost(cnn.eval(), image)
+    assert footprint(cnn.train(), image) == footprint(cnn.eval(), image)
     by_hand = 64 * 9 * 1 * 4 + 64 * 9 * 4 * 4 + 16 * 9 * 4 * 8 + 16 * 9 * 8 * 8 + 4 * 8 * 16 + 16 * 10
-    assert cost(cnn, image)["macs"] == by_hand
-    assert cost(Pixels((8, 8), 1, 10), image) == {"params": 0, "macs": 0}
+    assert footprint(cnn, image)["macs"] == by_hand
+    assert footprint(Pixels((8, 8), 1, 10), image) == {"params": 0, "macs": 0}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from smallvit.report import compare, holm, html, markdown, pairs_needed
+from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
 from smallvit.report import page as pages
 
 DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
@@ -51,6 +51,25 @@ def differ(rows: list[dict], arm: str, differences: list[float]) -> list[dict]:
     """The records with this arm exactly so far from the baseline, seed by seed."""
     scores = [a + d for a, d in zip(accuracies(rows, "scratch"), differences)]
     return [r | {"test": {"accuracy": scores[r["seed"]]}} if r["arm"] == arm else r for r in rows]
+
+
+def two_baselines(labels=(1000,)) -> list[dict]:
+    """Two recipes in one: patches of 2 and of 4 pixels, each with its own baseline, the floor with the first."""
+    small = records({"patch 2": 0.05, "ToMe, patch 2": 0.03, "kNN": -0.1}, labels=labels, floors=("kNN",))
+    large = records({"patch 4": 0, "ToMe, patch 4": 0.02}, labels=labels, rng=1)
+    return [r | {"against": "patch 2"} for r in small] + [r | {"against": "patch 4"} for r in large]
+
+
+def costed(rows: list[dict], **arms: tuple) -> list[dict]:
+    """The records with what the evaluator `cost` says of the reduced arms: MACs, their SD over images, tokens and speed-up."""
+    made = [{"call": "smallvit.evaluate.cost", "batch": 32}]
+    out = [r | {"run": r["run"] | {"evaluators": made}, "test": r["test"] | {"macs": 8e6, "ms": 3.0}} for r in rows]
+    for r in out:
+        if r["arm"] in arms:
+            macs, sd, tokens, speedup = arms[r["arm"]]
+            r["test"] |= {"macs": macs, "tokens": tokens, "speedup": speedup + (r["seed"] - 3.5) / 100}
+            r["test"] |= {"macs_sd": sd} if sd else {}
+    return out
 
 
 def accuracies(rows: list[dict], arm: str) -> list[float]:
@@ -164,7 +183,10 @@ def test_differences_that_do_not_scatter():
     "spoil, says",
     [
         (lambda rows: change(rows, "scratch", role="technique"), "baseline"),
-        (lambda rows: change(rows, "+A", role="baseline"), "exactly one"),
+        (lambda rows: change(rows, "+A", against="+B"), "'\\+A' is held against '\\+B'; expected one of \\['scratch'\\]"),
+        (lambda rows: change(rows, "scratch", against="+A"), "'scratch' is held against '\\+A'"),
+        (lambda rows: [*rows, *two_baselines()[:1]], "'\\+A' is held against ''"),
+        (lambda rows: change(two_baselines(), "ToMe, patch 4", 2, against="patch 2"), "the same in all its runs"),
         (lambda rows: [*rows, rows[3]], "twice"),
         (lambda rows: change(rows, "+A", 2, role="floor"), "one role"),
         (lambda rows: change(rows, "+A", 2, score="knn_5"), "one score"),
@@ -216,7 +238,29 @@ def test_markdown_leads_with_the_verdicts_and_labels_every_plus_minus():
 
 def test_what_differs_is_read_from_the_runs_and_partial_differences_say_so():
     rows = change(records({"scratch": 0, "+A": 0}), "+A", 5, run={"model": {"arm": "+A", "dim": 96}, "seed": 5})
-    assert pages.changes(rows) == {"+A": ['model.arm: "scratch" → "+A"', "model.dim: 64 → 96 (in 1 of 8 runs)"]}
+    assert pages.changes(compare(rows), rows) == {"+A": ['model.arm: "scratch" → "+A"', "model.dim: 64 → 96 (in 1 of 8 runs)"]}
+
+
+def started(rows: list[dict], arm: str, of: str, missing=()) -> list[dict]:
+    """The records with the runs of one arm started from runs with the fingerprints `of<seed>`."""
+    for r in rows:
+        if r["arm"] == arm:
+            r["run"] |= {"init": {"model": {"dim": 64}, "seed": r["seed"]}}
+            r["pretraining"] = {"images_seen": 6400, "steps": 300, "seconds": 10.0, "fingerprint": f"{of}{r['seed']}"}
+            r["weights"] = {"loaded": 53, "missing": list(missing)}
+    return rows
+
+
+def test_a_run_that_starts_from_another_says_so_in_one_line():
+    rows = [r | {"fingerprint": f"{r['arm']}{r['seed']}"} for r in records({"scratch": 0, "+A": 0, "+B": 0})]
+    rows = started(started(rows, "+A", "scratch", [f"blocks.{k}.reduction.weight" for k in range(12)]), "+B", "elsewhere")
+    rows = change(rows, "+A", 4, status="failed", error="boom", pretraining=None, weights=None, **UNKNOWN)
+    said = pages.changes(compare(rows), [r | {"run": {"init": None} | r["run"]} for r in rows])
+    assert said["+A"] == ['model.arm: "scratch" → "+A"', "init: absent → weights of scratch"]
+    assert said["+B"][1:] == ["init: absent → weights of elsewhere0 and 7 more"]
+    whence = pages.provenance(rows)["Pretrained weights"]
+    assert "weights of scratch, loaded 53, missing blocks.0.reduction.weight" in whence and "and 9 more (7 runs)" in whence
+    assert "weights of elsewhere0 and 7 more, loaded 53, missing none (8 runs)" in whence and len(whence) < 300
 
 
 def test_html_is_one_page_that_fetches_nothing_and_trusts_no_name():
@@ -256,3 +300,76 @@ def test_unusual_numbers_are_drawn():
     uneven = [r | {"curve": [[r["seed"], 1.0, 0.5]]} for r in records({"scratch": 0, "+A": 0})]
     assert html(perfect, **WORDS).count("<svg") == 4 and html(zero, **WORDS).count("<svg") == 3
     assert "seeds share no step: scratch, +A" in html(uneven, **WORDS)
+
+
+def test_every_arm_is_held_against_its_own_baseline_and_holm_pays_for_all():
+    rows = two_baselines(labels=(100, 1000))
+    c, alone = compare(rows), compare([r for r in rows if r["against"] == "patch 4"])
+    row, same = (next(r for r in x.at(1000) if r.arm == "ToMe, patch 4") for x in (c, alone))
+    assert (row.against, row.verdict, c.family) == ("patch 4", "better", 4) and row.difference.values == same.difference.values
+    judged = [r.difference for r in c.rows if r.verdict]
+    assert [d.p_holm for d in judged] == holm([d.p for d in judged])
+    assert c.baselines == ("patch 2", "patch 4") and [p.baseline for p in c.parts()] == ["patch 2", "patch 4"]
+    assert [list(p.arms) for p in c.parts()] == [["patch 2", "ToMe, patch 2", "kNN"], ["patch 4", "ToMe, patch 4"]]
+
+
+def test_budgets_and_gaps_are_those_of_the_own_baseline():
+    rows = change(two_baselines(), "patch 2", macs=40_000_000)
+    rows = change(rows, "patch 2", 3, status="failed", error="boom", **UNKNOWN)
+    two, four = row_of(rows, "ToMe, patch 2"), row_of(rows, "ToMe, patch 4")
+    assert (two.verdict, two.unequal) == ("no verdict", {"macs": -0.875}) and "patch 2, seed 3: failed" in two.reason
+    assert (four.verdict, four.unequal) == ("better", {})
+
+
+def test_each_baseline_has_label_counts_and_seeds_of_its_own():
+    rows = [r for r in two_baselines(labels=(100, 1000)) if r["against"] == "patch 2" or (r["labels"] == 100 and r["seed"] < 7)]
+    c = compare(rows)
+    assert not any(row.failures for row in c.rows) and [part.labels for part in c.parts()] == [(100, 1000), (100,)]
+    assert "Against patch 4" not in markdown(rows, **WORDS).partition("Results at 1,000 labels")[2]
+    assert [bool(figures.by_labels(part)) for part in c.parts()] == [True, False]
+
+
+def test_records_from_before_there_were_several_baselines_are_held_against_the_only_one():
+    rows = [r | {"against": None} for r in records({"scratch": 0, "+A": 0.02})]
+    assert markdown(rows, **WORDS) == markdown(records({"scratch": 0, "+A": 0.02}), **WORDS)
+    assert row_of(rows, "+A").against == "scratch" and "Against scratch, 1 comparison" in markdown(rows, **WORDS)
+
+
+def test_with_several_baselines_every_page_says_which():
+    rows = two_baselines()
+    page, d = markdown(rows, **WORDS), row_of(rows, "ToMe, patch 2").difference
+    assert "Against each arm's own baseline, 2 comparisons: 1 better, 1 worse." in page
+    told = f"ToMe, patch 2 at 1,000 labels: worse than patch 2 by {-100 * d.mean:.2f} points"
+    assert told in page and told in text(rows) and "ToMe, patch 4 at 1,000 labels: better than patch 4 by" in page
+    assert "### Against patch 2" in page and page.count("kNN (floor)") == 1
+    assert '- ToMe, patch 4: model.arm: "patch 4" → "ToMe, patch 4"' in page
+    short = markdown([r for r in rows if r["seed"] < 3], **WORDS)
+    assert "ToMe, patch 4 at 1,000 labels: not enough seeds against patch 4, +" in short
+    seen = html(rows, **WORDS)
+    pictures = ["".join(ElementTree.fromstring(svg).itertext()) for svg in re.findall(r"<svg.*?</svg>", seen, re.DOTALL)]
+    assert len(pictures) == 6 and "points above patch 2" in pictures[0] and "points above patch 4" in pictures[1]
+    assert not any("patch 2" in picture and "patch 4" in picture for picture in pictures)
+    assert seen.count("<h3>Against patch 4</h3>") == 3 and "<th>Against patch 4</th>" in seen
+
+
+def test_what_fewer_tokens_cost_and_buy_is_in_the_tables_and_a_loss_of_time_is_called_one():
+    rows = costed(records({"scratch": 0, "+A": 0, "+B": 0}), **{"+A": (4e6, 0.25e6, 12.34, 0.9), "+B": (6e6, 0, 20, 1.4)})
+    page, row = markdown(rows, **WORDS), row_of(rows, "+A")
+    assert (row.budget["macs"], row.forward) == (4e6, {"tokens": 12.34, "macs_sd": 0.25e6, "speedup": pytest.approx(0.9)})
+    assert "| Tokens left | MACs per image | Speed-up |" in page
+    assert "| 12.3 | 4.00 M (± 0.25 M SD; −50%) | 0.90× (loses time) |" in page and "| 20.0 | 6.00 M (−25%) | 1.40× |" in page
+    assert "| – | 8.00 M | – |" in page and "under 1 means that the reduction loses time" in page
+    assert "on batches of 32 images" in page and page.index("0.90×") < page.index("under 1 means")
+    seen = html(rows, **WORDS)
+    assert all(words in seen for words in ("Tokens left", "Speed-up", "± 0.25 M SD", "0.90×<small>loses time", "under 1"))
+    assert seen.count("<svg") == 4 and "Accuracy against MACs" in seen
+    for plain in (markdown(records({"scratch": 0, "+A": 0}), **WORDS), html(records({"scratch": 0, "+A": 0}), **WORDS)):
+        assert "Tokens left" not in plain and "loses time" not in plain
+
+
+@pytest.mark.parametrize("macs, drawn", [(6e6, True), (4.1e6, False)])
+def test_accuracy_is_drawn_against_macs_where_techniques_differ_in_them(macs, drawn):
+    rows = records({"scratch": 0, "+A": -0.01, "+B": 0}, labels=(100, 1000))
+    seen = figures.by_macs(compare(costed(rows, **{"+A": (4e6, 0, 12, 1.5), "+B": (macs, 0, 20, 1.2)})))
+    assert seen.count("MACs, relative to scratch") == (2 if drawn else 0)
+    assert figures.by_macs(compare(change(rows, "+B", macs=9_000_000))) == ""  # nothing is reduced

@@ -18,8 +18,11 @@ import smallvit
 from smallvit import (
     Attention,
     Block,
+    LearnThresholds,
+    LearnToPrune,
     LocalityAttention,
     MeanTokens,
+    Merge,
     PatchEmbed,
     Pixels,
     Run,
@@ -55,9 +58,11 @@ RICH = Run(
         block=partial(Block, mlp_ratio=2.0, layer_scale=1e-4),
         attention=partial(LocalityAttention, mask_self=False),
         position=None,
+        reduction=partial(Merge, r=(0.25, 2)),
         drop_path=(0.0, 0.1),
         depth=2,
     ),
+    init=Run(steps=10),
     augment=(*augment.photos(), augment.Warp(rotate=10, fill="edge")),
     evaluators=(accuracy, partial(knn, ks=(1, 3)), linear_probe),
 )
@@ -83,7 +88,7 @@ def refused(build, *words: str) -> str:
 
 def test_a_misspelt_field_is_refused_and_the_right_one_named():
     found = [(name, wrong) for name in NAMES for wrong in misspellings(name)]
-    assert len(NAMES) == 19 and len(found) >= 200
+    assert len(NAMES) == 21 and len(found) >= 200
     for name, wrong in found:
         refused(lambda wrong=wrong: Run(**{wrong: 1}), f"a run has no choice {wrong!r}; did you mean {name!r}?")
         refused(lambda wrong=wrong: Run().vary(**{wrong: 1}), f"did you mean {name!r}?")
@@ -135,11 +140,13 @@ def test_a_loader_may_be_given_what_it_needs():
 WRONG = {
     "arm": [3, None, "", "  "],
     "role": ["winner", None, 1],
+    "against": [],
     "data": [3, None, "digits", digits()],
     "labels": [0, -1, 1.5, "100", True, 10**10, [100]],
     "val": [-1, 0.2, "all", False],
     "seed": [-1, 0.0, None, "0", 2**31 + 1],
     "model": ["ViT", None, nn.Linear(2, 2), ViT((8, 8), 1, 10)],
+    "init": ["scratch", 3, ViT, {"lr": 0.1}],
     "objective": ["supervised", None, 0],
     "augment": [None, "digits", augment.digits, augment.Warp(), (None,), ("flip",), (augment.Warp,), (partial(augment.Warp, rotate=5),)],
     "steps": [-1, 1.0, None, "10"],
@@ -163,6 +170,18 @@ WRONG = {
 def test_a_choice_of_the_wrong_kind_or_size_is_refused_by_name(name, value):
     assert list(WRONG) == NAMES
     refused(lambda: Run(**{name: value}), name if not isinstance(value, nn.Module) else "neither a function nor a class")
+
+
+@pytest.mark.parametrize("objective", [LearnToPrune, partial(LearnThresholds, budget=0.5)], ids=["prune", "thresholds"])
+def test_an_objective_that_teaches_a_trained_model_needs_one(objective):
+    refused(lambda: Run(objective=objective), "teaches a model that has been trained", "init=...")
+    assert Run(objective=objective, init=Run()).objective is objective
+
+
+@pytest.mark.xfail(strict=True, reason="nobody checks `against`")
+@pytest.mark.parametrize("name", [3, None, ["a"]], ids=str)
+def test_the_name_of_the_baseline_is_a_name(name):
+    refused(lambda: Run(against=name), "against")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +318,7 @@ def another(value):
 @pytest.mark.parametrize("name", sorted(HERE))
 def test_every_public_component_comes_back_from_json_with_its_knobs(name):
     thing = getattr(smallvit, name)
-    assert len(HERE) >= 39
+    assert len(HERE) >= 46
     assert function(back(describe(thing))) is thing
     for knob, p in knobs(thing).items():
         chosen = partial(thing, **{knob: another(None if p.default is p.empty else p.default)})
@@ -337,7 +356,7 @@ def test_a_described_run_spells_out_every_default():
         "linear": False,
         "patch": 4,
     }
-    assert plain["model"]["dim"] == 64 and plain["lr"] == 1e-3 and set(plain) == set(NAMES) - {"arm", "role"}
+    assert plain["model"]["dim"] == 64 and plain["lr"] == 1e-3 and set(plain) == set(NAMES) - {"arm", "role", "against"}
 
 
 DEFAULTS = [
@@ -371,7 +390,8 @@ def test_a_described_run_replays_when_a_default_of_the_package_changes(owner, na
 # that equal runs have equal ones, in every process, and that no choice is left out.
 
 CHANGED = {
-    "data": mnist, "labels": 50, "val": 7, "seed": 1, "model": SmallCNN, "objective": ViT, "augment": augment.digits(), "steps": 1,
+    "data": mnist, "labels": 50, "val": 7, "seed": 1, "model": SmallCNN, "init": Run(), "objective": ViT,
+    "augment": augment.digits(), "steps": 1,
     "batch": 1, "lr": 0.5, "weight_decay": 0.5, "warmup": 0.5, "clip": 0.5, "average": 0.5, "early_stop": 1, "precision": "bf16",
     "evaluators": (accuracy, knn),
 }  # fmt: skip
@@ -379,14 +399,14 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_the_fingerprint_changes_with_every_field(name):
-    assert set(CHANGED) == set(NAMES) - {"arm", "role"}
+    assert set(CHANGED) == set(NAMES) - {"arm", "role", "against"}
     changed = Run(**{name: CHANGED[name]})
     assert fingerprint(changed) != fingerprint(Run()) and changed != Run()
     assert {key.partition(".")[0].partition("[")[0] for key in difference(Run(), changed)} == {name}
 
 
-def test_arm_and_role_decide_nothing():
-    assert fingerprint(Run(arm="a", role="floor")) == fingerprint(Run()) and not difference(Run(arm="a"), Run())
+def test_arm_role_and_against_decide_nothing():
+    assert fingerprint(Run(arm="a", role="floor", against="b")) == fingerprint(Run()) and not difference(Run(arm="a"), Run())
 
 
 def leaves(plain, path=()):
@@ -410,9 +430,8 @@ def test_the_fingerprint_changes_with_every_choice_however_deep_and_difference_s
         try:
             changed = rebuild(edited(plain, path, another(value)))
         except ValueError:  # the augmentation or the run refuses this value: nudge it instead
-            changed = rebuild(
-                edited(plain, path, {"fp32": "bf16", "edge": "black", "/somewhere": "/else", "black": "edge"}.get(value, 0.01))
-            )
+            nudged = {"fp32": "bf16", "edge": "black", "/somewhere": "/else", "black": "edge"}.get(value, 0.01)
+            changed = rebuild(edited(plain, path, {"lr": 0.5} if path[-1] == "init" else nudged))
         seen += 1
         marks.add(fingerprint(changed))
         words = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")

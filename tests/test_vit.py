@@ -20,6 +20,7 @@ from smallvit import (
     MeanTokens,
     PatchEmbed,
     Pixels,
+    Place,
     SequencePool,
     ShiftedPatchEmbed,
     SinCos1d,
@@ -183,9 +184,9 @@ X, TOKENS = torch.randn(2, 1, 28, 28, generator=GENERATOR), torch.randn(2, 50, 8
 class Halve(nn.Module):
     """The least reduction: the first half of the tokens stays, with sizes 1, 2, 3 and so on."""
 
-    def __init__(self, layer, depth, prefix):
+    def __init__(self, place):
         super().__init__()
-        self.layer, self.depth, self.seen = layer, depth, None
+        self.place, self.seen = place, None
 
     def forward(self, x, size, key, saliency):
         self.seen = size, key().shape, saliency(1).shape
@@ -348,7 +349,7 @@ def test_a_block_is_its_formula(norm_first, activation, layer_scale, make):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_reduction_stands_between_the_branches_and_may_ask_for_keys_and_saliency(norm_first):
-    made, x, size = block(norm_first=norm_first, reduction=Halve(0, 1, 0)), torch.randn(2, 6, 8).double(), torch.ones(2, 6)
+    made, x, size = block(norm_first=norm_first, reduction=Halve(Place())), torch.randn(2, 6, 8).double(), torch.ones(2, 6)
     plain = block(norm_first=norm_first)
     plain.load_state_dict(made.state_dict())
     got, after = made(x, size)
@@ -356,6 +357,22 @@ def test_a_reduction_stands_between_the_branches_and_may_ask_for_keys_and_salien
     assert torch.equal(after, torch.tensor([[1.0, 2.0, 3.0]] * 2))
     given, key, saliency = made.reduction.seen
     assert given is size and key == (2, 6, 4) and saliency == (2, 6)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_reduction_that_is_first_stands_before_attention_and_asks_for_nothing(norm_first):
+    class First(nn.Module):
+        first = True
+
+        def forward(self, x, size):
+            return x[:, ::2], torch.full((len(x), x.shape[1] // 2), 3.0, dtype=x.dtype)
+
+    made, x = block(norm_first=norm_first, reduction=First()), torch.randn(2, 6, 8).double()
+    plain = block(norm_first=norm_first)
+    plain.load_state_dict(made.state_dict())
+    size = torch.full((2, 3), 3.0).double()
+    got, after = made(x)
+    assert torch.equal(got, plain(x[:, ::2], size)[0]) and torch.equal(after, size)
 
 
 def test_layer_scale_starts_at_its_value_and_none_is_the_identity():
@@ -451,16 +468,12 @@ def test_tokens_are_prefix_then_patches_plus_positions():
 
 
 def test_a_reduction_is_made_for_each_layer_and_its_sizes_reach_the_pool():
-    def every_second(layer, depth, prefix):
-        return Halve(layer, depth, prefix) if layer % 2 else None
+    def every_second(place):
+        return Halve(place) if place.layer % 2 else None
 
     model, x = small(depth=4, reduction=every_second, pool=MeanTokens), torch.randn(2, 1, 32, 32)
-    assert [made.reduction and (made.reduction.layer, made.reduction.depth) for made in model.blocks] == [
-        None,
-        (1, 4),
-        None,
-        (3, 4),
-    ]
+    places = [Place(layer, 4, 8, 0, False, 2 * 2) for layer in (1, 3)]
+    assert [made.reduction and made.reduction.place for made in model.blocks] == [None, places[0], None, places[1]]
     tokens, size = model.tokens(x)
     assert tokens.shape == (2, 64 // 4, 8) and size.shape == (2, 16)
     assert model.blocks[1].reduction.seen[0] is None

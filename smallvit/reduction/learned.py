@@ -32,7 +32,7 @@ class LearnedPrune(nn.Module):
         self.dim, self.prefix, self.patches = place.dim, place.prefix, place.patches
         here = place.layer in blocks and share(keep, "keep") < 1
         before = blocks.index(place.layer) if here else 0
-        self.expected, self.target = int(place.patches * keep**before), keep ** (before + 1) if here else 1.0
+        self.expected, self.target = max(1, int(place.patches * keep**before)), keep ** (before + 1) if here else 1.0
         self.predictor = Predictor(place.dim) if here else None
         self.kept = nn.Identity()
 

@@ -51,26 +51,26 @@ class Merge(nn.Module):
             return x, size
         if key is None:
             raise ValueError("Merge needs the keys of the attention and this attention gives none; return Mixed(x, key=...)")
-        size = x.new_ones(x.shape[:2]) if size is None else size
-        sources = torch.arange(p + p % 2, n, 2, device=x.device)
-        targets = torch.arange(p + 1 - p % 2, n, 2, device=x.device)
         k = F.normalize(key().detach(), dim=-1)
-        score, match = (k[:, sources] @ k[:, targets].transpose(1, 2)).max(-1)
+        first = p + p % 2  # where the sources begin; the destinations begin at the other parity
+        score, match = (k[:, first::2] @ k[:, p + 1 - p % 2 :: 2].transpose(1, 2)).max(-1)
         order = score.argsort(dim=-1, descending=True, stable=True)
-        gone, stay = order[:, :r], order[:, r:].sort(-1).values
-        match = match.gather(1, gone)
+        gone, match = order[:, :r], match.gather(1, order[:, :r])
+        stay = order[:, r:].sort(-1).values
 
-        gone, stay = sources[gone], sources[stay]
-        mass = size.gather(1, gone)
-        merged = size[:, targets].scatter_add(1, match, mass)
-        total = x[:, targets] * size[:, targets, None]
-        total = total.scatter_add(1, wide(match, x), take(x, gone) * mass[..., None])
-        received = torch.zeros_like(merged, dtype=torch.bool).scatter(1, match, True)
-        joined = torch.where(received[..., None], total / merged[..., None], x[:, targets])
-        return (
-            torch.cat([x[:, :p], take(x, stay), joined], dim=1),
-            torch.cat([size[:, :p], size.gather(1, stay), merged], dim=1),
-        )
+        everywhere = torch.arange(n, device=x.device)
+        there, targets = everywhere[:p].expand(len(x), -1), everywhere[p + 1 - p % 2 :: 2].expand(len(x), -1)
+        left = torch.cat([there, first + 2 * stay, targets], dim=1)
+        gone, match = first + 2 * gone, match + p + stay.shape[1]
+        x, moved = take(x, left), take(x, gone)
+        if size is None:
+            size, mass = x.new_ones(left.shape), x.new_ones(gone.shape)
+        else:
+            size, mass = take(size, left), take(size, gone)
+        size = size.scatter_add(1, match, mass)
+        # a mean as steps towards what joins: tokens that nothing joins stay bit for bit what they are
+        share = mass / take(size, match)
+        return x.scatter_add(1, wide(match, x), (moved - take(x, match)) * share[..., None]), size
 
 
 def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | float]:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -22,7 +23,10 @@ class Place(NamedTuple):
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """The tokens at those places: b n d, b m -> b m d; or b n, b m -> b m."""
-    return x.gather(1, index if x.ndim == 2 else wide(index, x))
+    if x.ndim == 2:
+        return x.gather(1, index)
+    rows = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]  # whole rows are copied, not element by element
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, index.shape)
 
 
 def wide(index: Tensor, x: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ class LearnedThresholds(nn.Module):
              every other one of those that are there, and only they are asked for importance: masked training and inference
              agree, and inference takes a batch, padded to the longest of it (size 0). The prune threshold counts in units of
              the mean importance without reduction, 1 / tokens, so that one setting serves 17 tokens and 197. The most
-             important patch always stays. Wants the objective `LearnThresholds`, which holds the cost to a budget.
+             important patch always stays. Similarity and importance carry no gradient. Wants the objective
+             `LearnThresholds`, which holds the cost to a budget.
 
     `merge` and `prune` are where the thresholds start, and what they are where nobody trains them. `merge=None` only prunes.
     `kept` passes on the decisions, b n, and changes nothing: whoever wants to see them hooks it.
@@ -60,10 +61,11 @@ class LearnedThresholds(nn.Module):
             raise ValueError("LearnedThresholds needs keys and saliency of the attention; return Mixed(x, key=..., saliency=...)")
         given, size = size, x.new_ones(x.shape[:2]) if size is None else size
         patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
-        importance = saliency(None).float() * self.tokens
+        with torch.no_grad():  # what is measured is given; the thresholds learn from what they decide
+            importance = saliency(None).float() * self.tokens
         kept = torch.ones_like(importance)
         if self.merge is not None:
-            similarity, match = self.matches(key().float(), size.detach() > 0)
+            similarity, match = self.matches(key().detach().float(), size.detach() > 0)
             merged = self.beyond(similarity, self.merge)
             x, size, importance = self.join(x, size, importance, merged, match)
             kept = kept - merged

@@ -1,4 +1,4 @@
-"""Pictures of a comparison, each one inline SVG; an arm keeps its colour and marker in all of them.
+"""Pictures of a comparison with one baseline, each one inline SVG; an arm keeps its colour and marker in all of them.
 
 Colours are written as CSS variables (`--arm-0` ..., `--ink`, `--faint`), so one picture serves a light and a dark page, and
 text stays text in the page's font. Accuracy axes are stretched towards 100%: halving the error is a step of about one length.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from statistics import fmean, stdev
 
-from .verdicts import Comparison, amount
+from .verdicts import TOLERANCE, Comparison, Row, amount
 
 # Eight hues that stay apart, from each other and from the ink, in all three kinds of colour blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")
@@ -78,6 +78,33 @@ def dots(comparison: Comparison) -> str:
         _stretch(ax, "x", [v for r in rows[n] for v in (*r.values, r.low, r.high)], most=5)
         ax.set(xlabel="test accuracy, %")
     return _svg(figure, "dots", "test accuracy of every run")
+
+
+@_style()
+def by_macs(comparison: Comparison) -> str:
+    """Mean test accuracy against MACs relative to the baseline's, with 95% t intervals; nothing for equal MACs."""
+
+    def told_apart(rows: list[Row]) -> bool:
+        spent = [r.budget["macs"] for r in rows if r.role == "technique"]
+        return len(spent) < len(rows) and max(spent, default=0) > (1 + TOLERANCE) * min(spent, default=0)
+
+    known = {n: [r for r in comparison.at(n) if r.role != "floor" and r.values and r.budget["macs"]] for n in comparison.labels}
+    rows = {n: of for n, of in known.items() if comparison.reduced and told_apart(of)}
+    figure, panels = _panels(list(rows), height=3.9)
+    looks = styles(comparison)
+    for n, ax in panels.items():
+        whole = next(r for r in rows[n] if r.role == "baseline")
+        ax.axhline(whole.mean, color=INK, linewidth=0.8, linestyle=":")
+        share = {r.arm: r.budget["macs"] / whole.budget["macs"] for r in rows[n]}
+        for r in rows[n]:
+            equal = [arm for arm in share if abs(share[arm] - share[r.arm]) < 0.01]
+            x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
+            ax.plot([x, x], [r.mean, r.mean] if r.low is None else [r.low, r.high], color=look["colour"])
+            ax.plot([x], [r.mean], look["marker"], color=look["colour"])
+        _stretch(ax, "y", [v for r in rows[n] for v in (r.mean, r.low, r.high)], most=7)
+        ax.set(xlabel=f"MACs, relative to {comparison.baseline}")
+    figure.supylabel("test accuracy, %", fontsize="medium")
+    return _svg(figure, "macs", "test accuracy against MACs")
 
 
 @_style()

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import resources
 from itertools import groupby
 
@@ -19,6 +20,8 @@ BUDGETS = {
     "seconds": "Seconds",
     "extra_labels": "Extra labels",
 }
+COST = "smallvit.evaluate.cost"
+REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "speedup": "Speed-up"}
 WORDS = ("better", "worse", "inconclusive", "not enough seeds", "no verdict")
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
@@ -33,13 +36,17 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
     parts += ["## Verdicts", _md(summary(c))]
     for n in c.labels:
         judged = sorted((row for row in c.at(n) if row.verdict), key=lambda row: WORDS.index(row.verdict))
-        parts += _section(amount(n).capitalize(), [sentence(row) for row in judged], level=3)
+        parts += _section(amount(n).capitalize(), [sentence(c, row) for row in judged], level=3)
     parts += [_md(how_to_read(c))] if c.family else []
     parts += _section("Warnings", warnings(records)) + _section("Failures", failures(c))
     for n in c.labels:
-        parts += [f"## Results at {amount(n)}", _table(c, n)]
+        parts += [f"## Results at {amount(n)}"]
+        for part in c.parts():
+            parts += [f"### Against {_md(part.baseline)}"] if n in part.labels and len(c.baselines) > 1 else []
+            parts += [_table(part, n, columns(c))] if n in part.labels else []
+    parts += [_md(how_it_was_timed(records))] if c.reduced else []
     parts += _section("Budgets", budgets(c))
-    parts += _section("What differs from the baseline", [f"{arm}: {'; '.join(of)}" for arm, of in changes(records).items()])
+    parts += _section("What differs from the baseline", [f"{arm}: {'; '.join(of)}" for arm, of in changes(c, records).items()])
     parts += _section("Provenance", [f"{name}: {text}" for name, text in provenance(records).items()])
     return "\n\n".join(parts) + "\n"
 
@@ -56,12 +63,16 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     if not records:
         return page.render(given)
     c, records = compare(records), present(records)
-    drawn = {"forest": figures.forest(c), "labels": figures.by_labels(c), "dots": figures.dots(c)}
-    drawn["curves"] = figures.learning_curves(c, records)
-    given |= {"c": c, "figures": {name: Markup(svg) for name, svg in drawn.items()}, "looks": figures.styles(c)}
-    given |= {"cost": cost, "zip": zip, "budget_names": BUDGETS, "summary": summary(c), "how_to_read": how_to_read(c)}
+    parts = c.parts()
+    draw = {"forest": figures.forest, "macs": figures.by_macs, "labels": figures.by_labels, "dots": figures.dots}
+    draw["curves"] = partial(figures.learning_curves, records=records)
+    drawn = {name: [(part, Markup(svg)) for part in parts if (svg := of(part))] for name, of in draw.items()}
+    looks = {arm: look for part in parts for arm, look in figures.styles(part).items()}
+    given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks}
+    given |= {"cost": cost, "zip": zip, "columns": columns(c), "summary": summary(c), "how_to_read": how_to_read(c)}
+    given |= {"how_it_was_timed": how_it_was_timed(records) if c.reduced else ""}
     given |= {"warnings": warnings(records), "failures": failures(c), "budgets": budgets(c)}
-    return page.render(given | {"changes": changes(records), "provenance": provenance(records)})
+    return page.render(given | {"changes": changes(c, records), "provenance": provenance(records)})
 
 
 def present(records: Sequence[dict]) -> list[dict]:
@@ -96,22 +107,33 @@ def mean_sd(row: Row) -> str:
     return f"{percent(row.mean)} ± {percent(row.sd)} (SD, n = {len(row.values)})"
 
 
-def cost(row: Row, name: str) -> tuple[str, str]:
-    """One budget of a row, and how far it is from the baseline's if that is more than 5%."""
-    value = row.budget[name]
+def columns(c: Comparison) -> dict[str, str]:
+    """What a row costs -> the column's title; first what fewer tokens cost and buy, where the evaluator `cost` says so."""
+    return (REDUCED if c.reduced else {}) | BUDGETS
+
+
+def cost(row: Row, name: str) -> tuple[str, list[str]]:
+    """One cost of a row, and what is to be said of it: its SD over images, and how far it is from the baseline's if over 5%."""
+    value = (row.budget | row.forward)[name]
     if value is None:
-        return "–", ""
-    number = f"{value / 1e6:,.2f} M" if name == "macs" else f"{value:,.1f}" if name == "seconds" else f"{value:,.0f}"
-    return number, _excess(row.unequal[name]) if name in row.unequal else ""
+        return "–", []
+    forms = {"macs": f"{value / 1e6:,.2f} M", "seconds": f"{value:,.1f}", "tokens": f"{value:,.1f}", "speedup": f"{value:.2f}×"}
+    sd = row.forward["macs_sd"] if name == "macs" else None
+    remarks = [f"± {sd / 1e6:,.2f} M SD"] if sd is not None else []
+    remarks += [_excess(row.unequal[name])] if name in row.unequal else []
+    remarks += ["loses time"] if name == "speedup" and value < 1 else []
+    return forms.get(name, f"{value:,.0f}"), remarks
 
 
-def sentence(row: Row) -> str:
-    """A verdict in words: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`."""
+def sentence(c: Comparison, row: Row) -> str:
+    """A verdict in words: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`; of several baselines it names its own."""
     d, why = row.difference, f" ({row.reason})" if row.reason else ""
+    found = row.verdict in ("better", "worse")
     start = f"{row.arm} at {amount(row.labels)}: {row.verdict}"
+    start += f" {'than' if found else 'against'} {row.against}" if len(c.baselines) > 1 else ""
     if d is None:
         return start + why
-    if row.verdict in ("better", "worse"):
+    if found:
         return f"{start} by {percent(abs(d.mean))} points {interval(d)}"
     return f"{start}, {points(d.mean)} points {interval(d)}{why}"
 
@@ -136,8 +158,21 @@ def how_to_read(c: Comparison) -> str:
     )
 
 
+def how_it_was_timed(records: Sequence[dict]) -> str:
+    """What tokens left, MACs and speed-up are, and that a speed-up can be a loss."""
+    evaluators = [e for r in records if r.get("run") for e in r["run"].get("evaluators", ()) if e.get("call") == COST]
+    sizes = sorted({e["batch"] for e in evaluators})
+    on = f" on batches of {' and '.join(map(str, sizes))} images" if sizes else ""
+    return (
+        "Tokens left are those that leave the last block, MACs those of test images; where they depend on the image they are "
+        "means, and the SD beside the MACs is over images. Speed-up is the time of a forward pass of the same model unreduced, "
+        f"at its fastest attention kernel, over that of the reduced one, in the same process{on} (median over seeds). A value "
+        "under 1 means that the reduction loses time."
+    )
+
+
 def budgets(c: Comparison) -> list[str]:
-    """Which budgets every technique shares with the baseline (within 5%), and which it does not."""
+    """Which budgets every technique shares with its baseline (within 5%), and which it does not."""
     rows, out = [row for row in c.rows if row.role != "floor"], []
     for name, title in BUDGETS.items():
         said = [f"{arm} (not recorded)" for arm in dict.fromkeys(row.arm for row in rows if row.budget[name] is None)]
@@ -177,28 +212,42 @@ def warnings(records: Sequence[dict]) -> list[str]:
     return out + ([f"Runs that read the test split more than once: {reads}"] if reads else [])
 
 
-def changes(records: Sequence[dict]) -> dict[str, list[str]]:
-    """Arm -> the fields of its runs that differ from the baseline's run with the same labels and seed."""
-    base = {(r["labels"], r["seed"]): _flat(r["run"]) for r in records if r["role"] == "baseline" and r.get("run")}
+def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
+    """Arm -> the fields of its runs that differ from its baseline's run with the same labels and seed."""
+    against, starts = {row.arm: row.against for row in c.rows}, started_from(records)
+    base = {(r["arm"], r["labels"], r["seed"]): _choices(r["run"]) for r in records if r["role"] == "baseline" and r.get("run")}
     runs, seen = Counter(), {}
     for r in records:
-        theirs = base.get((r["labels"], r["seed"]))
+        theirs = base.get((against[r["arm"]], r["labels"], r["seed"]))
         if r["role"] == "baseline" or theirs is None or not r.get("run"):
             continue
-        mine = _flat(r["run"])
+        mine = _choices(r["run"])
         fields = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         swapped = tuple(name.removesuffix("call") for name in fields if name.endswith(".call") and name in mine)
         fields = [name for name in fields if name in mine or not name.startswith(swapped)]  # what went with its component
         runs[r["arm"]] += 1
-        lines = (f"{name}: {theirs.get(name, 'absent')} → {mine.get(name, 'absent')}" for name in fields)
-        seen.setdefault(r["arm"], Counter()).update(lines)
+        said = {name: (theirs.get(name, "absent"), mine.get(name, "absent")) for name in fields}
+        if "init" in said:
+            said["init"] = starts.get(against[r["arm"]], "absent"), starts.get(r["arm"], "absent")
+        seen.setdefault(r["arm"], Counter()).update(f"{name}: {there} → {here}" for name, (there, here) in said.items())
     for arm, of in seen.items():
         seen[arm] = [line + f" (in {k} of {runs[arm]} runs)" * (k < runs[arm]) for line, k in of.items()] or ["nothing"]
     return seen
 
 
+def started_from(records: Sequence[dict]) -> dict[str, str]:
+    """Arm -> whose weights its runs start from, in a few words: an arm's, or those of runs that are no arm here."""
+    arms, found = {r["fingerprint"]: r["arm"] for r in records}, {}
+    for r in records:
+        if (r.get("run") or {}).get("init"):
+            start = (r.get("pretraining") or {}).get("fingerprint")  # a run that failed does not say
+            found.setdefault(r["arm"], {}).update({arms.get(start, start): None} if start else {})
+    return {arm: f"weights of {_cut(names, 1) or 'another run'}" for arm, names in found.items()}
+
+
 def provenance(records: Sequence[dict]) -> dict[str, str]:
     """Where the numbers come from and how to make them again."""
+    starts = started_from(records)
 
     def each(values: Iterable[str]) -> str:
         return "; ".join(f"{value} ({k} run{'s' * (k > 1)})" for value, k in Counter(values).items())
@@ -206,6 +255,10 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
     def code(k: dict) -> str:
         state = {True: "with uncommitted changes", False: "clean", None: "state unknown"}[k.get("dirty")]
         return f"{k.get('sha256')}, commit {k.get('commit') or 'unknown'}, {state}"
+
+    def loaded(r: dict) -> str:
+        said = {name: (_cut(of) or "none") if isinstance(of, list) else json.dumps(of) for name, of in r["weights"].items()}
+        return ", ".join([*filter(None, [starts.get(r["arm"])]), *(f"{name} {of}" for name, of in said.items())])
 
     return {
         "Records": each(r["status"] for r in records),
@@ -215,10 +268,16 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
             ", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads") if r.get(k)) for r in records
         ),
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
-        "Pretrained weights": each(f"{r['arm']}: {json.dumps(k)}" for r in records if (k := r.get("weights"))) or "none",
+        "Pretrained weights": each(loaded(r) for r in records if r.get("weights")) or "none",
         "Run again": f"smallvit run {records[0]['recipe']}.py (or its path)",
         "Write this page again": f"smallvit report {records[0]['recipe']}.py (or its path)",
     }
+
+
+def _choices(run: dict) -> dict[str, str]:
+    """A described run, choice by choice; the run that it starts from is one of them, however much that says of itself."""
+    rest = _flat({name: value for name, value in run.items() if name != "init"})
+    return rest | ({"init": json.dumps(run["init"])} if run.get("init") else {})
 
 
 def _flat(value: object, path: str = "") -> dict[str, str]:
@@ -227,22 +286,28 @@ def _flat(value: object, path: str = "") -> dict[str, str]:
     return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}.{key}".lstrip(".")).items()}
 
 
+def _cut(names: Iterable[str], most: int = 3) -> str:
+    """The first of many names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
 def _excess(share: float) -> str:
     if share >= 1:
         return "baseline: 0" if math.isinf(share) else f"{1 + share:,.0f}× baseline"
     return f"{share:+.0%}".replace("-", "−")
 
 
-def _table(c: Comparison, labels: int | None) -> str:
+def _table(c: Comparison, labels: int | None, costs: dict[str, str]) -> str:
     head = ["Arm", "Test accuracy, % (mean ± SD over seeds)", "Range", "Difference, points [95% CI]", "p", "Holm p", "Verdict"]
-    lines = [[*head, *BUDGETS.values()], ["-"] * (len(head) + len(BUDGETS))]
+    lines = [[*head, *costs.values()], ["-"] * (len(head) + len(costs))]
     for row in c.at(labels):
         d = row.difference
         name = row.arm + f" ({row.role})" * (row.verdict is None) + f", {row.score}" * (row.score != "accuracy")
         extent = f"{percent(min(row.values))} to {percent(max(row.values))}" if row.values else "–"
         gain = f"{points(d.mean)} {interval(d)} (n = {len(d.values)})" if d else "–"
         word = ": ".join(filter(None, (row.verdict, row.reason))) or "–"
-        spent = (f"{number} ({more})" if more else number for number, more in (cost(row, key) for key in BUDGETS))
+        spent = (number + f" ({'; '.join(more)})" * bool(more) for number, more in (cost(row, key) for key in costs))
         tests = [p_value(d and d.p), p_value(d and d.p_holm)]
         lines.append([_md(name), mean_sd(row), extent, gain, *tests, _md(word), *spent])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

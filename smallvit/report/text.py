@@ -17,5 +17,5 @@ def text(records: Sequence[dict]) -> str:
     for labels in dict.fromkeys(row.labels for row in rows):
         lines.append(f"{amount(labels)}: test accuracy, mean and SD over seeds")
         lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.labels == labels]
-    lines += ["", *(sentence(row) for row in rows if row.role == "technique")]
+    lines += ["", *(sentence(comparison, row) for row in rows if row.role == "technique")]
     return "\n".join(lines)

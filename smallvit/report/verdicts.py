@@ -1,7 +1,7 @@
-"""Records -> verdicts: every arm against the baseline, seed by seed. Accuracies are fractions here, percent on the pages."""
+"""Records -> verdicts: every arm against its baseline, seed by seed. Accuracies are fractions here, percent on the pages."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
@@ -27,17 +27,20 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One arm at one number of labels. The baseline and the floors are not judged: their `verdict` is None.
+    """One arm at one number of labels. Baselines and floors are not judged: their `verdict` is None.
 
+    against   the arm of its baseline; a baseline's own
     failures  seed -> what became of it (failed, unavailable or missing), for each seed that left no number
     budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels, the
               validation labels on which something was chosen: a fair competitor would have had them too
     unequal   budget -> its relative excess over the baseline's, where they are more than 5% apart
+    forward   tokens, macs_sd, speedup of a forward pass: medians over the seeds; None where the evaluator `cost` has not said
     """
 
     labels: int | None
     arm: str
     role: str
+    against: str
     score: str
     seeds: tuple[int, ...]
     values: tuple[float, ...]
@@ -51,43 +54,73 @@ class Row:
     reason: str
     budget: dict[str, float | None]
     unequal: dict[str, float]
+    forward: dict[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows of a recipe, by label count and then in the order of its arms; `family` counts the comparisons Holm pays for."""
+    """All rows of a recipe, by label count and then arm by arm; `family` counts the comparisons Holm pays for.
 
-    baseline: str
+    `arms` (arm -> role) and the rows stand baseline by baseline, each with the arms held against it.
+    """
+
+    baselines: tuple[str, ...]
     arms: dict[str, str]
     labels: tuple[int | None, ...]
     rows: tuple[Row, ...]
     family: int
 
+    @property
+    def baseline(self) -> str:
+        """What arms are held against, in words: the baseline, or where there are several, `each arm's own baseline`."""
+        return self.baselines[0] if len(self.baselines) == 1 else "each arm's own baseline"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the evaluator `cost` has said of some arm what fewer tokens buy."""
+        return any(row.forward[name] is not None for row in self.rows for name in ("tokens", "speedup"))
+
     def at(self, labels: int | None) -> tuple[Row, ...]:
         """The rows of one label count."""
         return tuple(row for row in self.rows if row.labels == labels)
 
+    def parts(self) -> tuple["Comparison", ...]:
+        """One comparison for each baseline; the family stays the recipe's."""
+        groups = {baseline: tuple(row for row in self.rows if row.against == baseline) for baseline in self.baselines}
+        return tuple(
+            replace(
+                self,
+                baselines=(baseline,),
+                arms={row.arm: row.role for row in rows},
+                labels=tuple(dict.fromkeys(row.labels for row in rows)),
+                rows=rows,
+            )
+            for baseline, rows in groups.items()
+        )
+
 
 def compare(records: Sequence[dict]) -> Comparison:
-    """Every arm against the baseline at every label count, with one verdict for each technique.
+    """Every arm against its baseline at every label count, with one verdict for each technique.
 
-    The grid is arms x label counts x the seeds seen at that label count; a run that nobody recorded is a failure like any
-    other, and a cell with a failure gets no verdict. Holm's family is every technique at every label count, testable or not,
-    so a run that died never makes its neighbours easier to believe. A pair whose labelled subsets differ is no pair: its cell
-    gets no verdict rather than a `ValueError`, because one stale run should not hide the others.
+    The grid is, for each baseline, its arms x its label counts x the seeds seen there; a run that nobody recorded is a failure
+    like any other, and a cell with a failure gets no verdict. Holm's family is every technique at every label count, testable
+    or not, so a run that died never makes its neighbours easier to believe. A pair whose labelled subsets differ is no pair:
+    its cell gets no verdict rather than a `ValueError`, because one stale run should not hide the others.
 
-    Raises ValueError for no baseline or several, a cell recorded twice, an arm of two roles or scores, or an unusable score.
+    Raises ValueError for no baseline, an arm of several of which it names none, a cell recorded twice, an arm of two roles or
+    scores, or an unusable score.
     """
     roles = _roles(records)
-    baseline = next(arm for arm, role in roles.items() if role == "baseline")
-    labels = tuple(sorted({r["labels"] for r in records}, key=lambda n: math.inf if n is None else n))
-    grid = [(n, arm) for n in labels for arm in roles]
+    against = _against(records, roles)
+    planned = {(r["labels"], against[r["arm"]], r["seed"]) for r in records}
+    labels = tuple(sorted({n for n, _, _ in planned}, key=lambda n: math.inf if n is None else n))
+    seeds = {(n, base): sorted(s for m, other, s in planned if (m, other) == (n, base)) for n, base, _ in planned}
+    grid = [(n, arm) for n in labels for arm in against if (n, against[arm]) in seeds]
     found = {(r["labels"], r["arm"], r["seed"]): r for r in records}
-    seeds = {n: sorted({r["seed"] for r in records if r["labels"] == n}) for n in labels}
-    runs = {(n, arm): {s: found.get((n, arm, s), {"status": "missing"}) for s in seeds[n]} for n, arm in grid}
+    runs = {(n, arm): {s: found.get((n, arm, s), {"status": "missing"}) for s in seeds[n, against[arm]]} for n, arm in grid}
     done = {cell: {s: r for s, r in of.items() if r["status"] == "finished"} for cell, of in runs.items()}
-    differences = {(n, arm): _difference(done[n, arm], done[n, baseline]) for n, arm in grid if arm != baseline}
-    gaps = {(n, arm): _gaps(arm, runs[n, arm], baseline, runs[n, baseline]) for n, arm in grid}
+    differences = {(n, arm): _difference(done[n, arm], done[n, against[arm]]) for n, arm in grid if arm != against[arm]}
+    gaps = {(n, arm): _gaps(arm, runs[n, arm], against[arm], runs[n, against[arm]]) for n, arm in grid}
     judged = _judge({cell: d for cell, d in differences.items() if roles[cell[1]] == "technique"}, gaps)
     costs = {cell: _costs(list(of.values())) for cell, of in done.items()}
     rows = []
@@ -103,6 +136,7 @@ def compare(records: Sequence[dict]) -> Comparison:
                 labels=n,
                 arm=arm,
                 role=roles[arm],
+                against=against[arm],
                 score=score,
                 seeds=tuple(own),
                 values=values,
@@ -115,10 +149,17 @@ def compare(records: Sequence[dict]) -> Comparison:
                 verdict=verdict,
                 reason=reason,
                 budget=costs[n, arm],
-                unequal=_unequal(costs[n, arm], costs[n, baseline]),
+                unequal=_unequal(costs[n, arm], costs[n, against[arm]]),
+                forward={name: _median(r["test"].get(name) for r in own.values()) for name in ("tokens", "macs_sd", "speedup")},
             )
         )
-    return Comparison(baseline=baseline, arms=roles, labels=labels, rows=tuple(rows), family=len(judged))
+    return Comparison(
+        baselines=tuple(dict.fromkeys(against.values())),
+        arms={arm: roles[arm] for arm in against},
+        labels=labels,
+        rows=tuple(rows),
+        family=len(judged),
+    )
 
 
 def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None, float | None]:
@@ -196,10 +237,21 @@ def _roles(records: Sequence[dict]) -> dict[str, str]:
         value = r["test"].get(r["score"])
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"{cell}: test has no {r['score']!r} between 0 and 1, but {r['test']}; run it again")
-    baselines = [arm for arm, role in roles.items() if role == "baseline"]
-    if len(baselines) != 1:
-        raise ValueError(f"exactly one arm must have the role baseline, but of {list(roles)} {baselines or 'none'} has it")
     return roles
+
+
+def _against(records: Sequence[dict], roles: dict[str, str]) -> dict[str, str]:
+    """The baseline of every arm, baseline by baseline; where there is only one, an arm need not name it."""
+    baselines = [arm for arm, role in roles.items() if role == "baseline"]
+    if not baselines:
+        raise ValueError(f"at least one arm must have the role baseline, but of {list(roles)} none has it")
+    against = {}
+    for r in records:
+        possible = [r["arm"]] if r["role"] == "baseline" else baselines
+        name = r.get("against") or (possible[0] if len(possible) == 1 else "")
+        if name not in possible or against.setdefault(r["arm"], name) != name:
+            raise ValueError(f"{r['arm']!r} is held against {name!r}; expected one of {possible}, and the same in all its runs")
+    return {arm: baseline for baseline in baselines for arm in against if against[arm] == baseline}
 
 
 def _difference(own: dict[int, dict], base: dict[int, dict]) -> Difference | None:
@@ -267,10 +319,19 @@ def _unequal(own: dict[str, float | None], base: dict[str, float | None]) -> dic
 
 
 def _costs(records: list[dict]) -> dict[str, float | None]:
-    """Medians over the seeds, pretraining included; None for what does not apply: a kNN has no parameters."""
+    """Medians over the seeds, pretraining included; None for what does not apply: a kNN has no parameters.
+
+    MACs are those of test images where the evaluator `cost` has counted them.
+    """
+    records = [r | {"macs": r["test"].get("macs", r.get("macs"))} for r in records]
     costs = {}
     for name in ("params", "macs", "images_seen", "seconds"):
-        values = [r[name] + (r.get("pretraining") or {}).get(name, 0) for r in records if r.get(name) is not None]
-        costs[name] = median(values) if values else None
+        costs[name] = _median(r[name] + (r.get("pretraining") or {}).get(name, 0) for r in records if r.get(name) is not None)
     chosen = [(r.get("chosen_on_val") or {}).get("labels", 0) for r in records]
     return costs | {"extra_labels": max(chosen, default=None)}
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median of the numbers that there are."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
