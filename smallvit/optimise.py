@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-
 Pace = Callable[[float, float], float]
 
 

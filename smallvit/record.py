@@ -21,7 +21,7 @@ RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt
 FIELDS = (
     "recipe", "arm", "role", "against", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test",
     "test_reads", "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision",
-    "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights",
+    "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights", "picture",
 )  # fmt: skip
 
 

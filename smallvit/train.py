@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from smallvit import record as records
 from smallvit.augment import Batch, apply
 from smallvit.components import function
+from smallvit.compute import footprint, reduces
 from smallvit.data import DataSpec, Images, Subset
-from smallvit.compute import footprint
 from smallvit.evaluate import Splits, accuracy, frozen
 from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.run import Run, describe, fingerprint
@@ -78,6 +78,7 @@ def fit(
         training.go(folder / records.CHECKPOINT, made_by, watch)
         record |= training.facts() | evaluations(run, training.model, subset, data.test)
         record |= {"pretraining": spent(before)} if run.init is not None else {}
+        record |= {"picture": picture(training.model, subset)}
         record |= {"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256}
         save_weights(folder / records.WEIGHTS, training.model, record)
         records.write_record(folder, record)
@@ -254,6 +255,19 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
+
+
+def picture(model: nn.Module, subset: Subset) -> dict | None:
+    """Where the patches of three images have gone, for the report; None where nothing is reduced. Never test images."""
+    from smallvit import explain
+
+    if not reduces(model):
+        return None
+    shown = subset.val if len(subset.val) else subset.train
+    try:
+        return explain.plain(model, shown.take(slice(3)))
+    except ValueError as error:  # a reduction that cannot be followed must not cost the run
+        return {"error": str(error)}
 
 
 def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:

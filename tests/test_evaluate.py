@@ -14,11 +14,12 @@ from torch import nn
 
 from smallvit import (
     Images,
-    LocalityAttention,
-    MeanTokens,
+    LearnedPrune,
+    LearnedThresholds,
+    Merge,
     PatchEmbed,
     Pixels,
-    ShiftedPatchEmbed,
+    Prune,
     SmallCNN,
     Splits,
     ViT,
@@ -30,9 +31,11 @@ from smallvit import (
     knn,
     linear_probe,
 )
+from smallvit.compute import closed_form, footprint, seen_tokens, tokens_per_layer
 
-EVALUATORS = [accuracy, knn, linear_probe, partial(linear_probe, standardise=False)]
-NAMES = ["accuracy", "knn", "linear_probe", "linear_probe as is"]
+TIMED = partial(cost, batch=4, repeats=1)
+EVALUATORS = [accuracy, knn, linear_probe, partial(linear_probe, standardise=False), TIMED]
+NAMES = ["accuracy", "knn", "linear_probe", "linear_probe as is", "cost"]
 
 
 @pytest.fixture(scope="module")
@@ -254,9 +257,9 @@ def test_a_class_without_a_labelled_image_is_never_guessed(evaluator):
 
 
 @pytest.mark.parametrize("evaluator", EVALUATORS, ids=NAMES)
-@pytest.mark.parametrize("kind", ["vit", "cnn"])
+@pytest.mark.parametrize("kind", ["vit", "cnn", "merge", "thresholds"])
 def test_the_model_is_left_bit_for_bit_as_it_was(evaluator, kind, splits, request):
-    model = request.getfixturevalue(kind)
+    model = reduced(kind) if kind in REDUCTIONS else request.getfixturevalue(kind)
     model.train()
     for module in list(model.modules())[1::3]:
         module.training = False  # as a frozen part has it
@@ -271,7 +274,7 @@ def test_the_model_is_left_bit_for_bit_as_it_was(evaluator, kind, splits, reques
     assert all(p.grad is None for p in model.parameters()) and [p.requires_grad for p in model.parameters()] == needs
     assert torch.equal(drawn, torch.get_rng_state())
     model.train()(splits.test.spec.normalise(splits.test.pixels(slice(0, 4)))).sum().backward()  # and it still learns
-    assert kind == "vit" or any("running_mean" in name for name in before)
+    assert kind != "cnn" or any("running_mean" in name for name in before)
 
 
 def test_the_modes_come_back_even_when_the_model_raises(splits):
@@ -285,7 +288,7 @@ def test_the_modes_come_back_even_when_the_model_raises(splits):
     assert model.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("evaluator", EVALUATORS, ids=NAMES)
+@pytest.mark.parametrize("evaluator", EVALUATORS[:-1], ids=NAMES[:-1])  # cost reads a clock
 def test_the_same_model_gives_the_same_bits_again(evaluator, vit, splits):
     first = list(evaluator(vit.train(), splits))
     torch.manual_seed(1)
@@ -324,53 +327,56 @@ def test_features_are_those_that_the_head_sees(vit, splits):
         assert torch.allclose(vit.head(torch.from_numpy(found)), logits, atol=1e-5)
 
 
-# Footprint and cost
+# Cost
+
+REDUCTIONS = {
+    "none": None,
+    "off": Merge,
+    "merge": partial(Merge, r=3),
+    "prune": partial(Prune, layers=(0,)),
+    "learned prune": partial(LearnedPrune, layers=(1,)),
+    "thresholds": partial(LearnedThresholds, merge=0.7, prune=0.9),
+}
 
 
-def closed_form(image, patch, channels, dim, depth, prefix, ratio=4, classes=10, seen=1) -> int:
-    """Multiply-accumulates: depth (4 N D^2 + 2 N^2 D + 2 r N D^2) + the embedding of `seen` images + the head."""
-    patches = image**2 // patch**2
-    n = patches + prefix
-    blocks = depth * (4 * n * dim**2 + 2 * n**2 * dim + 2 * ratio * n * dim**2)
-    return blocks + patches * seen * channels * patch**2 * dim + dim * classes
+def reduced(kind) -> ViT:
+    model = ViT(
+        (8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2, reduction=REDUCTIONS[kind], dropout=0.5
+    )
+    with torch.no_grad():
+        for block in initialise(model, 0).blocks:
+            block.attention.qkv.weight.mul_(3)  # images that differ in what can go
+    return model
 
 
-@pytest.mark.parametrize(
-    "image, patch, channels, dim, depth, tokenizer, more, prefix, seen",
-    [
-        (28, 7, 1, 64, 6, PatchEmbed, {}, 1, 1),
-        (28, 4, 3, 48, 2, PatchEmbed, {"registers": 4}, 5, 1),
-        (28, 7, 1, 64, 2, PatchEmbed, {"pool": MeanTokens, "attention": LocalityAttention}, 0, 1),
-        (28, 7, 3, 32, 1, ShiftedPatchEmbed, {}, 1, 5),
-        (46, 2, 1, 16, 2, PatchEmbed, {}, 1, 1),  # 530 tokens: the fused kernel
-    ],
-)
-def test_the_footprint_of_a_vit_is_the_closed_form(image, patch, channels, dim, depth, tokenizer, more, prefix, seen):
-    embed = partial(tokenizer, patch=patch)
-    model = ViT((image, image), channels, 10, tokenizer=embed, dim=dim, depth=depth, heads=4, **more).train()
-    found = footprint(model, torch.zeros(1, channels, image, image))
-    assert found["params"] == sum(p.numel() for p in model.parameters())
-    assert found["macs"] == pytest.approx(closed_form(image, patch, channels, dim, depth, prefix, seen=seen), rel=0.01)
-    assert all(type(number) is int for number in found.values()) and model.training
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_cost_says_what_a_forward_pass_takes(kind, splits):
+    model = reduced(kind).train()
+    found = dict(cost(model, splits, batch=4, repeats=1))
+    names = {
+        "none": ["macs", "ms"],
+        "thresholds": ["macs", "macs_sd", "tokens", "ms", "speedup"],
+    }.get(kind, ["macs", "flops", "tokens", "ms", "speedup"])
+    assert list(found) == names and all(type(value) is float for value in found.values())
+    assert found["ms"] > 0 and found.get("speedup", 1) > 0
+    model.eval()
+    if kind == "thresholds":
+        images = splits.test.spec.normalise(splits.test.pixels())
+        macs = np.array([sum(closed_form(model, rows).values()) for rows in seen_tokens(model, images).tolist()])
+        assert len(macs) == 500 and found["macs"] == pytest.approx(macs.mean()) and found["macs_sd"] == pytest.approx(macs.std())
+        assert found["macs_sd"] > 0 and 2 < found["tokens"] == seen_tokens(model, images)[:, -1, 1].double().mean() < 17
+    elif kind == "none":
+        assert found["macs"] == footprint(model, torch.zeros(1, 1, 8, 8))["macs"]
+    else:
+        assert found["macs"] == sum(closed_form(model).values()) == pytest.approx(found["flops"] / 2, rel=0.02)
+        assert found["tokens"] == tokens_per_layer(model)[-1][1]
 
 
-def test_the_parameters_of_a_plain_vit_are_the_closed_form():
-    d, n, depth = 64, 17, 6
-    block = 12 * d * d + 13 * d  # qkv, proj, two of the MLP, with biases, and two LayerNorms
-    model = ViT((28, 28), 1, 10, tokenizer=partial(PatchEmbed, patch=7), dim=d, depth=depth)
-    expected = depth * block + (49 * d + d) + d + n * d + 2 * d + 10 * d + 10
-    assert footprint(model, torch.zeros(1, 1, 28, 28))["params"] == expected
+def test_cost_of_a_model_without_blocks(cnn, splits):
+    assert list(dict(cost(cnn, splits, repeats=1))) == ["macs", "ms"]
 
 
-def test_shifted_patches_cost_five_embeddings():
-    image = torch.zeros(1, 1, 28, 28)
-    plain, shifted = (ViT((28, 28), 1, 10, tokenizer=partial(t, patch=7), dim=32) for t in (PatchEmbed, ShiftedPatchEmbed))
-    assert footprint(shifted, image)["macs"] - footprint(plain, image)["macs"] == 4 * 16 * 49 * 32
-
-
-def test_the_footprint_is_that_of_one_image_whatever_the_model_draws_in_training(cnn):
-    image = torch.zeros(1, 1, 8, 8)
-    assert footprint(cnn.train(), image) == footprint(cnn.eval(), image)
-    by_hand = 64 * 9 * 1 * 4 + 64 * 9 * 4 * 4 + 16 * 9 * 4 * 8 + 16 * 9 * 8 * 8 + 4 * 8 * 16 + 16 * 10
-    assert footprint(cnn, image)["macs"] == by_hand
-    assert footprint(Pixels((8, 8), 1, 10), image) == {"params": 0, "macs": 0}
+def test_a_reduction_that_reduces_costs_fewer_multiplications(splits):
+    macs = {kind: dict(cost(reduced(kind), splits, batch=2, repeats=1))["macs"] for kind in REDUCTIONS}
+    assert macs["none"] == pytest.approx(macs["off"], rel=0.02)
+    assert max(macs[kind] for kind in ("merge", "prune", "learned prune", "thresholds")) < 0.95 * macs["none"]

@@ -16,7 +16,7 @@ class LearnedPrune(nn.Module):
     Off      `keep=1`: no predictor.
     Departs  The count goes with the image at hand, where the authors' code has 14 x 14 written into it. In training no token
              gives way to one that is gone: attention takes the largest logit over the tokens that are there, and there is no
-             small constant in its sum. Wants the objective `LearnToPrune`, which holds the shares kept to `keep`.
+             small constant in its sum. Where a draw would leave no patch at all, the likeliest stays. Wants the objective `LearnToPrune`, which holds the shares kept to `keep`.
 
     `kept` passes on the decisions, b patches, and changes nothing: whoever wants to see them hooks it. `target` is the share
     of all patches that should be left behind this block.
@@ -54,8 +54,10 @@ class LearnedPrune(nn.Module):
         there = x.new_ones(x.shape[:2]) if size is None else size
         score = self.predictor(x[:, p:, : self.dim], there[:, p:]).float().log_softmax(-1)
         if self.training:
-            decision = F.gumbel_softmax(score, hard=True)[..., 0]
-            return x, torch.cat([there[:, :p], self.kept(there[:, p:] * decision)], dim=1)
+            kept = there[:, p:] * F.gumbel_softmax(score, hard=True)[..., 0]
+            likeliest = score[..., 0].masked_fill(there[:, p:] == 0, float("-inf")).argmax(-1, keepdim=True)
+            last = torch.zeros_like(kept).scatter(1, likeliest, 1.0) * (kept.amax(1, keepdim=True) == 0)
+            return x, torch.cat([there[:, :p], self.kept(kept + last * there[:, p:].detach())], dim=1)
         best = p + score[..., 0].argsort(dim=-1, descending=True, stable=True)[:, : self.left(x.shape[1]) - p]
         return torch.cat([x[:, :p], take(x, best)], dim=1), (
             None if size is None else torch.cat([size[:, :p], take(size, best)], dim=1)

@@ -59,7 +59,7 @@ class Merge(nn.Module):
         stay = order[:, r:].sort(-1).values
 
         everywhere = torch.arange(n, device=x.device)
-        there, targets = everywhere[:p].expand(len(x), -1), everywhere[p + 1 - p % 2 :: 2].expand(len(x), -1)
+        there, targets = everywhere[:p].expand(x.shape[0], -1), everywhere[p + 1 - p % 2 :: 2].expand(x.shape[0], -1)
         left = torch.cat([there, first + 2 * stay, targets], dim=1)
         gone, match = first + 2 * gone, match + p + stay.shape[1]
         x, moved = take(x, left), take(x, gone)
