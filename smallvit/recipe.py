@@ -139,5 +139,10 @@ def shortened(runs: list) -> list:
     """Two steps of every arm, at the smallest number of labels and the first seed."""
     first: dict = {}
     for run in sorted(runs, key=lambda run: (run.labels is None, run.labels or 0, run.seed)):
-        first.setdefault(run.arm, run.vary(steps=min(run.steps, 2)))
+        first.setdefault(run.arm, brief(run))
     return list(first.values())
+
+
+def brief(run):
+    """The run in two steps, and so whatever it starts from."""
+    return run.vary(steps=min(run.steps, 2), init=run.init and brief(run.init))

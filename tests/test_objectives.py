@@ -60,7 +60,9 @@ def surprise(logits, targets):
 
 
 def test_every_objective_is_tested_here():
-    found = {name for name, made in vars(objectives).items() if inspect.isclass(made) and made.__module__ == objectives.__name__}
+    found = {
+        name for name, made in vars(objectives).items() if inspect.isclass(made) and made.__module__ == objectives.__name__
+    }
     assert found == {"Supervised", "LearnToPrune", "LearnThresholds"}
 
 
@@ -294,7 +296,9 @@ NOTHING = {
     "cnn": partial(SmallCNN, (8, 8), 1, 5),
     "pixels": partial(Pixels, (8, 8), 1, 5),
 }
-LOOKS_TOO_LATE = pytest.mark.xfail(strict=True, raises=AttributeError, reason="the teacher is made before anybody looks for blocks")
+LOOKS_TOO_LATE = pytest.mark.xfail(
+    strict=True, raises=AttributeError, reason="the teacher is made before anybody looks for blocks"
+)
 
 
 @pytest.mark.parametrize(

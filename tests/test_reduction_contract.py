@@ -102,7 +102,10 @@ def called(module, x, size, key, saliency):
 @on
 @settings(deadline=None, max_examples=15)
 @given(
-    patches=st.one_of(st.integers(1, 3), st.integers(1, 24)), prefix=st.integers(0, 3), seed=st.integers(0, 999), sized=st.booleans()
+    patches=st.one_of(st.integers(1, 3), st.integers(1, 24)),
+    prefix=st.integers(0, 3),
+    seed=st.integers(0, 999),
+    sized=st.booleans(),
 )
 def test_prefix_sizes_counts_and_channels_behind_the_width(make, patches, prefix, seed, sized):
     module, x, key, saliency = alone(make, patches, prefix, seed, layer=seed % 2)
@@ -177,12 +180,14 @@ SLOTS = [
     for attention in (Attention, LocalityAttention)
     for registers in (0, 2)
 ]
-ALL_GONE = pytest.mark.xfail(strict=True, reason="a draw of LearnedPrune may drop every patch: a mean of none is NaN")
-PAIRS = [
-    pytest.param(make, pool, marks=[ALL_GONE] if make.func is LearnedPrune and pool is not ClassToken else [])
-    for make in settings_of(ON)
-    for pool in POOLS
-]
+COMBINED = {
+    "Merge": partial(Merge, r=2),
+    "Prune": Prune,
+    "Prune, mean": partial(Prune, keep=0.5, fuse="mean"),
+    "LearnedPrune": LearnedPrune,
+    "LearnedThresholds": partial(LearnedThresholds, merge=0.2, prune=0.8),
+    "LearnedThresholds, no merge": partial(LearnedThresholds, merge=None, prune=1.0),
+}
 
 
 def learns(model, x):
@@ -197,12 +202,13 @@ def learns(model, x):
             assert parameter.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("make, pool", PAIRS, ids=lambda part: getattr(part, "__name__", None) or spelled(part))
+@pytest.mark.parametrize("kind", COMBINED)
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_combination_of_slots_learns_with_it(make, pool, dtype):
-    assert len(SLOTS) * len(POOLS) == 48
+def test_every_combination_of_slots_learns_with_it(kind, pool, dtype):
+    assert len(SLOTS) * len(POOLS) == 48 and {getattr(made, "func", made) for made in COMBINED.values()} == set(CLASSES)
     for slots in SLOTS:
-        model, x = small(**slots, pool=pool, reduction=make), torch.randn(3, 1, 8, 8)
+        model, x = small(**slots, pool=pool, reduction=COMBINED[kind]), torch.randn(3, 1, 8, 8)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             learns(model, x)
             assert model.eval()(x).isfinite().all()

@@ -101,7 +101,7 @@ def test_every_image_is_reduced_as_in_the_paper(patches, prefix, merge, prune, s
 
 def test_the_most_important_patch_stays_whatever_the_threshold():
     x, seen = torch.randn(2, 6, 4), torch.tensor([[0.9, 0.1, 0.3, 0.2, 0.1, 0.0], [0.9, 0.0, 0.1, 0.1, 0.1, 0.4]])
-    got, size = LearnedThresholds(Place(patches=5), merge=None, prune=1e3).eval()(x, None, lambda: x, lambda queries: seen)
+    got, _ = LearnedThresholds(Place(patches=5), merge=None, prune=1e3).eval()(x, None, lambda: x, lambda queries: seen)
     assert torch.equal(got, torch.stack([x[0, [0, 2]], x[1, [0, 5]]]))
 
 
@@ -119,7 +119,9 @@ def test_exact_duplicates_do_not_merge_at_1():
         g = torch.Generator().manual_seed(seed)
         x, key = torch.randn(4, 33, 4, generator=g), torch.randn(4, 1, 7, generator=g).expand(-1, 33, -1)
         seen = torch.full((4, 33), 1 / 33)
-        got, size = LearnedThresholds(Place(patches=32), merge=1.0).eval()(x, None, lambda key=key: key, lambda q, seen=seen: seen)
+        got, size = LearnedThresholds(Place(patches=32), merge=1.0).eval()(
+            x, None, lambda key=key: key, lambda q, seen=seen: seen
+        )
         assert torch.equal(got, x) and size is None
 
 
