@@ -12,8 +12,9 @@ Chosen  Rates, the share of the other weights in DynamicViT's, and LTMP's temper
 
 Each patch size has its own baseline, with shifted patches, since a plain ViT needs more steps than this machine has time for;
 at 196 patches even that one is cut short. Off the shelf is the baseline with the reduction put in and not one step of training;
-tuned is 15% more steps with it, beside as many without. Every arm is set to half the baseline's multiply-adds by the closed form
-(LTMP learns its thresholds to that budget). The plain answer to "half the compute" stands beside them: a ViT of half the depth.
+tuned is 15% more steps with it, beside as many without. Every arm is set to half the baseline's multiply-adds by the closed
+form (LTMP learns its thresholds to that budget). The plain answer to "half the compute" stands beside them: a ViT of half the
+depth.
 """
 
 from functools import partial

@@ -22,6 +22,7 @@ NAMES = {
     ),
     "objectives": ("LearnThresholds", "LearnToPrune", "Supervised"),
     "evaluate": ("Splits", "accuracy", "cost", "features", "knn", "linear_probe"),
+    "explain": ("token_map",),
     "pretrained": ("apply", "from_timm", "timm_attention", "timm_tokenizer"),
     "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),
     "train": ("fit",),

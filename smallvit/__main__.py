@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -124,6 +125,8 @@ def run(chosen: argparse.Namespace) -> int:
         return 0
     if chosen.smoke:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
+    for arm, tokens in schedules(runs).items():
+        print(f"{arm}: {tokens}")
     trained = launch(
         runs,
         out,
@@ -141,7 +144,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def report(chosen: argparse.Namespace) -> int:
-    from smallvit.record import read_records, write_records
+    from smallvit.record import one_picture_each, read_records, write_records
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -151,6 +154,7 @@ def report(chosen: argparse.Namespace) -> int:
         if any(record["status"] != "finished" for record in records):
             left = sum(record["status"] != "finished" for record in records)
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report has all of them")
+        records = one_picture_each(records)
         write_records(published, records)
         write_report(path, module, records, path.with_suffix(""))
         return 0
@@ -239,7 +243,7 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
 
     jobs = min(jobs or cores(), len(runs))
     first = {run.arm: run for run in reversed(runs)}
-    baseline = next((run for run in runs if run.role == "baseline"), runs[0])
+    tokens = schedules(runs)
     seconds, lines = 0.0, []
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm]
@@ -249,6 +253,8 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
         seconds += one * len(mine)
         lines.append(f"{arm}: {len(mine)} runs of {first[arm].steps} steps, about {one:.0f} s each")
+        lines += [f"    {tokens[arm]}"] if arm in tokens else []
+        baseline = next((run for run in runs if run.arm == first[arm].against), runs[0])
         if arm != baseline.arm:
             changes = difference(baseline.vary(labels=first[arm].labels, seed=first[arm].seed), first[arm])
             lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
@@ -256,6 +262,21 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
         f"{len(runs)} runs, about {clock(seconds / jobs)} with {jobs} jobs on {device}, measured by a few steps of each arm"
     )
     return "\n".join(lines)
+
+
+def schedules(runs: list) -> dict[str, str]:
+    """For each arm that reduces tokens, how many are left behind which block."""
+    import torch
+
+    from smallvit.compute import in_words, reduces
+
+    found = {}
+    for run in {run.arm: run for run in runs}.values():
+        spec = run.data().spec
+        with suppress(Exception), torch.device("meta"):  # what is wrong with a model is for its run to say
+            model = run.model(spec.size, spec.channels, len(spec.classes))
+            found |= {run.arm: in_words(model)} if reduces(model) else {}
+    return found
 
 
 def clock(seconds: float) -> str:

@@ -208,8 +208,8 @@ def attend(
     b h n n, where the kernel makes one.
 
     On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
-    cache, so it is taken from 128 tokens on (512 in half precision, which it is slow at); on a GPU always. `fused` overrides the
-    rule. Sizes with a gradient need the map.
+    cache, so it is taken from 128 tokens on (512 in half precision, which it is slow at); on a GPU always. `fused` overrides
+    the rule. Sizes with a gradient need the map.
     """
     if fused is None:
         fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
@@ -242,8 +242,8 @@ def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
 def learn_sizes(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """The values that each token sees, b h n e, with their gradient to the sizes, which the logarithm does not have at 0.
 
-    As in DynamicViT (arXiv:2106.02034, equations 10 and 11) a token always sees itself, as one if it is gone, and its size has no
-    part in that: nobody looks at the row of a token that is gone, but the gradient asks what it would have said. The largest
+    As in DynamicViT (arXiv:2106.02034, equations 10 and 11) a token always sees itself, as one if it is gone, and its size has
+    no part in that: nobody looks at the row of a token that is gone, but the gradient asks what it would have said. The largest
     logit is taken over the tokens that are there, and no exponential is above 1, so that none of the gone can drown a row.
     """
     logits = (q @ k.transpose(-2, -1)).float()

@@ -127,7 +127,7 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
             yield "flops", float(compute.counted(model, images[:1]))
             yield "tokens", float(compute.tokens_per_layer(model)[-1][1])
         else:
-            scored = [x for x, _ in splits.test.batches(1_000, device=device)][0]
+            scored = next(x for x, _ in splits.test.batches(1_000, device=device))
             macs = torch.tensor(compute.macs_of_each(model, scored), dtype=torch.float64)
             yield "macs", macs.mean().item()
             yield "macs_sd", macs.std(correction=0).item()

@@ -169,7 +169,7 @@ def draw(picture: dict) -> "matplotlib.figure.Figure":  # noqa: F821
 def token_map(model: "torch.nn.Module", images: "Images", *, blocks: Sequence[int] | None = None):  # noqa: F821
     """What merging and pruning leave of these images, block by block: a matplotlib `Figure` (see `draw` and `plain`).
 
-        token_map(model, mnist().train.take(slice(6)), blocks=(0, 2, 5)).savefig("tokens.png", dpi=200)
+    token_map(model, mnist().train.take(slice(6)), blocks=(0, 2, 5)).savefig("tokens.png", dpi=200)
     """
     return draw(plain(model, images, blocks=blocks))
 

@@ -145,7 +145,7 @@ def deciding(model: nn.Module, kind: type, part: str) -> list[nn.Module]:
     reductions = [getattr(block, "reduction", None) for block in getattr(model, "blocks", ())]
     found = [module for module in reductions if isinstance(module, kind) and getattr(module, part) is not None]
     if not found:
-        raise ValueError(f"this objective teaches {kind.__name__} and the model has none at work; give it reduction={kind.__name__}")
+        raise ValueError(f"this objective teaches {kind.__name__} and none is at work: reduction={kind.__name__}")
     return found
 
 

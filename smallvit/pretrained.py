@@ -8,6 +8,7 @@ slots what timm's constructors ask for (`attn_layer`, `embed_layer`), by adaptin
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.attention import Attention
+from smallvit.compute import speedup, unreduced
 from smallvit.pooling import ClassToken, MeanTokens
 from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
@@ -94,21 +96,32 @@ def from_timm(model: nn.Module) -> ViT:
     return ours.to(model.head.weight).train(model.training)
 
 
-def apply(model: nn.Module, reduction: Callable | None) -> ViT:
+def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None = None) -> ViT:
     """A new model that is `model` with this reduction in its blocks, in the place of any it had; no training, nothing patched.
 
     `model` is a `ViT`, or a timm Vision Transformer, which goes through `from_timm` first; it is left alone. Weights are
-    copied. `None` takes a reduction out. What a reduction learns (`LearnedPrune`, `LearnedThresholds`) starts anew.
+    copied. `None` takes a reduction out. What a reduction learns (`LearnedPrune`, `LearnedThresholds`) starts anew. With
+    `timed_on`, a batch of images, the reduction stays only if it saves time on them, here and now; else the new model comes
+    without it, and a warning says how much time it would have lost.
 
     Raises   ValueError for another kind of model.
     """
     if not isinstance(model, ViT):
-        return apply(from_timm(model), reduction)
+        return apply(from_timm(model), reduction, timed_on)
     new = copy.deepcopy(model)
     like = new.norm.weight
     for block, place in zip(new.blocks, new.places(len(new.blocks), new.image)):
         block.reduction = None if reduction is None else reduction(place).to(like).train(new.training)
-    return new
+    if timed_on is None or reduction is None:
+        return new
+    times = speedup(copy.deepcopy(new).eval(), timed_on)[1]
+    if times >= 1:
+        return new
+    warnings.warn(
+        f"the reduction is left out: on images of shape {tuple(timed_on.shape)} it runs at {times:.2f} of the speed without it",
+        stacklevel=2,
+    )
+    return unreduced(new)
 
 
 def strangers(model: nn.Module) -> list[str]:

@@ -76,6 +76,17 @@ def read_records(path: Path) -> list[dict]:
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
+def one_picture_each(records: Iterable[dict]) -> list[dict]:
+    """The records, with a picture in the first of each arm alone: the others say the same of other seeds, at length."""
+    seen: set[tuple] = set()
+    out = []
+    for record in records:
+        cell = record["arm"], record["labels"]
+        out.append(record | {"picture": None} if cell in seen else record)
+        seen.add(cell)
+    return out
+
+
 def dumped(record: dict, indent: int | None = None) -> str:
     """The record as JSON, which knows no NaN and no infinity. Raises ValueError, naming the field, where there is one."""
     for name, value in record.items():

@@ -86,7 +86,7 @@ class Run:
         if not isinstance(self.init, Run | None):
             raise ValueError(f"init is {self.init!r}; expected the run to start from, or None")
         if self.init is None and getattr(function(self.objective), "needs_init", False):
-            raise ValueError(f"{function(self.objective).__name__} teaches a model that has been trained; give the run init=...")
+            raise ValueError(f"{function(self.objective).__name__} teaches a trained model; give the run init=..., another run")
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
         if not self.evaluators:

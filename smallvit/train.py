@@ -361,7 +361,7 @@ def start_from(model: nn.Module, folder: Path) -> dict:
     strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
     if strange:
         raise ValueError(
-            f"the weights of {folder} do not fit the model: {', '.join(strange[:5])}; expected the same model but for its reduction"
+            f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction"
         )
     model.load_state_dict(state, strict=False)
     return {"loaded": len(state), "missing": missing}

@@ -22,20 +22,34 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 # Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {"__init__", "launch", "recipe", "record", "report", "run", "train"},
+    "__main__": {"__init__", "compute", "launch", "recipe", "record", "report", "run", "train"},
     "launch": {"recipe", "record", "run", "train"},
-    "train": {"augment", "components", "data", "evaluate", "optimise", "record", "run", "streams", "vit"},
+    "train": {
+        "augment",
+        "components",
+        "compute",
+        "data",
+        "evaluate",
+        "explain",
+        "optimise",
+        "record",
+        "run",
+        "streams",
+        "vit",
+    },
     "recipe": {"run"},
     "run": {"augment", "components", "data", "evaluate", "floors", "objectives", "vit"},
     "components": set(),
     "optimise": set(),
-    "report": set(),
+    "report": {"explain"},
     "record": set(),
-    "pretrained": {*SLOTS, "vit"} - {"reduction"},
-    "evaluate": {"data"},
-    "objectives": {"augment"},
+    "explain": {"evaluate", "vit"},
+    "pretrained": {*SLOTS, "compute", "vit"} - {"reduction"},
+    "evaluate": {"compute", "data"},
+    "objectives": {"augment", "compute", "reduction"},
+    "compute": set(),
     "floors": {"vit"},
-    "vit": {*SLOTS, "streams"} - {"reduction"},
+    "vit": {*SLOTS, "streams"},
     "data": {"streams"},
     "augment": set(),
     "streams": set(),
@@ -44,7 +58,9 @@ MAY_IMPORT = {
 # What may be imported as a file is loaded; all else only by the function that needs it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
-AT_THE_TOP |= {room: set() for room in ("__init__", "__main__", "launch", "recipe", "record", "report", "run", "streams")}
+AT_THE_TOP |= {
+    room: set() for room in ("__init__", "__main__", "explain", "launch", "recipe", "record", "report", "run", "streams")
+}
 # Who brings a library: a name in setup.cfg.
 BROUGHT_BY = {
     "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "jinja2": "jinja2", "lightly": "lightly",

@@ -311,7 +311,7 @@ LOOKS_TOO_LATE = pytest.mark.xfail(
 )
 def test_a_model_that_has_nothing_to_learn_is_refused(objective, model):
     taught = {LearnToPrune: "LearnedPrune", LearnThresholds: "LearnedThresholds"}[objective]
-    with pytest.raises(ValueError, match=f"teaches {taught} and the model has none at work; give it reduction={taught}"):
+    with pytest.raises(ValueError, match=rf"teaches {taught} and .*none.*reduction={taught}"):
         objective(NOTHING[model]())
 
 

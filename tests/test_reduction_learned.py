@@ -197,9 +197,10 @@ def test_the_loss_reaches_every_predictor_through_attention():
 
 @pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool])
 @pytest.mark.parametrize("registers", [0, 1])
-def test_a_draw_that_drops_every_patch_leaves_the_likeliest(pool, registers, monkeypatch):
+@pytest.mark.parametrize("attention", [Attention, LocalityAttention])
+def test_a_draw_that_drops_every_patch_leaves_the_likeliest(pool, registers, attention, monkeypatch):
     """With 16 patches, three untrained predictors and 64 images it happens in nearly every batch."""
-    model = TINY(pool=pool, reduction=LearnedPrune, registers=registers).train()
+    model = TINY(pool=pool, reduction=LearnedPrune, registers=registers, attention=attention).train()
     first = torch.zeros(2, 36)
     first[:, 5:8] = 1  # of these three one stays, whatever the second and the third predictor draw
     decided(monkeypatch, [first, torch.zeros(2, 36), torch.zeros(2, 36)])

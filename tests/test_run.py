@@ -174,7 +174,7 @@ def test_a_choice_of_the_wrong_kind_or_size_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize("objective", [LearnToPrune, partial(LearnThresholds, budget=0.5)], ids=["prune", "thresholds"])
 def test_an_objective_that_teaches_a_trained_model_needs_one(objective):
-    refused(lambda: Run(objective=objective), "teaches a model that has been trained", "init=...")
+    refused(lambda: Run(objective=objective), "teaches a trained model", "init=...")
     assert Run(objective=objective, init=Run()).objective is objective
 
 

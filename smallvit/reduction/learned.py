@@ -16,7 +16,8 @@ class LearnedPrune(nn.Module):
     Off      `keep=1`: no predictor.
     Departs  The count goes with the image at hand, where the authors' code has 14 x 14 written into it. In training no token
              gives way to one that is gone: attention takes the largest logit over the tokens that are there, and there is no
-             small constant in its sum. Where a draw would leave no patch at all, the likeliest stays. Wants the objective `LearnToPrune`, which holds the shares kept to `keep`.
+             small constant in its sum. Where a draw would leave no patch at all, the likeliest stays. Wants the objective
+             `LearnToPrune`, which holds the shares kept to `keep`.
 
     `kept` passes on the decisions, b patches, and changes nothing: whoever wants to see them hooks it. `target` is the share
     of all patches that should be left behind this block.
@@ -71,9 +72,7 @@ class Predictor(nn.Module):
         super().__init__()
         self.embed = nn.Sequential(nn.LayerNorm(dim, eps=1e-6), nn.Linear(dim, dim), nn.GELU())
         half, quarter = max(dim // 2, 1), max(dim // 4, 1)
-        self.decide = nn.Sequential(
-            nn.Linear(dim, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2)
-        )
+        self.decide = nn.Sequential(nn.Linear(dim, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2))
 
     def forward(self, x: Tensor, size: Tensor) -> Tensor:
         local, everywhere = self.embed(x).chunk(2, dim=-1)

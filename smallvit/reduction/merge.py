@@ -90,4 +90,3 @@ def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | f
         if count < 0 or (isinstance(count, float) and count > 0.5):
             raise ValueError(f"r is {count}; expected a number of merges from 0 on, or a fraction up to 0.5")
     return counts
-

@@ -25,7 +25,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     """The tokens at those places: b n d, b m -> b m d; or b n, b m -> b m."""
     if x.ndim == 2:
         return x.gather(1, index)
-    rows = index + x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None]  # whole rows are copied, not element by element
+    # whole rows are copied, not element by element
+    rows = index + x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, index.shape)
 
 

@@ -19,9 +19,9 @@ class Prune(nn.Module):
              look. As published, tokens are counted once each, the fused one too; `fuse="mean"`, which is ours, makes the mean
              of the dropped patches and counts it for as many as they were; `fuse="none"` only drops.
 
-    `keep` is the share of the patches at hand that each of these blocks keeps. While a run's progress goes from the first to the
-    second value of `shrink`, training keeps less and less, from all to `keep` along a cosine, as the authors do for a third of
-    their epochs.
+    `keep` is the share of the patches at hand that each of these blocks keeps. While a run's progress goes from the first to
+    the second value of `shrink`, training keeps less and less, from all to `keep` along a cosine, as the authors do for a third
+    of their epochs.
 
     Raises   ValueError for a share that is none, a block that is not there, an unknown `fuse`, or a `shrink` out of order.
     """
@@ -68,7 +68,7 @@ class Prune(nn.Module):
         if kept == n - p:
             return x, size
         if saliency is None:
-            raise ValueError("Prune needs what attention says of saliency and this one says nothing; return Mixed(x, saliency=...)")
+            raise ValueError("Prune needs the saliency of the attention and this one gives none; return Mixed(x, saliency=...)")
         score = saliency(self.queries)[:, p:]
         order = p + score.argsort(dim=-1, descending=True, stable=True)
         stay, gone = order[:, :kept], order[:, kept:]

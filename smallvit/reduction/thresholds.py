@@ -58,7 +58,7 @@ class LearnedThresholds(nn.Module):
 
     def forward(self, x: Tensor, size: Tensor | None, key=None, saliency=None) -> tuple[Tensor, Tensor | None]:
         if key is None or saliency is None:
-            raise ValueError("LearnedThresholds needs keys and saliency of the attention; return Mixed(x, key=..., saliency=...)")
+            raise ValueError("LearnedThresholds needs keys and saliency of attention; return Mixed(x, key=..., saliency=...)")
         given, size = size, x.new_ones(x.shape[:2]) if size is None else size
         patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
         with torch.no_grad():  # what is measured is given; the thresholds learn from what they decide
