@@ -31,6 +31,7 @@ from smallvit.compute import (
     closed_form,
     counted,
     footprint,
+    in_words,
     macs_of_each,
     milliseconds,
     reduces,
@@ -180,7 +181,7 @@ class Pure(nn.Module):
 
 def test_what_has_no_closed_form_is_said_and_can_still_be_counted():
     model, image = SMALL(attention=Pure), torch.zeros(1, 1, 28, 28)
-    with pytest.raises(ValueError, match="Pure has no projection `proj`, so there is no closed form"):
+    with pytest.raises(ValueError, match=r"Pure has no projection `proj`, so .*no closed form"):
         closed_form(model)
     assert footprint(model, image)["macs"] > 0
     with pytest.raises(ValueError, match="depends on the image; give tokens, for instance of seen_tokens"):
@@ -294,6 +295,14 @@ def test_blocks_without_a_reduction_are_counted_too():
     seen = seen_tokens(model, x)
     m = seen[:, -1, 1].tolist()
     assert seen.tolist() == [[[50, 50], [50, k], [k, k], [k, k]] for k in m] and max(m) < 50
+
+
+def test_the_schedule_in_words():
+    with_merge = SMALL(reduction=partial(Merge, r=5))
+    share = sum(closed_form(with_merge).values()) / sum(closed_form(SMALL()).values())
+    assert in_words(with_merge) == f"50 tokens, behind the blocks 45, 40, 35, 30; {share:.2f} of the MACs" and 0.6 < share < 0.8
+    assert in_words(SMALL(reduction=LearnedThresholds)) == "50 tokens, behind the blocks as many as the image asks for"
+    assert in_words(SMALL(attention=Pure, registers=1)) == "51 tokens, behind the blocks 51, 51, 51, 51"
 
 
 # Unreduced

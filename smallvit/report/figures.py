@@ -163,6 +163,14 @@ def learning_curves(comparison: Comparison, records: Sequence[dict]) -> str:
     return _svg(figure, "curves", "validation accuracy against training step")
 
 
+@_style()
+def tokens(picture: dict) -> str:
+    """What a record's model left of the patches of a few images, block by block (see `explain.draw`)."""
+    from smallvit.explain import draw
+
+    return _svg(draw(picture), "tokens", "which patches share a token, and which are gone")
+
+
 def _panels(names: list, arms: Sequence[str] = (), *, height: float = 0, width: float = 0) -> tuple:
     """A figure and its panels by name, three to a row, with the arms down the side if they are given; sizes in inches."""
     from matplotlib.figure import Figure

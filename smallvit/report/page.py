@@ -70,9 +70,19 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     looks = {arm: look for part in parts for arm, look in figures.styles(part).items()}
     given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks}
     given |= {"cost": cost, "zip": zip, "columns": columns(c), "summary": summary(c), "how_to_read": how_to_read(c)}
+    given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
     given |= {"how_it_was_timed": how_it_was_timed(records) if c.reduced else ""}
     given |= {"warnings": warnings(records), "failures": failures(c), "budgets": budgets(c)}
     return page.render(given | {"changes": changes(c, records), "provenance": provenance(records)})
+
+
+def pictures(records: Sequence[dict]) -> dict[str, dict]:
+    """Arm -> where the patches went in its first run that has a picture."""
+    found: dict[str, dict] = {}
+    for record in records:
+        if "groups" in (record.get("picture") or {}):
+            found.setdefault(record["arm"], record["picture"])
+    return found
 
 
 def present(records: Sequence[dict]) -> list[dict]:
