@@ -69,6 +69,6 @@ def arms(patch: int, steps: int) -> dict[str, Run]:
 
 RUNS = [
     run
-    for patch, steps in ((4, 2_000), (7, 2_000), (2, 600))
+    for patch, steps in ((4, 1_500), (7, 1_500), (2, 500))
     for run in ablate(arms(patch, steps), labels=[1_000], floors=patch == 4)
 ]

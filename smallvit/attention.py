@@ -186,7 +186,8 @@ def mix(
     x, seen = attend(q, k, v, size, mask, dropout, fused)
 
     def saliency(queries: int | None = None) -> Tensor:
-        rows = (seen if seen is not None else weights(q, k, size, mask))[:, :, :queries].mean(1)
+        asking = mask if mask is None or boolean(mask).shape[-2] == 1 else boolean(mask)[..., :queries, :]
+        rows = (weights(q[:, :, :queries], k, size, asking) if seen is None else seen[:, :, :queries]).mean(1)
         if queries is not None or size is None:
             return rows.mean(1)
         there = (size > 0).to(rows.dtype)
@@ -246,13 +247,14 @@ def learn_sizes(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | No
     no part in that: nobody looks at the row of a token that is gone, but the gradient asks what it would have said. The largest
     logit is taken over the tokens that are there, and no exponential is above 1, so that none of the gone can drown a row.
     """
-    logits = (q @ k.transpose(-2, -1)).float()
-    bias = bias_of(size.detach().float(), mask)
-    top = (logits.detach() + bias).amax(-1, keepdim=True)
-    grown = (logits - top).clamp(max=0).exp()
+    logits = q @ k.transpose(-2, -1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    there = bias_of((size > 0).to(logits.dtype), mask)
+    above = logits - (logits.detach() + there).amax(-1, keepdim=True)
+    grown = torch.where(above > 0, 0.0, above).exp()
     if mask is not None:
         grown = grown * boolean(mask)
-    factor = size.float()[:, None, :, None]  # by the values, so that no second map is made
+    factor = size.to(logits.dtype)[:, None, :, None]  # by the values, so that no second map is made
     itself = torch.where(factor > 0, factor, 1.0).detach() - factor
     alone = grown.diagonal(dim1=-2, dim2=-1)[..., None] * itself
     total = grown @ factor.expand(-1, grown.shape[1], -1, -1) + alone

@@ -103,22 +103,25 @@ def counted(model: nn.Module, images: Tensor) -> int:
 
 def seen_tokens(model: nn.Module, images: Tensor) -> Tensor:
     """For each image and block how many tokens attention and the MLP see: images x blocks x 2. For models that look first."""
-    now: list[Tensor] = []
+    came: list[Tensor] = []
 
-    def note(module, given, out):
+    def note(block, given, out):
         x, size = out
-        n = torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu()
-        before = now[-1][:, 1] if now else torch.full((len(x),), given[0].shape[1])
-        now.append(torch.stack([n if getattr(module, "first", False) else before, n], dim=1))
+        came.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
 
-    hooks = [block.reduction.register_forward_hook(note) for block in model.blocks if block.reduction is not None]
+    place = model.places(1, tuple(images.shape[-2:]))[0]
+    hooks = [block.register_forward_hook(note) for block in model.blocks]
     try:
         with torch.inference_mode():
             model(images)
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.stack(now, dim=1)
+    seen, n = [], torch.full((len(images),), place.prefix + place.patches)
+    for block, m in zip(model.blocks, came):
+        seen.append(torch.stack([m if getattr(block.reduction, "first", False) else n, m], dim=1))
+        n = m
+    return torch.stack(seen, dim=1)
 
 
 def unreduced(model: nn.Module) -> nn.Module:

@@ -52,9 +52,9 @@ class LearnToPrune(nn.Module):
         self, model: nn.Module, *, ratio: float = 2.0, distil: float = 0.5, distil_tokens: float = 0.5, backbone: float = 0.01
     ):
         super().__init__()
+        self.pruning = deciding(model, LearnedPrune, "predictor")
         self.model, self.teacher = model, unreduced(model).eval().requires_grad_(False)
         self.ratio, self.distil, self.distil_tokens, self.backbone = ratio, distil, distil_tokens, backbone
-        self.pruning = deciding(model, LearnedPrune, "predictor")
 
     def train(self, mode: bool = True):
         super().train(mode)

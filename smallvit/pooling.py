@@ -5,6 +5,7 @@ Contract: `pool(dim)` makes a module that is called `(x, size, prefix) -> b d`. 
 `class_tokens` says how many prefix tokens the pool reads; the model makes them.
 """
 
+import torch
 from torch import Tensor, nn
 
 
@@ -49,9 +50,11 @@ class SequencePool(nn.Module):
         self.score = nn.Linear(dim, 1)
 
     def forward(self, x: Tensor, size: Tensor | None = None, prefix: int = 0) -> Tensor:
-        x = x[:, prefix:]
-        weight = self.score(x).softmax(1)
-        if size is not None:
-            weight = weight * size[:, prefix:, None].to(x.dtype)
-            weight = weight / weight.sum(1, keepdim=True)
-        return (x * weight).sum(1)
+        x, score = x[:, prefix:], self.score(x[:, prefix:])
+        if size is None:
+            return (x * score.softmax(1)).sum(1)
+        size = size[:, prefix:, None]
+        # the largest score of those that are there: one that is gone must not drown them, and log(size) has no gradient at 0
+        above = score - score.detach().masked_fill(size == 0, float("-inf")).amax(1, keepdim=True)
+        weight = size.to(x.dtype) * torch.where(above > 0, 0.0, above).exp()
+        return (x * weight).sum(1) / weight.sum(1)

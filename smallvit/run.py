@@ -81,6 +81,8 @@ class Run:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(values)}")
         if not isinstance(self.arm, str) or not self.arm.strip():
             raise ValueError(f"arm is {self.arm!r}; expected a name")
+        if not isinstance(self.against, str):
+            raise ValueError(f"against is {self.against!r}; expected the arm of its baseline, or nothing")
         for name in ("data", "model", "objective"):
             check(getattr(self, name), name)
         if not isinstance(self.init, Run | None):
