@@ -64,8 +64,9 @@ def closed_form(
 ) -> dict[str, float]:
     """MACs for one image: `embed`, `blocks`, `reduction` (what the reduction itself costs) and `head`.
 
-    `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. Published figures leave `reduction` out.
-    The tokenizer is counted by torch, since each kind has a closed form of its own.
+    `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. Published figures leave `reduction` out. What
+    a kernel that makes no attention map computes again, for a reduction that asks for the map, is not in it. The tokenizer is
+    counted by torch, since each kind has a closed form of its own.
 
     Raises   ValueError where the tokens depend on the image and are not given, or for attention without a projection `proj`.
     """

@@ -111,7 +111,8 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
     new = copy.deepcopy(model)
     like = new.norm.weight
     for block, place in zip(new.blocks, new.places(len(new.blocks), new.image)):
-        block.reduction = None if reduction is None else reduction(place).to(like).train(new.training)
+        made = reduction and reduction(place)
+        block.reduction = made and made.to(like).train(new.training)
     if timed_on is None or reduction is None:
         return new
     times = speedup(copy.deepcopy(new).eval(), timed_on)[1]

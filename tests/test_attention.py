@@ -162,16 +162,7 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(
-            "kept or gone", marks=pytest.mark.xfail(strict=True, reason="the largest logit of a row gets no gradient")
-        ),
-        "merged",
-        pytest.param("fractions", marks=pytest.mark.xfail(strict=True, reason="the clamp in learn_sizes cuts sizes below 1")),
-    ],
-)
+@pytest.mark.parametrize("sizes", ["kept or gone", "merged", "fractions"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("fused", [None, True])
 def test_the_gradient_to_sizes_is_that_of_equations_10_and_11_of_dynamicvit(sizes, masked, fused):
@@ -197,7 +188,6 @@ def test_the_gradient_to_sizes_is_that_of_equations_10_and_11_of_dynamicvit(size
     close(got[:, :, rows], detached[:, :, rows], 1e-5)  # those that are there see the same, learned or not
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="learn_sizes mixes float32 with the values' float64")
 def test_sizes_learn_in_double_precision_too():
     module, x, size = perturbed(Attention), tokens(), torch.ones(B, N, dtype=torch.float64, requires_grad=True)
     close(module(x, size).x, module(x).x)

@@ -178,7 +178,6 @@ def test_an_objective_that_teaches_a_trained_model_needs_one(objective):
     assert Run(objective=objective, init=Run()).objective is objective
 
 
-@pytest.mark.xfail(strict=True, reason="nobody checks `against`")
 @pytest.mark.parametrize("name", [3, None, ["a"]], ids=str)
 def test_the_name_of_the_baseline_is_a_name(name):
     refused(lambda: Run(against=name), "against")

@@ -56,6 +56,10 @@ class LearnedThresholds(nn.Module):
     def left(self, n: int) -> None:
         return None
 
+    def macs(self, n: float, head_dim: int) -> float:
+        """What the matching costs, which compares all with all."""
+        return 0 if self.merge is None else n * n * head_dim
+
     def forward(self, x: Tensor, size: Tensor | None, key=None, saliency=None) -> tuple[Tensor, Tensor | None]:
         if key is None or saliency is None:
             raise ValueError("LearnedThresholds needs keys and saliency of attention; return Mixed(x, key=..., saliency=...)")
