@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit import __version__
-from smallvit.recipe import find_recipe, load_recipe, only, recipe_files, shortened, value
+from smallvit.recipe import find_recipe, load_recipe, only, recipe_files, shortened, value, with_length
 
 HELP = {
     "list": "the recipes at hand, and the question that each one asks",
@@ -115,7 +115,8 @@ def run(chosen: argparse.Namespace) -> int:
     module = load_recipe(path)
     planned, out = module.RUNS, Path(chosen.out)
     if chosen.longer > 1:
-        planned, out = [run.vary(steps=run.steps * chosen.longer) for run in planned], out / f"longer-{chosen.longer}"
+        planned = [with_length(run, lambda steps: steps * chosen.longer) for run in planned]
+        out = out / f"longer-{chosen.longer}"
     runs = only(planned, chosen.only)
     if chosen.smoke:
         runs = planned = shortened(runs)

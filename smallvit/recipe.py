@@ -4,6 +4,7 @@ import ast
 import hashlib
 import sys
 from collections import Counter
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -139,10 +140,10 @@ def shortened(runs: list) -> list:
     """Two steps of every arm, at the smallest number of labels and the first seed."""
     first: dict = {}
     for run in sorted(runs, key=lambda run: (run.labels is None, run.labels or 0, run.seed)):
-        first.setdefault(run.arm, brief(run))
+        first.setdefault(run.arm, with_length(run, lambda steps: min(steps, 2)))
     return list(first.values())
 
 
-def brief(run):
-    """The run in two steps, and so whatever it starts from."""
-    return run.vary(steps=min(run.steps, 2), init=run.init and brief(run.init))
+def with_length(run, length: Callable[[int], int]):
+    """The run with another number of steps, and so whatever it starts from."""
+    return run.vary(steps=length(run.steps), init=run.init and with_length(run.init, length))

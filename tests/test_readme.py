@@ -54,6 +54,12 @@ def test_the_timm_example_prints_what_it_says():
     assert done.stdout.split("\n") == ["torch.Size([2, 10])", "True", ""], done.stderr
 
 
+def test_the_reduction_of_a_timm_model_prints_what_it_says():
+    done = subprocess.run([sys.executable, "-c", block("reduce")], capture_output=True, text=True)
+    said = [line.removeprefix("# ") for line in block("reduce").splitlines() if line.startswith("# ")]
+    assert done.stdout.splitlines() == said and len(said) == 2, done.stderr
+
+
 def test_every_command_in_the_readme_is_one_that_smallvit_takes():
     lines = [line for line in re.findall(r"^smallvit .*$", README, re.M)]
     for line in lines:

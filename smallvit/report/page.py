@@ -21,7 +21,7 @@ BUDGETS = {
     "extra_labels": "Extra labels",
 }
 COST = "smallvit.evaluate.cost"
-REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "speedup": "Speed-up"}
+REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "ms": "ms per batch", "speedup": "Speed-up"}
 WORDS = ("better", "worse", "inconclusive", "not enough seeds", "no verdict")
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
@@ -127,7 +127,13 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     value = (row.budget | row.forward)[name]
     if value is None:
         return "–", []
-    forms = {"macs": f"{value / 1e6:,.2f} M", "seconds": f"{value:,.1f}", "tokens": f"{value:,.1f}", "speedup": f"{value:.2f}×"}
+    forms = {
+        "macs": f"{value / 1e6:,.2f} M",
+        "seconds": f"{value:,.1f}",
+        "tokens": f"{value:,.1f}",
+        "ms": f"{value:,.1f}",
+        "speedup": f"{value:.2f}×",
+    }
     sd = row.forward["macs_sd"] if name == "macs" else None
     remarks = [f"± {sd / 1e6:,.2f} M SD"] if sd is not None else []
     remarks += [_excess(row.unequal[name])] if name in row.unequal else []
@@ -177,7 +183,8 @@ def how_it_was_timed(records: Sequence[dict]) -> str:
         "Tokens left are those that leave the last block, MACs those of test images; where they depend on the image they are "
         "means, and the SD beside the MACs is over images. Speed-up is the time of a forward pass of the same model unreduced, "
         f"at its fastest attention kernel, over that of the reduced one, in the same process{on} (median over seeds). A value "
-        "under 1 means that the reduction loses time."
+        "under 1 means that the reduction loses time. The milliseconds of different arms come from different processes, with "
+        "other runs beside them: go by the speed-up where there is one."
     )
 
 

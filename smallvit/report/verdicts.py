@@ -8,6 +8,7 @@ from statistics import fmean, median, stdev
 LEVEL = 0.05  # the chance of one or more false verdicts in a recipe
 MIN_PAIRS = 6  # with five pairs even five wins of five have p = 0.0625 in a sign-flip test
 TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
+FORWARD = ("tokens", "macs_sd", "ms", "speedup")  # what the evaluator `cost` may say of a forward pass
 TOLERANCE = 0.05  # budgets closer than this to the baseline's count as equal
 
 
@@ -34,7 +35,7 @@ class Row:
     budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels, the
               validation labels on which something was chosen: a fair competitor would have had them too
     unequal   budget -> its relative excess over the baseline's, where they are more than 5% apart
-    forward   tokens, macs_sd, speedup of a forward pass: medians over the seeds; None where the evaluator `cost` has not said
+    forward   tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None where the evaluator `cost` has not said
     """
 
     labels: int | None
@@ -150,7 +151,7 @@ def compare(records: Sequence[dict]) -> Comparison:
                 reason=reason,
                 budget=costs[n, arm],
                 unequal=_unequal(costs[n, arm], costs[n, against[arm]]),
-                forward={name: _median(r["test"].get(name) for r in own.values()) for name in ("tokens", "macs_sd", "speedup")},
+                forward={name: _median(r["test"].get(name) for r in own.values()) for name in FORWARD},
             )
         )
     return Comparison(

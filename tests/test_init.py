@@ -1,0 +1,129 @@
+"""Runs that start from another run: trained first and once, paired with it, its weights loaded whole, its cost in the budget."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smallvit import (
+    LearnedPrune,
+    LearnedThresholds,
+    LearnThresholds,
+    LearnToPrune,
+    Merge,
+    PatchEmbed,
+    Run,
+    ViT,
+    ablate,
+    augment,
+    describe,
+    difference,
+    fingerprint,
+    fit,
+    rebuild,
+)
+from smallvit.launch import launch, with_starts
+from smallvit.recipe import shortened, with_length
+from smallvit.record import WEIGHTS, read_record
+
+TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=4, heads=2)
+SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+SHELF = SHORT.vary(init=SHORT, steps=0, augment=(), average=0.0)
+
+
+def test_with_no_step_and_nothing_reduced_it_is_the_run_it_starts_from(tmp_path):
+    record = fit(SHELF.vary(reduction=Merge), tmp_path)
+    before = read_record(tmp_path / "init")
+    assert before["fingerprint"] == fingerprint(SHORT) == record["pretraining"]["fingerprint"]
+    assert record["test"] == before["test"] and record["steps"] == 0 and record["seconds"] == 0
+    ours, theirs = load_file(tmp_path / WEIGHTS), load_file(tmp_path / "init" / WEIGHTS)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_the_start_cost_stands_in_the_record_its_own_start_included(tmp_path):
+    second = SHORT.vary(init=SHORT, steps=6)
+    record = fit(second.vary(init=second, steps=2), tmp_path)
+    assert record["images_seen"] == 2 * 8
+    assert (record["pretraining"]["images_seen"], record["pretraining"]["steps"]) == ((6 + 12) * 8, 6 + 12)
+    assert record["weights"] == {"loaded": len(load_file(tmp_path / WEIGHTS)), "missing": []}
+
+
+def test_only_a_reduction_may_be_new(tmp_path):
+    start, learned = tmp_path / "start", partial(LearnedPrune, keep=0.5)
+    fit(SHORT, start)
+    record = fit(SHELF.vary(reduction=learned), tmp_path / "learned", start=start)
+    assert record["weights"]["missing"] and all(".reduction." in name for name in record["weights"]["missing"])
+    with pytest.raises(ValueError, match=r"do not fit: blocks.0.*expected the same model but for its reduction"):
+        fit(SHELF.vary(dim=32), tmp_path / "wide", start=start)
+    with pytest.raises(ValueError, match=r"do not fit: .*prefix; expected"):
+        fit(SHELF.vary(registers=2), tmp_path / "registers", start=start)
+
+
+def test_another_runs_folder_is_no_start(tmp_path):
+    fit(SHORT.vary(steps=3), tmp_path / "other")
+    with pytest.raises(ValueError, match="holds the record of run"):
+        fit(SHELF, tmp_path / "mine", start=tmp_path / "other")
+
+
+def test_starts_are_trained_first_and_once_also_those_that_no_arm_is(tmp_path):
+    other = SHORT.vary(lr=3e-3)
+    arms = {"scratch": SHORT, "shelf": SHELF, "tuned": SHORT.vary(init=SHORT, steps=4), "other": SHELF.vary(init=other)}
+    runs = ablate(arms, labels=[50], seeds=[3, 4], floors=False)
+    ordered, starts = with_starts(runs)
+    assert [ordered[at].lr for at in starts if at is not None] == [1e-3, 1e-3, 3e-3] * 2 and len(ordered) == 10
+    told = []
+    records = launch(list(reversed(runs)), tmp_path, recipe="t", jobs=2, show=told.append)
+    assert [r["status"] for r in records] == ["finished"] * 8 and len(told) == 10
+    scratch = {r["seed"]: r for r in records if r["arm"] == "scratch"}
+    for r in records:
+        if r["arm"] in ("shelf", "tuned"):
+            assert r["pretraining"]["fingerprint"] == scratch[r["seed"]]["fingerprint"]
+            assert r["subset_sha256"] == scratch[r["seed"]]["subset_sha256"]
+    assert len(list(tmp_path.rglob(WEIGHTS))) == 10
+
+
+def test_a_part_of_a_recipe_trains_its_start_where_the_whole_would_look_for_it(tmp_path):
+    runs = ablate({"base, plain": SHORT, "shelf": SHELF}, labels=[50], seeds=[0], floors=False)
+    launch(runs[1:], tmp_path, recipe="t", jobs=1)
+    launch(runs, tmp_path, recipe="t", jobs=1, show=lambda record: pytest.fail("the start was trained a second time"))
+
+
+def test_a_start_takes_the_seed_and_the_labels_of_its_run_unless_it_has_its_own():
+    runs = ablate({"a": replace(SHORT, labels=None), "b": replace(SHELF, labels=None, init=replace(SHORT, labels=None))},
+                  labels=[10, 20], seeds=[5], floors=False)  # fmt: skip
+    assert [(run.init.labels, run.init.seed) for run in runs if run.init] == [(10, 5), (20, 5)]
+    own = ablate({"a": SHORT.vary(labels=None), "b": SHELF.vary(labels=None)}, labels=[20], seeds=[5], floors=False)
+    assert own[1].init.labels == 50
+    assert all(run.init is None for run in ablate({"a": SHELF}, labels=[50], seeds=[0]) if run.role == "floor")
+
+
+def test_a_start_is_a_choice_and_is_written_down():
+    assert fingerprint(SHELF) != fingerprint(SHELF.vary(init=SHORT.vary(steps=13)))
+    assert rebuild(describe(SHELF)) == SHELF and rebuild(describe(SHORT)).init is None
+    assert difference(SHELF, SHELF.vary(init=SHORT.vary(steps=13))) == {"init.steps": ("12", "13")}
+    assert [run.init.steps for run in shortened([replace(SHELF, arm="a")])] == [2]
+    assert with_length(SHELF, lambda steps: 3 * steps).init.steps == 36
+    with pytest.raises(ValueError, match="init is 'scratch'; expected the run to start from"):
+        SHORT.vary(init="scratch")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(reduction=partial(LearnedPrune, keep=0.6), objective=LearnToPrune),
+        dict(reduction=LearnedThresholds, objective=partial(LearnThresholds, budget=0.6), lr=0.1),
+    ],
+    ids=["DynamicViT", "LTMP"],
+)
+def test_learned_reductions_are_trained_from_a_start_and_bitwise_again(tmp_path, change):
+    run = SHORT.vary(init=SHORT, steps=8, **change)
+    fit(SHORT, tmp_path / "start")
+    first, second = (fit(run, tmp_path / name, start=tmp_path / "start") for name in "ab")
+    assert first["test"] == second["test"] and first["macs"] == second["macs"]
+    one, two, start = (load_file(tmp_path / name / WEIGHTS) for name in ("a", "b", "start"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    moved = {name.rpartition(".")[0] for name in start if not torch.equal(one[name], start[name])}
+    assert bool(moved) == (run.objective is LearnToPrune)  # thresholds alone learn in LTMP
+    assert first["picture"]["groups"] and first["macs"] < read_record(tmp_path / "start")["macs"] * 1.2
