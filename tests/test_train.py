@@ -27,10 +27,10 @@ from smallvit import (
     linear_probe,
     optimise,
     record,
-    train,
 )
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
 from smallvit.streams import stream
+from smallvit.training import CHECKS, Training, order
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
@@ -78,7 +78,7 @@ def seen_by(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]
     """Every augmented batch of the run, the weights it starts from, and its labelled images."""
     data = run.data()
     subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
-    training = train.Training(run, data.spec, subset, "cpu")
+    training = Training(run, data.spec, subset, "cpu")
     start = {name: p.detach().clone() for name, p in training.model.state_dict().items()}
     batches = []
     training.objective.register_forward_pre_hook(lambda _, given: batches.append(given[0].images.clone()))
@@ -108,7 +108,7 @@ def test_a_technique_changes_neither_subset_nor_order_nor_pixels_nor_shared_weig
 
 
 def test_every_epoch_sees_every_image_once_and_in_another_order():
-    places = torch.cat([train.order(10, 4, step, seed=0) for step in range(5)])
+    places = torch.cat([order(10, 4, step, seed=0) for step in range(5)])
     first, second = places[:10].tolist(), places[10:].tolist()
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
 
@@ -124,7 +124,7 @@ def test_averaged_weights_are_the_stated_running_mean(tmp_path):
     run = SHORT.vary(average=0.25, clip=0.0)
     data = run.data()
     subset = data.subset(labels=run.labels, val=run.val, seed=0)
-    training = train.Training(run, data.spec, subset, "cpu")
+    training = Training(run, data.spec, subset, "cpu")
     mean = None
     for step in range(1, 13):
         training.advance()
@@ -160,7 +160,7 @@ def test_a_record_says_what_was_done(tmp_path):
     assert record["steps"] == 24 and record["images_seen"] == 24 * 8 and record["test_reads"] == 1
     assert record["params"] == sum(p.numel() for p in weights(tmp_path).values())
     assert record["macs"] > 0 and record["threads"] == torch.get_num_threads() and record["chosen_on_val"] is None
-    assert 0 <= record["test"]["accuracy"] <= 1 and len(record["curve"]) == train.CHECKS and record["curve"][-1][0] == 24
+    assert 0 <= record["test"]["accuracy"] <= 1 and len(record["curve"]) == CHECKS and record["curve"][-1][0] == 24
     assert read_record(tmp_path) == record
     assert not (tmp_path / CHECKPOINT).exists()
 
@@ -175,7 +175,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 def test_early_stop_ends_early_reports_the_best_and_counts_the_labels(tmp_path):
     record = fit(SHORT.vary(early_stop=2, steps=600, lr=3e-3), tmp_path)
     curve = [score for _, _, score in record["curve"]]
-    assert len(curve) < train.CHECKS and max(curve[-2:]) <= max(curve[:-2])
+    assert len(curve) < CHECKS and max(curve[-2:]) <= max(curve[:-2])
     assert record["val"]["accuracy"] == max(curve)
     assert record["chosen_on_val"] == {"what": "early stop", "labels": 50}
 
@@ -228,7 +228,7 @@ def child(run: Run, folder: Path) -> multiprocessing.Process:
 
 
 def test_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0.05)
+    monkeypatch.setattr("smallvit.training.CHECKPOINT_SECONDS", 0.05)
     run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)
     whole = fit(run, tmp_path / "whole")
     folder, resumed_at = tmp_path / "killed", [0]
@@ -255,7 +255,7 @@ def half_way(tmp_path: Path, run: Run = SHORT) -> None:
     """Leave a checkpoint of `run` at step 10 in the folder."""
     tmp_path.mkdir(exist_ok=True)
     data = run.data()
-    training = train.Training(run, data.spec, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
+    training = Training(run, data.spec, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
     for _ in range(10):
         training.advance()
     training.save(tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256)
@@ -303,7 +303,7 @@ def test_a_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("smallvit.training.CHECKPOINT_SECONDS", 0.0)
     with pytest.raises(ValueError, match=r"could not write checkpoint\.pt.*No space left on device"):
         fit(SHORT, tmp_path)
     monkeypatch.undo()

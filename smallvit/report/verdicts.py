@@ -35,7 +35,7 @@ class Row:
     budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels, the
               validation labels on which something was chosen: a fair competitor would have had them too
     unequal   budget -> its relative excess over the baseline's, where they are more than 5% apart
-    forward   tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None where the evaluator `cost` has not said
+    forward   tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None where `cost` has not said
     """
 
     labels: int | None
