@@ -1,0 +1,221 @@
+"""Training: a run in progress, from its first weights to its last step.
+
+All randomness is drawn from streams named by (seed, name, step), so a resumed run needs no generator's state: the checkpoint
+holds weights, optimizer and the curve so far, and the rest follows from the step.
+"""
+
+import copy
+import functools
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from smallvit import record as records
+from smallvit.augment import Batch, apply
+from smallvit.compute import footprint
+from smallvit.data import DataSpec, Images, Subset
+from smallvit.evaluate import Splits, accuracy, frozen
+from smallvit.optimise import average, decay_groups, pace, tensors
+from smallvit.run import Run, fingerprint
+from smallvit.streams import stream
+from smallvit.vit import initialise
+
+CHECKS = 12  # how often a run looks at its loss and its validation images
+CHECKPOINT_SECONDS = 10.0
+
+Watch = Callable[[int, float | None], None]
+
+
+class Training:
+    """A run in progress: what changes from step to step, how one step is made, and how it is put down and taken up again."""
+
+    def __init__(self, run: Run, spec: DataSpec, subset: Subset, device: str, start: Path | None = None):
+        from lightning_fabric import Fabric
+
+        self.run, self.spec, self.subset = run, spec, subset
+        self.fabric = Fabric(accelerator=device, devices=1, precision={"fp32": "32-true", "bf16": "bf16-mixed"}[run.precision])
+        torch.manual_seed(stream(run.seed, "init"))
+        model = run.model(spec.size, spec.channels, len(spec.classes))
+        if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
+            initialise(model, run.seed)
+        self.weights = start_from(model, start) if start else None
+        objective = self.fabric.to_device(run.objective(model))
+        self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
+        if run.steps:
+            groups, self.paces = decay_groups(objective, run.weight_decay)
+            optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
+            self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
+        else:
+            self.objective, self.optimizer = objective, None
+        train = subset.train
+        self.images = Images(train.images.to(self.fabric.device), train.labels.to(self.fabric.device), spec)
+        self.trained = [p for p in objective.parameters() if p.requires_grad]
+        self.pairs = tensors(self.averaged, objective.model) if run.average else []
+        self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.fabric.device)
+        self.curve: list[list] = []  # step, mean loss since the last check, validation accuracy
+        self.best: dict[str, Tensor] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The weights that are evaluated: the averaged ones, where the run averages."""
+        return self.objective.model if self.averaged is None else self.averaged
+
+    def go(self, checkpoint: Path, made_by: str, watch: Watch):
+        """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`."""
+        self.objective.train()
+        saved = last = time.perf_counter()
+        while self.step < self.run.steps and not self.stopped_early():
+            self.advance()
+            if self.step in self.checks:
+                self.look()
+                watch(self.step, self.curve[-1][2])
+            now = time.perf_counter()
+            self.seconds, last = self.seconds + now - last, now
+            if now - saved > CHECKPOINT_SECONDS:
+                self.save(checkpoint, made_by)
+                saved = now
+        if self.best is not None:
+            self.model.load_state_dict(self.best)
+
+    def advance(self):
+        """One optimizer step."""
+        run, step, images = self.run, self.step, self.images
+        chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
+        generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
+        torch.manual_seed(stream(run.seed, "dropout", step))
+        batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
+        progress = step / run.steps
+        for group, own in zip(self.optimizer.param_groups, self.paces):
+            group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps))
+        loss = self.objective(batch._replace(images=self.spec.normalise(batch.images)), progress)["loss"]
+        self.optimizer.zero_grad()
+        self.fabric.backward(loss)
+        if run.clip:
+            nn.utils.clip_grad_norm_(self.trained, run.clip)
+        self.optimizer.step()
+        self.step += 1
+        if hasattr(self.objective, "after_step"):
+            self.objective.after_step(self.step / run.steps)
+        if self.averaged is not None:
+            average(self.pairs, 1 / min(self.step, max(run.average * run.steps, 1)))
+        self.loss += loss.detach()
+
+    @functools.cached_property
+    def checks(self) -> set[int]:
+        return {round(self.run.steps * check / CHECKS) for check in range(1, CHECKS + 1)}
+
+    def look(self):
+        """Put a point on the curve; where the run chooses, keep the weights if they are the best so far."""
+        since = self.step - (self.curve[-1][0] if self.curve else 0)
+        loss = self.loss.item() / since
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} by step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr"
+            )
+        self.loss.zero_()
+        val, score = self.subset.val, None
+        if len(val) and accuracy in self.run.evaluators:
+            score = next(accuracy(self.model, Splits(self.subset.train, val, val)))[1]
+        if self.run.early_stop and all(score > check[2] for check in self.curve):
+            self.best = copy.deepcopy(self.model.state_dict())
+        self.curve.append([self.step, round(loss, 5), score])
+
+    def stopped_early(self) -> bool:
+        """Whether the last `early_stop` checks brought nothing better than the best before them."""
+        patience = self.run.early_stop
+        scores = [check[2] for check in self.curve]
+        return bool(patience) and len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
+
+    def facts(self) -> dict:
+        """What a record says of the training itself."""
+        device = self.fabric.device
+        return {
+            "steps": self.step,
+            "images_seen": self.step * self.run.batch,
+            "seconds": round(self.seconds, 2) if self.run.steps or self.run.init else None,
+            "curve": self.curve,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(),
+            "weights": self.weights,
+        } | self.footprint()
+
+    def footprint(self) -> dict:
+        """Parameters and MACs, where there are parameters; MACs that depend on the image are those of training images."""
+        if not self.trained and not list(self.model.parameters()):
+            return {}
+        with frozen(self.model):
+            return footprint(self.model, self.spec.normalise(self.images.pixels(slice(256))))
+
+    def save(self, path: Path, made_by: str):
+        """Put the training down; `made_by` names the code and the data."""
+        state = {
+            "fingerprint": fingerprint(self.run),
+            "made_by": made_by,
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "curve": self.curve,
+            "objective": self.objective.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averaged": self.averaged and self.averaged.state_dict(),
+            "best": self.best,
+        }
+        records.write_atomic(path, lambda new: torch.save(state, new))
+
+    def resume(self, path: Path, made_by: str):
+        """Take the training up where it was put down; nothing there, or other code or data since, means from the start.
+
+        Raises ValueError if the checkpoint is of another run or cannot be read.
+        """
+        if not path.exists():
+            return
+        try:
+            state = torch.load(path, map_location=self.fabric.device, weights_only=True)
+        except Exception as error:  # whatever a broken file makes of the unpickler
+            raise ValueError(f"{path} cannot be read ({type(error).__name__}); delete it to start this run again") from error
+        if state["fingerprint"] != fingerprint(self.run):
+            raise ValueError(
+                f"{path} is of run {state['fingerprint']}, not of {fingerprint(self.run)}; give each run a folder of its own"
+            )
+        if state["made_by"] != made_by:
+            return
+        self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
+        self.curve, self.best = state["curve"], state["best"]
+        self.objective.load_state_dict(state["objective"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+
+
+def start_from(model: nn.Module, folder: Path) -> dict:
+    """Load the weights of the run in `folder`, and say which; only a reduction may have weights that are not there.
+
+    Raises ValueError for a weight that is missing, left over or of another shape, naming it.
+    """
+    from safetensors.torch import load_file
+
+    state, own = load_file(folder / records.WEIGHTS), model.state_dict()
+    missing = [name for name in own if name not in state]
+    strange = [name for name in missing if ".reduction." not in name]
+    strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
+    if strange:
+        raise ValueError(
+            f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction"
+        )
+    model.load_state_dict(state, strict=False)
+    return {"loaded": len(state), "missing": missing}
+
+
+def order(n: int, batch: int, step: int, seed: int) -> Tensor:
+    """Which of n images make the batch of that step: one shuffle of all after another, cut into batches wherever they meet."""
+    places = range(step * batch, (step + 1) * batch)
+    return torch.tensor([shuffle(n, place // n, seed)[place % n] for place in places])
+
+
+@functools.lru_cache(maxsize=4)
+def shuffle(n: int, epoch: int, seed: int) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch))).tolist()
