@@ -3,8 +3,9 @@
 import ast
 import configparser
 import functools
-import importlib.util
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -172,13 +173,18 @@ print("all well", [name for name in {HEAVY!r} if name in sys.modules])
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_a_slot_file_can_be_taken_away_on_its_own(slot, tmp_path):
-    (tmp_path / "theirs.py").write_bytes((PACKAGE / f"{slot}.py").read_bytes())
-    spec = importlib.util.spec_from_file_location("theirs", tmp_path / "theirs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_a_slot_file_or_folder_can_be_taken_away_on_its_own(slot, tmp_path, monkeypatch):
+    if (PACKAGE / slot).is_dir():
+        shutil.copytree(PACKAGE / slot, tmp_path / "theirs", ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copy(PACKAGE / f"{slot}.py", tmp_path / "theirs.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    module = importlib.import_module("theirs")
     names = smallvit.NAMES[slot]
-    assert names and all(getattr(module, name).__module__ == "theirs" for name in names)
+    assert names and all(getattr(module, name).__module__.partition(".")[0] == "theirs" for name in names)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "theirs"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"], ["list"]], ids=" ".join)
@@ -212,18 +218,21 @@ def test_an_unknown_public_name_lists_the_right_ones():
         smallvit.Vit  # noqa: B018
 
 
-@pytest.mark.parametrize("slot", [*SLOTS, "vit", "floors", "objectives", "evaluate", "run"])
+@pytest.mark.parametrize("slot", [*SLOTS, "vit", "floors", "objectives", "evaluate", "explain", "pretrained", "run"])
 def test_everything_offered_is_documented_within_128_columns(slot):
-    lines = (PACKAGE / f"{slot}.py").read_text(encoding="utf-8").splitlines()
-    tree = ast.parse("\n".join(lines))
-    offered = [node for node in tree.body if getattr(node, "name", None) in smallvit.NAMES[slot]]
+    trees = {path: tree for path, tree in sources().items() if room(path) == slot}
+    assert any(ast.get_docstring(tree) for tree in trees.values())
+    offered = [(path, node) for path, tree in trees.items() for node in tree.body if named(node) in smallvit.NAMES[slot]]
     assert len(offered) == len(smallvit.NAMES[slot])
-    assert ast.get_docstring(tree)
-    for node in offered:
+    for path, node in offered:
         assert ast.get_docstring(node), f"{node.name} has no docstring"
-        text = node.body[0]
+        lines, text = path.read_text(encoding="utf-8").splitlines(), node.body[0]
         long = [number for number in range(text.lineno, text.end_lineno + 1) if len(lines[number - 1]) > 128]
-        assert not long, f"{slot}.py, lines {long}"
+        assert not long, f"{path.name}, lines {long}"
+
+
+def named(node: ast.stmt) -> str | None:
+    return getattr(node, "name", None)
 
 
 def test_no_room_is_a_drawer():
