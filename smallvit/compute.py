@@ -191,19 +191,23 @@ def setting(
     between: tuple[float, float],
     image: tuple[int, int] = (28, 28),
     channels: int = 1,
+    of: str = "macs",
 ) -> float:
-    """The value of `knob`, to three digits, at which the reduction brings `model` nearest to `share` of its MACs.
+    """The value of `knob`, to three digits, at which the reduction brings `model` nearest to `share` of its MACs, or, with
+    `of="tokens"`, of the tokens that leave its last block.
 
     `model` is called `(image, channels, classes)`, as in a `Run`; `between` are the values to look between. The MACs are those
     of `closed_form`, what the reduction costs included, so they can be met for a reduction with a fixed schedule alone.
 
     Raises   ValueError if no value between those two comes within a twentieth of the share.
     """
+    if of not in ("macs", "tokens"):
+        raise ValueError(f"of is {of!r}; expected 'macs' or 'tokens'")
 
     def spent(value: float | None) -> float:
         with torch.device("meta"):
             made = model(image, channels, 10, reduction=None if value is None else partial(reduction, **{knob: value}))
-        return sum(closed_form(made).values())
+        return sum(closed_form(made).values()) if of == "macs" else float(tokens_per_layer(made)[-1][1])
 
     whole = spent(None)
     low, high = between
@@ -214,6 +218,6 @@ def setting(
     best = min((round(value, 3) for value in (low, high)), key=lambda value: abs(spent(value) / whole - share))
     if abs(spent(best) / whole - share) > 0.05:
         raise ValueError(
-            f"{knob} from {between[0]} to {between[1]} comes to {spent(best) / whole:.2f} of the MACs at best; expected {share}"
+            f"{knob} from {between[0]} to {between[1]} comes to {spent(best) / whole:.2f} of the {of} at best; expected {share}"
         )
     return best

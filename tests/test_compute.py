@@ -355,11 +355,23 @@ def test_a_setting_meets_its_share_of_the_macs(reduction, knob, between, share):
     assert between[0] <= value <= between[1] and value == round(value, 3) and left / whole == pytest.approx(share, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    "reduction, knob, between", [(Merge, "r", (0.0, 0.5)), (Prune, "keep", (0.05, 1.0))], ids=["merge", "prune"]
+)
+def test_a_setting_meets_its_share_of_the_last_tokens(reduction, knob, between):
+    model = partial(ViT, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
+    value = setting(model, reduction, knob, 0.25, between, of="tokens")
+    made = model((28, 28), 1, 10, reduction=partial(reduction, **{knob: value}))
+    assert tokens_per_layer(made)[-1][1] / 197 == pytest.approx(0.25, abs=0.02)
+    with pytest.raises(ValueError, match="of is 'time'; expected 'macs' or 'tokens'"):
+        setting(model, reduction, knob, 0.25, between, of="time")
+
+
 def test_a_share_out_of_reach_is_refused():
-    with pytest.raises(ValueError, match=r"r from 0\.0 to 0\.1 comes to 0\.\d+ of the MACs at best; expected 0\.3"):
+    with pytest.raises(ValueError, match=r"r from 0\.0 to 0\.1 comes to 0\.\d+ of the macs at best; expected 0\.3"):
         setting(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1))
 
 
 def test_every_public_function_is_tested_here():
     found = {name for name, made in vars(compute).items() if inspect.isfunction(made) and made.__module__ == compute.__name__}
-    assert found - {"linear_macs", "place_tokens"} <= set(globals())
+    assert found - {"linear_macs"} <= set(globals())
