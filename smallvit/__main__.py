@@ -238,10 +238,11 @@ COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify
 
 def plan(runs: list, jobs: int | None, device: str) -> str:
     """What would be run, in words: the arms, how they differ from the baseline, and a measured estimate of the time."""
-    from smallvit.launch import cores
+    from smallvit.launch import cores, with_starts
     from smallvit.run import difference
     from smallvit.train import estimate
 
+    runs, _ = with_starts(runs)
     jobs = min(jobs or cores(), len(runs))
     first = {run.arm: run for run in reversed(runs)}
     tokens = schedules(runs)

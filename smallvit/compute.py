@@ -13,6 +13,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from smallvit.vit import ViT
+
 
 def linear_macs(module: nn.Module) -> int:
     """MACs of the linear maps of a module, for each token that goes through."""
@@ -53,7 +55,7 @@ def in_words(model: nn.Module) -> str:
     if tokens is None:
         return f"{start} as many as the image asks for"
     start += f" {', '.join(str(m) for _, m in tokens)}"
-    if not all(hasattr(block.attention, "proj") for block in model.blocks):
+    if not has_closed_form(model):
         return start
     share = sum(closed_form(model).values()) / sum(closed_form(unreduced(model)).values())
     return f"{start}; {share:.2f} of the MACs"
@@ -74,9 +76,9 @@ def closed_form(
     tokens = tokens or tokens_per_layer(model, image)
     if tokens is None:
         raise ValueError("how many tokens this model keeps depends on the image; give tokens, for instance of seen_tokens")
-    strange = [type(block.attention).__name__ for block in model.blocks if not hasattr(block.attention, "proj")]
-    if strange:
-        raise ValueError(f"{strange[0]} has no projection `proj`, so no closed form is known; count it: counted(model, x)")
+    if not has_closed_form(model):
+        kind = type(model.blocks[0].attention).__name__
+        raise ValueError(f"{kind} has no projection `proj`, so no closed form is known; count it: counted(model, x)")
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
     place = model.places(1, image)[0]
@@ -134,7 +136,7 @@ def unreduced(model: nn.Module) -> nn.Module:
 
 
 def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """`params`, and `macs` for one image: torch's count, or, where that depends on the image, the mean closed form over these.
+    """`params`, and `macs` for one image: torch's count, or, where that depends on the image, the mean over these.
 
     A model without parameters is what its `features` do.
     """
@@ -146,14 +148,21 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def macs_of_each(model: nn.Module, images: Tensor) -> list[float]:
-    """Closed-form MACs of each of the images, for a model whose tokens depend on the image."""
+    """MACs of each image, for a model whose tokens depend on the image: by the closed form, or one by one as counted."""
+    if not has_closed_form(model):
+        return [counted(model, image[None]) / 2 for image in images]
     seen = seen_tokens(model, images).tolist()
     return [sum(closed_form(model, tokens, tuple(images.shape[-2:])).values()) for tokens in seen]
 
 
 def reduces(model: nn.Module) -> bool:
-    """Whether the model has blocks of which at least one has a reduction."""
-    return any(getattr(block, "reduction", None) is not None for block in getattr(model, "blocks", ()))
+    """Whether this is a `ViT` of which at least one block has a reduction."""
+    return isinstance(model, ViT) and any(getattr(block, "reduction", None) is not None for block in model.blocks)
+
+
+def has_closed_form(model: ViT) -> bool:
+    """Whether all of its attention ends in a projection `proj`, as the formula has it."""
+    return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
@@ -163,8 +172,8 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
         for call, of in zip(calls, times):
             started = time.perf_counter()
             call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             if turn:  # the first is to warm up
                 of.append(1e3 * (time.perf_counter() - started))
     return [median(of) for of in times]

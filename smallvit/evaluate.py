@@ -110,10 +110,11 @@ linear_probe.chooses = "C of the linear probe"
 def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> Named:
     """What a forward pass costs, on the device and threads at hand, and what a reduction in the model buys.
 
-    `macs` for one image, by the closed form where there is one, else by torch's count, which is `flops / 2`; where they depend
-    on the image, the mean over the scored images (at most 1,000) and `macs_sd`. `tokens`: how many leave the last block, the
-    mean. `ms`: median milliseconds for a batch of `batch` images. `speedup`: over the same model unreduced with its fastest
-    attention kernel, side by side; below 1 the reduction loses time. Times are what they are: they alone are not deterministic.
+    `macs` for one image: of a model that reduces tokens by the closed form where there is one, else by torch's count, which is
+    `flops / 2`; where they depend on the image, the mean over the scored images (at most 1,000) and `macs_sd`. `tokens`: how
+    many leave the last block, the mean. `ms`: median milliseconds for a batch of `batch` images. `speedup`: over the same model
+    unreduced with its fastest attention kernel, side by side; below 1 the reduction loses time. Times are what they are: they
+    alone are not deterministic.
     """
     images = next(iter(some(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as device:
@@ -122,10 +123,12 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
             yield "macs", float(compute.footprint(model, images)["macs"])
             yield "ms", compute.milliseconds([lambda: model(images)], repeats)[0]
             return
-        if compute.tokens_per_layer(model):
-            yield "macs", sum(compute.closed_form(model, image=tuple(images.shape[-2:])).values())
-            yield "flops", float(compute.counted(model, images[:1]))
-            yield "tokens", float(compute.tokens_per_layer(model)[-1][1])
+        size = tuple(images.shape[-2:])
+        if tokens := compute.tokens_per_layer(model, size):
+            flops = float(compute.counted(model, images[:1]))
+            yield "macs", sum(compute.closed_form(model, image=size).values()) if compute.has_closed_form(model) else flops / 2
+            yield "flops", flops
+            yield "tokens", float(tokens[-1][1])
         else:
             scored = next(x for x, _ in splits.test.batches(1_000, device=device))
             macs = torch.tensor(compute.macs_of_each(model, scored), dtype=torch.float64)

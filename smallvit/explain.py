@@ -62,7 +62,10 @@ def follow(model, x, patches: int):
         nonlocal marks
         tokens, *facts = given
         width = tokens.shape[-1]
-        again, _ = reduction.forward(torch.cat([tokens, marks], dim=-1), *facts)
+        try:
+            again, _ = reduction.forward(torch.cat([tokens, marks], dim=-1), *facts)
+        except Exception as error:  # whatever a reduction from elsewhere makes of tokens wider than it is used to
+            raise ValueError(f"{type(reduction).__name__} cannot be followed ({type(error).__name__}: {error})") from error
         same = again.shape == (*result[0].shape[:2], width + patches)
         if not same or (again[..., :width] - result[0]).abs().max() > 0.01 * result[0].abs().max():
             raise ValueError(

@@ -46,7 +46,11 @@ def launch(
     asked = len(runs)
     runs, starts = with_starts(runs)
     found = [recall(run, out, recipe) for run in runs]
-    todo = [at for at, record in enumerate(found) if record is None or (retry and record["status"] != "finished")]
+    todo: list[int] = []
+    for at, record in enumerate(found):
+        wanted = at < asked or at in {starts[one] for one in todo}
+        if wanted and (record is None or (retry and record["status"] != "finished")):
+            todo.append(at)
     announce_strangers(found)
     for data in dict.fromkeys(runs[at].data for at in todo):
         data()  # downloaded once and with its own bar, and what is wrong with it said once
@@ -59,6 +63,12 @@ def launch(
                 under_way = {*queue, *(slot.at for slot in busy.values())}
                 at = next((at for at in queue if starts[at] not in under_way), None)
                 if slot in busy.values() or at is None:
+                    continue
+                before = found[starts[at]] if starts[at] is not None else None
+                if starts[at] is not None and (before is None or before["status"] != "finished"):
+                    queue.remove(at)
+                    found[at] = before and failed(runs[at], out, recipe, RuntimeError(f"its start failed: {before['error']}"))
+                    bar.tell(runs[at], found[at])
                     continue
                 queue.remove(at)
                 start = None if starts[at] is None else folder(runs[starts[at]], out, recipe)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.compute import block_macs, unreduced
+from smallvit.compute import block_macs, has_closed_form, unreduced
 from smallvit.reduction import LearnedPrune, LearnedThresholds
 
 
@@ -25,7 +25,7 @@ class Supervised(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.paced = [module for module in model.modules() if hasattr(module, "progress")]
+        self.paced = [module for module in model.modules() if isinstance(getattr(module, "progress", None), float)]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         for module in self.paced:
@@ -110,6 +110,10 @@ class LearnThresholds(nn.Module):
             raise ValueError(f"budget is {budget}; expected a fraction of the unreduced compute, above 0 and up to 1")
         self.model, self.budget, self.weight = model, budget, weight
         self.thresholds = deciding(model, LearnedThresholds, "kept")
+        if not has_closed_form(model):
+            raise ValueError(
+                "LearnThresholds goes by the closed form of attention; give the model one with a projection `proj`"
+            )
         model.requires_grad_(False)
         for module in self.thresholds:
             module.requires_grad_(True)

@@ -111,8 +111,8 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
     new = copy.deepcopy(model)
     like = new.norm.weight
     for block, place in zip(new.blocks, new.places(len(new.blocks), new.image)):
-        made = reduction and reduction(place)
-        block.reduction = made and made.to(like).train(new.training)
+        made = None if reduction is None else reduction(place)
+        block.reduction = None if made is None else made.to(like).train(new.training)
     if timed_on is None or reduction is None:
         return new
     times = speedup(copy.deepcopy(new).eval(), timed_on)[1]

@@ -190,16 +190,19 @@ def ablate(
             raise ValueError(
                 f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
             )
-    for name, (run, role) in named.items():
-        if run.init is not None:  # by the name of its arm, if it is one, so that it is trained once
-            start = replace(run.init, arm=same.get(fingerprint(placed(run.init, None, 0)), run.init.arm))
-            named[name] = (replace(run, init=start), role)
-    return [
+    runs = [
         placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
         for count in labels
         for seed in seeds
         for name, (run, role) in named.items()
     ]
+    names = {fingerprint(run): run.arm for run in runs}
+    return [replace(run, init=called(run.init, names)) for run in runs]
+
+
+def called(start: Run | None, names: dict[str, str]) -> Run | None:
+    """A start by the name of its arm, if it is one, so that it is trained once; and so whatever it starts from."""
+    return start and replace(start, arm=names.get(fingerprint(start), start.arm), init=called(start.init, names))
 
 
 def placed(run: Run, labels: int | None, seed: int) -> Run:
@@ -243,7 +246,7 @@ def rebuild(plain: Any) -> Any:
 
     Raises ValueError for whatever is neither; only components of smallvit and of loaded recipes are looked up.
     """
-    if isinstance(plain, dict) and not plain.keys() & {"call", "make"}:
+    if isinstance(plain, dict) and plain and not plain.keys() & {"call", "make"}:
         return Run(**{name: rebuild(value) for name, value in plain.items()})
     return components.rebuild(plain)
 

@@ -45,6 +45,8 @@ def fit(
             return done
         for stray in folder.glob(".*.new"):  # what a kill left half written
             stray.unlink()
+        if run.init is None and start is not None:
+            raise ValueError(f"got start={str(start)!r} for a run that starts from nothing; expected it to have init=...")
         if run.init is not None:
             start = Path(start or folder / "init")
             before = fit(run.init, start, recipe=recipe, device=device)
@@ -57,7 +59,7 @@ def fit(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
             )
         training = Training(run, data.spec, subset, device, start)
-        made_by = record["code"]["sha256"] + data.sha256
+        made_by = record["code"]["sha256"] + data.sha256 + (training.start or "")
         training.resume(folder / records.CHECKPOINT, made_by)
         training.go(folder / records.CHECKPOINT, made_by, watch)
         record |= training.facts() | evaluations(run, training.model, subset, data.test)
@@ -153,11 +155,11 @@ def save_weights(path: Path, model: nn.Module, record: dict):
 
 
 def spent(before: dict) -> dict:
-    """What a run's start cost, its own start included."""
+    """What a run's start cost, its own start included, and the most labels that any of them saw (None: all)."""
     earlier = before["pretraining"] or {}
-    return {name: (before[name] or 0) + (earlier.get(name) or 0) for name in ("images_seen", "steps", "seconds")} | {
-        "fingerprint": before["fingerprint"]
-    }
+    cost = {name: (before[name] or 0) + (earlier.get(name) or 0) for name in ("images_seen", "steps", "seconds")}
+    labels = max(before["labels"] or 0, earlier.get("labels") or 0)
+    return cost | {"labels": labels or None, "fingerprint": before["fingerprint"]}
 
 
 def estimate(run: Run, device: str = "cpu") -> float:

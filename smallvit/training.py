@@ -6,6 +6,7 @@ holds weights, optimizer and the curve so far, and the rest follows from the ste
 
 import copy
 import functools
+import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class Training:
         model = run.model(spec.size, spec.channels, len(spec.classes))
         if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
             initialise(model, run.seed)
-        self.weights = start_from(model, start) if start else None
+        self.weights, self.start = start_from(model, start, fingerprint(run.init)) if start else (None, None)
         objective = self.fabric.to_device(run.objective(model))
         self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
         if run.steps:
@@ -191,14 +192,23 @@ class Training:
             self.averaged.load_state_dict(state["averaged"])
 
 
-def start_from(model: nn.Module, folder: Path) -> dict:
-    """Load the weights of the run in `folder`, and say which; only a reduction may have weights that are not there.
+def start_from(model: nn.Module, folder: Path, run: str) -> tuple[dict, str]:
+    """Load the weights that the run of that fingerprint left in `folder`; only a reduction may have weights that are not there.
 
-    Raises ValueError for a weight that is missing, left over or of another shape, naming it.
+    Returns what was loaded, for the record, and a hash of the file. Raises ValueError for a file that is not there or of
+    another run, and for a weight that is missing, left over or of another shape, naming it.
     """
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
-    state, own = load_file(folder / records.WEIGHTS), model.state_dict()
+    path = folder / records.WEIGHTS
+    if not path.exists():
+        raise ValueError(f"{folder} has no {path.name} to start from; delete its {records.RECORD} and it is trained again")
+    with safe_open(path, "pt") as file:
+        of = (file.metadata() or {}).get("fingerprint")
+    if of != run:
+        raise ValueError(f"{path} is of run {of}, not of {run}, which this run starts from; put the right file there")
+    state, own = load_file(path), model.state_dict()
     missing = [name for name in own if name not in state]
     strange = [name for name in missing if ".reduction." not in name]
     strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
@@ -207,7 +217,7 @@ def start_from(model: nn.Module, folder: Path) -> dict:
             f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction"
         )
     model.load_state_dict(state, strict=False)
-    return {"loaded": len(state), "missing": missing}
+    return {"loaded": len(state), "missing": missing}, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def order(n: int, batch: int, step: int, seed: int) -> Tensor:

@@ -149,6 +149,8 @@ class ViT(nn.Module):
             raise ValueError(
                 f"got images of shape {tuple(x.shape)}; expected b {self.channels} h w, the channels this model was built for"
             )
+        if mask is not None and any(getattr(block, "reduction", None) is not None for block in self.blocks):
+            raise ValueError("got a mask for a model that reduces tokens, and no mask can follow them; expected mask=None")
         grid = self.tokenizer.grid(x.shape[-2:])
         x = torch.cat([self.prefix.expand(x.shape[0], -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
         x = self.dropout(self.position(x, grid) if self.position else x)

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "pretrained": {*SLOTS, "compute", "vit"} - {"reduction"},
     "evaluate": {"compute", "data"},
     "objectives": {"augment", "compute", "reduction"},
-    "compute": set(),
+    "compute": {"vit"},
     "floors": {"vit"},
     "vit": {*SLOTS, "streams"},
     "data": {"streams"},

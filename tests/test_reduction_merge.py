@@ -112,7 +112,7 @@ def test_a_model_has_the_tokens_that_the_paper_says(r):
 def test_schedules_are_the_papers():
     assert schedule(16, -1.0, 12) == [32, 29, 26, 23, 20, 17, 14, 11, 8, 5, 2, 0]
     assert schedule(8, 0.0, 12) == [8] * 12 and schedule(8, 1.0, 1) == [8] and schedule((1, 2), 0.0, 2) == [1, 2]
-    assert schedule(8, 1.0, 5) == [0, 4, 8, 12, 16] and schedule(0.25, -1.0, 3) == [0.25] * 3
+    assert schedule(8, 1.0, 5) == [0, 4, 8, 12, 16] and schedule(0.25, 0.0, 3) == [0.25] * 3
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,9 @@ def test_schedules_are_the_papers():
         (dict(r=0.6), "r is 0.6; expected"),
         (dict(r=(1, 2)), "got 2 values of r for 3 layers"),
         (dict(r=1, inflect=2.0), "inflect is 2.0"),
+        (dict(r=0.2, inflect=-1.0), "inflect=-1.0 spreads a number of merges and r is 0.2; expected a whole number"),
+        (dict(r="4"), "r is '4'; expected a number of merges"),
+        (dict(r=float("nan")), "r is nan; expected a number of merges"),
     ],
 )
 def test_bad_schedules_are_refused(knobs, said):

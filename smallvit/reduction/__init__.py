@@ -10,7 +10,9 @@ instead and is called `(x, size)`.
 - `size`, b n or None (all ones), says how many patches a token stands for. Its sum is conserved, or lowered by a pruner that
   does not carry on what it drops. 0 is a token that is gone and still in the tensor: attention and pools do not see it.
 - `key()` is b n e, `saliency(queries)` b n (see `attention.Mixed`): called only when needed.
-- `left(n)` says how many of n tokens go on from here in evaluation, None where that depends on the image.
+- `left(n)` says how many of n tokens go on from here in evaluation, None, as without it, where that depends on the image.
+- `macs(n, head_dim)`, where there is one, says what the reduction itself costs. An attribute `progress`, a float, is set to
+  the progress of the run while it trains under `Supervised`.
 
 Parts of the layers may be left alone: there the module is the identity, as it is at its off setting.
 """

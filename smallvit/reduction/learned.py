@@ -41,7 +41,8 @@ class LearnedPrune(nn.Module):
         if self.predictor is None:
             return n
         # at another image size the counts grow or shrink with what comes here
-        return self.prefix + max(1, int(self.patches * self.target * ((n - self.prefix) / self.expected)))
+        patches = n - self.prefix
+        return self.prefix + min(patches, max(1, int(self.patches * self.target * (patches / self.expected))))
 
     def macs(self, n: int, head_dim: int) -> float:
         """What the predictor costs."""
@@ -60,9 +61,8 @@ class LearnedPrune(nn.Module):
             last = torch.zeros_like(kept).scatter(1, likeliest, 1.0) * (kept.amax(1, keepdim=True) == 0)
             return x, torch.cat([there[:, :p], self.kept(kept + last * there[:, p:].detach())], dim=1)
         best = p + score[..., 0].argsort(dim=-1, descending=True, stable=True)[:, : self.left(x.shape[1]) - p]
-        return torch.cat([x[:, :p], take(x, best)], dim=1), (
-            None if size is None else torch.cat([size[:, :p], take(size, best)], dim=1)
-        )
+        x = torch.cat([x[:, :p], take(x, best)], dim=1)
+        return x, None if size is None else torch.cat([size[:, :p], take(size, best)], dim=1)
 
 
 class Predictor(nn.Module):

@@ -75,8 +75,12 @@ class Merge(nn.Module):
 
 def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | float]:
     """What to merge in each layer: numbers are counts, fractions shares of the patches at hand."""
+    if isinstance(r, bool) or not isinstance(r, int | float | tuple | list):
+        raise ValueError(f"r is {r!r}; expected a number of merges from 0 on, a fraction up to 0.5, or one of these a layer")
     if not -1 <= inflect <= 1:
         raise ValueError(f"inflect is {inflect}; expected from -1 (merge early) to 1 (merge late)")
+    if inflect and not isinstance(r, int):
+        raise ValueError(f"inflect={inflect} spreads a number of merges and r is {r!r}; expected a whole number, or inflect=0")
     if isinstance(r, tuple | list):
         if len(r) != depth:
             raise ValueError(f"got {len(r)} values of r for {depth} layers; expected one each, or a single one")
@@ -87,6 +91,6 @@ def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | f
         first = int(r * (1 - inflect))
         counts = [int(first + 2 * (r - first) * layer / (depth - 1)) for layer in range(depth)]
     for count in counts:
-        if count < 0 or (isinstance(count, float) and count > 0.5):
+        if not isinstance(count, int | float) or not count >= 0 or (isinstance(count, float) and not count <= 0.5):
             raise ValueError(f"r is {count}; expected a number of merges from 0 on, or a fraction up to 0.5")
     return counts

@@ -36,14 +36,15 @@ def wide(index: Tensor, x: Tensor) -> Tensor:
 
 
 def stages(layers: tuple[int, ...] | None, depth: int) -> list[int]:
-    """The blocks that prune: those given, or, as in EViT and DynamicViT, the ones at 1/4, 2/4 and 3/4 of the depth.
+    """The blocks that prune: those given, if any, or, as in EViT and DynamicViT, the ones at 1/4, 2/4 and 3/4 of the depth.
 
     Raises ValueError for a block that is not there, or that is named twice.
     """
     if layers is None:
         return sorted({depth * quarter // 4 for quarter in (1, 2, 3)})
-    if not all(0 <= layer < depth for layer in layers) or len(set(layers)) < len(layers):
-        raise ValueError(f"layers is {layers}; expected different blocks of this model, from 0 to {depth - 1}")
+    real = isinstance(layers, tuple | list) and all(isinstance(layer, int) and 0 <= layer < depth for layer in layers)
+    if not real or len(set(layers)) < len(layers):
+        raise ValueError(f"layers is {layers!r}; expected different blocks of this model, from 0 to {depth - 1}")
     return sorted(layers)
 
 

@@ -38,7 +38,7 @@ class Prune(nn.Module):
         super().__init__()
         if fuse not in ("sum", "mean", "none"):
             raise ValueError(f"fuse is {fuse!r}; expected 'sum' (as published), 'mean' or 'none'")
-        if len(shrink) != 2 or not 0 <= shrink[0] <= shrink[1] <= 1:
+        if not isinstance(shrink, tuple | list) or len(shrink) != 2 or not 0 <= shrink[0] <= shrink[1] <= 1:
             raise ValueError(f"shrink is {shrink}; expected where in a run it starts and ends, such as (0.0, 0.3)")
         here = place.layer in stages(layers, place.depth)
         self.prefix, self.fuse, self.shrink = place.prefix, fuse, shrink
@@ -46,25 +46,23 @@ class Prune(nn.Module):
         self.queries = 1 if place.class_token else None
         self.progress = 1.0  # of the run, told by the objective
 
-    def count(self, patches: int) -> int:
-        """How many of so many patches stay."""
+    def share(self) -> float:
+        """What to keep now: in training it may still be shrinking."""
         start, end = self.shrink
         if not self.training or self.progress >= end:
-            keep = self.keep
-        elif self.progress < start:
-            keep = 1.0
-        else:
-            keep = self.keep + (1 - self.keep) * 0.5 * (1 + math.cos(math.pi * (self.progress - start) / (end - start)))
-        return math.ceil(round(keep * patches, 6))  # 0.55 * 20 is 11, whatever floats say
+            return self.keep
+        if self.progress < start:
+            return 1.0
+        return self.keep + (1 - self.keep) * 0.5 * (1 + math.cos(math.pi * (self.progress - start) / (end - start)))
 
     def left(self, n: int) -> int:
-        kept = self.count(n - self.prefix)
+        kept = count(self.keep, n - self.prefix)
         fused = self.fuse != "none" and kept < n - self.prefix
         return self.prefix + kept + fused
 
     def forward(self, x: Tensor, size: Tensor | None, key=None, saliency=None) -> tuple[Tensor, Tensor | None]:
         n, p = x.shape[1], self.prefix
-        kept = self.count(n - p)
+        kept = count(self.share(), n - p)
         if kept == n - p:
             return x, size
         if saliency is None:
@@ -85,3 +83,8 @@ class Prune(nn.Module):
                 fused = take(size, gone).sum(1, keepdim=True)
                 sizes.append(fused if self.fuse == "mean" else torch.ones_like(fused))
         return torch.cat(tokens, dim=1), None if sizes is None else torch.cat(sizes, dim=1)
+
+
+def count(keep: float, patches: int) -> int:
+    """How many of so many patches stay, at least one; 0.55 * 20 is 11, whatever floats say."""
+    return max(1, math.ceil(round(keep * patches, 6)))

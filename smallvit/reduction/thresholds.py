@@ -20,7 +20,8 @@ class LearnedThresholds(nn.Module):
              agree, and inference takes a batch, padded to the longest of it (size 0). The prune threshold counts in units of
              the mean importance without reduction, 1 / tokens, so that one setting serves 17 tokens and 197. The most
              important patch always stays. Similarity and importance carry no gradient. Wants the objective
-             `LearnThresholds`, which holds the cost to a budget.
+             `LearnThresholds`, which holds the cost to a budget. The gradient to a token's size leaves out what it sees itself
+             (see `attention.learn_sizes`). For images of another size the unit stays that of the size it was built for.
 
     `merge` and `prune` are where the thresholds start, and what they are where nobody trains them. `merge=None` only prunes.
     `kept` passes on the decisions, b n, and changes nothing: whoever wants to see them hooks it.
@@ -32,7 +33,7 @@ class LearnedThresholds(nn.Module):
         super().__init__()
         if merge is not None and not -1 <= merge <= 1:
             raise ValueError(f"merge is {merge}; expected a cosine from -1 (merge all you can) to 1 (nothing), or None")
-        if prune < 0 or temperature <= 0:
+        if not prune >= 0 or not temperature > 0:
             raise ValueError(f"got prune={prune}, temperature={temperature}; expected 0 or more, and more than 0")
         self.prefix, self.tokens, self.temperature = place.prefix, place.prefix + place.patches, temperature
         self.start_merge, self.start_prune = merge, float(prune)

@@ -33,7 +33,8 @@ class Row:
     against   the arm of its baseline; a baseline's own
     failures  seed -> what became of it (failed, unavailable or missing), for each seed that left no number
     budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels, the
-              validation labels on which something was chosen: a fair competitor would have had them too
+              validation labels on which something was chosen, and those of a start that had more: a fair competitor would
+              have had them too
     unequal   budget -> its relative excess over the baseline's, where they are more than 5% apart
     forward   tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None where `cost` has not said
     """
@@ -328,8 +329,13 @@ def _costs(records: list[dict]) -> dict[str, float | None]:
     costs = {}
     for name in ("params", "macs", "images_seen", "seconds"):
         costs[name] = _median(r[name] + (r.get("pretraining") or {}).get(name, 0) for r in records if r.get(name) is not None)
-    chosen = [(r.get("chosen_on_val") or {}).get("labels", 0) for r in records]
-    return costs | {"extra_labels": max(chosen, default=None)}
+    return costs | {"extra_labels": max(map(_extra_labels, records), default=None)}
+
+
+def _extra_labels(record: dict) -> int:
+    """Labels beyond those of its column that a run has had: to choose by, or to train what it starts from."""
+    before = (record.get("pretraining") or {}).get("labels") or 0
+    return (record.get("chosen_on_val") or {}).get("labels", 0) + max(0, before - (record["labels"] or before))
 
 
 def _median(values: Iterable[float | None]) -> float | None:
