@@ -13,11 +13,16 @@ from smallvit import (
     LearnThresholds,
     LearnToPrune,
     Merge,
+    Mixed,
     PatchEmbed,
     Run,
+    SmallCNN,
     ViT,
     ablate,
+    accuracy,
     augment,
+    compare,
+    cost,
     describe,
     difference,
     fingerprint,
@@ -127,3 +132,95 @@ def test_learned_reductions_are_trained_from_a_start_and_bitwise_again(tmp_path,
     moved = {name.rpartition(".")[0] for name in start if not torch.equal(one[name], start[name])}
     assert bool(moved) == (run.objective is LearnToPrune)  # thresholds alone learn in LTMP
     assert first["picture"]["groups"] and first["macs"] < read_record(tmp_path / "start")["macs"] * 1.2
+
+
+# What may go wrong
+
+
+def test_a_start_that_fails_is_tried_once_and_named_in_what_needed_it(tmp_path, capfd):
+    broken = SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))
+    arms = {"scratch": SHORT, "broken": broken, "needs": broken.vary(init=broken, steps=2), "shelf": SHELF}
+    records = launch(ablate(arms, labels=[50], seeds=[0], floors=False), tmp_path, recipe="t", jobs=1)
+    assert [r["status"] for r in records] == ["finished", "failed", "failed", "finished"]
+    assert records[2]["error"].startswith("RuntimeError: its start failed: ValueError") and "patch" in records[2]["error"]
+    assert capfd.readouterr().err.count("FAILED") == 2
+
+
+def test_weights_that_are_not_the_starts_are_refused(tmp_path):
+    fit(SHORT, tmp_path / "start")
+    fit(SHORT.vary(seed=9), tmp_path / "other")
+    good = (tmp_path / "start" / WEIGHTS).read_bytes()
+    (tmp_path / "start" / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
+    with pytest.raises(ValueError, match=r"model.safetensors is of run \w+, not of \w+, which this run starts from"):
+        fit(SHELF, tmp_path / "mine", start=tmp_path / "start")
+    (tmp_path / "start" / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"has no model.safetensors to start from; delete its record.json"):
+        fit(SHELF, tmp_path / "mine", start=tmp_path / "start")
+    (tmp_path / "start" / WEIGHTS).write_bytes(good)
+    assert fit(SHELF, tmp_path / "mine", start=tmp_path / "start")["status"] == "finished"
+    with pytest.raises(ValueError, match="for a run that starts from nothing; expected it to have init="):
+        fit(SHORT, tmp_path / "plain", start=tmp_path / "start")
+
+
+def test_the_start_of_a_start_goes_by_the_name_of_its_arm_too():
+    tuned = SHORT.vary(init=SHORT, steps=4)
+    runs = ablate({"base": SHORT, "tuned": tuned, "both": tuned.vary(init=tuned)}, labels=[50], seeds=[0], floors=False)
+    assert (runs[2].init.arm, runs[2].init.init.arm, runs[1].init.arm) == ("tuned", "base", "base")
+
+
+def test_labels_that_only_the_start_had_are_counted(tmp_path):
+    more = SHELF.vary(labels=None, init=SHORT.vary(labels=400))
+    runs = ablate({"base": SHORT.vary(labels=None), "more": more}, labels=[50], seeds=[0], floors=False)
+    records = launch(runs, tmp_path, recipe="t", jobs=1)
+    assert records[1]["pretraining"]["labels"] == 400
+    extra = {row.arm: row.budget["extra_labels"] for row in compare(records).rows}
+    assert extra == {"base": 0, "more": 350}
+
+
+class Silent(torch.nn.Module):
+    """Attention of another make: no projection, no saliency."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.mixing = torch.nn.Linear(dim, dim)
+
+    def forward(self, x, size=None, mask=None):
+        return Mixed(self.mixing(x), key=lambda: x, saliency=lambda queries: x.square().mean(-1))
+
+
+class Narrow(torch.nn.Module):
+    """A reduction that cannot be followed: it reads all channels of a token. Keeps the better half of the patches."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.score, self.prefix = torch.nn.Linear(place.dim, 1), place.prefix
+
+    def forward(self, x, size=None, key=None, saliency=None):
+        patches = x[:, self.prefix :]
+        best = self.score(patches)[..., 0].argsort(-1)[:, : (patches.shape[1] + 1) // 2, None].expand(-1, -1, x.shape[-1])
+        return torch.cat([x[:, : self.prefix], patches.gather(1, best)], dim=1), size
+
+
+class Blocky(SmallCNN):
+    """A model with an attribute `blocks` that is no list of blocks."""
+
+    blocks = 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(attention=Silent, reduction=partial(Merge, r=2)),
+        dict(attention=Silent, reduction=LearnedThresholds),
+        dict(reduction=Narrow),
+        dict(model=Blocky),
+    ],
+    ids=["no projection", "no projection, tokens by image", "cannot be followed", "blocks of its own"],
+)
+def test_what_cannot_be_counted_or_drawn_costs_no_run(tmp_path, change, monkeypatch):
+    monkeypatch.setattr("smallvit.components.address", lambda thing: f"tests.{thing.__name__}")
+    monkeypatch.setattr("smallvit.components.written", lambda thing: {})
+    record = fit(SHORT.vary(evaluators=(accuracy, partial(cost, repeats=1)), **change), tmp_path)
+    assert record["status"] == "finished" and record["macs"] > 0 and record["test"]["macs"] > 0
+    if change.get("reduction") is Narrow:
+        assert "Narrow cannot be followed" in record["picture"]["error"]
