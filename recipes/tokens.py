@@ -7,11 +7,11 @@ Cost    264 runs, 70 minutes on two CPU cores.
 Expect  At 196 patches most of the digit is black, so merging the equal ones off the shelf costs little and saves time; at 16
         patches every one counts, accuracy goes and the clock shows no gain. A little training closes most of the gap.
         Written before the runs, after trials at 49 patches.
-Came    At half the multiply-adds no reduction comes within a tenth of a point of its baseline, at any patch size, tuned or not:
-        every one is plainly worse. Off the shelf all lose ten points and more, at 196 patches too, where the expectation was
-        wrong. Nearest come DynamicViT at 196 and 49 patches and EViT, tuned, at 16. The ViT of half the depth loses less than
-        any of them at 49 and 16 patches, and is faster. Pruning saves time everywhere, merging from 49 patches on; LTMP, on
-        batches of 32, loses time everywhere. The numbers are in the report.
+Came    At half the multiply-adds no mean comes within a tenth of a point of its baseline's, at any patch size, tuned or not;
+        all are worse but DynamicViT at 196 patches, which is inconclusive. Off the shelf all lose ten points and more, at 196
+        patches too, where the expectation was wrong. Nearest come DynamicViT at 196 and 49 patches and EViT, tuned, at 16. The
+        ViT of half the depth loses less than any of them at 49 and 16 patches, and is faster. Pruning saves time everywhere,
+        merging from 49 patches on; LTMP, on batches of 32, loses time everywhere. The numbers are in the report.
 Chosen  Rates, the share of the other weights in DynamicViT's, and LTMP's temperature, on validation images, in some 25 trials
         of two other seeds at 49 patches.
 
