@@ -136,7 +136,8 @@ def test_averaged_weights_are_the_stated_running_mean(tmp_path):
 
 def test_weight_decay_spares_norms_biases_temperatures_tokens_and_positions():
     model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), attention=LocalityAttention, position=Learned)
-    decayed, spared = optimise.decay_groups(model, 0.1)
+    (decayed, spared), paces = optimise.decay_groups(model, 0.1)
+    assert [pace(0.3, 0.7) for pace in paces] == [0.7, 0.7]
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
     assert {names[id(p)] for p in decayed["params"]} == {
