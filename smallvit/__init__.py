@@ -20,12 +20,15 @@ NAMES = {
         "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
         "mnist", "qmnist", "svhn",
     ),
-    "objectives": ("LearnThresholds", "LearnToPrune", "Supervised"),
-    "evaluate": ("Splits", "accuracy", "cost", "features", "knn", "linear_probe"),
-    "explain": ("token_map",),
+    "objectives": ("DINO", "MAE", "LearnThresholds", "LearnToPrune", "Supervised"),
+    "evaluate": ("FeatureExtractor", "Splits", "accuracy", "cost", "features", "few_shot", "knn", "linear_probe"),
+    "explain": (
+        "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",
+        "position_similarity", "reconstruction_figure", "rollout", "token_map", "token_shares",
+    ),
     "pretrained": ("apply", "from_timm", "timm_attention", "timm_tokenizer"),
     "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),
-    "train": ("fit",),
+    "train": ("fit", "load"),
     "report": ("compare", "html", "markdown"),
 }  # fmt: skip
 

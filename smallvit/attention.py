@@ -19,15 +19,17 @@ from torch import Tensor, nn
 
 
 class Mixed(NamedTuple):
-    """What attention returns: the mixed tokens, and two facts about them that a reduction may ask for.
+    """What attention returns: the mixed tokens, and three facts about them that a reduction or a picture may ask for.
 
     `key()` is the mean over heads of the keys, b n e. `saliency(queries)` is the attention that each token receives, b n: the
-    mean over heads and over the first `queries` tokens (by default all that are there). They are computed only when called.
+    mean over heads and over the first `queries` tokens (by default all that are there). `map()` is the attention map, b h n n:
+    how each query (row) shares its attention out over the keys. They are computed only when called.
     """
 
     x: Tensor
     key: Callable[[], Tensor] | None = None
     saliency: Callable[..., Tensor] | None = None
+    map: Callable[[], Tensor] | None = None
 
 
 class Attention(nn.Module):
@@ -193,7 +195,10 @@ def mix(
         there = (size > 0).to(rows.dtype)
         return torch.einsum("bq,bqk->bk", there, rows) / there.sum(1, keepdim=True)
 
-    return Mixed(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency)
+    def whole() -> Tensor:
+        return weights(q, k, size, mask) if seen is None else seen
+
+    return Mixed(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=whole)
 
 
 def attend(
@@ -212,14 +217,14 @@ def attend(
     cache, so it is taken from 128 tokens on (512 in half precision, which it is slow at); on a GPU always. `fused` overrides
     the rule. Sizes with a gradient need the map.
     """
+    if size is not None and size.requires_grad:
+        return learn_sizes(q, k, v, size, mask, dropout), None
     if fused is None:
         fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
-    if fused and not (size is not None and size.requires_grad):
+    if fused:
         bias = bias_of(size, mask)
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0), None
-    if size is not None and size.requires_grad:
-        return learn_sizes(q, k, v, size, mask, dropout), None
     seen = weights(q, k, size, mask)
     return F.dropout(seen.to(v.dtype), dropout) @ v, seen
 

@@ -35,8 +35,7 @@ def tokens_per_layer(model: nn.Module, image: tuple[int, int] | None = None) -> 
 
     `image` is the height and width, by default those the model was built for.
     """
-    place = model.places(1, image or model.image)[0]
-    n, out = place.prefix + place.patches, []
+    n, out = model.places(1, image or model.image)[0].tokens, []
     for block in model.blocks:
         m = n
         if block.reduction is not None:
@@ -50,8 +49,7 @@ def tokens_per_layer(model: nn.Module, image: tuple[int, int] | None = None) -> 
 
 def in_words(model: nn.Module) -> str:
     """How many tokens are left where: `50 tokens, behind the blocks 42, 35, 29, 24; 0.61 of the MACs`."""
-    place = model.places(1, model.image)[0]
-    tokens, start = tokens_per_layer(model), f"{place.prefix + place.patches} tokens, behind the blocks"
+    tokens, start = tokens_per_layer(model), f"{model.places(1, model.image)[0].tokens} tokens, behind the blocks"
     if tokens is None:
         return f"{start} as many as the image asks for"
     start += f" {', '.join(str(m) for _, m in tokens)}"
@@ -81,18 +79,18 @@ def closed_form(
         raise ValueError(f"{kind} has no projection `proj`, so no closed form is known; count it: counted(model, x)")
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
-    place = model.places(1, image)[0]
-    came, extra = place.prefix + place.patches, 0.0
+    inside = inside_macs(model, tokens, image)
+    return {"embed": counted(model.tokenizer, blank) / 2, **inside, "head": linear_macs(model.head)}
+
+
+def inside_macs(model: nn.Module, tokens: Sequence[tuple[float, float]], image: tuple[int, int]) -> dict[str, float]:
+    """The part of the closed form that goes with the tokens: `blocks` and `reduction`."""
+    came, extra = model.places(1, image)[0].tokens, 0.0
     for block, (_, m) in zip(model.blocks, tokens):
-        if block.reduction is not None and hasattr(block.reduction, "macs"):
+        if hasattr(block.reduction, "macs"):
             extra += block.reduction.macs(came, block.attention.proj.in_features // block.attention.heads)
         came = m
-    return {
-        "embed": counted(model.tokenizer, blank) / 2,
-        "blocks": sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens)),
-        "reduction": extra,
-        "head": linear_macs(model.head),
-    }
+    return {"blocks": sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens)), "reduction": extra}
 
 
 def counted(model: nn.Module, images: Tensor) -> int:
@@ -112,7 +110,6 @@ def seen_tokens(model: nn.Module, images: Tensor) -> Tensor:
         x, size = out
         came.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
 
-    place = model.places(1, tuple(images.shape[-2:]))[0]
     hooks = [block.register_forward_hook(note) for block in model.blocks]
     try:
         with torch.inference_mode():
@@ -120,7 +117,7 @@ def seen_tokens(model: nn.Module, images: Tensor) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    seen, n = [], torch.full((len(images),), place.prefix + place.patches)
+    seen, n = [], torch.full((len(images),), model.places(1, tuple(images.shape[-2:]))[0].tokens)
     for block, m in zip(model.blocks, came):
         seen.append(torch.stack([m if getattr(block.reduction, "first", False) else n, m], dim=1))
         n = m
@@ -147,12 +144,16 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
     return {"params": params, "macs": counted(call, images[:1]) // 2}
 
 
-def macs_of_each(model: nn.Module, images: Tensor) -> list[float]:
-    """MACs of each image, for a model whose tokens depend on the image: by the closed form, or one by one as counted."""
+def macs_of_each(model: nn.Module, images: Tensor, seen: Tensor | None = None) -> list[float]:
+    """MACs of each image, for a model whose tokens depend on the image: by the closed form, or one by one as counted.
+
+    `seen` is what `seen_tokens` says of these images, for whoever has asked already.
+    """
     if not has_closed_form(model):
         return [counted(model, image[None]) / 2 for image in images]
-    seen = seen_tokens(model, images).tolist()
-    return [sum(closed_form(model, tokens, tuple(images.shape[-2:])).values()) for tokens in seen]
+    each, size = (seen_tokens(model, images) if seen is None else seen).tolist(), tuple(images.shape[-2:])
+    fixed = closed_form(model, each[0], size)  # the tokenizer is counted once
+    return [sum((fixed | inside_macs(model, tokens, size)).values()) for tokens in each]
 
 
 def reduces(model: nn.Module) -> bool:

@@ -57,6 +57,15 @@ def launch(
     bar = Bar(runs, found, todo)
     slots = [Slot(source, device) for _ in range(min(jobs or cores(), len(todo)))]
     queue, busy, died = list(todo), {}, set()
+
+    def ended(at: int, record: dict | None):
+        found[at] = record
+        bar.tell(runs[at], record)
+        if record is not None and show:
+            show(record)
+        if record is not None and fail_fast and record["status"] == "failed":
+            queue.clear()
+
     try:
         while queue or busy:
             for slot in slots:
@@ -64,17 +73,17 @@ def launch(
                 at = next((at for at in queue if starts[at] not in under_way), None)
                 if slot in busy.values() or at is None:
                     continue
-                before = found[starts[at]] if starts[at] is not None else None
-                if starts[at] is not None and (before is None or before["status"] != "finished"):
-                    queue.remove(at)
-                    found[at] = before and failed(runs[at], out, recipe, RuntimeError(f"its start failed: {before['error']}"))
-                    bar.tell(runs[at], found[at])
-                    continue
                 queue.remove(at)
-                start = None if starts[at] is None else folder(runs[starts[at]], out, recipe)
+                start = None
+                if starts[at] is not None:
+                    before, start = found[starts[at]], folder(runs[starts[at]], out, recipe)
+                    if before is None or before["status"] != "finished":
+                        error = before and RuntimeError(f"its start failed: {before['error']}")
+                        ended(at, error and failed(runs[at], out, recipe, error))
+                        continue
                 busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, start)] = slot
-            ended, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in ended:
+            through, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in through:
                 slot = busy.pop(future)
                 at = slot.at
                 error = future.exception()
@@ -84,14 +93,7 @@ def launch(
                         died.add(at)
                         queue.insert(0, at)
                         continue
-                found[at] = future.result() if error is None else failed(runs[at], out, recipe, error)
-                bar.tell(runs[at], found[at])
-                if found[at] is None:
-                    continue
-                if show:
-                    show(found[at])
-                if fail_fast and found[at]["status"] == "failed":
-                    queue.clear()
+                ended(at, future.result() if error is None else failed(runs[at], out, recipe, error))
             bar.move([slot for slot in slots if slot in busy.values()])
     finally:
         for slot in slots:

@@ -108,12 +108,14 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
     """
     if not isinstance(model, ViT):
         return apply(from_timm(model), reduction, timed_on)
-    new = copy.deepcopy(model)
+    new = unreduced(model)
+    if reduction is None:
+        return new
     like = new.norm.weight
     for block, place in zip(new.blocks, new.places(len(new.blocks), new.image)):
-        made = None if reduction is None else reduction(place)
+        made = reduction(place)
         block.reduction = None if made is None else made.to(like).train(new.training)
-    if timed_on is None or reduction is None:
+    if timed_on is None:
         return new
     times = speedup(copy.deepcopy(new).eval(), timed_on)[1]
     if times >= 1:

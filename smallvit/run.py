@@ -14,7 +14,7 @@ from typing import Any
 from smallvit import components
 from smallvit.components import check, function, knobs, known
 from smallvit.data import digits
-from smallvit.evaluate import accuracy, knn, linear_probe
+from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
 from smallvit.floors import Pixels, SmallCNN
 from smallvit.objectives import Supervised
 from smallvit.vit import ViT
@@ -22,6 +22,7 @@ from smallvit.vit import ViT
 NAMING = ("arm", "role", "against")  # the fields of a run that decide nothing
 PRECISIONS = ("fp32", "bf16")
 ROLES = ("baseline", "technique", "floor")
+RANDOM = "random initialisation"  # the floor of what is probed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,11 @@ class Run:
     """Everything that decides one training. `arm`, `role` and `against` (its baseline's arm) name it and decide nothing.
 
     Data        `data()` loads it; `labels` labelled images, class-balanced, drawn by `seed` (None: all but the validation
-                images); `val` validation images (None: a fifth of the training images, at most 1,000).
+                images); `val` validation images (None: a fifth of the training images, at most 1,000). `unlabelled=True`:
+                train on all images but the validation images, whatever `labels` says, and read no label.
     Model       `model(image, channels, classes)`, usually `partial(ViT, ...)`.
     Start       `init` is the run whose weights this one starts from; it is trained first. What only this model has (a
-                reduction that learns) starts as in a model without `init`.
+                reduction that learns, a head for other classes) starts as in a model without `init`.
     Objective   `objective(model)`; `augment` are the steps that each batch goes through first, each image its own draw.
     Length      `steps` optimizer steps of `batch` images, whatever the number of labels.
     Optimizer   AdamW with peak rate `lr`, linear warm-up over the fraction `warmup` of the steps, then a cosine to 0;
@@ -40,7 +42,8 @@ class Run:
     Weights     `average` > 0 reports the running mean of the weights over that fraction of the steps; 0 the last weights.
     Choosing    By default nothing is chosen on the validation images. `early_stop=k` > 0 stops after k of the `CHECKS` checks
                 without a better one and reports the best; those labels are then counted in the report.
-    Evaluation  `evaluators`, in order; the first name that the first one yields is what the arm is judged by.
+    Evaluation  `evaluators`, in order; the first name that the first one yields is what the arm is judged by. None: accuracy,
+                and where the objective reads no label (so that no head learns) kNN and a linear probe.
 
     Raises      ValueError for an unknown or impossible choice, naming the nearest right one.
     """
@@ -52,6 +55,7 @@ class Run:
     data: Callable = digits
     labels: int | None = None
     val: int | None = None
+    unlabelled: bool = False
     seed: int = 0
     model: Callable = ViT
     init: "Run | None" = None
@@ -66,7 +70,7 @@ class Run:
     average: float = 0.05
     early_stop: int = 0
     precision: str = "fp32"
-    evaluators: tuple[Callable, ...] = (accuracy,)
+    evaluators: tuple[Callable, ...] | None = None
 
     def __new__(cls, **choices):
         for name in choices:
@@ -89,12 +93,32 @@ class Run:
             raise ValueError(f"init is {self.init!r}; expected the run to start from, or None")
         if self.init is None and getattr(function(self.objective), "needs_init", False):
             raise ValueError(f"{function(self.objective).__name__} teaches a trained model; give the run init=..., another run")
+        if self.evaluators is None:
+            object.__setattr__(self, "evaluators", self.usual)
+        if not isinstance(self.unlabelled, bool):
+            raise ValueError(f"unlabelled is {self.unlabelled!r}; expected True or False")
+        if self.unlabelled and self.reads_labels:
+            raise ValueError(f"unlabelled=True but {function(self.objective).__name__} reads labels; take DINO or MAE")
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
         if not self.evaluators:
             raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
+        if accuracy in self.evaluators and not self.reads_labels:
+            raise ValueError(
+                f"accuracy asks a head that {function(self.objective).__name__} does not train; expected (knn, linear_probe)"
+            )
         if self.early_stop and accuracy not in self.evaluators:
             raise ValueError(f"early_stop={self.early_stop} goes by accuracy; expected smallvit.accuracy among the evaluators")
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the objective learns from labels; DINO and MAE do not."""
+        return getattr(function(self.objective), "needs_labels", True)
+
+    @property
+    def usual(self) -> tuple[Callable, ...]:
+        """What evaluates such a run unless it says otherwise."""
+        return (accuracy,) if self.reads_labels else (knn, linear_probe)
 
     def vary(self, **changes: Any) -> "Run":
         """The same run but for `changes`: fields of the run, or knobs of its model (`attention=LocalityAttention`).
@@ -110,6 +134,8 @@ class Run:
             for name in its:
                 known(name, [*own, *knobs(model)], f"a run of {function(model).__name__}")
             mine["model"] = partial(model, **its)
+        if "objective" in mine and self.evaluators == self.usual:
+            mine.setdefault("evaluators", None)  # and then those that are usual with the new one
         return replace(self, **mine)
 
     def __eq__(self, other: object) -> bool:
@@ -159,9 +185,9 @@ def ablate(
 ) -> list[Run]:
     """Every arm for every number of labels and every seed; the first arm is the baseline of all differences.
 
-    The floors stand in every comparison unless `floors=False`: raw pixels under logistic regression and under kNN, and a small
-    CNN trained as the baseline is. Seeds come outermost within a number of labels, so that a half-finished recipe already
-    compares all arms.
+    The floors stand in every comparison unless `floors=False`: raw pixels under logistic regression and under kNN, a small CNN
+    trained as the baseline is, and where an arm is judged by a probe the same probe of its random weights. Seeds come
+    outermost within a number of labels, so that a half-finished recipe already compares all arms.
 
     Raises ValueError if two arms are the same run under two names, if an arm bears a floor's name or asks for another number of
     labels, and if a seed or a number of labels is given twice: one run is not two.
@@ -174,10 +200,9 @@ def ablate(
             raise ValueError(
                 f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
             )
-    baseline = next(iter(arms.values()))
     named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
     if floors:
-        for name, run in the_floors(baseline).items():
+        for name, run in the_floors(list(arms.values())).items():
             if name in named:
                 raise ValueError(
                     f"the arm {name!r} has the name of a floor; give it another, or leave the floors out: floors=False"
@@ -206,8 +231,11 @@ def called(start: Run | None, names: dict[str, str]) -> Run | None:
 
 
 def placed(run: Run, labels: int | None, seed: int) -> Run:
-    """The run at that seed and number of labels, and so what it starts from, unless that has a number of labels of its own."""
-    start = run.init and placed(run.init, run.init.labels or labels, seed)
+    """The run at that seed and number of labels, and so what it starts from, unless that has a number of labels of its own.
+
+    A start that trains on all images unlabelled is one for all numbers of labels.
+    """
+    start = run.init and placed(run.init, run.init.labels or (None if run.init.unlabelled else labels), seed)
     return replace(run, labels=labels, seed=seed, init=start)
 
 
@@ -221,14 +249,22 @@ def several(values: Iterable, name: str) -> list:
     return values
 
 
-def the_floors(baseline: Run) -> dict[str, Run]:
-    """The arms that a ViT has to beat, on the data of the baseline."""
-    pixels = replace(baseline, model=Pixels, init=None, steps=0, augment=(), average=0.0, early_stop=0, objective=Supervised)
-    return {
-        "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False),)),
-        "pixels, nearest neighbour": replace(pixels, evaluators=(knn,)),
-        "small CNN": replace(baseline, model=SmallCNN, init=None, objective=Supervised, evaluators=(accuracy,)),
+def the_floors(arms: list[Run]) -> dict[str, Run]:
+    """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights."""
+    baseline = arms[0]
+    supervised = {"init": None, "objective": Supervised, "unlabelled": False}
+    untrained = supervised | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
+    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
+    few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
+    asked = {name: knob for name, knob in getattr(few, "keywords", {}).items() if name in ("shots", "draws", "strength")}
+    few = () if few is None else (partial(few_shot, **asked),)  # pixels have neither layers nor a class token
+    floors = {
+        "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
+        "pixels, nearest neighbour": pixels,
+        "small CNN": replace(baseline, model=SmallCNN, **supervised, evaluators=(accuracy,)),
     }
+    probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
+    return floors if probed is None else floors | {RANDOM: replace(probed, **untrained)}
 
 
 def describe(run: Any) -> Any:

@@ -5,8 +5,10 @@ come in another order. Here each draw names its stream, so switching a technique
 augmented pixels and the initial weights of all shared layers byte-identical, and a resumed run needs no generator state.
 
 The names in use: `subset` (which images are labelled and, where the data brings no validation images, which validate) and
-`subset/class` (in which order the classes take turns), `val` (which of the data's own validation images), `order` (batches),
-`augment` (pixels), `init` (weights) and `dropout` (inside the step); `mask` is reserved for patches that an objective hides.
+`subset/class` (in which order the classes take turns), `val` (which of the data's own validation images),
+`few_shot` (which images a few-shot probe draws), `order` (batches), `augment` (pixels),
+`init` (weights; an objective's own are `init/objective`) and `dropout` (inside the step, first of all the patches that an
+objective hides).
 The fixed test split of `digits()` belongs to no run: it is drawn as a subset is, under `digits/test` with seed 0.
 """
 

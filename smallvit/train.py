@@ -1,6 +1,7 @@
 """`fit(run, folder)` turns a run into a record, and can be killed at any moment."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from smallvit.components import function
 from smallvit.compute import reduces
 from smallvit.data import DataSpec, Images, Subset
 from smallvit.evaluate import Splits
-from smallvit.run import Run, describe, fingerprint
-from smallvit.training import Training, Watch
+from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
+from smallvit.training import Training, Watch, weights
 
 
 def fit(
@@ -58,18 +59,36 @@ def fit(
             raise ValueError(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
             )
-        training = Training(run, data.spec, subset, device, start)
+        training = Training(run, data, subset, device, start)
         made_by = record["code"]["sha256"] + data.sha256 + (training.start or "")
         training.resume(folder / records.CHECKPOINT, made_by)
         training.go(folder / records.CHECKPOINT, made_by, watch)
         record |= training.facts() | evaluations(run, training.model, subset, data.test)
-        record |= {"pretraining": spent(before)} if run.init is not None else {}
+        record |= {"pretraining": spent(before, run.init)} if run.init is not None else {}
         record |= {"picture": picture(training.model, subset)}
         record |= {"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256}
         save_weights(folder / records.WEIGHTS, training.model, record)
         records.write_record(folder, record)
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
     return record
+
+
+def load(folder: str | Path) -> tuple[Run, nn.Module]:
+    """The run that has finished in `folder`, and the model that it left, in evaluation mode.
+
+    Its data are `run.data()`. Components of a recipe of your own are found once that has been loaded, `load_recipe(path)`.
+
+    Raises   ValueError where no run has finished, or the weights are not that run's.
+    """
+    folder = Path(folder)
+    record = records.read_record(folder)
+    if record is None or record["status"] != "finished":
+        raise ValueError(f"no run has finished in {folder}; expected a folder with {records.RECORD} and {records.WEIGHTS}")
+    run = replace(rebuild(record["run"]), **{name: record[name] for name in NAMING})
+    spec = run.data().spec
+    model = run.model(spec.size, spec.channels, len(spec.classes))
+    model.load_state_dict(weights(folder, record["fingerprint"]))
+    return run, model.eval()
 
 
 def finished(run: Run, folder: Path) -> dict | None:
@@ -154,12 +173,13 @@ def save_weights(path: Path, model: nn.Module, record: dict):
     records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"fingerprint": record["fingerprint"]}))
 
 
-def spent(before: dict) -> dict:
-    """What a run's start cost, its own start included, and the most labels that any of them saw (None: all)."""
+def spent(before: dict, start: Run) -> dict:
+    """What a run's start cost, its own start included: the most labels that any of them saw, and the most unlabelled images."""
     earlier = before["pretraining"] or {}
     cost = {name: (before[name] or 0) + (earlier.get(name) or 0) for name in ("images_seen", "steps", "seconds")}
-    labels = max(before["labels"] or 0, earlier.get("labels") or 0)
-    return cost | {"labels": labels or None, "fingerprint": before["fingerprint"]}
+    labels = max((before["labels"] or 0) if start.reads_labels else 0, earlier.get("labels") or 0)
+    unlabelled = max(before["unlabelled"] or 0, earlier.get("unlabelled") or 0)
+    return cost | {"labels": labels or None, "unlabelled": unlabelled or None, "fingerprint": before["fingerprint"]}
 
 
 def estimate(run: Run, device: str = "cpu") -> float:
@@ -167,7 +187,7 @@ def estimate(run: Run, device: str = "cpu") -> float:
     data = run.data()
     refuse_unsafe(run, data.spec)
     subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
-    training = Training(run, data.spec, subset, device)
+    training = Training(run, data, subset, device)
     torch.set_num_threads(1)
     training.objective.train()
     times = []

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from smallvit import record as records
 from smallvit.augment import Batch, apply
 from smallvit.compute import footprint
-from smallvit.data import DataSpec, Images, Subset
-from smallvit.evaluate import Splits, accuracy, frozen
+from smallvit.data import Dataset, Images, Subset
+from smallvit.evaluate import Splits, accuracy, frozen, knn
+from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.run import Run, fingerprint
 from smallvit.streams import stream
@@ -34,16 +35,17 @@ Watch = Callable[[int, float | None], None]
 class Training:
     """A run in progress: what changes from step to step, how one step is made, and how it is put down and taken up again."""
 
-    def __init__(self, run: Run, spec: DataSpec, subset: Subset, device: str, start: Path | None = None):
+    def __init__(self, run: Run, data: Dataset, subset: Subset, device: str, start: Path | None = None):
         from lightning_fabric import Fabric
 
-        self.run, self.spec, self.subset = run, spec, subset
+        self.run, self.spec, self.subset, spec = run, data.spec, subset, data.spec
         self.fabric = Fabric(accelerator=device, devices=1, precision={"fp32": "32-true", "bf16": "bf16-mixed"}[run.precision])
         torch.manual_seed(stream(run.seed, "init"))
         model = run.model(spec.size, spec.channels, len(spec.classes))
         if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
             initialise(model, run.seed)
         self.weights, self.start = start_from(model, start, fingerprint(run.init)) if start else (None, None)
+        torch.manual_seed(stream(run.seed, "init", "objective"))
         objective = self.fabric.to_device(run.objective(model))
         self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
         if run.steps:
@@ -52,13 +54,15 @@ class Training:
             self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
         else:
             self.objective, self.optimizer = objective, None
-        train = subset.train
+        train = data.subset(labels=None, val=run.val, seed=run.seed).train if run.unlabelled else subset.train
         self.images = Images(train.images.to(self.fabric.device), train.labels.to(self.fabric.device), spec)
         self.trained = [p for p in objective.parameters() if p.requires_grad]
         self.pairs = tensors(self.averaged, objective.model) if run.average else []
         self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.fabric.device)
         self.curve: list[list] = []  # step, mean loss since the last check, validation accuracy
         self.best: dict[str, Tensor] | None = None
+        self.health: list[dict] = []  # of a run without labels, at every check: see smallvit.objectives.collapse
+        self.monitor = Monitor(run.steps)
 
     @property
     def model(self) -> nn.Module:
@@ -71,6 +75,8 @@ class Training:
         saved = last = time.perf_counter()
         while self.step < self.run.steps and not self.stopped_early():
             self.advance()
+            if not self.run.reads_labels:
+                self.monitor.look(self.step, self.objective.seen)
             if self.step in self.checks:
                 self.look()
                 watch(self.step, self.curve[-1][2])
@@ -92,9 +98,14 @@ class Training:
         progress = step / run.steps
         for group, own in zip(self.optimizer.param_groups, self.paces):
             group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps))
-        loss = self.objective(batch._replace(images=self.spec.normalise(batch.images)), progress)["loss"]
+        normal = batch._replace(
+            images=self.spec.normalise(batch.images), views=tuple(self.spec.normalise(views) for views in batch.views)
+        )
+        loss = self.objective(normal, progress)["loss"]
         self.optimizer.zero_grad()
         self.fabric.backward(loss)
+        if hasattr(self.objective, "before_step"):  # gradients cut or cancelled by the objective's own rule
+            self.objective.before_step(progress)
         if run.clip:
             nn.utils.clip_grad_norm_(self.trained, run.clip)
         self.optimizer.step()
@@ -119,8 +130,12 @@ class Training:
             )
         self.loss.zero_()
         val, score = self.subset.val, None
+        known = Splits(self.subset.train.take(slice(1_000)), val, val)
         if len(val) and accuracy in self.run.evaluators:
-            score = next(accuracy(self.model, Splits(self.subset.train, val, val)))[1]
+            score = next(accuracy(self.model, known))[1]
+        if not self.run.reads_labels:
+            score = next(knn(self.model, known, ks=(1,)))[1] if len(val) else None
+            self.health.append({"step": self.step, **measure(self.objective.seen), "knn_1": score})
         if self.run.early_stop and all(score > check[2] for check in self.curve):
             self.best = copy.deepcopy(self.model.state_dict())
         self.curve.append([self.step, round(loss, 5), score])
@@ -137,8 +152,10 @@ class Training:
         return {
             "steps": self.step,
             "images_seen": self.step * self.run.batch,
+            "unlabelled": len(self.images) if self.run.unlabelled else None,
             "seconds": round(self.seconds, 2) if self.run.steps or self.run.init else None,
             "curve": self.curve,
+            "health": self.health or None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
             "weights": self.weights,
@@ -160,6 +177,8 @@ class Training:
             "seconds": self.seconds,
             "loss": self.loss,
             "curve": self.curve,
+            "health": self.health,
+            "in_a_row": self.monitor.in_a_row,
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "averaged": self.averaged and self.averaged.state_dict(),
@@ -186,6 +205,7 @@ class Training:
             return
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
         self.curve, self.best = state["curve"], state["best"]
+        self.health, self.monitor.in_a_row = state["health"], state["in_a_row"]
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.averaged is not None:
@@ -193,11 +213,28 @@ class Training:
 
 
 def start_from(model: nn.Module, folder: Path, run: str) -> tuple[dict, str]:
-    """Load the weights that the run of that fingerprint left in `folder`; only a reduction may have weights that are not there.
+    """Load the weights that the run of that fingerprint left in `folder`; new are a reduction, and a head for other classes.
 
     Returns what was loaded, for the record, and a hash of the file. Raises ValueError for a file that is not there or of
     another run, and for a weight that is missing, left over or of another shape, naming it.
     """
+    state, own = weights(folder, run), model.state_dict()
+    other = [name for name in state if name.startswith("head.") and name in own and state[name].shape != own[name].shape]
+    state = {name: weight for name, weight in state.items() if name not in other}  # a head for other classes starts anew
+    missing = [name for name in own if name not in state]
+    strange = [name for name in missing if ".reduction." not in name and name not in other]
+    strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
+    if strange:
+        raise ValueError(
+            f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction, "
+            "and for its head where the classes are others"
+        )
+    model.load_state_dict(state, strict=False)
+    return {"loaded": len(state), "missing": missing}, hashlib.sha256((folder / records.WEIGHTS).read_bytes()).hexdigest()
+
+
+def weights(folder: Path, run: str) -> dict[str, Tensor]:
+    """What the run of that fingerprint left in `folder`. Raises ValueError for no file, or one of another run."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 
@@ -207,17 +244,8 @@ def start_from(model: nn.Module, folder: Path, run: str) -> tuple[dict, str]:
     with safe_open(path, "pt") as file:
         of = (file.metadata() or {}).get("fingerprint")
     if of != run:
-        raise ValueError(f"{path} is of run {of}, not of {run}, which this run starts from; put the right file there")
-    state, own = load_file(path), model.state_dict()
-    missing = [name for name in own if name not in state]
-    strange = [name for name in missing if ".reduction." not in name]
-    strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
-    if strange:
-        raise ValueError(
-            f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction"
-        )
-    model.load_state_dict(state, strict=False)
-    return {"loaded": len(state), "missing": missing}, hashlib.sha256(path.read_bytes()).hexdigest()
+        raise ValueError(f"{path} is of run {of}, not of {run}, whose weights are asked for; put the right file there")
+    return load_file(path)
 
 
 def order(n: int, batch: int, step: int, seed: int) -> Tensor:

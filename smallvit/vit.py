@@ -16,6 +16,7 @@ from smallvit.attention import Attention, Mixed
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
 from smallvit.reduction import Place
+from smallvit.reduction.place import take
 from smallvit.streams import stream
 from smallvit.tokenizers import PatchEmbed
 
@@ -143,8 +144,11 @@ class ViT(nn.Module):
         prefix, dim = self.prefix.shape
         return [Place(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
-    def tokens(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """All tokens after the last block, b n d, and how many patches each stands for, b n (None: one each)."""
+    def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """All tokens after the last block, b n d, and how many patches each stands for, b n (None: one each).
+
+        `keep`, b k, are the places of the patches that go through the blocks; without it all do.
+        """
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ValueError(
                 f"got images of shape {tuple(x.shape)}; expected b {self.channels} h w, the channels this model was built for"
@@ -154,6 +158,8 @@ class ViT(nn.Module):
         grid = self.tokenizer.grid(x.shape[-2:])
         x = torch.cat([self.prefix.expand(x.shape[0], -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
         x = self.dropout(self.position(x, grid) if self.position else x)
+        if keep is not None:
+            x = torch.cat([x[:, : len(self.prefix)], take(x[:, len(self.prefix) :], keep)], dim=1)
         size = None
         for block in self.blocks:
             x, size = block(x, size, mask)

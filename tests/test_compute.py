@@ -32,6 +32,7 @@ from smallvit.compute import (
     counted,
     footprint,
     in_words,
+    inside_macs,
     macs_of_each,
     milliseconds,
     reduces,
@@ -370,6 +371,12 @@ def test_a_setting_meets_its_share_of_the_last_tokens(reduction, knob, between):
 def test_a_share_out_of_reach_is_refused():
     with pytest.raises(ValueError, match=r"r from 0\.0 to 0\.1 comes to 0\.\d+ of the macs at best; expected 0\.3"):
         setting(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1))
+
+
+def test_what_goes_with_the_tokens_is_that_part_of_the_closed_form():
+    model = SMALL(reduction=partial(Merge, r=4))
+    whole, inside = closed_form(model), inside_macs(model, tokens_per_layer(model), (28, 28))
+    assert list(inside) == ["blocks", "reduction"] and all(whole[part] == inside[part] > 0 for part in inside)
 
 
 def test_every_public_function_is_tested_here():

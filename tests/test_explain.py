@@ -26,7 +26,7 @@ from smallvit import (
     explain,
 )  # fmt: skip
 
-ROOT = Path(explain.__file__).parents[1]
+ROOT = Path(explain.__file__).parents[2]
 TINY = partial(ViT, (12, 12), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 PRUNE = partial(Prune, keep=0.6, fuse="none", layers=(0, 2))
 LEARNED = partial(LearnedPrune, keep=0.6, layers=(0, 2))
@@ -142,7 +142,7 @@ def test_an_image_alone_is_what_it_is_in_a_padded_batch_and_in_batches_of_one(mo
     counts = {len(image[-1].unique()) for image in groups}
     assert len(counts) > 1 and (groups == -1).any() and (groups[:, -1] < torch.arange(36)).any()
     assert torch.equal(groups, torch.cat([explain.trace(model, x[i : i + 1]).groups for i in range(6)]))
-    monkeypatch.setattr(explain, "AT_ONCE", 2 * 36**2)
+    monkeypatch.setattr(explain.tokens, "AT_ONCE", 2 * 36**2)
     assert torch.equal(groups, explain.trace(model, x).groups)
 
 
@@ -325,7 +325,7 @@ def test_lines_run_between_tokens_and_nowhere_else():
     import numpy as np
 
     groups = np.array([[0, 0, 2], [0, 4, 2]])
-    lines = {tuple(map(tuple, line)) for line in explain.borders(groups).reshape(-1, 2, 2).tolist()}
+    lines = {tuple(map(tuple, line)) for line in explain.tokens.borders(groups).reshape(-1, 2, 2).tolist()}
     assert lines == {((1, 1), (2, 1)), ((1, 1), (1, 2)), ((2, 0), (2, 2))}
 
 

@@ -151,7 +151,7 @@ def test_weights_that_are_not_the_starts_are_refused(tmp_path):
     fit(SHORT.vary(seed=9), tmp_path / "other")
     good = (tmp_path / "start" / WEIGHTS).read_bytes()
     (tmp_path / "start" / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
-    with pytest.raises(ValueError, match=r"model.safetensors is of run \w+, not of \w+, which this run starts from"):
+    with pytest.raises(ValueError, match=r"model.safetensors is of run \w+, not of \w+, whose weights are asked for"):
         fit(SHELF, tmp_path / "mine", start=tmp_path / "start")
     (tmp_path / "start" / WEIGHTS).unlink()
     with pytest.raises(ValueError, match=r"has no model.safetensors to start from; delete its record.json"):

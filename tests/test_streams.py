@@ -86,7 +86,9 @@ def test_the_docstring_lists_the_names_in_use():
     for path in Path(streams.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and place.get(node.func.id)
-            named = name and len(node.args) > name and isinstance(node.args[name], ast.Constant)  # explain has a draw of its own
+            named = (
+                name and len(node.args) > name and isinstance(node.args[name], ast.Constant)
+            )  # explain has a draw of its own
             used |= {node.args[name].value} if named else set()
     assert used >= {"subset", "val", "order", "augment", "init", "dropout", "digits/test"}
     assert not [name for name in used if f"`{name}`" not in streams.__doc__]

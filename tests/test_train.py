@@ -78,7 +78,7 @@ def seen_by(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]
     """Every augmented batch of the run, the weights it starts from, and its labelled images."""
     data = run.data()
     subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
-    training = Training(run, data.spec, subset, "cpu")
+    training = Training(run, data, subset, "cpu")
     start = {name: p.detach().clone() for name, p in training.model.state_dict().items()}
     batches = []
     training.objective.register_forward_pre_hook(lambda _, given: batches.append(given[0].images.clone()))
@@ -124,7 +124,7 @@ def test_averaged_weights_are_the_stated_running_mean(tmp_path):
     run = SHORT.vary(average=0.25, clip=0.0)
     data = run.data()
     subset = data.subset(labels=run.labels, val=run.val, seed=0)
-    training = Training(run, data.spec, subset, "cpu")
+    training = Training(run, data, subset, "cpu")
     mean = None
     for step in range(1, 13):
         training.advance()
@@ -256,7 +256,7 @@ def half_way(tmp_path: Path, run: Run = SHORT) -> None:
     """Leave a checkpoint of `run` at step 10 in the folder."""
     tmp_path.mkdir(exist_ok=True)
     data = run.data()
-    training = Training(run, data.spec, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
+    training = Training(run, data, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
     for _ in range(10):
         training.advance()
     training.save(tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256)

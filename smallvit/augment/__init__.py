@@ -2,9 +2,11 @@
 
 batch.py     Batch, Augmentation, apply: what every augmentation takes and gives
 warp.py      Warp: moves the pixels, all ways at once
-pixels.py    Flip, Erase, Noise, Jitter: one plain change to the pixels
+pixels.py    Flip, Erase, Noise: one plain change to the pixels
+light.py     Jitter, Gray, Solarize, Blur: what light, colour and lens do to a picture
 mix.py       Mixup, CutMix, SmoothLabels: change the targets
-presets.py   digits, photos: sets to start from
+views.py     Views: several looks at each image, for self-supervision
+presets.py   digits, photos, digit_views, photo_views: sets to start from
 
 An augmentation is any callable `(batch, generator) -> batch`. The ones here are frozen dataclasses of plain values, so a run
 can be described, compared and rebuilt. Every parameter is drawn on the CPU, from the given generator and nothing else, then
@@ -15,23 +17,31 @@ Shapes: b images, c channels, h x w pixels, k classes.
 """
 
 from smallvit.augment.batch import Augmentation, Batch, apply
+from smallvit.augment.light import Blur, Gray, Jitter, Solarize
 from smallvit.augment.mix import CutMix, Mixup, SmoothLabels
-from smallvit.augment.pixels import Erase, Flip, Jitter, Noise
-from smallvit.augment.presets import digits, photos
+from smallvit.augment.pixels import Erase, Flip, Noise
+from smallvit.augment.presets import digit_views, digits, photo_views, photos
+from smallvit.augment.views import Views
 from smallvit.augment.warp import Warp
 
 __all__ = [
     "Augmentation",
     "Batch",
+    "Blur",
     "CutMix",
     "Erase",
     "Flip",
+    "Gray",
     "Jitter",
     "Mixup",
     "Noise",
     "SmoothLabels",
+    "Solarize",
+    "Views",
     "Warp",
     "apply",
+    "digit_views",
     "digits",
+    "photo_views",
     "photos",
 ]

@@ -32,7 +32,7 @@ class Mixup:
         partner, kept = _partners(self, batch.images, generator)
         kept = kept[:, None].to(batch.images.device)
         images = torch.lerp(batch.images[partner], batch.images, kept[:, :, None, None])
-        return Batch(images, torch.lerp(batch.targets[partner], batch.targets, kept))
+        return batch._replace(images=images, targets=torch.lerp(batch.targets[partner], batch.targets, kept))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ class CutMix:
         side = (1 - kept).sqrt()
         inside = rectangles(side, side, batch.images, generator)
         images = torch.lerp(batch.images, batch.images[partner], inside)
-        return Batch(images, torch.lerp(batch.targets, batch.targets[partner], inside.mean(dim=(2, 3))))
+        targets = torch.lerp(batch.targets, batch.targets[partner], inside.mean(dim=(2, 3)))
+        return batch._replace(images=images, targets=targets)
 
 
 @dataclass(frozen=True, kw_only=True)

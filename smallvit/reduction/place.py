@@ -20,6 +20,11 @@ class Place(NamedTuple):
     class_token: bool = True
     patches: int = 49
 
+    @property
+    def tokens(self) -> int:
+        """All tokens where nothing is reduced."""
+        return self.prefix + self.patches
+
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """The tokens at those places: b n d, b m -> b m d; or b n, b m -> b m."""

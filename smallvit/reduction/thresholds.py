@@ -35,7 +35,7 @@ class LearnedThresholds(nn.Module):
             raise ValueError(f"merge is {merge}; expected a cosine from -1 (merge all you can) to 1 (nothing), or None")
         if not prune >= 0 or not temperature > 0:
             raise ValueError(f"got prune={prune}, temperature={temperature}; expected 0 or more, and more than 0")
-        self.prefix, self.tokens, self.temperature = place.prefix, place.prefix + place.patches, temperature
+        self.prefix, self.tokens, self.temperature = place.prefix, place.tokens, temperature
         self.start_merge, self.start_prune = merge, float(prune)
         self.prune = nn.Parameter(torch.empty(()))
         self.merge = None if merge is None else nn.Parameter(torch.empty(()))

@@ -11,6 +11,7 @@ from importlib import resources
 from itertools import groupby
 
 from . import figures
+from .probes import Probed, no_better_than_random, probed
 from .verdicts import LEVEL, MIN_PAIRS, Comparison, Difference, Row, amount, compare, seeds_text
 
 BUDGETS = {
@@ -38,12 +39,14 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
         judged = sorted((row for row in c.at(n) if row.verdict), key=lambda row: WORDS.index(row.verdict))
         parts += _section(amount(n).capitalize(), [sentence(c, row) for row in judged], level=3)
     parts += [_md(how_to_read(c))] if c.family else []
-    parts += _section("Warnings", warnings(records)) + _section("Failures", failures(c))
+    parts += _section("Warnings", warnings(records) + no_better_than_random(records)) + _section("Failures", failures(c))
     for n in c.labels:
         parts += [f"## Results at {amount(n)}"]
         for part in c.parts():
             parts += [f"### Against {_md(part.baseline)}"] if n in part.labels and len(c.baselines) > 1 else []
             parts += [_table(part, n, columns(c))] if n in part.labels else []
+    for table in probed(records):
+        parts += [f"## Probes at {amount(table.labels)}", _probes(table)]
     parts += [_md(how_it_was_timed(records))] if c.reduced else []
     parts += _section("Budgets", budgets(c))
     parts += _section("What differs from the baseline", [f"{arm}: {'; '.join(of)}" for arm, of in changes(c, records).items()])
@@ -72,7 +75,8 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     given |= {"cost": cost, "zip": zip, "columns": columns(c), "summary": summary(c), "how_to_read": how_to_read(c)}
     given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
     given |= {"how_it_was_timed": how_it_was_timed(records) if c.reduced else ""}
-    given |= {"warnings": warnings(records), "failures": failures(c), "budgets": budgets(c)}
+    given |= {"warnings": warnings(records) + no_better_than_random(records), "failures": failures(c), "budgets": budgets(c)}
+    given |= {"probed": probed(records)}
     return page.render(given | {"changes": changes(c, records), "provenance": provenance(records)})
 
 
@@ -327,6 +331,12 @@ def _table(c: Comparison, labels: int | None, costs: dict[str, str]) -> str:
         spent = (number + f" ({'; '.join(more)})" * bool(more) for number, more in (cost(row, key) for key in costs))
         tests = [p_value(d and d.p), p_value(d and d.p_holm)]
         lines.append([_md(name), mean_sd(row), extent, gain, *tests, _md(word), *spent])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _probes(table: Probed) -> str:
+    lines = [["Arm", *table.names], ["-"] * (1 + len(table.names))]
+    lines += [[_md(arm), *("–" if x is None else percent(x) for x in row)] for arm, row in table.rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -1,10 +1,10 @@
-"""Pictures of what a model does with an image: where its patches go when tokens are merged and pruned.
+"""Where the patches of an image go when tokens are merged and pruned, and a picture of it.
 
 Three steps, each of use alone: `trace` asks the model, `plain` writes down what a picture needs as what JSON holds, `draw`
 draws that, with neither torch nor the model. `token_map` is all three.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ def trace(model: "torch.nn.Module", images: "torch.Tensor") -> Trace:  # noqa: F
     """
     import torch
 
-    from .evaluate import frozen
-    from .vit import ViT
+    from smallvit.evaluate import frozen
+    from smallvit.vit import ViT
 
     if not isinstance(model, ViT):
         raise ValueError(f"got a {type(model).__name__}; expected a ViT: take from_timm(model) for a model of timm")
@@ -46,16 +46,20 @@ def trace(model: "torch.nn.Module", images: "torch.Tensor") -> Trace:  # noqa: F
     grid = model.tokenizer.grid(images.shape[-2:])
     patches = grid[0] * grid[1]
     with frozen(model):
-        parts = [follow(model, x.to(model.prefix), patches) for x in images.split(max(1, AT_ONCE // patches**2))]
+        batches = images.split(max(1, AT_ONCE // patches**2))
+        parts = [torch.stack(follow(model, x.to(model.prefix), patches, grouped), dim=1) for x in batches]
     return Trace(torch.cat(parts).cpu(), grid)
 
 
-def follow(model, x, patches: int):
-    """The groups of one batch: the model runs as it is, and each of its reductions moves the marks as it moved the tokens."""
+def follow(model, x, patches: int, keep: Callable) -> list:
+    """What `keep` makes, behind each block, of how much of each patch each token carries, b n patches.
+
+    The model runs as it is, and each of its reductions moves the marks as it moved the tokens.
+    """
     import torch
     import torch.nn.functional as F
 
-    prefix, groups = len(model.prefix), []
+    prefix, kept = len(model.prefix), []
     marks = F.pad(torch.eye(patches).to(x), (0, 0, prefix, 0)).expand(len(x), -1, -1)  # b n patches
 
     def move(reduction, given, result):
@@ -81,7 +85,7 @@ def follow(model, x, patches: int):
                 f"{type(block).__name__} gave {tokens.shape[1]} tokens where its attribute `reduction` left {marks.shape[1]}; "
                 "expected that only this one changes how many there are"
             )
-        groups.append(grouped(marks if size is None else marks * size[..., None]))
+        kept.append(keep(marks if size is None else marks * size[..., None]))
 
     with ExitStack() as hooks:
         for block in model.blocks:
@@ -89,7 +93,7 @@ def follow(model, x, patches: int):
                 hooks.enter_context(block.reduction.register_forward_hook(move))
             hooks.enter_context(block.register_forward_hook(note))
         model.tokens(x)
-    return torch.stack(groups, dim=1)
+    return kept
 
 
 def grouped(shares):

@@ -1,11 +1,4 @@
-"""Objectives: from a model and a batch to a loss.
-
-Contract: `objective(model)` makes a module that is called `(batch, progress) -> {"loss": scalar, ...}`; `batch` holds
-normalised images b c h w and targets b k whose rows sum to 1, `progress` rises from 0 to 1 over the run, so that no objective
-knows about epochs or steps. `.model` is what is averaged, saved and evaluated. An objective that keeps a teacher moves it in
-`after_step(progress)`. One whose parameters do not all learn at the run's pace has `paces()`: groups of parameters, each with a
-function `(progress, pace) -> fraction of the peak rate`. One that needs a trained model says `needs_init`.
-"""
+"""Learning to reduce tokens: the objectives that teach `LearnedPrune` and `LearnedThresholds`, from a trained model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,21 +9,8 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 from smallvit.compute import block_macs, has_closed_form, unreduced
+from smallvit.objectives.supervised import cross_entropy
 from smallvit.reduction import LearnedPrune, LearnedThresholds
-
-
-class Supervised(nn.Module):
-    """Cross-entropy between the model's softmax and the targets, which may be mixed or smoothed; the mean over the batch."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-        self.paced = [module for module in model.modules() if isinstance(getattr(module, "progress", None), float)]
-
-    def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        for module in self.paced:
-            module.progress = progress
-        return {"loss": cross_entropy(self.model(batch.images), batch.targets)}
 
 
 class LearnToPrune(nn.Module):
@@ -138,10 +118,6 @@ class LearnThresholds(nn.Module):
     def after_step(self, progress: float):
         for module in self.thresholds:
             module.clamp()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return -(targets * logits.float().log_softmax(-1)).sum(-1).mean()
 
 
 def deciding(model: nn.Module, kind: type, part: str) -> list[nn.Module]:

@@ -1,0 +1,56 @@
+"""What a model does as it is: how often it is right, and what that costs."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smallvit import compute
+
+from .splits import Named, Splits, some
+from .taps import frozen
+
+
+def accuracy(model: nn.Module, splits: Splits) -> Named:
+    """`accuracy`: the share of images whose largest logit is the right one; `nll`: mean negative log-likelihood, in nats."""
+    scored, right, surprise = some(splits.test), 0, 0.0
+    with frozen(model) as device:
+        for images, labels in scored.batches(device=device):
+            logits = model(images).float()
+            right += (logits.argmax(-1) == labels).sum().item()
+            surprise += F.cross_entropy(logits, labels, reduction="sum").item()
+    yield "accuracy", right / len(scored)
+    yield "nll", surprise / len(scored)
+
+
+def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> Named:
+    """What a forward pass costs, on the device and threads at hand, and what a reduction in the model buys.
+
+    `macs` for one image: of a model that reduces tokens by the closed form where there is one, else by torch's count, which is
+    `flops / 2`; where they depend on the image, the mean over the scored images (at most 1,000) and `macs_sd`. `tokens`: how
+    many leave the last block, the mean. `ms`: median milliseconds for a batch of `batch` images. `speedup`: over the same model
+    unreduced with its fastest attention kernel, side by side; below 1 the reduction loses time. Times are what they are: they
+    alone are not deterministic.
+    """
+    images = next(iter(some(splits.test).batches(min(batch, len(splits.test)))))[0]
+    with frozen(model) as device:
+        images = images.to(device)
+        if not compute.reduces(model):
+            yield "macs", float(compute.footprint(model, images)["macs"])
+            yield "ms", compute.milliseconds([lambda: model(images)], repeats)[0]
+            return
+        size = tuple(images.shape[-2:])
+        if tokens := compute.tokens_per_layer(model, size):
+            flops = float(compute.counted(model, images[:1]))
+            yield "macs", sum(compute.closed_form(model, image=size).values()) if compute.has_closed_form(model) else flops / 2
+            yield "flops", flops
+            yield "tokens", float(tokens[-1][1])
+        else:
+            scored = next(x for x, _ in splits.test.batches(1_000, device=device))
+            seen = compute.seen_tokens(model, scored)
+            macs = torch.tensor(compute.macs_of_each(model, scored, seen), dtype=torch.float64)
+            yield "macs", macs.mean().item()
+            yield "macs_sd", macs.std(correction=0).item()
+            yield "tokens", seen[:, -1, 1].double().mean().item()
+        ms, times = compute.speedup(model, images, repeats)
+        yield "ms", ms
+        yield "speedup", times

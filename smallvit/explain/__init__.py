@@ -1,0 +1,30 @@
+"""Pictures of what a model has learned and of what it does with an image.
+
+tokens.py     Trace, trace, plain, draw, token_map: where patches go when tokens are merged and pruned
+maps.py       attention_maps, token_shares, patch_attention, rollout: what attention looks at
+pictures.py   attention_figure, reconstruction_figure, gallery: sheets of images
+plots.py      position_similarity, feature_view, confusion_figure: plots of what was learned
+"""
+
+from .maps import attention_maps, patch_attention, rollout, token_shares
+from .pictures import attention_figure, gallery, reconstruction_figure
+from .plots import confusion_figure, feature_view, position_similarity
+from .tokens import Trace, draw, plain, token_map, trace
+
+__all__ = [
+    "Trace",
+    "attention_figure",
+    "attention_maps",
+    "confusion_figure",
+    "draw",
+    "feature_view",
+    "gallery",
+    "patch_attention",
+    "plain",
+    "position_similarity",
+    "reconstruction_figure",
+    "rollout",
+    "token_map",
+    "token_shares",
+    "trace",
+]
