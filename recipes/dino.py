@@ -28,7 +28,7 @@ pretrained = Run(
     objective=partial(DINO, momentum=0.97, koleo=0.1),
     augment=augment.digit_views(local=0),
     unlabelled=True,
-    steps=2_500,
+    steps=3_000,
     batch=64,
     lr=3e-3,
     weight_decay=0.04,
