@@ -222,12 +222,17 @@ def ablate(
         for name, (run, role) in named.items()
     ]
     names = {fingerprint(run): run.arm for run in runs}
+    for run in runs:
+        start = run.init
+        while start is not None:
+            names.setdefault(fingerprint(start), f"start of {run.arm}")
+            start = start.init
     return [replace(run, init=called(run.init, names)) for run in runs]
 
 
 def called(start: Run | None, names: dict[str, str]) -> Run | None:
-    """A start by the name of its arm, if it is one, so that it is trained once; and so whatever it starts from."""
-    return start and replace(start, arm=names.get(fingerprint(start), start.arm), init=called(start.init, names))
+    """A start by its name, that of its arm if it is one, so that it is trained once; and so whatever it starts from."""
+    return start and replace(start, arm=names[fingerprint(start)], init=called(start.init, names))
 
 
 def placed(run: Run, labels: int | None, seed: int) -> Run:

@@ -85,7 +85,7 @@ def test_all_images_are_seen_once_and_the_same_images_once_for_each_number_of_la
     starts = with_starts(runs)[0][len(runs) :]
     assert len(runs) == 24 and len(starts) == 3 + 2 * 3
     assert sorted(run.labels or 0 for run in starts) == [0] * 3 + [20] * 3 + [40] * 3
-    assert {run.seed for run in starts} == {0, 1, 2}
+    assert {run.seed for run in starts} == {0, 1, 2} and {run.arm for run in starts} == {"start of all", "start of same"}
 
 
 def test_the_budget_counts_what_was_seen_and_no_label(tmp_path):

@@ -28,7 +28,7 @@ def test_each_of_the_two_commands_is_complete():
     assert "recipes/quickstart.py" in block("quickstart") and (ROOT / "recipes" / "quickstart.py").exists()
 
 
-@pytest.mark.parametrize("name", ["recipe", "attention"])
+@pytest.mark.parametrize("name", ["recipe", "attention", "dino"])
 def test_the_recipes_in_the_readme_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path(f"readme_{name}.py").write_text(block(name))
@@ -52,6 +52,11 @@ def test_the_new_attention_is_a_recipe_of_thirty_lines():
 def test_the_timm_example_prints_what_it_says():
     done = subprocess.run([sys.executable, "-c", block("timm")], capture_output=True, text=True)
     assert done.stdout.split("\n") == ["torch.Size([2, 10])", "True", ""], done.stderr
+
+
+def test_the_pipeline_of_scikit_learn_runs():
+    done = subprocess.run([sys.executable, "-c", block("probe")], capture_output=True, text=True)
+    assert 0.1 < float(done.stdout) <= 1, done.stderr
 
 
 def test_the_reduction_of_a_timm_model_prints_what_it_says():

@@ -266,6 +266,15 @@ def started_from(records: Sequence[dict]) -> dict[str, str]:
     return {arm: f"weights of {_cut(names, 1) or 'another run'}" for arm, names in found.items()}
 
 
+def unlabelled(records: Sequence[dict]) -> list[str]:
+    """How many images an arm, or what it starts from, has seen whose labels it did not read."""
+    found = {}
+    for r in records:
+        count = max(r.get("unlabelled") or 0, (r.get("pretraining") or {}).get("unlabelled") or 0)
+        found[r["arm"]] = max(found.get(r["arm"], 0), count)
+    return [f"{arm}: {count:,}" for arm, count in found.items() if count]
+
+
 def provenance(records: Sequence[dict]) -> dict[str, str]:
     """Where the numbers come from and how to make them again."""
     starts = started_from(records)
@@ -289,6 +298,7 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
             ", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads") if r.get(k)) for r in records
         ),
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
+        "Images seen without labels": "; ".join(unlabelled(records)) or "none",
         "Pretrained weights": each(loaded(r) for r in records if r.get("weights")) or "none",
         "Run again": f"smallvit run {records[0]['recipe']}.py (or its path)",
         "Write this page again": f"smallvit report {records[0]['recipe']}.py (or its path)",
