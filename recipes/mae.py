@@ -4,8 +4,8 @@ Paper   He et al. 2021, arXiv:2111.06377.
 Data    MNIST, 10,000 test images; all digits are the 59,000 that are not for validation.
 Cost    162 runs and 24 to start from; not run yet, some 80 minutes on two CPU cores by its length.
 Expect  A gain on all digits at 10 and 100 labels, less than DINO's: guessing pixels does not ask for what a digit is. On the
-        same digits nothing. Frozen features behind those of DINO, since nothing in them is asked to be linear. Written before
-        the runs.
+        same digits nothing. Frozen features behind those of DINO, since nothing in them is asked to be linear.
+        Written before the runs.
 Chosen  Nothing: patches half hidden, as 16 tokens leave four at the paper's three quarters; the rest as DINO's recipe has it.
 
 Every arm has the same hybrid ViT of 16 tokens, as in the recipe `dino`. Fine-tuning is as long as training from scratch; "as
