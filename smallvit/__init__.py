@@ -10,24 +10,25 @@ __version__ = "0.1.0"
 
 NAMES = {
     "vit": ("Block", "ViT", "initialise"),
-    "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "ShiftedPatchEmbed"),
+    "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "Resized", "ShiftedPatchEmbed"),
     "positions": ("Learned", "SinCos1d", "SinCos2d"),
     "attention": ("Attention", "LocalityAttention", "Mixed"),
     "reduction": ("LearnedPrune", "LearnedThresholds", "Merge", "Place", "Prune"),
-    "pooling": ("ClassToken", "MeanTokens", "SequencePool"),
-    "floors": ("Pixels", "SmallCNN"),
+    "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
+    "floors": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
         "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
         "mnist", "qmnist", "svhn",
     ),
-    "objectives": ("DINO", "MAE", "LearnThresholds", "LearnToPrune", "Supervised"),
+    "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Supervised"),
     "evaluate": ("FeatureExtractor", "Splits", "accuracy", "cost", "features", "few_shot", "knn", "linear_probe"),
     "explain": (
         "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",
-        "position_similarity", "reconstruction_figure", "rollout", "token_map", "token_shares",
+        "position_similarity", "position_table", "reconstruction_figure", "rollout", "shapes", "token_map", "token_shares",
     ),
-    "pretrained": ("apply", "from_timm", "timm_attention", "timm_tokenizer"),
-    "run": ("Run", "ablate", "describe", "difference", "fingerprint", "rebuild"),
+    "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer"),
+    "arms": ("ablate", "imagenet_vit_s"),
+    "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "train": ("fit", "load"),
     "report": ("compare", "html", "markdown"),
 }  # fmt: skip

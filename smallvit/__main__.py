@@ -1,4 +1,4 @@
-"""The command line: smallvit list | run | report | verify.
+"""The command line: smallvit list | run | report | verify | shapes.
 
 Only what a command needs is imported, so `smallvit --help` does not wait for torch.
 """
@@ -21,6 +21,7 @@ HELP = {
     "run": "train what a recipe compares and write its report; run it again to go on where it stopped",
     "report": "write the report of what has been run so far",
     "verify": "train a few committed runs again and hold them against the committed records",
+    "shapes": "what comes out of a model step by step: shapes, parameters and multiply-adds",
 }
 
 
@@ -48,10 +49,18 @@ def arguments() -> argparse.ArgumentParser:
         prog="smallvit", description="Train Vision Transformers on little data, and know whether it helped."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | report | verify")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(HELP))
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == "list":
+            continue
+        if name == "shapes":
+            command.add_argument("model", help="a recipe, by name or path, or a model of timm's, such as vit_base_patch16_224")
+            command.add_argument("--arm", help="which arm of the recipe (default: its first)")
+            command.add_argument(
+                "--image", type=positive, metavar="PIXELS", help="side of the image (default: the model's own)"
+            )
+            command.add_argument("--channels", type=positive, help="of the image (default: the model's own)")
             continue
         command.add_argument("recipe", help="a recipe's name (see smallvit list) or the path of a recipe file")
         command.add_argument("--out", default="runs", help="where the runs are kept (default: ./runs)")
@@ -152,8 +161,8 @@ def report(chosen: argparse.Namespace) -> int:
     records = gathered(module.RUNS, Path(chosen.out), path.stem)
     published = path.with_suffix(".jsonl")
     if chosen.publish:
-        if any(record["status"] != "finished" for record in records):
-            left = sum(record["status"] != "finished" for record in records)
+        left = sum(record["status"] not in ("finished", "unavailable") for record in records)
+        if left:
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report has all of them")
         records = one_picture_each(records)
         write_records(published, records)
@@ -189,8 +198,8 @@ def write_report(path: Path, module: ModuleType, records: list[dict], target: Pa
 
 
 def status(records: list[dict], expected: int) -> int:
-    """0 if every run asked for has finished, else 1 and a word about it."""
-    finished = sum(record["status"] == "finished" for record in records)
+    """0 if every run asked for has finished, those aside whose weights are not to be had; else 1 and a word about it."""
+    finished = sum(record["status"] in ("finished", "unavailable") for record in records)
     failed = sum(record["status"] == "failed" for record in records)
     if failed:
         print(f"smallvit: {failed} of {expected} runs failed, see above; --retry tries them again", file=sys.stderr)
@@ -233,7 +242,53 @@ def verify(chosen: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify}
+def show_shapes(chosen: argparse.Namespace) -> int:
+    from smallvit import shapes
+
+    try:
+        path = find_recipe(chosen.model)
+    except ValueError as error:
+        model, image = of_timm(chosen, error)
+    else:
+        run = only(load_recipe(path).RUNS, [f"arm={chosen.arm}"] if chosen.arm else [])[0]
+        spec = run.data().spec
+        size = spec.size if chosen.image is None else (chosen.image, chosen.image)
+        image = (chosen.channels or spec.channels, *size)
+        model = run.model(size, image[0], len(spec.classes))
+        print(f"{path.stem}, {run.arm}:")
+    try:
+        print(shapes(model, image))
+    except (AssertionError, RuntimeError) as error:  # of a model that is not ours
+        raise ValueError(f"{chosen.model} does not take images of {' x '.join(map(str, image))}: {error}") from error
+    return 0
+
+
+def of_timm(chosen: argparse.Namespace, error: ValueError) -> tuple:
+    """A model of timm's without memory for its weights, as a `ViT` where it is one; and the image that it is for."""
+    import timm
+    import torch
+
+    from smallvit import like
+
+    name = chosen.model
+    if not timm.is_model(name.partition(".")[0]):
+        raise ValueError(f"{error} (timm has no model of that name either)") from None
+    if chosen.arm:
+        raise ValueError(f"{name} is a model of timm's and has no arm {chosen.arm!r}; leave --arm out")
+    cfg = timm.get_pretrained_cfg(name)
+    size = cfg.input_size[1:] if chosen.image is None else (chosen.image, chosen.image)
+    channels = chosen.channels or cfg.input_size[0]
+    with torch.device("meta"):
+        try:
+            made = like(name)
+        except ValueError:  # what is no plain ViT is shown as timm has it
+            model = timm.create_model(name, in_chans=channels)
+        else:
+            model = made(size, channels, cfg.num_classes)
+    return model, (channels, *size)
+
+
+COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify, "shapes": show_shapes}
 
 
 def plan(runs: list, jobs: int | None, device: str) -> str:

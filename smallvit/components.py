@@ -17,9 +17,12 @@ from typing import Any
 
 # the files, and folders of files, that define components
 ROOMS = (
-    "attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "reduction", "tokenizers",
-    "vit",
+    "attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "pretrained", "reduction",
+    "tokenizers", "vit",
 )  # fmt: skip
+
+
+VALUES = ("pretrained",)  # of these a record may make values, weights to start from, and call nothing
 
 
 def describe(value: Any) -> Any:
@@ -137,6 +140,7 @@ def component(name: str) -> Callable:
     found = vars(importlib.import_module(module)).get(attribute)
     home = getattr(found, "__module__", None) or ""
     own = getattr(found, "__qualname__", None) == attribute and f"{home}.".startswith(f"{module}.")
+    own = own and (room not in VALUES or is_dataclass(found))
     if not own or attribute.startswith("_"):
         raise ValueError(
             f"{module} has no component {attribute!r}; expected a public class or function defined at its top level, no lambda"

@@ -19,6 +19,7 @@ from shutil import get_terminal_size
 from threading import Thread
 
 from smallvit import record as records
+from smallvit.pretrained import Unavailable, Weights
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
 
 
@@ -37,23 +38,28 @@ def launch(
     """Train every run that has no record yet, in `out/<recipe>/...`, and return all records in the order of `runs`.
 
     `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
-    there. A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`. A worker
-    that is killed has its run taken up once more from its checkpoint. `show(record)` is called for every record as it comes.
+    there. A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`; one whose
+    weights were not to be had is tried again every time. A worker that is killed has its run taken up once more from its
+    checkpoint. `show(record)` is called for every record as it comes.
     """
     refuse_absent(device)
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
     asked = len(runs)
-    runs, starts = with_starts(runs)
+    runs, before = with_those_before(runs)
     found = [recall(run, out, recipe) for run in runs]
     todo: list[int] = []
     for at, record in enumerate(found):
-        wanted = at < asked or at in {starts[one] for one in todo}
-        if wanted and (record is None or (retry and record["status"] != "finished")):
+        wanted = at < asked or any(at in before[one].values() for one in todo)
+        again = record is None or record["status"] == "unavailable" or (retry and record["status"] != "finished")
+        if wanted and again:
             todo.append(at)
     announce_strangers(found)
     for data in dict.fromkeys(runs[at].data for at in todo):
         data()  # downloaded once and with its own bar, and what is wrong with it said once
+    absent = unavailable([runs[at] for at in todo])
+    for reason in absent.values():
+        print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
     bar = Bar(runs, found, todo)
     slots = [Slot(source, device) for _ in range(min(jobs or cores(), len(todo)))]
     queue, busy, died = list(todo), {}, set()
@@ -70,18 +76,24 @@ def launch(
         while queue or busy:
             for slot in slots:
                 under_way = {*queue, *(slot.at for slot in busy.values())}
-                at = next((at for at in queue if starts[at] not in under_way), None)
+                at = next((at for at in queue if under_way.isdisjoint(before[at].values())), None)
                 if slot in busy.values() or at is None:
                     continue
                 queue.remove(at)
-                start = None
-                if starts[at] is not None:
-                    before, start = found[starts[at]], folder(runs[starts[at]], out, recipe)
-                    if before is None or before["status"] != "finished":
-                        error = before and RuntimeError(f"its start failed: {before['error']}")
-                        ended(at, error and failed(runs[at], out, recipe, error))
+                stop = absent.get(runs[at].init)
+                for field, one in before[at].items():
+                    earlier = found[one]
+                    if earlier is None:
+                        break  # another process is at it
+                    if earlier["status"] != "finished":
+                        kind = Unavailable if earlier["status"] == "unavailable" else RuntimeError
+                        stop = stop or kind(f"its {NEEDS[field]} failed: {earlier['error']}")
+                else:
+                    if stop is None:
+                        places = {field: folder(runs[one], out, recipe) for field, one in before[at].items()}
+                        busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, places)] = slot
                         continue
-                busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, start)] = slot
+                ended(at, stop and failed(runs[at], out, recipe, stop))
             through, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in through:
                 slot = busy.pop(future)
@@ -104,14 +116,29 @@ def launch(
     return [record for record in found[:asked] if record is not None]
 
 
-def with_starts(runs: Sequence[Run]) -> tuple[list[Run], list[int | None]]:
-    """The runs, behind them those that they start from and that are not among them; and for each where its start is."""
+NEEDS = {"init": "start", "teacher": "teacher"}
+
+
+def with_those_before(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, int]]]:
+    """The runs, behind them those that must be trained before and that are not among them; and for each where its own are."""
     runs = list(runs)
     place = {fingerprint(run): at for at, run in enumerate(runs)}
     for run in runs:  # grows while it is walked: a start may have a start
-        if run.init is not None and place.setdefault(fingerprint(run.init), len(runs)) == len(runs):
-            runs.append(run.init)
-    return runs, [None if run.init is None else place[fingerprint(run.init)] for run in runs]
+        for other in run.before.values():
+            if place.setdefault(fingerprint(other), len(runs)) == len(runs):
+                runs.append(other)
+    return runs, [{field: place[fingerprint(other)] for field, other in run.before.items()} for run in runs]
+
+
+def unavailable(runs: Sequence[Run]) -> dict[Weights, Unavailable]:
+    """The weights that these runs ask for and that cannot be had; the others are downloaded now, by one process."""
+    absent = {}
+    for weights in dict.fromkeys(run.init for run in runs if isinstance(run.init, Weights)):
+        try:
+            weights.path()
+        except Unavailable as error:
+            absent[weights] = error
+    return absent
 
 
 class Slot:
@@ -128,10 +155,10 @@ class Slot:
         self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress,))
 
-    def start(self, run: Run, path: Path, recipe: str, at: int, start: Path | None) -> Future:
+    def start(self, run: Run, path: Path, recipe: str, at: int, places: dict[str, Path]) -> Future:
         self.at, self.progress[0] = at, 0
         naming = {name: getattr(run, name) for name in NAMING}
-        words = (describe(run), naming, path, start, recipe, self.source, self.device)
+        words = (describe(run), naming, path, places, recipe, self.source, self.device)
         try:
             return self.pool.submit(work, *words)
         except BrokenProcessPool:  # it died idle
@@ -159,7 +186,7 @@ def prepare(progress):
 
 
 def work(
-    plain: dict, naming: dict, path: Path, start: Path | None, recipe: str, source: str | Path | None, device: str
+    plain: dict, naming: dict, path: Path, places: dict[str, Path], recipe: str, source: str | Path | None, device: str
 ) -> dict:
     """One run in a worker."""
     from smallvit.recipe import load_recipe
@@ -170,7 +197,8 @@ def work(
 
     if source is not None:
         load_recipe(source)
-    return fit(replace(rebuild(plain), **naming), path, recipe=recipe, device=device, watch=watch, start=start)
+    start, teacher = places.get("init"), places.get("teacher")
+    return fit(replace(rebuild(plain), **naming), path, recipe=recipe, device=device, watch=watch, start=start, teacher=teacher)
 
 
 def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict | None:
@@ -181,7 +209,10 @@ def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict
 
     killed = isinstance(error, BrokenProcessPool)
     reason = "the worker was killed twice (out of memory?)" if killed else f"{type(error).__name__}: {error}"
-    record, path = blank(run, recipe, error=reason), folder(run, out, recipe)
+    status = "failed"
+    if isinstance(error, Unavailable):
+        status, reason = "unavailable", str(error)
+    record, path = blank(run, recipe, status, reason), folder(run, out, recipe)
     if isinstance(error, Timeout):
         return None
     try:

@@ -9,28 +9,54 @@ from torch import Tensor, nn
 Pace = Callable[[float, float], float]
 
 
-def decay_groups(objective: nn.Module, weight_decay: float) -> tuple[list[dict], list[Pace]]:
+def decay_groups(objective: nn.Module, weight_decay: float, layer_decay: float | None = None) -> tuple[list[dict], list[Pace]]:
     """Groups of what is trained, and the pace of each: (progress, the run's pace) -> fraction of the peak rate.
 
     Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions. An objective
-    whose parameters learn at different paces says so in `paces()`.
+    whose parameters learn at different paces says so in `paces()`. With `layer_decay=k` a block that has i blocks behind it
+    learns k^(i + 1) times as fast as the head, and what lies before the blocks k times as fast as the first of them.
+
+    Raises   ValueError for `layer_decay` on a model without blocks.
     """
     spared = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
     kinds = objective.paces() if hasattr(objective, "paces") else [(objective.parameters(), lambda progress, pace: pace)]
+    behind = {} if layer_decay is None else blocks_behind(objective.model)
     groups, paces = [], []
     for parameters, own in kinds:
         trained = [p for p in parameters if p.requires_grad]
-        decayed = [p for p in trained if p.ndim > 1 and id(p) not in spared]
-        rest = [p for p in trained if p.ndim <= 1 or id(p) in spared]
-        groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        paces += [own, own]
+        for depth in sorted({behind.get(id(p), 0) for p in trained}):
+            here = [p for p in trained if behind.get(id(p), 0) == depth]
+            decayed = [p for p in here if p.ndim > 1 and id(p) not in spared]
+            rest = [p for p in here if p.ndim <= 1 or id(p) in spared]
+            groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+            paces += [slowed(own, layer_decay**depth) if depth else own] * 2
     return groups, paces
 
 
-def pace(progress: float, warmup: float, one_step: float) -> float:
+def slowed(own: Pace, factor: float) -> Pace:
+    return lambda progress, pace: factor * own(progress, pace)
+
+
+def blocks_behind(model: nn.Module) -> dict[int, int]:
+    """By the id of each parameter that lies in the blocks or before them, how many steps it is away from the head."""
+    if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
+        raise ValueError(f"layer_decay counts blocks and {type(model).__name__} has none; expected a ViT, or layer_decay=None")
+    last, found = len(model.blocks), {}
+    for at, block in enumerate(model.blocks):
+        found |= dict.fromkeys(map(id, block.parameters()), last - at)
+    before = [getattr(model, name, None) for name in ("tokenizer", "prefix", "position")]
+    for part in before:
+        parameters = [part] if isinstance(part, nn.Parameter) else part.parameters() if part is not None else []
+        found |= dict.fromkeys(map(id, parameters), last + 1)
+    return found
+
+
+def pace(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
     """The learning rate as a fraction of its peak: up in a line, down in a cosine; never 0 on a step that is taken."""
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)
+    if schedule == "constant":
+        return 1.0
     return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, one_step)))
 
 

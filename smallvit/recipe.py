@@ -5,6 +5,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -145,5 +146,5 @@ def shortened(runs: list) -> list:
 
 
 def with_length(run, length: Callable[[int], int]):
-    """The run with another number of steps, and so whatever it starts from."""
-    return run.vary(steps=length(run.steps), init=run.init and with_length(run.init, length))
+    """The run with another number of steps, and so whatever is trained before it."""
+    return replace(run, steps=length(run.steps), **{field: with_length(other, length) for field, other in run.before.items()})

@@ -14,15 +14,16 @@ from typing import Any
 from smallvit import components
 from smallvit.components import check, function, knobs, known
 from smallvit.data import digits
-from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
-from smallvit.floors import Pixels, SmallCNN
+from smallvit.evaluate import accuracy, knn, linear_probe
 from smallvit.objectives import Supervised
+from smallvit.pretrained import Weights
 from smallvit.vit import ViT
 
+BEFORE = ("init", "teacher")  # the fields that may hold another run
 NAMING = ("arm", "role", "against")  # the fields of a run that decide nothing
 PRECISIONS = ("fp32", "bf16")
+SCHEDULES = ("cosine", "constant", None)
 ROLES = ("baseline", "technique", "floor")
-RANDOM = "random initialisation"  # the floor of what is probed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,15 @@ class Run:
                 train on all images but the validation images, whatever `labels` says, and read no label.
     Model       `model(image, channels, classes)`, usually `partial(ViT, ...)`.
     Start       `init` is the run whose weights this one starts from; it is trained first. What only this model has (a
-                reduction that learns, a head for other classes) starts as in a model without `init`.
+                reduction that learns, a head for other classes) starts as in a model without `init`. Or `Weights` that were
+                trained elsewhere.
     Objective   `objective(model)`; `augment` are the steps that each batch goes through first, each image its own draw.
+                `teacher` is the run whose trained model a `Distill` learns from; it is trained first, and frozen.
     Length      `steps` optimizer steps of `batch` images, whatever the number of labels.
     Optimizer   AdamW with peak rate `lr`, linear warm-up over the fraction `warmup` of the steps, then a cosine to 0;
-                `weight_decay` on matrices alone; `clip` is the largest norm of the gradient (0: no limit).
+                `weight_decay` on matrices alone; `clip` is the largest norm of the gradient (0: no limit). After the warm-up
+                `schedule="constant"` keeps the rate. `layer_decay=k` multiplies the rate by k for every block further from
+                the head, which suits fine-tuning (BEiT, arXiv:2106.08254).
     Weights     `average` > 0 reports the running mean of the weights over that fraction of the steps; 0 the last weights.
     Choosing    By default nothing is chosen on the validation images. `early_stop=k` > 0 stops after k of the `CHECKS` checks
                 without a better one and reports the best; those labels are then counted in the report.
@@ -58,7 +63,7 @@ class Run:
     unlabelled: bool = False
     seed: int = 0
     model: Callable = ViT
-    init: "Run | None" = None
+    init: "Run | Weights | None" = None
     objective: Callable = Supervised
     augment: tuple[Callable, ...] = ()
     steps: int = 2_000
@@ -72,6 +77,11 @@ class Run:
     precision: str = "fp32"
     evaluators: tuple[Callable, ...] | None = None
 
+    # later choices: None is what there was before them
+    teacher: "Run | None" = None
+    schedule: str | None = None
+    layer_decay: float | None = None
+
     def __new__(cls, **choices):
         for name in choices:
             known(name, [f.name for f in fields(cls)], "a run")
@@ -80,19 +90,27 @@ class Run:
     def __post_init__(self):
         for name, low, high in LIMITS:
             in_range(getattr(self, name), low, high, name)
-        for name, values in (("precision", PRECISIONS), ("role", ROLES)):
+        for name, values in (("precision", PRECISIONS), ("role", ROLES), ("schedule", SCHEDULES)):
             if getattr(self, name) not in values:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(values)}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(filter(None, values))}")
         if not isinstance(self.arm, str) or not self.arm.strip():
             raise ValueError(f"arm is {self.arm!r}; expected a name")
         if not isinstance(self.against, str):
             raise ValueError(f"against is {self.against!r}; expected the arm of its baseline, or nothing")
         for name in ("data", "model", "objective"):
             check(getattr(self, name), name)
-        if not isinstance(self.init, Run | None):
-            raise ValueError(f"init is {self.init!r}; expected the run to start from, or None")
+        if not isinstance(self.init, Run | Weights | None):
+            raise ValueError(f"init is {self.init!r}; expected the run to start from, Weights(...), or None")
         if self.init is None and getattr(function(self.objective), "needs_init", False):
             raise ValueError(f"{function(self.objective).__name__} teaches a trained model; give the run init=..., another run")
+        if not isinstance(self.teacher, Run | None):
+            raise ValueError(f"teacher is {self.teacher!r}; expected the run whose model teaches, or None")
+        if getattr(function(self.objective), "needs_teacher", False) != (self.teacher is not None):
+            name = function(self.objective).__name__
+            wanted = (
+                "learns from one; give the run teacher=..., another run" if self.teacher is None else "takes none; take Distill"
+            )
+            raise ValueError(f"teacher is {self.teacher and self.teacher.arm!r} and {name} {wanted}")
         if self.evaluators is None:
             object.__setattr__(self, "evaluators", self.usual)
         if not isinstance(self.unlabelled, bool):
@@ -109,6 +127,11 @@ class Run:
             )
         if self.early_stop and accuracy not in self.evaluators:
             raise ValueError(f"early_stop={self.early_stop} goes by accuracy; expected smallvit.accuracy among the evaluators")
+
+    @property
+    def before(self) -> "dict[str, Run]":
+        """The runs that are trained before this one, by the field that asks for them: what it starts from, who teaches it."""
+        return {name: run for name in BEFORE if isinstance(run := getattr(self, name), Run)}
 
     @property
     def reads_labels(self) -> bool:
@@ -157,12 +180,13 @@ LIMITS = (
     ("clip", 0.0, 1e9),
     ("average", 0.0, 1.0),
     ("early_stop", 0, 10**6),
+    ("layer_decay", 0.01, 1.0),
 )
 
 
 def in_range(value: float | None, low: float, high: float, name: str):
     """Hold a number of a run against its limits; whole limits mean a whole number."""
-    if value is None and name in ("labels", "val"):
+    if value is None and name in ("labels", "val", "layer_decay"):
         return
     kinds, kind = (int, "a whole number") if isinstance(low, int) else (int | float, "a number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
@@ -178,98 +202,6 @@ def checked(components: Iterable[Callable], name: str, example: str) -> tuple[Ca
             raise ValueError(f"{name}[{at}] is the class {function(step).__name__}; expected one made of it, with its knobs")
         check(step, f"{name}[{at}]")
     return tuple(components)
-
-
-def ablate(
-    arms: dict[str, Run], *, labels: Iterable[int | None] = (None,), seeds: Iterable[int] = range(8), floors: bool = True
-) -> list[Run]:
-    """Every arm for every number of labels and every seed; the first arm is the baseline of all differences.
-
-    The floors stand in every comparison unless `floors=False`: raw pixels under logistic regression and under kNN, a small CNN
-    trained as the baseline is, and where an arm is judged by a probe the same probe of its random weights. Seeds come
-    outermost within a number of labels, so that a half-finished recipe already compares all arms.
-
-    Raises ValueError if two arms are the same run under two names, if an arm bears a floor's name or asks for another number of
-    labels, and if a seed or a number of labels is given twice: one run is not two.
-    """
-    labels, seeds = several(labels, "labels"), several(seeds, "seeds")
-    if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
-        raise ValueError(f"ablate got the arms {arms!r}; expected a dict from names to runs, the baseline first")
-    for name, run in arms.items():
-        if run.labels not in (None, *labels):
-            raise ValueError(
-                f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
-            )
-    named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
-    if floors:
-        for name, run in the_floors(list(arms.values())).items():
-            if name in named:
-                raise ValueError(
-                    f"the arm {name!r} has the name of a floor; give it another, or leave the floors out: floors=False"
-                )
-            named[name] = (run, "floor")
-    same: dict[str, str] = {}
-    for name, (run, _) in named.items():
-        other = same.setdefault(fingerprint(placed(run, None, 0)), name)
-        if other != name:
-            raise ValueError(
-                f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
-            )
-    runs = [
-        placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
-        for count in labels
-        for seed in seeds
-        for name, (run, role) in named.items()
-    ]
-    names = {fingerprint(run): run.arm for run in runs}
-    for run in runs:
-        start = run.init
-        while start is not None:
-            names.setdefault(fingerprint(start), f"start of {run.arm}")
-            start = start.init
-    return [replace(run, init=called(run.init, names)) for run in runs]
-
-
-def called(start: Run | None, names: dict[str, str]) -> Run | None:
-    """A start by its name, that of its arm if it is one, so that it is trained once; and so whatever it starts from."""
-    return start and replace(start, arm=names[fingerprint(start)], init=called(start.init, names))
-
-
-def placed(run: Run, labels: int | None, seed: int) -> Run:
-    """The run at that seed and number of labels, and so what it starts from, unless that has a number of labels of its own.
-
-    A start that trains on all images unlabelled is one for all numbers of labels.
-    """
-    start = run.init and placed(run.init, run.init.labels or (None if run.init.unlabelled else labels), seed)
-    return replace(run, labels=labels, seed=seed, init=start)
-
-
-def several(values: Iterable, name: str) -> list:
-    """The values as a list, each there once."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is {values!r}; expected several, such as {name}=[{values!r}]")
-    values = list(values)
-    if not values or len(set(values)) < len(values):
-        raise ValueError(f"{name} are {values}; expected at least one, and each once")
-    return values
-
-
-def the_floors(arms: list[Run]) -> dict[str, Run]:
-    """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights."""
-    baseline = arms[0]
-    supervised = {"init": None, "objective": Supervised, "unlabelled": False}
-    untrained = supervised | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
-    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
-    few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
-    asked = {name: knob for name, knob in getattr(few, "keywords", {}).items() if name in ("shots", "draws", "strength")}
-    few = () if few is None else (partial(few_shot, **asked),)  # pixels have neither layers nor a class token
-    floors = {
-        "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
-        "pixels, nearest neighbour": pixels,
-        "small CNN": replace(baseline, model=SmallCNN, **supervised, evaluators=(accuracy,)),
-    }
-    probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
-    return floors if probed is None else floors | {RANDOM: replace(probed, **untrained)}
 
 
 def describe(run: Any) -> Any:

@@ -5,6 +5,7 @@ Contract: `tokenizer(image, channels, dim)` makes a module `b c h w -> b n d`, t
 the nearest sizes that fit; any other size than `image` works too.
 """
 
+from collections.abc import Callable
 from math import ceil, floor, prod
 
 import torch
@@ -108,6 +109,34 @@ class ShiftedPatchEmbed(nn.Module):
         self.grid(x.shape[-2:])
         patches = rearrange(self.shifted(x), "b c (r p) (s q) -> b (r s) (c p q)", p=self.patch, q=self.patch)
         return self.proj(self.norm(patches))
+
+
+class Resized(nn.Module):
+    """Another tokenizer, shown the image resized to `size` x `size` pixels: what weights trained on large images expect.
+
+    `interpolation` is that of the weights: "bicubic" or "bilinear", antialiased, so that shrinking is right too.
+
+    Raises   ValueError for another interpolation, or a size that the tokenizer cannot tile.
+    """
+
+    def __init__(
+        self, image: Image, channels: int, dim: int, *, tokenizer: Callable, size: int = 224, interpolation: str = "bicubic"
+    ):
+        super().__init__()
+        if interpolation not in ("bicubic", "bilinear"):
+            raise ValueError(f"interpolation is {interpolation!r}; expected 'bicubic' or 'bilinear'")
+        if size < 1:
+            raise ValueError(f"size is {size}; expected a side in pixels")
+        self.size, self.interpolation = size, interpolation
+        self.tokenizer = tokenizer((size, size), channels, dim)
+
+    def grid(self, image: Image) -> tuple[int, int]:
+        return self.tokenizer.grid((self.size, self.size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-2:] != (self.size, self.size):
+            x = F.interpolate(x, size=(self.size, self.size), mode=self.interpolation, antialias=True)
+        return self.tokenizer(x)
 
 
 class ConvStem(nn.Module):

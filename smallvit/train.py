@@ -24,10 +24,12 @@ def fit(
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
     start: str | Path | None = None,
+    teacher: str | Path | None = None,
 ) -> dict:
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
 
-    `start` is the folder of the run that `run.init` asks for; without it that run is trained first, in `folder/init`.
+    `start` is the folder of the run that `run.init` asks for, `teacher` that of `run.teacher`; without them those are trained
+    first, in `folder/init` and `folder/teacher`.
 
     A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
     (same machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
@@ -46,11 +48,13 @@ def fit(
             return done
         for stray in folder.glob(".*.new"):  # what a kill left half written
             stray.unlink()
-        if run.init is None and start is not None:
-            raise ValueError(f"got start={str(start)!r} for a run that starts from nothing; expected it to have init=...")
-        if run.init is not None:
-            start = Path(start or folder / "init")
-            before = fit(run.init, start, recipe=recipe, device=device)
+        places, before = {"init": start, "teacher": teacher}, []
+        for field, place in places.items():
+            if field in run.before:
+                places[field] = Path(place or folder / field)
+                before.append(fit(run.before[field], places[field], recipe=recipe, device=device))
+            elif place is not None:
+                raise ValueError(f"got the folder {str(place)!r} for a run without {field}; expected it to have {field}=a run")
         record = blank(run, recipe)  # first of all, so that it names the code that runs
         data = run.data()
         refuse_unsafe(run, data.spec)
@@ -59,12 +63,12 @@ def fit(
             raise ValueError(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
             )
-        training = Training(run, data, subset, device, start)
-        made_by = record["code"]["sha256"] + data.sha256 + (training.start or "")
+        training = Training(run, data, subset, device, *places.values())
+        made_by = "".join([record["code"]["sha256"], data.sha256, *training.made_of])
         training.resume(folder / records.CHECKPOINT, made_by)
         training.go(folder / records.CHECKPOINT, made_by, watch)
         record |= training.facts() | evaluations(run, training.model, subset, data.test)
-        record |= {"pretraining": spent(before, run.init)} if run.init is not None else {}
+        record |= {"pretraining": spent(list(run.before.values()), before)} if before else {}
         record |= {"picture": picture(training.model, subset)}
         record |= {"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256}
         save_weights(folder / records.WEIGHTS, training.model, record)
@@ -173,13 +177,17 @@ def save_weights(path: Path, model: nn.Module, record: dict):
     records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"fingerprint": record["fingerprint"]}))
 
 
-def spent(before: dict, start: Run) -> dict:
-    """What a run's start cost, its own start included: the most labels that any of them saw, and the most unlabelled images."""
-    earlier = before["pretraining"] or {}
-    cost = {name: (before[name] or 0) + (earlier.get(name) or 0) for name in ("images_seen", "steps", "seconds")}
-    labels = max((before["labels"] or 0) if start.reads_labels else 0, earlier.get("labels") or 0)
-    unlabelled = max(before["unlabelled"] or 0, earlier.get("unlabelled") or 0)
-    return cost | {"labels": labels or None, "unlabelled": unlabelled or None, "fingerprint": before["fingerprint"]}
+def spent(runs: list[Run], records: list[dict]) -> dict:
+    """What was trained before a run, and before that: its cost, the most labels that any saw, the most unlabelled images."""
+    cost = dict.fromkeys(("images_seen", "steps", "seconds"), 0)
+    labels = unlabelled = 0
+    for run, record in zip(runs, records):
+        earlier = record["pretraining"] or {}
+        for name in cost:
+            cost[name] += (record[name] or 0) + (earlier.get(name) or 0)
+        labels = max(labels, (record["labels"] or 0) if run.reads_labels else 0, earlier.get("labels") or 0)
+        unlabelled = max(unlabelled, record["unlabelled"] or 0, earlier.get("unlabelled") or 0)
+    return cost | {"labels": labels or None, "unlabelled": unlabelled or None, "fingerprint": records[0]["fingerprint"]}
 
 
 def estimate(run: Run, device: str = "cpu") -> float:

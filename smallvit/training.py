@@ -22,6 +22,7 @@ from smallvit.data import Dataset, Images, Subset
 from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optimise import average, decay_groups, pace, tensors
+from smallvit.pretrained import Weights
 from smallvit.run import Run, fingerprint
 from smallvit.streams import stream
 from smallvit.vit import initialise
@@ -35,7 +36,15 @@ Watch = Callable[[int, float | None], None]
 class Training:
     """A run in progress: what changes from step to step, how one step is made, and how it is put down and taken up again."""
 
-    def __init__(self, run: Run, data: Dataset, subset: Subset, device: str, start: Path | None = None):
+    def __init__(
+        self,
+        run: Run,
+        data: Dataset,
+        subset: Subset,
+        device: str,
+        start: Path | None = None,
+        teacher: Path | None = None,
+    ):
         from lightning_fabric import Fabric
 
         self.run, self.spec, self.subset, spec = run, data.spec, subset, data.spec
@@ -44,12 +53,21 @@ class Training:
         model = run.model(spec.size, spec.channels, len(spec.classes))
         if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
             initialise(model, run.seed)
-        self.weights, self.start = start_from(model, start, fingerprint(run.init)) if start else (None, None)
+        self.weights = None
+        if isinstance(run.init, Weights):
+            self.weights = run.init.load(model, spec.mean, spec.std)
+        elif start is not None:
+            self.weights = start_from(model, start, fingerprint(run.init))
+        self.made_of = [self.weights["sha256"]] if self.weights else []  # files that the run depends on, by their hashes
+        taught = {}
+        if teacher is not None:
+            taught = {"teacher": run.teacher.model(spec.size, spec.channels, len(spec.classes))}
+            self.made_of.append(start_from(taught["teacher"], teacher, fingerprint(run.teacher))["sha256"])
         torch.manual_seed(stream(run.seed, "init", "objective"))
-        objective = self.fabric.to_device(run.objective(model))
+        objective = self.fabric.to_device(run.objective(model, **taught))
         self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
         if run.steps:
-            groups, self.paces = decay_groups(objective, run.weight_decay)
+            groups, self.paces = decay_groups(objective, run.weight_decay, run.layer_decay)
             optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
             self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
         else:
@@ -97,7 +115,7 @@ class Training:
         batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
         progress = step / run.steps
         for group, own in zip(self.optimizer.param_groups, self.paces):
-            group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps))
+            group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps, run.schedule))
         normal = batch._replace(
             images=self.spec.normalise(batch.images), views=tuple(self.spec.normalise(views) for views in batch.views)
         )
@@ -212,11 +230,11 @@ class Training:
             self.averaged.load_state_dict(state["averaged"])
 
 
-def start_from(model: nn.Module, folder: Path, run: str) -> tuple[dict, str]:
+def start_from(model: nn.Module, folder: Path, run: str) -> dict:
     """Load the weights that the run of that fingerprint left in `folder`; new are a reduction, and a head for other classes.
 
-    Returns what was loaded, for the record, and a hash of the file. Raises ValueError for a file that is not there or of
-    another run, and for a weight that is missing, left over or of another shape, naming it.
+    Returns what was loaded, for the record. Raises ValueError for a file that is not there or of another run, and for a weight
+    that is missing, left over or of another shape, naming it.
     """
     state, own = weights(folder, run), model.state_dict()
     other = [name for name in state if name.startswith("head.") and name in own and state[name].shape != own[name].shape]
@@ -230,7 +248,8 @@ def start_from(model: nn.Module, folder: Path, run: str) -> tuple[dict, str]:
             "and for its head where the classes are others"
         )
     model.load_state_dict(state, strict=False)
-    return {"loaded": len(state), "missing": missing}, hashlib.sha256((folder / records.WEIGHTS).read_bytes()).hexdigest()
+    sha256 = hashlib.sha256((folder / records.WEIGHTS).read_bytes()).hexdigest()
+    return {"loaded": len(state), "missing": missing, "sha256": sha256}
 
 
 def weights(folder: Path, run: str) -> dict[str, Tensor]:

@@ -84,11 +84,12 @@ class ViT(nn.Module):
     rising linearly from 0 as in timm, or one rate for each block. `norm_after_pool` moves the last LayerNorm behind the pool,
     as timm's `fc_norm`.
 
-    `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. `x`
-    is normalised pixels b c h w. `mask`, broadcastable to b heads n n, is True where a token may look.
+    `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. The
+    head is a linear map, unless the pool brings its own. `x` is normalised pixels b c h w. `mask`, broadcastable to b heads
+    n n, is True where a token may look.
 
-    Raises   ValueError for an image that the tokenizer cannot tile, heads that do not divide the width, or another number of
-             channels than it was built for.
+    Raises   ValueError for an image that the tokenizer cannot tile, heads that do not divide the width, another number of
+             channels than it was built for, or `norm_after_pool` with a pool that brings its own head.
     """
 
     no_weight_decay = ("prefix",)
@@ -122,6 +123,8 @@ class ViT(nn.Module):
         for part, needed in ((self.tokenizer, "grid"), (self.pool, "class_tokens")):
             if not hasattr(part, needed):
                 raise ValueError(f"{type(part).__name__} has no {needed}; see the contract at the top of its slot's file")
+        if norm_after_pool and hasattr(self.pool, "make_head"):
+            raise ValueError(f"{type(self.pool).__name__} gives no feature to norm; expected norm_after_pool=False with it")
         self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
@@ -131,7 +134,7 @@ class ViT(nn.Module):
         )
         self.norm_after_pool = norm_after_pool
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.head = nn.Linear(dim, classes)
+        self.head = self.pool.make_head(classes) if hasattr(self.pool, "make_head") else nn.Linear(dim, classes)
         initialise(self)
 
     def reset_parameters(self):

@@ -46,7 +46,7 @@ def test_help_needs_no_torch():
     code += "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("list", "run", "report", "verify"))
+    assert all(command in done.stdout for command in ("list", "run", "report", "verify", "shapes"))
 
 
 def test_list_shows_every_recipe_with_its_question(capsys, here):
@@ -85,6 +85,24 @@ def test_dry_run_says_how_the_arms_differ_and_trains_nothing(here, capsys):
     assert not (here / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "words, model, rows, params",
+    [
+        (["mine.py"], "mine, scratch:", ["16 x 16", "17 x 16"], 3_850),
+        (["mine.py", "--arm", "+LSA", "--image", "16"], "mine, +LSA:", ["64 x 16", "65 x 16"], 4_620),
+        (["vit_tiny_patch16_224"], "step ", ["3 x 224 x 224", "196 x 192", "197 x 192"], 5_717_416),
+        (["vit_base_patch16_224", "--image", "224", "--channels", "3"], "step ", ["197 x 768"], 86_567_656),
+        (["resnet18", "--image", "32", "--channels", "1"], "step ", ["1 x 32 x 32", "64 x 16 x 16"], 11_683_240),
+    ],
+)
+def test_shapes_of_an_arm_and_of_a_model_of_timms(words, model, rows, params, here, capsys):
+    assert main(["shapes", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(model) and all(row in out for row in rows)
+    assert out.splitlines()[-1].split()[:2] == ["total", f"{params:,}"]
+    assert sorted(path.name for path in here.iterdir()) == ["mine.py"]
+
+
 def test_smoke_takes_every_arm_and_leaves_the_real_runs_alone(here, capsys):
     assert main(["run", "mine.py", "--smoke", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
@@ -112,6 +130,12 @@ def test_only_chooses_by_arm_labels_and_seed(here):
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
         (["verify", "mine.py"], "no committed records"),
         (["run", "mine.py", "--device", "cdua"], "device is 'cdua'; expected cpu, cuda, mps or auto"),
+        (["shapes", "quickstrat"], "did you mean 'quickstart'? (timm has no model of that name either)"),
+        (["shapes", "mine.py", "--arm", "+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
+        (["shapes", "mine.py", "--image", "9"], "patches of 2 pixels do not tile an image of 9 x 9"),
+        (["shapes", "vit_tiny_patch16_224", "--arm", "+LSA"], "is a model of timm's and has no arm '+LSA'"),
+        (["shapes", "vit_tiny_patch16_224", "--image", "28"], "patches of 16 pixels do not tile an image of 28 x 28"),
+        (["shapes", "swin_tiny_patch4_window7_224", "--image", "28"], "does not take images of 3 x 28 x 28"),
     ],
 )
 def test_wrong_words_get_one_sentence_and_a_status(words, said, here, capsys):

@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from smallvit import Attention, ConvStem, MeanTokens, Merge, PatchEmbed, Run, ShiftedPatchEmbed, SmallCNN, ViT, augment
+from smallvit import (
+    Attention,
+    ConvStem,
+    MeanTokens,
+    Merge,
+    PatchEmbed,
+    Projected,
+    Run,
+    ShiftedPatchEmbed,
+    SmallCNN,
+    ViT,
+    augment,
+)
 from smallvit.augment import Batch, Views, Warp
 from smallvit.objectives import DINO
 
@@ -34,6 +46,36 @@ def state(module: nn.Module) -> dict:
 
 
 # As lightly does it
+
+
+def test_a_head_whose_hidden_layers_the_model_keeps_is_the_same_head():
+    """Loss, gradients and teacher of `Projected` with a shallow head are those of a deep head on the bare pool."""
+    kept = DINO(VIT(pool=partial(Projected, pool=MeanTokens, hidden=16)), layers=1, **SMALL, clip=0.0)
+    bare = DINO(VIT(pool=MeanTokens), **SMALL, clip=0.0)
+    for shallow, whole in ((kept.student, bare.student), (kept.model, bare.model)):
+        pool = {name: tensor for name, tensor in shallow.state_dict().items() if name.startswith("pool.")}
+        shallow.load_state_dict({**whole.state_dict(), **pool, "head.weight": shallow.head.weight.detach()}, strict=True)
+    for model, small, large in ((kept.student, kept.head, bare.head), (kept.model, kept.teacher_head, bare.teacher_head)):
+        model.pool.layers.load_state_dict({n: t for n, t in large.layers.state_dict().items() if int(n.split(".")[0]) < 6})
+        small.layers[0].load_state_dict(large.layers[6].state_dict())
+        small.last_layer.load_state_dict(large.last_layer.state_dict())
+    one, other = (made.double().train() for made in (kept, bare))
+    for step in range(3):
+        given = batch(seed=step, local=0)  # BatchNorm in the model sees views of one size, in the head those of all
+        given = given._replace(images=given.images.double(), views=tuple(views.double() for views in given.views))
+        losses = [made(given, 0.5)["loss"] for made in (one, other)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-10)
+        for made, loss in zip((one, other), losses):
+            made.zero_grad()
+            loss.backward()
+        wanted = other.head.layers[0].weight.grad
+        assert wanted.abs().max() > 1e-6 and torch.allclose(one.student.pool.layers[0].weight.grad, wanted, atol=1e-12)
+        first = "blocks.0.mlp.0.weight"
+        grads = [dict(made.student.named_parameters())[first].grad for made in (one, other)]
+        assert torch.allclose(*grads, atol=1e-12)
+    assert kept.student.features(torch.randn(2, 1, 8, 8).double()).shape == (2, 16)
+    with pytest.raises(ValueError, match="layers is 2; expected 3, or 1"):
+        objective(layers=2)
 
 
 @pytest.mark.parametrize("batch_norm", [True, False])
@@ -105,6 +147,61 @@ def test_koleo_is_lightlys_on_each_global_view():
     first, second = spread.student.features(given.views[0]).split(6)
     expected = 0.3 * (KoLeoLoss()(first) + KoLeoLoss()(second)) / 2
     assert (spread(given, 0.0)["loss"] - plain(given, 0.0)["loss"]).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+# Neighbours
+
+
+def test_without_neighbours_nothing_is_kept_and_until_they_settle_nothing_changes():
+    plain, other = objective(), objective(neighbours=2, settle=0.5, bank=8)
+    assert not [name for name in plain.state_dict() if "bank" in name]
+    for step in range(3):
+        losses = [made(batch(seed=step), step / 10)["loss"] for made in (plain, other)]
+        assert losses[0].item() == losses[1].item() and torch.equal(plain.loss.center, other.loss.center)
+    assert objective(neighbours=2, share=0.0, settle=0.0, bank=8)(batch(), 0.1)["loss"].isfinite()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_target_is_shared_with_the_nearest_images_of_the_bank(share):
+    """Against a loop over images: who is nearest, what the teacher says of them now, the cross-entropy, pair by pair."""
+    made = objective(neighbours=3, share=share, settle=0.5, bank=10, batch_norm=False, koleo=0.0).eval()
+    bank: list[torch.Tensor] = []
+    for step in range(3):  # 18 images into a bank of 10
+        given = batch(seed=step, local=0)
+        with torch.no_grad():
+            whole = [torch.nn.functional.normalize(made.model.features(x[None])[0], dim=0) for x in given.images]
+            heads = [
+                torch.nn.functional.normalize(made.teacher_head.layers(made.model.features(x[None])), dim=1)
+                for x in given.images
+            ]
+        if step == 2:
+            center, temperature = made.loss.center[0].clone(), made.temperature(0.9)
+            targets = []
+            for at in range(6):
+                near = sorted(bank, key=lambda other: -float(whole[at] @ other[0]))[:3]
+                said = [((made.teacher_head.last_layer(place) - center) / temperature).softmax(-1) for _, place in near]
+                both = []
+                for view in (given.views[0][at], given.views[0][6 + at]):
+                    own = ((made.teacher_head(made.model.features(view[None])) - center) / temperature).softmax(-1)
+                    both.append(((1 - share) * own + share * sum(said) / 3)[0])
+                targets.append(both)
+            student = [made.head(made.student.features(views)).div(0.1).log_softmax(-1) for views in given.views[0].split(6)]
+            wanted = sum(-(targets[at][v] * student[1 - v][at]).sum() for at in range(6) for v in (0, 1)) / 12
+            raw = made.teacher_head(made.model.features(given.views[0])).mean(0)
+        found = made(given, 0.0 if step < 2 else 0.9)["loss"]
+        bank = (bank + list(zip(whole, heads)))[-10:]
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-4)
+    assert torch.allclose(made.loss.center[0, 0], 0.9 * center[0] + 0.1 * raw, atol=1e-6)  # of the teacher's own words alone
+
+
+def test_the_bank_is_in_the_checkpoint_and_bad_numbers_are_refused():
+    one, other = objective(neighbours=2, bank=8), objective(neighbours=2, bank=8)
+    one(batch(), 0.1)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one.bank_features, other.bank_features) and one.banked == other.banked == 6
+    for knobs, said in (({"neighbours": 9, "bank": 8}, "neighbours is 9"), ({"share": 1.5}, "share is 1.5")):
+        with pytest.raises(ValueError, match=said):
+            objective(**knobs)
 
 
 # By the paper's equations

@@ -24,11 +24,24 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "compute", "launch", "recipe", "record", "report", "run", "train"},
-    "launch": {"recipe", "record", "run", "train"},
+    "launch": {"pretrained", "recipe", "record", "run", "train"},
     "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "training"},
-    "training": {"augment", "compute", "data", "evaluate", "objectives", "optimise", "record", "run", "streams", "vit"},
+    "training": {
+        "augment",
+        "compute",
+        "data",
+        "evaluate",
+        "objectives",
+        "optimise",
+        "pretrained",
+        "record",
+        "run",
+        "streams",
+        "vit",
+    },
     "recipe": {"run"},
-    "run": {"augment", "components", "data", "evaluate", "floors", "objectives", "vit"},
+    "arms": {"components", "evaluate", "floors", "objectives", "pretrained", "run", "tokenizers", "vit"},
+    "run": {"augment", "components", "data", "evaluate", "objectives", "pretrained", "vit"},
     "components": set(),
     "optimise": set(),
     "report": {"explain"},
@@ -53,8 +66,8 @@ AT_THE_TOP |= {
 }
 # Who brings a library: a name in setup.cfg.
 BROUGHT_BY = {
-    "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "jinja2": "jinja2", "lightly": "lightly",
-    "lightning_fabric": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
+    "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "huggingface_hub": "timm", "jinja2": "jinja2",
+    "lightly": "lightly", "lightning_fabric": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip

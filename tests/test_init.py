@@ -1,5 +1,6 @@
 """Runs that start from another run: trained first and once, paired with it, its weights loaded whole, its cost in the budget."""
 
+import hashlib
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +30,7 @@ from smallvit import (
     fit,
     rebuild,
 )
-from smallvit.launch import launch, with_starts
+from smallvit.launch import launch, with_those_before
 from smallvit.recipe import shortened, with_length
 from smallvit.record import WEIGHTS, read_record
 
@@ -52,7 +53,8 @@ def test_what_the_start_cost_stands_in_the_record_its_own_start_included(tmp_pat
     record = fit(second.vary(init=second, steps=2), tmp_path)
     assert record["images_seen"] == 2 * 8
     assert (record["pretraining"]["images_seen"], record["pretraining"]["steps"]) == ((6 + 12) * 8, 6 + 12)
-    assert record["weights"] == {"loaded": len(load_file(tmp_path / WEIGHTS)), "missing": []}
+    assert record["weights"]["loaded"] == len(load_file(tmp_path / WEIGHTS)) and record["weights"]["missing"] == []
+    assert record["weights"]["sha256"] == hashlib.sha256((tmp_path / "init" / WEIGHTS).read_bytes()).hexdigest()
 
 
 def test_only_a_reduction_may_be_new(tmp_path):
@@ -76,8 +78,8 @@ def test_starts_are_trained_first_and_once_also_those_that_no_arm_is(tmp_path):
     other = SHORT.vary(lr=3e-3)
     arms = {"scratch": SHORT, "shelf": SHELF, "tuned": SHORT.vary(init=SHORT, steps=4), "other": SHELF.vary(init=other)}
     runs = ablate(arms, labels=[50], seeds=[3, 4], floors=False)
-    ordered, starts = with_starts(runs)
-    assert [ordered[at].lr for at in starts if at is not None] == [1e-3, 1e-3, 3e-3] * 2 and len(ordered) == 10
+    ordered, starts = with_those_before(runs)
+    assert [ordered[at["init"]].lr for at in starts if at] == [1e-3, 1e-3, 3e-3] * 2 and len(ordered) == 10
     told = []
     records = launch(list(reversed(runs)), tmp_path, recipe="t", jobs=2, show=told.append)
     assert [r["status"] for r in records] == ["finished"] * 8 and len(told) == 10
@@ -158,7 +160,7 @@ def test_weights_that_are_not_the_starts_are_refused(tmp_path):
         fit(SHELF, tmp_path / "mine", start=tmp_path / "start")
     (tmp_path / "start" / WEIGHTS).write_bytes(good)
     assert fit(SHELF, tmp_path / "mine", start=tmp_path / "start")["status"] == "finished"
-    with pytest.raises(ValueError, match="for a run that starts from nothing; expected it to have init="):
+    with pytest.raises(ValueError, match="for a run without init; expected it to have init=a run"):
         fit(SHORT, tmp_path / "plain", start=tmp_path / "start")
 
 

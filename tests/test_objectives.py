@@ -24,6 +24,7 @@ from smallvit import (
     SmallCNN,
     Supervised,
     ViT,
+    augment,
     objectives,
 )
 from smallvit.augment import Batch
@@ -63,7 +64,7 @@ def surprise(logits, targets):
 def test_every_objective_is_tested():
     found = {name for name, made in vars(objectives).items() if inspect.isclass(made) and issubclass(made, nn.Module)}
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
-    assert found == {"DINO", "LearnThresholds", "LearnToPrune", "MAE", "Supervised"}
+    assert found == {"DINO", "Distill", "LearnThresholds", "LearnToPrune", "MAE", "Supervised"}
     assert all(f"import {name}" in tests or f"{name}," in tests for name in found)
 
 
@@ -83,6 +84,70 @@ def test_supervised_tells_the_progress_to_whoever_asks(batch):
     for progress in (0.0, 0.25, 1.0):
         objective(batch, progress)
         assert [block.reduction.progress for block in model.blocks] == [progress] * 4
+
+
+def squashed(row):
+    """A row of logits as probabilities, by the definition."""
+    whole = sum(map(math.exp, row))
+    return [math.exp(z) / whole for z in row]
+
+
+@pytest.mark.parametrize(
+    "off", [{"label_smoothing": 0.0}, {"softmax_first": False}, {"label_smoothing": 0, "softmax_first": None}]
+)
+def test_supervised_switched_off_is_supervised_bit_for_bit(off, batch):
+    model = TINY()
+    losses = [Supervised(model, **knobs)(batch, 0.3)["loss"] for knobs in ({}, off)]
+    gradients = [torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in losses]
+    assert torch.equal(*losses) and all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_smoothed_labels_are_the_papers_and_those_of_the_augmentation(batch):
+    model = TINY().eval()
+    rows = [[(1 - 0.3) * t + 0.3 / len(row) for t in row] for row in batch.targets.tolist()]
+    loss = Supervised(model, label_smoothing=0.3)(batch, 0.0)["loss"]
+    assert loss.item() == pytest.approx(surprise(model(batch.images).tolist(), rows), rel=1e-5)
+    smoothed = augment.SmoothLabels(amount=0.3)(batch, torch.Generator())
+    assert torch.equal(loss, Supervised(model)(smoothed, 0.0)["loss"])
+
+
+def test_a_softmax_before_the_cross_entropy_takes_probabilities_for_logits(batch):
+    model = TINY().eval()
+    rows = [squashed(row) for row in model(batch.images).tolist()]
+    loss = Supervised(model, softmax_first=True)(batch, 0.0)["loss"]
+    assert loss.item() == pytest.approx(surprise(rows, batch.targets.tolist()), rel=1e-5)
+
+
+class Sure(nn.Module):
+    """Logits as they are, 10 classes; the images are the logits."""
+
+    def forward(self, x):
+        return x
+
+
+def test_what_that_mistake_costs_is_what_its_docstring_says():
+    """Sure and right still costs 1.46; sure and wrong hardly teaches."""
+    right, chance, wrong = 50 * torch.eye(10)[:1], torch.zeros(1, 10), 50 * torch.eye(10)[1:2]
+    first, targets = Supervised(Sure(), softmax_first=True), torch.eye(10)[:1]
+    losses = [first(Batch(x, targets), 0.0)["loss"].item() for x in (right, chance)]
+    assert losses == pytest.approx([math.log(math.e + 9) - 1, math.log(10)]) and "log(e + k - 1) - 1" in Supervised.__doc__
+    assert [round(loss, 2) for loss in losses] == [1.46, 2.30]
+    steep = []
+    for objective in (first, Supervised(Sure())):
+        x = wrong.clone().requires_grad_()
+        steep.append(torch.autograd.grad(objective(Batch(x, targets), 0.0)["loss"], x)[0].abs().max().item())
+    assert steep[0] < 1e-6 and steep[1] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, "0.1"])
+def test_a_label_is_smoothed_by_a_share_of_it(share):
+    with pytest.raises(ValueError, match=f"label_smoothing is {share!r}; expected the share of a target"):
+        Supervised(TINY(), label_smoothing=share)
+
+
+def test_the_mistake_is_made_or_not():
+    with pytest.raises(ValueError, match="softmax_first is 'no'; expected True for the mistake"):
+        Supervised(TINY(), softmax_first="no")
 
 
 # LearnToPrune

@@ -1,14 +1,37 @@
 import inspect
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
-from smallvit import ClassToken, MeanTokens, SequencePool, pooling
+from smallvit import (
+    DINO,
+    MAE,
+    ClassToken,
+    DistilledTokens,
+    LearnedPrune,
+    LearnToPrune,
+    MeanTokens,
+    Merge,
+    PatchEmbed,
+    Prune,
+    SequencePool,
+    ViT,
+    attention_maps,
+    features,
+    initialise,
+    pooling,
+    rollout,
+)
+from smallvit.augment import Batch
+from smallvit.compute import closed_form, footprint
+from smallvit.data import DataSpec, Images
+from smallvit.pooling import TwoHeads
 
-EVERY = [ClassToken, MeanTokens, SequencePool]
+EVERY = [ClassToken, MeanTokens, SequencePool, DistilledTokens]
 every = pytest.mark.parametrize("make", EVERY)
 weighted = pytest.mark.parametrize("make", [MeanTokens, SequencePool])
 B, N, D = 2, 5, 6
@@ -38,6 +61,8 @@ def oracle(module, x, size, prefix):
     """A mean of tokens, weighed by their sizes and, in CCT (Hassani et al. 2021, section 3.2), by exp of a learned score."""
     if isinstance(module, ClassToken):
         return torch.stack([image[0] for image in x])
+    if isinstance(module, DistilledTokens):
+        return torch.stack([torch.tensor([*image[0].tolist(), *image[1].tolist()], dtype=x.dtype) for image in x])
     pooled = torch.zeros(B, D, dtype=torch.float64)
     for image in range(B):
         weight = {}
@@ -57,8 +82,8 @@ def close(one, other, by=1e-10):
 
 
 def test_every_class_is_held_to_the_equations():
-    assert [c for c in vars(pooling).values() if inspect.isclass(c) and issubclass(c, nn.Module)] == EVERY
-    assert [make.class_tokens for make in EVERY] == [1, 0, 0]
+    assert [c for c in vars(pooling).values() if inspect.isclass(c) and issubclass(c, nn.Module)] == [*EVERY, TwoHeads]
+    assert [make.class_tokens for make in EVERY] == [1, 0, 0, 2]
 
 
 @every
@@ -116,3 +141,104 @@ def test_half_precision_is_finite_and_stays_half(make, dtype):
         got = module.to(dtype)(x.to(dtype), None if given is None else given.to(dtype), 1)
         assert got.dtype == dtype
         close(got.double(), expected, 0.1)
+
+
+# Two tokens with a head each
+
+VIT = partial(ViT, (8, 8), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
+TWO = partial(VIT, pool=DistilledTokens)
+SPEC = DataSpec(name="noise", channels=1, size=(8, 8), classes=tuple("abcde"), mean=(0.5,), std=(0.25,))
+
+
+@pytest.fixture
+def pictures():
+    return Images(torch.randint(256, (7, 1, 8, 8), dtype=torch.uint8), torch.arange(7) % 5, SPEC)
+
+
+def test_two_heads_read_a_token_each_and_the_logits_are_their_mean():
+    heads, x = TwoHeads(D, 3).double(), torch.randn(B, 2 * D, dtype=torch.float64)
+    parts = [x[:, :D] @ heads.from_labels.weight.T, x[:, D:] @ heads.from_teacher.weight.T]
+    parts = [part + head.bias for part, head in zip(parts, (heads.from_labels, heads.from_teacher))]
+    for got, expected in zip(heads.apart(x), parts):
+        close(got, expected)
+    close(heads(x), sum(parts) / 2)
+    model, x = TWO(), torch.randn(B, 1, 8, 8)
+    assert model.features(x).shape == (B, 32) and torch.equal(model(x), model.head(model.features(x)))
+
+
+def test_the_other_token_as_a_register_is_the_class_token_alone():
+    two, one, x = TWO(), VIT(registers=1), torch.randn(B, 1, 8, 8)
+    state = two.state_dict()
+    state = {name.replace(".from_labels", ""): value for name, value in state.items() if ".from_teacher" not in name}
+    one.load_state_dict(state)
+    assert torch.equal(one(x), two.head.apart(two.features(x))[0])
+
+
+def test_the_token_and_its_head_move_the_start_of_nothing_else():
+    one, two = (initialise(make(), seed=3).state_dict() for make in (VIT, TWO))
+    assert torch.equal(one["head.weight"], two["head.from_labels.weight"])
+    assert torch.equal(one["prefix"], two["prefix"][:1])
+    shared = one.keys() & two.keys() - {"prefix", "position.table"}
+    assert len(shared) == len(one) - 4 and all(torch.equal(one[name], two[name]) for name in shared)
+    wide = initialise(ViT((8, 8), 1, 100, dim=64, depth=1, heads=2, pool=DistilledTokens), seed=3)
+    for head in (wide.head.from_labels, wide.head.from_teacher):
+        assert abs(head.weight.std() / 0.02 - 1) < 0.1 and (head.bias == 0).all()
+    assert not torch.equal(wide.head.from_labels.weight, wide.head.from_teacher.weight)
+
+
+def test_features_of_two_tokens_go_by_the_usual_names(pictures):
+    model = TWO(registers=1).eval()
+    tokens = model.tokens(SPEC.normalise(pictures.images / 255))[0].detach()
+    mean = tokens[:, 3:].mean(1)
+    for of, expected in {
+        "head": tokens[:, :2].flatten(1),
+        "class token": tokens[:, 0],
+        "mean": mean,
+        "both": torch.cat([tokens[:, 0], mean], dim=1),
+    }.items():
+        close(torch.from_numpy(features(model, pictures, of=of)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("reduction", [partial(Merge, r=3), partial(Prune, keep=0.6), partial(LearnedPrune, layers=(1,))])
+def test_both_tokens_outlive_a_reduction_and_learn_through_it(reduction):
+    model, x = TWO(reduction=reduction).train(), torch.randn(3, 1, 8, 8)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, given, result: seen.append((given[0], *result)))
+    model(x).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert all(head.weight.grad.abs().max() > 0 for head in (model.head.from_labels, model.head.from_teacher))
+    assert all((part.abs().max() > 0) for part in model.prefix.grad)
+    for _, _, size in seen:
+        assert size is None or (size[:, :2] == 1).all()
+    gone = [x.shape[1] if size is None else (size > 0).sum(1).max() for _, x, size in seen]
+    assert gone[-1] < seen[0][0].shape[1]
+
+
+def test_attention_is_looked_at_past_both_tokens():
+    model, x = TWO().eval(), torch.randn(2, 1, 8, 8)
+    assert attention_maps(model, x)[0].shape[-2:] == (18, 18)
+    assert rollout(model, x).shape == (2, 4, 4)
+
+
+def test_compute_counts_both_heads():
+    model = TWO()
+    assert closed_form(model)["head"] == 2 * 16 * 5
+    counted = footprint(model, torch.zeros(1, 1, 8, 8))
+    assert counted["macs"] == sum(closed_form(model).values())
+    assert (
+        counted["params"] - footprint(VIT(), torch.zeros(1, 1, 8, 8))["params"] == 16 * 5 + 5 + 16 + 16
+    )  # head, token, position
+
+
+def test_other_objectives_take_the_model_or_say_why_not():
+    batch = Batch(torch.randn(4, 1, 8, 8), torch.eye(5)[:4])
+    for made in (MAE(TWO()), LearnToPrune(TWO(reduction=partial(LearnedPrune, layers=(1,))))):
+        assert made.train()(batch, 0.0)["loss"].isfinite()
+    with pytest.raises(ValueError, match="ViT has no features"):
+        DINO(TWO())
+
+
+def test_a_norm_behind_the_pool_is_refused():
+    with pytest.raises(ValueError, match="DistilledTokens gives no feature to norm; expected norm_after_pool=False"):
+        TWO(norm_after_pool=True)

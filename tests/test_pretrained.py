@@ -15,6 +15,7 @@ from smallvit import (
     ConvTokenizer,
     LocalityAttention,
     PatchEmbed,
+    Resized,
     ShiftedPatchEmbed,
     ViT,
     attention,
@@ -23,7 +24,7 @@ from smallvit import (
     timm_tokenizer,
     tokenizers,
 )
-from smallvit.pretrained import rename
+from smallvit.pretrained.convert import rename
 
 tiny = partial(VisionTransformer, img_size=28, patch_size=7, in_chans=1, num_classes=5, embed_dim=24, depth=2, num_heads=3)
 
@@ -233,6 +234,7 @@ TOKENIZERS = [
     partial(ShiftedPatchEmbed, patch=14),
     partial(ConvStem, layers=2),
     ConvTokenizer,
+    partial(Resized, tokenizer=partial(PatchEmbed, patch=7), size=14),
 ]
 
 

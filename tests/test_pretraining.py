@@ -29,10 +29,10 @@ from smallvit import (
     load,
     markdown,
 )
-from smallvit.launch import with_starts
+from smallvit.arms import RANDOM, placed
+from smallvit.launch import with_those_before
 from smallvit.record import WEIGHTS
 from smallvit.report.probes import no_better_than_random, probed
-from smallvit.run import RANDOM, placed
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 HEAD = partial(DINO, prototypes=16, hidden=16, bottleneck=8)
@@ -82,7 +82,7 @@ def test_all_images_are_seen_once_and_the_same_images_once_for_each_number_of_la
     same = VIEWS.vary(unlabelled=False)
     arms = {"scratch": SHORT, "all": SHORT.vary(init=VIEWS), "frozen": FROZEN, "same": SHORT.vary(init=same)}
     runs = ablate(arms, labels=[20, 40], seeds=range(3), floors=False)
-    starts = with_starts(runs)[0][len(runs) :]
+    starts = with_those_before(runs)[0][len(runs) :]
     assert len(runs) == 24 and len(starts) == 3 + 2 * 3
     assert sorted(run.labels or 0 for run in starts) == [0] * 3 + [20] * 3 + [40] * 3
     assert {run.seed for run in starts} == {0, 1, 2} and {run.arm for run in starts} == {"start of all", "start of same"}

@@ -10,6 +10,7 @@ from scipy import stats
 
 from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
 from smallvit.report import page as pages
+from smallvit.report.knobs import knobs
 
 DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
 # what a run that died has not lived to record
@@ -382,3 +383,97 @@ def test_accuracy_is_drawn_against_macs_where_techniques_differ_in_them(macs, dr
     seen = figures.by_macs(compare(costed(rows, **{"+A": (4e6, 0, 12, 1.5), "+B": (macs, 0, 20, 1.2)})))
     assert seen.count("MACs, relative to scratch") == (2 if drawn else 0)
     assert figures.by_macs(compare(change(rows, "+B", macs=9_000_000))) == ""  # nothing is reduced
+
+
+def turned(*arms: tuple, labels=(1000,), **fields) -> list[dict]:
+    """Records of a baseline and of arms in which these choices are others, `(arm, effect, {dotted name: value})`."""
+    rows = records({"scratch": 0} | {arm: effect for arm, effect, _ in arms}, labels=labels)
+    start = {"model.dim": 64, "model.depth": 4, "model.tokenizer.patch": 7, "model.fused": False, "steps": 300, "batch": 50}
+    others = {arm: choices for arm, _, choices in arms}
+    for r in rows:
+        r["run"] = {"seed": r["seed"], "model": {"tokenizer": {}}}
+        for path, value in (start | others.get(r["arm"], {})).items():
+            inner = r["run"]
+            for key in path.split(".")[:-1]:
+                inner = inner[key]
+            inner[path.rpartition(".")[2]] = value
+    return [r | fields for r in rows]
+
+
+WIDTHS = [(f"width {dim}", (dim - 64) / 5000, {"model.dim": dim}) for dim in (16, 32, 128)]
+
+
+def told(rows: list[dict]) -> dict:
+    return knobs(compare(rows), rows)
+
+
+def test_a_knob_is_the_one_number_in_which_arms_differ_from_their_baseline():
+    rows = turned(*WIDTHS, ("+A", 0, {"model.fused": True}), ("both", 0, {"model.dim": 32, "model.depth": 2}))
+    assert told(rows) == {"width": {"scratch": 64, "width 16": 16, "width 32": 32, "width 128": 128}}
+    shallow = [(f"depth {n}", 0, {"model.depth": n}) for n in (2, 6)]
+    assert list(told(turned(*WIDTHS, *shallow))) == ["width", "depth"]
+    assert told(turned(*shallow[:1])) == {}, "two values are a difference, not a curve"
+    assert told(turned(*[(f"{k}", 0, {"model.dim": k}) for k in ("a", None, True)])) == {}
+    floors = [r | {"role": "floor"} if r["arm"].startswith("width") else r for r in rows]
+    assert told(floors) == {}
+
+
+def test_tokens_are_a_knob_where_the_records_know_them():
+    tokens = {2: 197, 4: 50, 7: 17}
+    rows = turned(*[(f"patch {p}", 0, {"model.tokenizer.patch": p}) for p in (2, 4)])
+    assert list(told(rows)) == ["patch"]
+    rows = [r | {"tokens": tokens[r["run"]["model"]["tokenizer"]["patch"]]} for r in rows]
+    assert told(rows)["tokens"] == {"scratch": 17, "patch 2": 197, "patch 4": 50}
+
+
+def drawn(rows: list[dict], label: str) -> str:
+    """The text in the picture whose label has these words in it, nothing if there is none."""
+    pictures = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html(rows, **WORDS), re.DOTALL)]
+    return "\n".join(text for svg in pictures if label in svg.get("aria-label") for text in svg.itertext() if text.strip())
+
+
+def test_accuracy_is_drawn_against_a_knob_with_what_each_value_costs():
+    rows = change(turned(*WIDTHS, labels=(100, 1000)), "width 128", macs=9_870_000)
+    seen = drawn(rows, "one number").split("\n")
+    assert "width, 100 labels" in seen and "width, 1,000 labels" in seen and "width, and MACs per image" in seen
+    assert all(seen.count(str(dim)) == 2 for dim in (16, 32, 64, 128))
+    assert seen.count("9.87 M") == 2 and seen.count("5.00 M") == 6
+    assert "Accuracy against one number" in html(rows, **WORDS)
+    assert "Accuracy against one number" not in html(records({"scratch": 0, "+A": 0}), **WORDS)
+
+
+@pytest.mark.parametrize("values, stretched", [((2, 4, 28), True), ((3, 5, 9), False), ((0, 5, 60), False)])
+def test_a_knob_that_doubles_again_and_again_has_a_logarithmic_axis(values, stretched, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures, "_svg", lambda figure, *_: kept.append(figure) or "")
+    rows = turned(*[(f"{k}", -0.01 * k / 60, {"model.tokenizer.patch": k}) for k in values])
+    figures.by_knob(compare(rows), told(rows))
+    (ax,) = kept[0].axes
+    assert ax.get_xscale() == ("log" if stretched else "linear")
+    assert list(ax.get_xticks()) == sorted({*values, 7})
+    means = {row.arm: row.mean for row in compare(rows).rows}
+    found = [line.get_ydata()[0] for line in ax.lines if len(line.get_ydata()) == 1]
+    assert found == [means[arm] for arm in sorted(means, key=lambda arm: 7 if arm == "scratch" else int(arm))]
+
+
+def test_a_run_that_died_leaves_its_knob_standing():
+    rows = change(turned(*WIDTHS), "width 16", status="failed", error="boom", **UNKNOWN)
+    seen = drawn(rows, "one number").split("\n")
+    assert "16" not in seen and {"32", "64", "128"} <= set(seen)
+
+
+def test_learning_curves_show_the_loss_and_how_long_an_epoch_is(monkeypatch):
+    rows = turned(*WIDTHS, labels=(100, 1000))
+    rows = [r | {"curve": [[step, 2.0 / step, value] for step, _, value in r["curve"]]} for r in rows]
+    seen = drawn(rows, "training loss")
+    assert seen.count("training loss") == seen.count("validation accuracy, %") == 2
+    assert "an epoch is 2)" in seen and "an epoch is 20)" in seen
+    unsaid = drawn([r | {"curve": [[step, -1.0, None] for step, *_ in r["curve"]]} for r in rows], "training loss")
+    assert unsaid.count("training loss") == 2 and "validation accuracy" not in unsaid
+    mixed = change(rows, "width 16", run={"batch": 10})
+    assert "an epoch is" not in drawn(mixed, "training loss")
+    kept = []
+    monkeypatch.setattr(figures, "_svg", lambda figure, *_: kept.append(figure) or "")
+    figures.learning_curves(compare(rows), rows)
+    assert [ax.get_yscale() for ax in kept[0].axes] == ["function", "function", "log", "log"]
+    assert list(kept[0].axes[2].lines[0].get_ydata()) == [2.0 / step for step in (100, 200, 300)]

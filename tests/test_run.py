@@ -19,6 +19,7 @@ from smallvit import (
     DINO,
     Attention,
     Block,
+    Distill,
     LearnThresholds,
     LearnToPrune,
     LocalityAttention,
@@ -46,7 +47,7 @@ from smallvit import (
     mnist,
     rebuild,
 )
-from smallvit.components import ROOMS, component, function, knobs
+from smallvit.components import ROOMS, VALUES, component, function, knobs
 
 # As much nesting as there is: partials in partials, tuples, augmentations, None where a default is something.
 RICH = Run(
@@ -89,7 +90,7 @@ def refused(build, *words: str) -> str:
 
 def test_a_misspelt_field_is_refused_and_the_right_one_named():
     found = [(name, wrong) for name in NAMES for wrong in misspellings(name)]
-    assert len(NAMES) == 22 and len(found) >= 200
+    assert len(NAMES) == 25 and len(found) >= 200
     for name, wrong in found:
         refused(lambda wrong=wrong: Run(**{wrong: 1}), f"a run has no choice {wrong!r}; did you mean {name!r}?")
         refused(lambda wrong=wrong: Run().vary(**{wrong: 1}), f"did you mean {name!r}?")
@@ -161,6 +162,9 @@ WRONG = {
     "early_stop": [-1, 0.5, None, True],
     "precision": ["fp16", None, 32, ["fp32"]],
     "evaluators": [(), accuracy, "accuracy", (3,), {accuracy}],
+    "teacher": ["resnet", 3, ViT, Run()],
+    "schedule": ["linear", "", 1],
+    "layer_decay": [0.0, 1.5, "0.75", True],
 }  # fmt: skip
 
 
@@ -178,6 +182,12 @@ def test_a_choice_of_the_wrong_kind_or_size_is_refused_by_name(name, value):
 def test_an_objective_that_teaches_a_trained_model_needs_one(objective):
     refused(lambda: Run(objective=objective), "teaches a trained model", "init=...")
     assert Run(objective=objective, init=Run()).objective is objective
+
+
+def test_who_learns_from_a_teacher_needs_one_and_nobody_else_takes_one():
+    refused(lambda: Run(objective=Distill), "teacher is None and Distill learns from one", "teacher=...")
+    refused(lambda: Run(teacher=Run(arm="cnn")), "teacher is 'cnn' and Supervised takes none; take Distill")
+    assert list(Run(objective=Distill, teacher=Run()).before) == ["teacher"]
 
 
 @pytest.mark.parametrize("name", [3, None, ["a"]], ids=str)
@@ -295,7 +305,7 @@ def test_runs_are_equal_when_they_say_the_same():
 
 # Described, and back
 
-HERE = {name for name, home in smallvit.HOME.items() if home in ROOMS}
+HERE = {name for name, home in smallvit.HOME.items() if home in ROOMS and (home not in VALUES or name == "Weights")}
 STEPS = [made for made in vars(augment).values() if isinstance(made, type) and hasattr(made, "__dataclass_fields__")]
 
 
@@ -399,14 +409,15 @@ CHANGED = {
     "data": mnist, "labels": 50, "val": 7, "seed": 1, "model": SmallCNN, "init": Run(), "objective": ViT,
     "augment": augment.digits(), "steps": 1,
     "batch": 1, "lr": 0.5, "weight_decay": 0.5, "warmup": 0.5, "clip": 0.5, "average": 0.5, "early_stop": 1, "precision": "bf16",
-    "evaluators": (accuracy, knn), "unlabelled": True,
+    "evaluators": (accuracy, knn), "unlabelled": True, "teacher": Run(), "schedule": "constant", "layer_decay": 0.5,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_the_fingerprint_changes_with_every_field(name):
     assert set(CHANGED) == set(NAMES) - {"arm", "role", "against"}
-    start = Run(objective=DINO) if name == "unlabelled" else Run()
+    starts = {"unlabelled": Run(objective=DINO), "teacher": Run(objective=Distill, teacher=Run(seed=7))}
+    start = starts.get(name, Run())
     changed = start.vary(**{name: CHANGED[name]})
     assert fingerprint(changed) != fingerprint(start) and changed != start
     assert {key.partition(".")[0].partition("[")[0] for key in difference(start, changed)} == {name}
@@ -434,13 +445,16 @@ def edited(plain, path, value):
 def test_the_fingerprint_changes_with_every_choice_however_deep_and_difference_says_which():
     plain, marks, seen = describe(RICH), {fingerprint(RICH)}, 0
     for path, value in leaves(plain):
-        if path[-1] == "unlabelled" or "crop" in path:  # not for an objective that reads labels; a range has two ends
+        # not for an objective that reads labels, and has no teacher; a range has two ends
+        if path[-1] in ("unlabelled", "teacher") or "crop" in path:
             continue
         try:
             changed = rebuild(edited(plain, path, another(value)))
         except ValueError:  # the augmentation or the run refuses this value: nudge it instead
-            nudged = {"fp32": "bf16", "edge": "black", "/somewhere": "/else", "black": "edge", "anywhere": "ink"}.get(value, 0.01)
-            changed = rebuild(edited(plain, path, {"lr": 0.5} if path[-1] == "init" else nudged))
+            nudged = {"fp32": "bf16", "edge": "black", "/somewhere": "/else", "black": "edge", "anywhere": "ink"}.get(
+                value, 0.01
+            )
+            changed = rebuild(edited(plain, path, {"init": {"lr": 0.5}, "schedule": "constant"}.get(path[-1], nudged)))
         seen += 1
         marks.add(fingerprint(changed))
         words = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")

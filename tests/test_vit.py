@@ -9,18 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import smallvit
 from smallvit import (
     Attention,
     Block,
     ClassToken,
     ConvStem,
     ConvTokenizer,
+    DistilledTokens,
     Learned,
+    LeNet,
     LocalityAttention,
     MeanTokens,
     PatchEmbed,
     Pixels,
     Place,
+    ResNet,
     SequencePool,
     ShiftedPatchEmbed,
     SinCos1d,
@@ -38,9 +42,9 @@ from smallvit.vit import DropPath, LayerScale, rates
 
 
 def classes(module):
-    return [
-        c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module) and c.__module__ == module.__name__
-    ]
+    """Its public ones."""
+    found = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
+    return [c for c in found if c.__module__ == module.__name__ and c.__name__ in smallvit.__all__]
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +86,9 @@ def spelled(combination):
 
 def test_as_many_combinations_as_there_are_slot_classes():
     counts = [len(classes(module)) for module in (tokenizers, positions, attention, pooling)]
-    assert counts == [4, 3, 2, 3]
-    assert len(COMBINATIONS) == 384 == 2 * 4 * (3 + 1) * 2 * 3 * 2
-    assert len({spelled(combination) for combination in COMBINATIONS}) == 384
+    assert counts == [4, 3, 2, 4]
+    assert len(COMBINATIONS) == 512 == 2 * 4 * (3 + 1) * 2 * 4 * 2
+    assert len({spelled(combination) for combination in COMBINATIONS}) == 512
 
 
 def combined(combination, image, channels):
@@ -141,7 +145,7 @@ def test_every_combination_of_slots_learns_on_every_image(at):
 
 
 EXPORTED = [
-    dict(tokenizer=partial(PatchEmbed, patch=4), position=Learned, attention=Attention, pool=ClassToken, registers=2),
+    dict(tokenizer=partial(PatchEmbed, patch=4), position=Learned, attention=Attention, pool=DistilledTokens, registers=2),
     dict(tokenizer=partial(ShiftedPatchEmbed, patch=4), position=SinCos2d, attention=LocalityAttention, pool=MeanTokens),
     dict(
         tokenizer=ConvStem, position=SinCos1d, attention=partial(LocalityAttention, temperature="per layer"), pool=SequencePool
@@ -202,6 +206,8 @@ MAKE: dict[type, Callable] = {
     Block: lambda c, **knobs: (c(8, 2, Attention, None, 0.0, **knobs), (TOKENS,)),
     ViT: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
     SmallCNN: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
+    LeNet: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
+    ResNet: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
     Pixels: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
 }
 BASE = {PatchEmbed: dict(patch=7), ShiftedPatchEmbed: dict(patch=7), ViT: dict(dim=8, depth=2, heads=2, pool=MeanTokens)}
@@ -218,6 +224,7 @@ OTHER = {
     ClassToken: {},
     MeanTokens: {},
     SequencePool: {},
+    DistilledTokens: {},
     Block: dict(mlp_ratio=2, activation="relu", norm_first=False, dropout=0.5, layer_scale=0.1),
     ViT: dict(
         dim=16,
@@ -235,6 +242,8 @@ OTHER = {
         norm_after_pool=True,
     ),
     SmallCNN: dict(width=8, hidden=32),
+    LeNet: dict(activation="relu", pooling="max"),
+    ResNet: dict(name="resnet10t", small_stem=False),
     Pixels: {},
 }
 
@@ -242,7 +251,7 @@ OTHER = {
 def test_the_table_has_every_argument_of_every_public_class():
     public = {Block, ViT, *(c for module in (tokenizers, positions, attention, pooling, floors) for c in classes(module))}
     assert set(OTHER) == set(MAKE) == public
-    assert len(public) == 16
+    assert len(public) == 19
     for c in public:
         knobs = [name for name, p in inspect.signature(c).parameters.items() if p.kind == p.KEYWORD_ONLY]
         assert list(OTHER[c]) == knobs, c
@@ -250,6 +259,7 @@ def test_the_table_has_every_argument_of_every_public_class():
 
 def behaviour(c, **knobs):
     """What a class does from the weights that are its own: shapes, values, and the output in training."""
+    torch.manual_seed(0)
     module, inputs = MAKE[c](c, **BASE.get(c, {}) | knobs)
     initialise(module, seed=0)
     torch.manual_seed(0)
@@ -448,7 +458,7 @@ def test_the_norm_may_stand_behind_the_pool():
     close(before.features(x), layernorm(tokens, model.norm).mean(1))
 
 
-@pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool])
+@pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool, DistilledTokens])
 def test_registers_are_seen_by_the_blocks_and_read_by_no_pool(pool):
     model, x = small(pool=pool, registers=3), torch.randn(2, 1, 8, 8)
     assert model.prefix.shape == (pool.class_tokens + 3, 8)

@@ -69,6 +69,30 @@ def positions(model, image: tuple[int, int] | None):
     return table, grid
 
 
+def position_table(length: int, width: int) -> "matplotlib.figure.Figure":  # noqa: F821
+    """The sines and cosines that tell a token its place, as a picture: a row for each place, a column for each channel.
+
+    Paper    Vaswani et al. 2017, arXiv:1706.03762, section 3.5, as in `SinCos1d`: channel 2k is the sine of
+             place / 10000^(2k/d), channel 2k + 1 its cosine. The first channels turn fast, the last hardly at all.
+    Raises   ValueError for less than one place, or a width that is odd or less than 2.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    if length < 1 or width < 2 or width % 2:
+        raise ValueError(f"got length {length} and width {width}; expected at least one place, and an even width")
+    angle = np.arange(length)[:, None] / 10_000 ** (np.arange(0, width, 2) / width)
+    table = np.stack([np.sin(angle), np.cos(angle)], axis=-1).reshape(length, width)
+
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    ax = figure.add_subplot()
+    shown = ax.imshow(table, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+    ax.set(xlabel="channel", ylabel="place", title=f"{length:,} places, {width:,} channels")
+    ax.spines[:].set_visible(False)
+    figure.colorbar(shown, ax=ax, ticks=[-1, 0, 1]).outline.set_visible(False)
+    return figure
+
+
 def feature_view(
     features: "numpy.ndarray",  # noqa: F821
     labels: Sequence[int],

@@ -27,6 +27,13 @@ class DINO(nn.Module):
              copy, which some public examples forget.
              `koleo` > 0 adds that weight times lightly's `KoLeoLoss` of the student's features of each global view, which
              spreads them (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
+             `layers=1` leaves the head's hidden layers out, for a model that keeps them behind its pool, `Projected`.
+             `neighbours=k` makes views agree with other images too, once the fraction `settle` of the run is over: what the
+             teacher says of an image weighs 1 - `share`, and `share` the mean of what it says of the k images that are nearest
+             to it, by the cosine of its features of whole images, among the last `bank`. From Van Gansbeke et al. 2020
+             (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021 (NNCLR),
+             arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where they are
+             of one class: on digits 99 of 100.
 
     `batch.views` are made by an augmentation, `augment.digit_views()` or `augment.photo_views()`. `model` has `features`, b d,
     and a `head`, which stays as it is. What is saved and evaluated is the teacher.
@@ -43,6 +50,7 @@ class DINO(nn.Module):
         prototypes: int = 1024,
         hidden: int = 256,
         bottleneck: int = 64,
+        layers: int = 3,
         batch_norm: bool = True,
         norm_last_layer: bool = True,
         freeze: float = 0.02,
@@ -54,6 +62,10 @@ class DINO(nn.Module):
         center_momentum: float = 0.9,
         clip: float = 3.0,
         koleo: float = 0.0,
+        neighbours: int = 0,
+        bank: int = 32_768,
+        share: float = 0.8,
+        settle: float = 0.25,
     ):
         super().__init__()
         from lightly.loss import DINOLoss, KoLeoLoss
@@ -63,15 +75,23 @@ class DINO(nn.Module):
             ("freeze", freeze, 0, 1), ("momentum", momentum, 0, 1), ("warmup", warmup, 0, 1), ("clip", clip, 0, 1e9),
             ("center_momentum", center_momentum, 0, 1), ("student_temp", student_temp, 1e-3, 10),
             ("teacher_temp", teacher_temp, 1e-3, 10), ("warm_temp", warm_temp, 1e-3, 10), ("koleo", koleo, 0, 1e3),
+            ("neighbours", neighbours, 0, bank), ("share", share, 0, 1), ("settle", settle, 0, 1),
         ):  # fmt: skip
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
+        if layers not in (1, 3):
+            raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that keeps the hidden ones")
         self.student, self.model = model, copy.deepcopy(model).requires_grad_(False)
 
         def head() -> nn.Module:  # twice: what a norm of weights has computed cannot be copied
-            return DINOProjectionHead(
+            made = DINOProjectionHead(
                 width(model), hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
             )
+            if layers == 1:
+                made.layers = nn.Sequential(nn.Linear(width(model), bottleneck))
+                nn.init.trunc_normal_(made.layers[0].weight, std=0.02)
+                nn.init.zeros_(made.layers[0].bias)
+            return made
 
         self.head, self.teacher_head = head(), head().requires_grad_(False)
         self.teacher_head.load_state_dict(self.head.state_dict())
@@ -79,6 +99,11 @@ class DINO(nn.Module):
         self.koleo_loss = KoLeoLoss()
         self.freeze, self.momentum, self.clip, self.koleo = freeze, momentum, clip, koleo
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
+        self.neighbours, self.share, self.settle = neighbours, share, settle
+        if neighbours:  # what the teacher made of the last images: its features, and where its head puts them, both of length 1
+            self.register_buffer("bank_features", torch.zeros(bank, width(model)))
+            self.register_buffer("bank_places", torch.zeros(bank, bottleneck))
+            self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.seen: Seen | None = None  # of the last batch
 
@@ -102,11 +127,34 @@ class DINO(nn.Module):
         said = exact(self.head(torch.cat(found)))
         temperature = self.temperature(progress)
         with torch.no_grad():
-            self.seen = Seen(found[0].detach(), ((wanted - self.loss.center[0]) / temperature).softmax(-1))
-        loss = self.loss(list(wanted.split(b)), list(said.split(b)), teacher_temp=temperature)
+            center = self.loss.center.clone()
+            self.seen = Seen(found[0].detach(), ((wanted - center[0]) / temperature).softmax(-1))
+            shared = self.with_neighbours(batch.images, wanted, center[0], temperature, progress) if self.neighbours else wanted
+        loss = self.loss(list(shared.split(b)), list(said.split(b)), teacher_temp=temperature)
+        if shared is not wanted:  # the centre is that of what the teacher itself said
+            self.loss.center.copy_(center)
+            self.loss.update_center(torch.stack(wanted.split(b)))
         if self.koleo:
             loss = loss + self.koleo * sum(self.koleo_loss(exact(x)) for x in found[0].split(b)) / 2
         return {"loss": loss}
+
+    def with_neighbours(self, images: Tensor, wanted: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
+        """Logits whose softmax is the teacher's target, its neighbours' share included, (2 b) k; and banks these images."""
+        feature = self.model.features(images)
+        place = nn.functional.normalize(exact(self.teacher_head.layers(feature)), dim=-1)
+        feature = nn.functional.normalize(exact(feature), dim=-1)
+        there = min(int(self.banked), len(self.bank_features))
+        target = wanted
+        if progress >= self.settle and there >= self.neighbours:
+            near = (feature @ self.bank_features[:there].T).topk(self.neighbours, dim=1).indices
+            theirs = exact(self.teacher_head.last_layer(self.bank_places[near]))
+            own, others = (((logits - center) / temperature).softmax(-1) for logits in (wanted, theirs))
+            mixed = (1 - self.share) * own + self.share * others.mean(1).repeat(2, 1)
+            target = center + temperature * mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+        at = (self.banked + torch.arange(len(images), device=images.device)) % len(self.bank_features)
+        self.bank_features[at], self.bank_places[at] = feature, place
+        self.banked += len(images)
+        return target
 
     def temperature(self, progress: float) -> float:
         """The teacher's, at that progress."""

@@ -134,33 +134,94 @@ def by_labels(comparison: Comparison) -> str:
 
 
 @_style()
-def learning_curves(comparison: Comparison, records: Sequence[dict]) -> str:
-    """Validation accuracy against training step: the mean over seeds, and a band of one SD over seeds to either side.
+def by_knob(comparison: Comparison, knobs: dict[str, dict[str, float]]) -> str:
+    """Test accuracy against each number that alone tells arms from the baseline: seeds as dots, the mean, its 95% t interval.
 
-    Means are drawn at the steps at which all finished seeds of the cell were validated, so that no mean changes company.
+    `knobs` is name -> arm -> value. All panels of one number of labels have one axis, so that knobs can be held against each
+    other. Under each value stand the MACs of an image.
+    """
+    cells = {}
+    for n in comparison.labels:
+        for knob, values in knobs.items():
+            rows = sorted((r for r in comparison.at(n) if r.arm in values and r.values), key=lambda r: values[r.arm])
+            if len(rows) > 1:
+                cells[f"{knob}, {amount(n)}" if len(comparison.labels) > 1 else knob] = n, knob, rows
+    figure, panels = _panels(list(cells), height=3.4)
+    looks = styles(comparison)
+    for title, ax in panels.items():
+        n, knob, rows = cells[title]
+        at = [knobs[knob][r.arm] for r in rows]
+        stretched = min(at) > 0 and max(at) >= 8 * min(at)
+        ax.set(xscale="log" if stretched else "linear", xlabel=f"{knob}, and MACs per image")
+        ax.plot(at, [r.mean for r in rows], color=FAINT, linewidth=0.8)
+        for x, r in zip(at, rows):
+            look, beside = looks[r.arm], _beside(x, at, 0.035, stretched)
+            ax.plot([beside] * len(r.values), r.values, "o", color=look["colour"], alpha=0.45, markersize=3)
+            ax.plot([x, x], [r.mean, r.mean] if r.low is None else [r.low, r.high], color=look["colour"], linewidth=2)
+            ax.plot([x], [r.mean], look["marker"], color=look["colour"])
+        macs = [r.budget["macs"] for r in rows]
+        ax.set_xticks(at, [f"{x:,g}" + (f"\n{m / 1e6:,.2f} M" if m else "") for x, m in zip(at, macs)])
+        ax.minorticks_off()
+        ax.set_xlim(_beside(min(at), at, -0.08, stretched), _beside(max(at), at, 0.08, stretched))
+        shown = [r for m, _, of in cells.values() if m == n for r in of]
+        _stretch(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], most=7)
+    figure.supylabel("test accuracy, %", fontsize="medium")
+    return _svg(figure, "knobs", "test accuracy against the one number that arms differ in")
+
+
+@_style()
+def learning_curves(comparison: Comparison, records: Sequence[dict]) -> str:
+    """Validation accuracy and training loss against training step: means over seeds, bands of one SD over seeds to either side.
+
+    Means are drawn at the steps at which all finished seeds of the cell were looked at, so that no mean changes company.
     """
     cells: dict[tuple, list[dict]] = {}
     for r in records:
-        points = {step: value for step, _, value in r.get("curve") or [] if value is not None}
-        if r["status"] == "finished" and points:
-            cells.setdefault((r["labels"], r["arm"]), []).append(points)
-    figure, panels = _panels([n for n in comparison.labels if n in {labels for labels, _ in cells}], height=3.9)
-    for n, ax in panels.items():
+        for kind, at in (("accuracy", 2), ("loss", 1)):
+            points = {point[0]: point[at] for point in r.get("curve") or [] if point[at] is not None}
+            if r["status"] == "finished" and points:
+                cells.setdefault((r["labels"], kind, r["arm"]), []).append(points)
+    names = {
+        n if kind == "accuracy" else (kind, n): (n, kind)
+        for kind in ("accuracy", "loss")
+        for n in comparison.labels
+        if any(cell[:2] == (n, kind) for cell in cells)
+    }
+    wide = min(3, len({n for n, _ in names.values()}))
+    figure, panels = _panels(list(names), height=3.6, columns=wide)
+    for name, ax in panels.items():
+        n, kind = names[name]
         shown, lost = [], []
         for arm, look in styles(comparison).items():
-            seeds = cells.get((n, arm), [])
+            seeds = cells.get((n, kind, arm), [])
             steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
             lost += [arm] if seeds and not steps else []
             means = [fmean(of[s] for of in seeds) for s in steps]
             sds = [stdev(of[s] for of in seeds) if len(seeds) > 1 else 0 for s in steps]
             bottom, top = [m - sd for m, sd in zip(means, sds)], [m + sd for m, sd in zip(means, sds)]
+            if kind == "loss":  # a band that would reach 0 has no place on a logarithmic axis
+                bottom = [max(low, m / 10) if m > 0 else low for low, m in zip(bottom, means)]
             ax.fill_between(steps, bottom, top, color=look["colour"], alpha=0.13, linewidth=0)
             ax.plot(steps, means, marker=look["marker"], markevery=[-1] if steps else [], color=look["colour"])
             shown += bottom + top
-        _stretch(ax, "y", shown, most=7)
-        ax.set(xlabel="training step" + f" (seeds share no step: {', '.join(lost)})" * bool(lost))
-    figure.supylabel("validation accuracy, %", fontsize="medium")
-    return _svg(figure, "curves", "validation accuracy against training step")
+        if kind == "accuracy":
+            _stretch(ax, "y", shown, most=7)
+        else:
+            ax.set(title="", yscale="log" if min(shown, default=0) > 0 else "linear")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("")
+        ax.set(xlabel="training step" + _epoch(records, n) + f" (seeds share no step: {', '.join(lost)})" * bool(lost))
+        ax.set_ylabel("validation accuracy, %" if kind == "accuracy" else "training loss")
+    return _svg(figure, "curves", "validation accuracy and training loss against training step")
+
+
+def _epoch(records: Sequence[dict], labels: int | None) -> str:
+    """How many steps make an epoch, where all runs agree on it and the records say."""
+    runs = [r["run"] for r in records if r["labels"] == labels and r.get("curve") and r.get("run")]
+    batches = {None if run.get("unlabelled") else run.get("batch") for run in runs}
+    if labels is None or len(batches) != 1 or None in batches:
+        return ""
+    return f" (an epoch is {labels / batches.pop():.3g})"
 
 
 @_style()
@@ -171,18 +232,18 @@ def tokens(picture: dict) -> str:
     return _svg(draw(picture), "tokens", "which patches share a token, and which are gone")
 
 
-def _panels(names: list, arms: Sequence[str] = (), *, height: float = 0, width: float = 0) -> tuple:
-    """A figure and its panels by name, three to a row, with the arms down the side if they are given; sizes in inches."""
+def _panels(names: list, arms: Sequence[str] = (), *, height: float = 0, width: float = 0, columns: int = 3) -> tuple:
+    """A figure and its panels by name, `columns` to a row, with the arms down the side if they are given; sizes in inches."""
     from matplotlib.figure import Figure
 
-    columns = min(len(names), 3)
-    lines = math.ceil(len(names) / 3)
+    columns = min(len(names), columns)
+    lines = math.ceil(len(names) / max(columns, 1))
     size = (width or (0, 7.5, 11, 11)[columns], lines * (height or 0.9 + 0.34 * len(arms)))
     figure = Figure(figsize=size, layout="constrained")
     panels = {}
     for place, name in enumerate(names):
         ax = panels[name] = figure.add_subplot(lines, columns, place + 1)
-        ax.set(title=name if isinstance(name, str) else amount(name))
+        ax.set(title=amount(name) if isinstance(name, int | None) else name)
         if arms:
             first = place % columns == 0
             ax.set_yticks(range(len(arms)), arms if first else [""] * len(arms))
@@ -241,6 +302,11 @@ def _name(ax, ends: dict[str, tuple[float, float]], looks: dict[str, dict]) -> N
         start = float(place.transform((x, 0.5))[0]) + 0.008, heights[arm]
         line = {"arrowstyle": "-", "color": looks[arm]["colour"], "linewidth": 0.8, "relpos": (0, 0.5), "shrinkB": 0}
         ax.annotate(arm, xy=start, xytext=(1.06, at[arm]), xycoords="axes fraction", va="center", arrowprops=line)
+
+
+def _beside(x: float, of: Sequence[float], by: float, stretched: bool) -> float:
+    """`x`, moved by that fraction of an axis on which all these lie."""
+    return x * (max(of) / min(of)) ** by if stretched else x + (max(of) - min(of)) * by
 
 
 def _css(colour: str) -> str:

@@ -11,6 +11,7 @@ from importlib import resources
 from itertools import groupby
 
 from . import figures
+from .knobs import choices, knobs
 from .probes import Probed, no_better_than_random, probed
 from .verdicts import LEVEL, MIN_PAIRS, Comparison, Difference, Row, amount, compare, seeds_text
 
@@ -40,6 +41,7 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
         parts += _section(amount(n).capitalize(), [sentence(c, row) for row in judged], level=3)
     parts += [_md(how_to_read(c))] if c.family else []
     parts += _section("Warnings", warnings(records) + no_better_than_random(records)) + _section("Failures", failures(c))
+    parts += _section("Unavailable here", unavailable(c))
     for n in c.labels:
         parts += [f"## Results at {amount(n)}"]
         for part in c.parts():
@@ -69,6 +71,7 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     parts = c.parts()
     draw = {"forest": figures.forest, "macs": figures.by_macs, "labels": figures.by_labels, "dots": figures.dots}
     draw["curves"] = partial(figures.learning_curves, records=records)
+    draw["knobs"] = lambda part: figures.by_knob(part, knobs(part, records))
     drawn = {name: [(part, Markup(svg)) for part in parts if (svg := of(part))] for name, of in draw.items()}
     looks = {arm: look for part in parts for arm, look in figures.styles(part).items()}
     given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks}
@@ -76,6 +79,7 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
     given |= {"how_it_was_timed": how_it_was_timed(records) if c.reduced else ""}
     given |= {"warnings": warnings(records) + no_better_than_random(records), "failures": failures(c), "budgets": budgets(c)}
+    given |= {"unavailable": unavailable(c)}
     given |= {"probed": probed(records)}
     return page.render(given | {"changes": changes(c, records), "provenance": provenance(records)})
 
@@ -162,7 +166,8 @@ def summary(c: Comparison) -> str:
     """How many comparisons came out how."""
     counts = Counter(row.verdict for row in c.rows)
     said = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word]) or "none to judge"
-    lost, finished = sum(len(row.failures) for row in c.rows), sum(len(row.values) for row in c.rows)
+    lost = sum(len(row.failures) for row in c.rows if not row.unavailable)
+    finished = sum(len(row.values) for row in c.rows)
     tail = f" {lost} of {lost + finished} runs left no number; see Failures." if lost else ""
     return f"Against {c.baseline}, {c.family} comparison{'s' * (c.family != 1)}: {said}.{tail}"
 
@@ -208,9 +213,19 @@ def failures(c: Comparison) -> list[str]:
     """Every run that left no number, and why."""
     out = []
     for row in c.rows:
+        if row.unavailable:
+            continue
         by_reason = groupby(sorted(row.failures, key=row.failures.get), key=row.failures.get)
         out += [f"{row.arm} at {amount(row.labels)}, {seeds_text(list(seeds))}: {why}" for why, seeds in by_reason]
     return out
+
+
+def unavailable(c: Comparison) -> list[str]:
+    """The arms whose weights were not to be had where this ran, and why."""
+    absent = [row for row in c.rows if row.unavailable]
+    return list(
+        dict.fromkeys(f"{row.arm}: {next(iter(row.failures.values())).removeprefix('unavailable: ')}" for row in absent)
+    )
 
 
 def warnings(records: Sequence[dict]) -> list[str]:
@@ -236,13 +251,13 @@ def warnings(records: Sequence[dict]) -> list[str]:
 def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
     """Arm -> the fields of its runs that differ from its baseline's run with the same labels and seed."""
     against, starts = {row.arm: row.against for row in c.rows}, started_from(records)
-    base = {(r["arm"], r["labels"], r["seed"]): _choices(r["run"]) for r in records if r["role"] == "baseline" and r.get("run")}
+    base = {(r["arm"], r["labels"], r["seed"]): choices(r["run"]) for r in records if r["role"] == "baseline" and r.get("run")}
     runs, seen = Counter(), {}
     for r in records:
         theirs = base.get((against[r["arm"]], r["labels"], r["seed"]))
         if r["role"] == "baseline" or theirs is None or not r.get("run"):
             continue
-        mine = _choices(r["run"])
+        mine = choices(r["run"])
         fields = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         swapped = tuple(name.removesuffix("call") for name in fields if name.endswith(".call") and name in mine)
         fields = [name for name in fields if name in mine or not name.startswith(swapped)]  # what went with its component
@@ -303,18 +318,6 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         "Run again": f"smallvit run {records[0]['recipe']}.py (or its path)",
         "Write this page again": f"smallvit report {records[0]['recipe']}.py (or its path)",
     }
-
-
-def _choices(run: dict) -> dict[str, str]:
-    """A described run, choice by choice; the run that it starts from is one of them, however much that says of itself."""
-    rest = _flat({name: value for name, value in run.items() if name != "init"})
-    return rest | ({"init": json.dumps(run["init"])} if run.get("init") else {})
-
-
-def _flat(value: object, path: str = "") -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {path: json.dumps(value, ensure_ascii=False)}
-    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}.{key}".lstrip(".")).items()}
 
 
 def _cut(names: Iterable[str], most: int = 3) -> str:

@@ -7,7 +7,7 @@ from statistics import fmean
 from .verdicts import amount, spread
 
 PROBES = ("knn_1", "knn_5", "knn_20", "linear_probe", "few_shot")
-RANDOM = "random initialisation"  # the floor's name, see smallvit.run
+RANDOM = "random initialisation"  # the floor's name, see smallvit.arms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,11 @@ class Row:
     unequal: dict[str, float]
     forward: dict[str, float | None]
 
+    @property
+    def unavailable(self) -> bool:
+        """Whether none of its runs could be, for want of weights: then it is no failure, and nothing is said of it."""
+        return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -106,7 +111,8 @@ def compare(records: Sequence[dict]) -> Comparison:
 
     The grid is, for each baseline, its arms x its label counts x the seeds seen there; a run that nobody recorded is a failure
     like any other, and a cell with a failure gets no verdict. Holm's family is every technique at every label count, testable
-    or not, so a run that died never makes its neighbours easier to believe. A pair whose labelled subsets differ is no pair:
+    or not, so a run that died never makes its neighbours easier to believe; only an arm whose weights are not to be had here,
+    which no result can bring about, is left out of it. A pair whose labelled subsets differ is no pair:
     its cell gets no verdict rather than a `ValueError`, because one stale run should not hide the others.
 
     Raises ValueError for no baseline, an arm of several of which it names none, a cell recorded twice, an arm of two roles or
@@ -123,7 +129,9 @@ def compare(records: Sequence[dict]) -> Comparison:
     done = {cell: {s: r for s, r in of.items() if r["status"] == "finished"} for cell, of in runs.items()}
     differences = {(n, arm): _difference(done[n, arm], done[n, against[arm]]) for n, arm in grid if arm != against[arm]}
     gaps = {(n, arm): _gaps(arm, runs[n, arm], against[arm], runs[n, against[arm]]) for n, arm in grid}
-    judged = _judge({cell: d for cell, d in differences.items() if roles[cell[1]] == "technique"}, gaps)
+    absent = {cell for cell, of in runs.items() if all(r["status"] == "unavailable" for r in of.values())}
+    techniques = {cell: d for cell, d in differences.items() if roles[cell[1]] == "technique" and cell not in absent}
+    judged = _judge(techniques, gaps)
     costs = {cell: _costs(list(of.values())) for cell, of in done.items()}
     rows = []
     for n, arm in grid:

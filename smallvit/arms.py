@@ -1,0 +1,165 @@
+"""Arms: what stands in a comparison; every technique at every number of labels and every seed, and the floors to beat."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+from smallvit.components import function
+from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
+from smallvit.floors import Pixels, SmallCNN
+from smallvit.objectives import Supervised
+from smallvit.pretrained import VIT_S, Weights
+from smallvit.run import Run, fingerprint
+from smallvit.tokenizers import PatchEmbed, Resized
+from smallvit.vit import ViT
+
+RANDOM = "random initialisation"  # the floor of what is probed
+
+
+def ablate(
+    arms: dict[str, Run],
+    *,
+    labels: Iterable[int | None] = (None,),
+    seeds: Iterable[int] = range(8),
+    floors: bool = True,
+    yardsticks: dict[str, Run] | None = None,
+) -> list[Run]:
+    """Every arm for every number of labels and every seed; the first arm is the baseline of all differences.
+
+    The floors stand in every comparison unless `floors=False`: raw pixels under logistic regression and under kNN, a small CNN
+    trained as the baseline is, and where an arm is judged by a probe the same probe of its random weights. `yardsticks` are
+    more of them, such as `imagenet_vit_s(baseline)`: they stand in the tables and get no verdict. Seeds come outermost within
+    a number of labels, so that a half-finished recipe already compares all arms.
+
+    Raises ValueError if two arms are the same run under two names, if an arm bears a floor's name or asks for another number of
+    labels, and if a seed or a number of labels is given twice: one run is not two.
+    """
+    labels, seeds = several(labels, "labels"), several(seeds, "seeds")
+    if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
+        raise ValueError(f"ablate got the arms {arms!r}; expected a dict from names to runs, the baseline first")
+    for name, run in arms.items():
+        if run.labels not in (None, *labels):
+            raise ValueError(
+                f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
+            )
+    named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
+    for name, run in ((the_floors(list(arms.values())) if floors else {}) | (yardsticks or {})).items():
+        if name in named:
+            raise ValueError(
+                f"the arm {name!r} has the name of a floor; give it another, or leave the floors out: floors=False"
+            )
+        named[name] = (run, "floor")
+    same: dict[str, str] = {}
+    for name, (run, _) in named.items():
+        other = same.setdefault(fingerprint(placed(run, None, 0)), name)
+        if other != name:
+            raise ValueError(
+                f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
+            )
+    runs = [
+        placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
+        for count in labels
+        for seed in seeds
+        for name, (run, role) in named.items()
+    ]
+    names = {fingerprint(run): run.arm for run in runs}
+    for run in runs:
+        name_before(run, run.arm, names)
+    return [called(run, names) for run in runs]
+
+
+def name_before(run: Run, arm: str, names: dict[str, str]):
+    """Give what is trained before a run of that arm a name, unless it is an arm itself."""
+    for field, before in run.before.items():
+        names.setdefault(fingerprint(before), f"{'start' if field == 'init' else 'teacher'} of {arm}")
+        name_before(before, arm, names)
+
+
+def called(run: Run, names: dict[str, str]) -> Run:
+    """The run by its name, and so all that is trained before it: by its arm's if it is one, so that it is trained once."""
+    return replace(run, arm=names[fingerprint(run)], **{field: called(before, names) for field, before in run.before.items()})
+
+
+def placed(run: Run, labels: int | None, seed: int) -> Run:
+    """The run at that seed and number of labels, and so what is trained before it, unless that has labels of its own.
+
+    One that trains on all images unlabelled is one for all numbers of labels.
+    """
+    before = {
+        field: placed(other, other.labels or (None if other.unlabelled else labels), seed)
+        for field, other in run.before.items()
+    }
+    return replace(run, labels=labels, seed=seed, **before)
+
+
+def several(values: Iterable, name: str) -> list:
+    """The values as a list, each there once."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {values!r}; expected several, such as {name}=[{values!r}]")
+    values = list(values)
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name} are {values}; expected at least one, and each once")
+    return values
+
+
+def the_floors(arms: list[Run]) -> dict[str, Run]:
+    """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights."""
+    baseline = arms[0]
+    supervised = {"init": None, "teacher": None, "objective": Supervised, "unlabelled": False, "layer_decay": None}
+    untrained = supervised | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
+    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
+    few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
+    asked = {name: knob for name, knob in getattr(few, "keywords", {}).items() if name in ("shots", "draws", "strength")}
+    few = () if few is None else (partial(few_shot, **asked),)  # pixels have neither layers nor a class token
+    floors = {
+        "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
+        "pixels, nearest neighbour": pixels,
+        "small CNN": replace(baseline, model=SmallCNN, **supervised, evaluators=(accuracy,)),
+    }
+    probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
+    return floors if probed is None else floors | {RANDOM: replace(probed, **untrained)}
+
+
+def imagenet_vit_s(
+    baseline: Run, *, name: str = VIT_S, file: str | None = None, patch: int = 4, upsampled: bool = False
+) -> dict[str, Run]:
+    """A ViT-S from ImageNet on the data of the baseline, as yardsticks for `ablate`: fine-tuned, frozen, and from scratch.
+
+    At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to the
+    224 pixels it was trained on, at sixteen times the cost. Fine-tuned are `FINE_TUNING` steps, with a rate that falls by a
+    quarter from block to block; frozen it is judged by a logistic regression on the labels. The arms say what the weights were
+    trained on, and where the weights are not to be had that they are not. `name` and `file` are those of `Weights`.
+    """
+    vit = partial(ViT, dim=384, depth=12, heads=6, tokenizer=partial(PatchEmbed, patch=patch))
+    weights, of = Weights(name=name, file=file), f"ViT-S from {trained_on(name)}"
+    tuned = baseline.vary(
+        model=partial(vit, drop_path=0.1),
+        init=weights,
+        objective=Supervised,
+        unlabelled=False,
+        teacher=None,
+        steps=min(baseline.steps, FINE_TUNING),
+        lr=5e-4,
+        weight_decay=0.05,
+        layer_decay=0.75,
+        clip=1.0,
+        average=0.0,
+        evaluators=None,
+    )
+    frozen = tuned.vary(model=vit, steps=0, augment=(), layer_decay=None, early_stop=0, evaluators=(linear_probe, knn))
+    arms = {f"{of} (fine-tuned)": tuned, f"{of} (frozen)": frozen}
+    if upsampled:
+        large = partial(Resized, tokenizer=partial(PatchEmbed, patch=16), size=224)
+        arms |= {f"{of} at 224 pixels (fine-tuned)": tuned.vary(tokenizer=large)}
+        arms |= {f"{of} at 224 pixels (frozen)": frozen.vary(tokenizer=large)}
+    return arms | {"ViT-S from scratch": tuned.vary(init=None, layer_decay=None)}
+
+
+FINE_TUNING = 300
+
+
+def trained_on(name: str) -> str:
+    """What the weights of that name were trained on, as its tag says; the name itself where it does not."""
+    tag = name.partition(".")[2]
+    said = {"in21k": "ImageNet-21k", "in22k": "ImageNet-22k", "in12k": "ImageNet-12k", "in1k": "ImageNet-1k", "dino": "DINO"}
+    return next((text for part, text in said.items() if part in tag and tag != "lvd142m"), name)

@@ -1,0 +1,253 @@
+"""Weights from elsewhere: found, read, held against the model name by name, and fitted to other images."""
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from smallvit.positions import Learned, resample
+from smallvit.tokenizers import PatchEmbed, Resized, ShiftedPatchEmbed
+from smallvit.vit import ViT
+
+from .convert import VIT_S, rename, skeleton
+
+FOLDER = "SMALLVIT_WEIGHTS"
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+
+
+class Unavailable(ValueError):
+    """Weights that are neither in a file nor to be had from the hub: a run that starts from them cannot be, the others can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Trained elsewhere, for `Run(init=Weights(...))` with a `ViT` of that shape, `like(name)`.
+
+    name     timm's name with its tag, such as "vit_small_patch16_224.augreg_in21k_ft_in1k": which data it was trained on, and
+             the mean and standard deviation of the pixels that it expects
+    file     a .safetensors, a .pth (also {"model": ...}, also a DINO checkpoint, of which the teacher is taken) or the original
+             .npz of Google's; None: `$SMALLVIT_WEIGHTS/<name>.<any of these>`, else timm's hub
+    new      the parts of the model that may start anew, or of the file that may be left over, by their names here
+
+    One path from every source. Names are held against timm's model, then against ours: all that is missing, left over or of
+    another shape is an error, but for the head and the parts named in `new`; a reduction always starts anew. Then the weights
+    are fitted to the data: a patch kernel of another size by timm's pseudo-inverse resize (FlexiViT, arXiv:2212.08013),
+    positions by timm's bicubic rule, three channels summed to one, and the data's mean and standard deviation exchanged for
+    the weights' own inside the first linear map, so that the model computes of our pixels what it would of its own.
+    With `ShiftedPatchEmbed` the shifted copies start at 0; only without its LayerNorm is that the pretrained function.
+
+    Raises   Unavailable where there is no such file and no hub; ValueError for a file that cannot be read or does not fit,
+             naming the weights.
+    """
+
+    name: str = VIT_S
+    file: str | None = None
+    new: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name is {self.name!r}; expected timm's name of the weights, such as {VIT_S!r}")
+        if self.file is not None and Path(self.file).suffix not in SUFFIXES:
+            raise ValueError(f"file is {self.file!r}; expected one that ends in {', '.join(SUFFIXES)}")
+        if isinstance(self.new, str) or not all(isinstance(part, str) for part in self.new):
+            raise ValueError(f"new is {self.new!r}; expected names of parts, such as ('tokenizer.norm',)")
+        object.__setattr__(self, "new", tuple(self.new))
+
+    def path(self) -> Path:
+        """The file, downloaded if it has to be. Raises Unavailable."""
+        if self.file is not None:
+            if not Path(self.file).is_file():
+                raise Unavailable(f"{self.name}: there is no file {self.file}")
+            return Path(self.file)
+        here = os.environ.get(FOLDER)
+        found = [path for suffix in SUFFIXES if here and (path := Path(here) / f"{self.name}{suffix}").is_file()]
+        return found[0] if found else self.download()
+
+    def download(self) -> Path:
+        from huggingface_hub import hf_hub_download
+        from timm.models import get_pretrained_cfg
+
+        hub = getattr(get_pretrained_cfg(self.name, allow_unregistered=True), "hf_hub_id", None)
+        if not hub:
+            raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
+        try:
+            return Path(hf_hub_download(hub, "model.safetensors"))
+        except Exception as error:  # no network, a proxy, a hub that is down: each library below has its own
+            raise Unavailable(
+                f"{self.name} is neither in a file nor to be had from the hub ({type(error).__name__}); put"
+                f" {self.name}.safetensors into a folder and set {FOLDER} to it"
+            ) from error
+
+    def load(self, model: nn.Module, mean: Sequence[float] | float, std: Sequence[float] | float) -> dict:
+        """Put them into `model`, whose pixels come with that mean and standard deviation subtracted and divided; for each
+        channel, or one for all.
+
+        Returns the report: file, its sha256, how many were loaded, which were resized, adapted, new or left over.
+        """
+        if not isinstance(model, ViT):
+            raise ValueError(
+                f"{type(model).__name__} cannot start from {self.name}; expected a ViT, such as like({self.name!r})"
+            )
+        path = self.path()
+        theirs, own_mean, own_std = read(path, self.name)
+        state, own = rename(theirs), model.state_dict()
+        report = {"name": self.name, "file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        report |= {"resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": []}
+        stem(state, model, (own_mean, own_std), (mean, std), report)
+        places(state, model, report)
+        if "head.weight" in state and state["head.weight"].shape != own["head.weight"].shape:
+            state = {name: weight for name, weight in state.items() if not name.startswith("head.")}
+        report["new"], report["left_over"], wrong = misfits(state, own, self.new)
+        if wrong:
+            raise ValueError(
+                f"{path.name} does not fit the model: {several(wrong)}; expected the shape of like({self.name!r}), or the parts"
+                " named in new=(...)"
+            )
+        fitting = {name: weight for name, weight in state.items() if name in own and name not in report["new"]}
+        model.load_state_dict(fitting, strict=False)
+        return report | {"loaded": len(fitting)}
+
+
+def misfits(state: dict[str, Tensor], own: dict[str, Tensor], new: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The weights that only the model has, those that only the file has, and in words those of either that nobody excused."""
+    absent = [name for name in own if name not in state or state[name].shape != own[name].shape]
+    left_over = [name for name in state if name not in own or state[name].shape != own[name].shape]
+    wrong = []
+    for name in dict.fromkeys([*absent, *left_over]):
+        if not any(f".{part}." in f".{name}." for part in ("head", "reduction", *new)):
+            sides = ((state, "in the file"), (own, "in the model"))
+            wrong.append(f"{name} ({', '.join(f'{tuple(of[name].shape) if name in of else None} {at}' for of, at in sides)})")
+    return absent, left_over, wrong
+
+
+def several(found: list[str]) -> str:
+    return ", ".join(found[:5]) + f" and {len(found) - 5} more" * (len(found) > 5)
+
+
+def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], tuple[float, ...]]:
+    """The weights in a file under timm's names, held against timm's model of that name; and its mean and standard deviation.
+
+    A head of any size, and none, will do.
+    """
+    native = skeleton(name)
+    state = from_npz(path, name) if path.suffix == ".npz" else unwrapped(from_file(path))
+    wanted = {key: tuple(tensor.shape) for key, tensor in native.state_dict().items()}
+    strange = [f"{key} is missing" for key in wanted if key not in state and not key.startswith("head.")]
+    strange += [f"{key} is unknown" for key in state if key not in wanted and not key.startswith(HEADS)]
+    free = ("pos_embed", "patch_embed.proj.weight", *HEADS)
+    strange += [
+        f"{key} is {tuple(state[key].shape)}, expected {shape}"
+        for key, shape in wanted.items()
+        if key in state and tuple(state[key].shape) != shape and not key.startswith(free)
+    ]
+    if strange:
+        raise ValueError(f"{path.name} is not {name}: {several(strange)}; expected its weights under timm's names")
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(name, allow_unregistered=True) or native.pretrained_cfg
+    cfg = cfg if isinstance(cfg, dict) else cfg.to_dict()
+    return {key: state[key].float() for key in wanted if key in state}, tuple(cfg["mean"]), tuple(cfg["std"])
+
+
+HEADS = ("head.", "fc.", "pre_logits.", "head_dist.")
+
+
+def from_file(path: Path) -> dict:
+    """What a file of torch's or safetensors holds; nothing in it is executed."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a broken file makes of either
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected a file of weights") from error
+
+
+def unwrapped(state: object) -> dict[str, Tensor]:
+    """The state dict itself, out of its wrapping: `{"model": ...}`, a DINO checkpoint's teacher, `module.` and `backbone.`."""
+    for key in ("teacher", "model_ema", "state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"found a {type(state).__name__} without tensors; expected a state dict, or one under 'model'")
+    found = {}
+    for name, tensor in state.items():
+        bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", name)
+        if isinstance(tensor, Tensor):
+            found[bare] = tensor
+    return found
+
+
+def from_npz(path: Path, name: str) -> dict[str, Tensor]:
+    """The original weights of Google's, by timm's reader of them."""
+    import timm
+
+    with torch.device("cpu"):
+        model = timm.create_model(name.partition(".")[0])
+    try:
+        model.load_pretrained(str(path))
+    except KeyError as error:
+        raise ValueError(f"{path.name} is not {name}: {error.args[0]}") from error
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected the original .npz") from error
+    return model.state_dict()
+
+
+def stem(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple, report: dict):
+    """Fit the first linear map, `tokenizer.proj`, to the model's patches, channels and pixels, in place."""
+    from timm.layers import resample_patch_embed
+
+    outer = model.tokenizer
+    tokenizer, inside = (outer.tokenizer, "tokenizer.") if isinstance(outer, Resized) else (outer, "")
+    kernel, bias = state.pop("tokenizer.proj.weight"), state.pop("tokenizer.proj.bias")
+    if not isinstance(tokenizer, PatchEmbed | ShiftedPatchEmbed):
+        state |= {"tokenizer.proj.weight": kernel, "tokenizer.proj.bias": bias}
+        return
+    patch, channels = tokenizer.patch, model.channels
+    if kernel.ndim == 2:  # a linear map over flattened patches, as early files have it
+        kernel = kernel.unflatten(1, (3, math.isqrt(kernel.shape[1] // 3), -1))
+    if kernel.shape[-1] != patch:
+        report["resized"].append(f"tokenizer.proj: patch {kernel.shape[-1]} to {patch}")
+        kernel = resample_patch_embed(kernel, [patch, patch])
+    if channels not in (1, kernel.shape[1]):
+        raise ValueError(f"the images have {channels} channels, the weights {kernel.shape[1]}; expected as many, or 1")
+    (mean, std), (data_mean, data_std) = ((as_channels(v, kernel.shape[1]) for v in pair) for pair in (own, given))
+    if not torch.equal(mean, data_mean) or not torch.equal(std, data_std):
+        report["adapted"].append("tokenizer.proj: the data's mean and standard deviation for the weights' own")
+        bias = bias + torch.einsum("dcpq,c->d", kernel.double(), (data_mean - mean) / std).float()
+        kernel = (kernel * (data_std / std)[:, None, None]).float()
+    if channels == 1 < kernel.shape[1]:
+        report["adapted"].append(f"tokenizer.proj: {kernel.shape[1]} channels summed to 1")
+        kernel = kernel.sum(1, keepdim=True)
+    if isinstance(tokenizer, ShiftedPatchEmbed):
+        report["adapted"].append("tokenizer.proj: shifted copies start at 0")
+        flat = kernel.flatten(1)
+        kernel = torch.cat([flat, flat.new_zeros(len(flat), flat.shape[1] * len(tokenizer.offsets))], dim=1)
+    state |= {f"tokenizer.{inside}proj.weight": kernel, f"tokenizer.{inside}proj.bias": bias}
+
+
+def as_channels(value: Sequence[float] | float, channels: int) -> Tensor:
+    """One number for each channel of the weights, exactly; one that is given alone is for all."""
+    numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
+    return numbers.expand(channels) if len(numbers) == 1 else numbers
+
+
+def places(state: dict[str, Tensor], model: ViT, report: dict):
+    """Fit the positions to the model's grid, in place."""
+    if "position.table" not in state or not isinstance(model.position, Learned):
+        return
+    table, grid = state["position.table"], model.position.grid
+    extra = len(model.position.table) - grid[0] * grid[1]
+    side = math.isqrt(len(table) - extra)
+    if side * side != len(table) - extra:
+        return  # of another kind; what does not fit is said with all else
+    if (side, side) != tuple(grid):
+        report["resized"].append(f"position.table: {side} x {side} to {grid[0]} x {grid[1]}")
+        state["position.table"] = resample(table, (side, side), grid)
