@@ -2,19 +2,19 @@
 
 Paper   Dosovitskiy et al. 2020 (ViT), arXiv:2010.11929. LeCun et al. 1998 (LeNet-5).
 Data    MNIST: 59,000 labelled digits (1,000 are held back, 100 in the second part), 10,000 test images.
-Cost    48 runs; not run yet, some 40 minutes on two CPU cores by the time of a few steps: a quarter each for the exercise and for
-        the model of width 512, half for ViT-S.
-Expect  Without the softmax the exercise is better by one to three points: with it the loss cannot fall below 1.46, yet the largest
-        logit still wins. LeNet-5 beats both by more than that, in less time. In 100 steps ViT-S is behind the model of width 512,
-        both are far ahead of the exercise, which has hardly started, and far behind LeNet-5.
+Cost    48 runs; not run yet, some 40 minutes on two CPU cores by the time of a few steps, a third of them for ViT-S.
+Expect  Without the softmax the exercise is better by one to three points: with it the loss cannot fall below 1.46, yet the
+        largest logit still wins. LeNet-5 beats both by more than that, in less time. In 100 steps ViT-S is behind the model
+        of width 512, both are far ahead of the exercise, which has hardly started, and far behind LeNet-5.
         Written before the runs; the report says what came.
-Chosen  Of the exercise nothing but its length: 5 of the usual 20 epochs, as 20 with eight seeds would take hours. The rate of the
-        larger models, for both alike, and that of LeNet-5 are common ones and were not tuned.
+Chosen  Of the exercise nothing but its length: 5 of the usual 20 epochs, as 20 with eight seeds would take hours. The rate of
+        the larger models, for both alike, and that of LeNet-5 are common ones and were not tuned.
 
 The exercise is a 7 x 7 grid of patches, width 8, 2 blocks, 2 heads, fixed sines, Adam at a constant 0.005, batches of 128, no
 augmentation; the baseline has the softmax, as it is usually written. The second part gives every model the same 3,200 images,
-each seen once, with six seeds: the larger models make 20 to 40 of them a second on one core, so the table's columns of budgets
-belong to the verdicts. There they have patches of 7 pixels, a third of the tokens; the ReLU MLP of the one is 1,024 wide.
+each seen once, with six seeds: the larger models make 20 to 40 of them a second on one core, so the table's columns of
+budgets belong to the verdicts. There they have patches of 7 pixels, a third of the tokens; the ReLU MLP of the one is 1,024
+wide.
 """
 
 from functools import partial

@@ -1,13 +1,15 @@
 """What do learned positions look like, and are they worth learning: against fixed sines, a smaller start, and none at all?
 
-Paper   Dosovitskiy et al. 2020 (ViT), arXiv:2010.11929, figure 7 and appendix D.4. Vaswani et al. 2017, arXiv:1706.03762 (sines).
+Paper   Dosovitskiy et al. 2020 (ViT), arXiv:2010.11929, figure 7 and appendix D.4. Vaswani et al. 2017, arXiv:1706.03762
+        (sines).
 Data    MNIST: 1,000 labelled digits, 10,000 test images; 49 patches of 4 pixels, so that the maps are 7 x 7.
 Cost    64 runs; not run yet, some 20 minutes on two CPU cores by the time of a few steps.
-Expect  2-D sines are best. Positions that start from 0.02 stay near no positions at all, many points behind those that start from
-        N(0, 1): so few steps do not grow them. 1-D sines come between the two, since they tell the row badly. Learned positions show
-        little of the grid after so few steps, and neighbours are hardly more alike than others.
+Expect  2-D sines are best. Positions that start from 0.02 stay near no positions at all, many points behind those that start
+        from N(0, 1): so few steps do not grow them. 1-D sines come between the two, since they tell the row badly. Learned
+        positions show little of the grid after so few steps, and neighbours are hardly more alike than others.
         Written before the runs; the report says what came.
-Chosen  Nothing here: batch and rate are those of the recipe `spt_lsa`, with fewer steps.
+Chosen  Nothing here: batch and rate are those of the recipe `spt_lsa`, with fewer steps. Two arms were tried once at another
+        seed, on validation images, after the expectation was written, and nothing was changed.
 
 The pictures, once the runs are there, of the folder of any of them:
 
@@ -16,7 +18,8 @@ The pictures, once the runs are there, of the folder of any of them:
     position_similarity(model).savefig("similarity.png")     # a 7 x 7 grid of maps: which positions are alike
     position_table(100, 16).savefig("sines.png")             # the sines themselves: place by channel; also (1_000, 160)
 
-`smallvit shapes explain` says what comes out of each step of this model; `smallvit shapes vit_base_patch16_224` of the paper's.
+`smallvit shapes explain` says what comes out of each step of this model; `smallvit shapes vit_base_patch16_224` of the
+paper's.
 """
 
 from functools import partial

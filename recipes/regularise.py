@@ -1,20 +1,21 @@
-"""What do dropout, stochastic depth, label smoothing, early stopping, mixup and weight averaging each do for a ViT with few labels?
+"""What do dropout, stochastic depth, label smoothing, early stopping, mixup and weight averaging do for a ViT with few labels?
 
 Paper   Srivastava et al. 2014 (dropout), JMLR 15. Huang et al. 2016 (stochastic depth), arXiv:1603.09382. Szegedy et al. 2016
-        (label smoothing), arXiv:1512.00567. Zhang et al. 2018 (mixup), arXiv:1710.09412. Izmailov et al. 2018 (weight averaging),
-        arXiv:1803.05407.
+        (label smoothing), arXiv:1512.00567. Zhang et al. 2018 (mixup), arXiv:1710.09412. Izmailov et al. 2018 (weight
+        averaging), arXiv:1803.05407.
 Data    MNIST: 100 and 1,000 labelled digits, 10,000 test images.
 Cost    208 runs; not run yet, some 35 minutes on two CPU cores by the time of a few steps.
-Expect  Mixup helps most of the six, by a point or two at 100 labels; dropout and label smoothing by less than one, stochastic depth
-        not at all in 4 blocks. Early stopping does no good, since the rate ends at 0 anyway, and weight averaging none for the same
-        reason. All six together are no better than mixup alone. Deforming the digits is worth more than all six, by five points
-        and more at 100 labels; on top of it they do nothing or harm. Written before the runs; the report says what came.
-Chosen  Nothing: the rates of the papers and of timm, 0.1 for dropout, stochastic depth and smoothing; the length and the rate of
-        learning are those of the recipe `hyperparameters`.
+Expect  Mixup helps most of the six, by a point or two at 100 labels; dropout and label smoothing by less than one, stochastic
+        depth not at all in 4 blocks. Early stopping does no good, since the rate ends at 0 anyway, and weight averaging none
+        for the same reason. All six together are no better than mixup alone. Deforming the digits is worth more than all six,
+        by five points and more at 100 labels; on top of it they do nothing or harm.
+        Written before the runs; the report says what came.
+Chosen  Nothing: the rates of the papers and of timm, 0.1 for dropout, stochastic depth and smoothing; the length and the rate
+        of learning are those of the recipe `hyperparameters`.
 
-The baseline has what every run here has, weight decay and a rate that warms up and falls to 0, and nothing else: digits as they
-are, the last weights. Early stopping sees 1,000 labels more than the others, which is counted in the table: nobody with 100
-labels has those, so that it is shown at its best.
+The baseline has what every run has, weight decay, clipped gradients and a rate that warms up and falls to 0, and no more:
+digits as they are, the last weights. Early stopping sees 1,000 labels more than the others, which is counted in the table:
+nobody with 100 labels has those, so that it is shown at its best.
 """
 
 from functools import partial

@@ -293,11 +293,12 @@ COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify
 
 def plan(runs: list, jobs: int | None, device: str) -> str:
     """What would be run, in words: the arms, how they differ from the baseline, and a measured estimate of the time."""
-    from smallvit.launch import cores, with_starts
+    from smallvit.launch import cores, with_those_before
+    from smallvit.pretrained import Unavailable
     from smallvit.run import difference
     from smallvit.train import estimate
 
-    runs, _ = with_starts(runs)
+    runs, _ = with_those_before(runs)
     jobs = min(jobs or cores(), len(runs))
     first = {run.arm: run for run in reversed(runs)}
     tokens = schedules(runs)
@@ -306,6 +307,9 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
         mine = [run for run in runs if run.arm == arm]
         try:
             one = estimate(first[arm], device)
+        except Unavailable as error:
+            lines.append(f"{arm}: {len(mine)} runs, unavailable: {error}")
+            continue
         except Exception as error:
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
         seconds += one * len(mine)

@@ -60,8 +60,9 @@ class Training:
             self.weights = start_from(model, start, fingerprint(run.init))
         self.made_of = [self.weights["sha256"]] if self.weights else []  # files that the run depends on, by their hashes
         taught = {}
-        if teacher is not None:
+        if run.teacher is not None:
             taught = {"teacher": run.teacher.model(spec.size, spec.channels, len(spec.classes))}
+        if teacher is not None:
             self.made_of.append(start_from(taught["teacher"], teacher, fingerprint(run.teacher))["sha256"])
         torch.manual_seed(stream(run.seed, "init", "objective"))
         objective = self.fabric.to_device(run.objective(model, **taught))

@@ -124,7 +124,9 @@ class ViT(nn.Module):
             if not hasattr(part, needed):
                 raise ValueError(f"{type(part).__name__} has no {needed}; see the contract at the top of its slot's file")
         if norm_after_pool and hasattr(self.pool, "make_head"):
-            raise ValueError(f"{type(self.pool).__name__} gives no feature to norm; expected norm_after_pool=False with it")
+            raise ValueError(
+                f"norm_after_pool norms what is as wide as a token; expected False with {type(self.pool).__name__}"
+            )
         self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)

@@ -17,6 +17,7 @@ from smallvit import (
     MeanTokens,
     Merge,
     PatchEmbed,
+    Projected,
     Prune,
     SequencePool,
     ViT,
@@ -82,7 +83,8 @@ def close(one, other, by=1e-10):
 
 
 def test_every_class_is_held_to_the_equations():
-    assert [c for c in vars(pooling).values() if inspect.isclass(c) and issubclass(c, nn.Module)] == [*EVERY, TwoHeads]
+    found = [c for c in vars(pooling).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
+    assert found == [*EVERY[:3], Projected, DistilledTokens, TwoHeads]
     assert [make.class_tokens for make in EVERY] == [1, 0, 0, 2]
 
 
@@ -141,6 +143,24 @@ def test_half_precision_is_finite_and_stays_half(make, dtype):
         got = module.to(dtype)(x.to(dtype), None if given is None else given.to(dtype), 1)
         assert got.dtype == dtype
         close(got.double(), expected, 0.1)
+
+
+@pytest.mark.parametrize("make", [ClassToken, MeanTokens, SequencePool])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_projected_is_its_pool_and_the_layers_behind_it(make, layers):
+    """A layer: a product, over the batch to mean 0 and variance 1, then x times the normal distribution's share below x."""
+    module = Projected(D, pool=make, hidden=3, layers=layers).double().requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.normal_()
+    x, size = torch.randn(7, N, D, dtype=torch.float64), torch.rand(7, N, dtype=torch.float64)
+    expected = module.pool(x, size, 1)
+    for linear, norm in zip(module.layers[::3], module.layers[1::3]):
+        z = expected @ linear.weight.T
+        z = (z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
+        expected = z * (1 + torch.erf(z / 2**0.5)) / 2
+    close(module.train()(x, size, 1), expected)
+    head = module.make_head(4)
+    assert module.class_tokens == make.class_tokens and (head.in_features, head.out_features) == (expected.shape[1], 4)
 
 
 # Two tokens with a head each
@@ -240,5 +260,7 @@ def test_other_objectives_take_the_model_or_say_why_not():
 
 
 def test_a_norm_behind_the_pool_is_refused():
-    with pytest.raises(ValueError, match="DistilledTokens gives no feature to norm; expected norm_after_pool=False"):
+    with pytest.raises(
+        ValueError, match="norm_after_pool norms what is as wide as a token; expected False with DistilledTokens"
+    ):
         TWO(norm_after_pool=True)

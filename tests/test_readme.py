@@ -28,7 +28,7 @@ def test_each_of_the_two_commands_is_complete():
     assert "recipes/quickstart.py" in block("quickstart") and (ROOT / "recipes" / "quickstart.py").exists()
 
 
-@pytest.mark.parametrize("name", ["recipe", "attention", "dino"])
+@pytest.mark.parametrize("name", ["recipe", "attention", "dino", "weights"])
 def test_the_recipes_in_the_readme_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path(f"readme_{name}.py").write_text(block(name))

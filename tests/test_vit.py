@@ -24,6 +24,8 @@ from smallvit import (
     PatchEmbed,
     Pixels,
     Place,
+    Projected,
+    Resized,
     ResNet,
     SequencePool,
     ShiftedPatchEmbed,
@@ -64,7 +66,9 @@ SETTINGS = {
     ShiftedPatchEmbed: [dict(patch=4), dict(patch=7)],
     ConvStem: [dict(layers=2), dict(layers=3)],
     ConvTokenizer: [dict(kernel=3), dict(kernel=7)],
+    Resized: [dict(size=16, tokenizer=partial(PatchEmbed, patch=4)), dict(size=12, tokenizer=ConvStem)],
 }
+WRAPPERS = {Resized, Projected}  # they hold another tokenizer, another pool: combined with each other, not with all
 COMBINATIONS = [
     ((tokenizer, tuple(knobs.items())), position, attend, pool, norm_first)
     for tokenizer in classes(tokenizers)
@@ -73,6 +77,7 @@ COMBINATIONS = [
     for attend in classes(attention)
     for pool in classes(pooling)
     for norm_first in (True, False)
+    if (tokenizer in WRAPPERS) == (pool in WRAPPERS)
 ]
 IMAGES = [(28, 28), (24, 40)]
 
@@ -86,9 +91,9 @@ def spelled(combination):
 
 def test_as_many_combinations_as_there_are_slot_classes():
     counts = [len(classes(module)) for module in (tokenizers, positions, attention, pooling)]
-    assert counts == [4, 3, 2, 4]
-    assert len(COMBINATIONS) == 512 == 2 * 4 * (3 + 1) * 2 * 4 * 2
-    assert len({spelled(combination) for combination in COMBINATIONS}) == 512
+    assert counts == [5, 3, 2, 5] and len(WRAPPERS) == 2
+    assert len(COMBINATIONS) == 544 == 2 * (4 * 4 + 1 * 1) * (3 + 1) * 2 * 2
+    assert len({spelled(combination) for combination in COMBINATIONS}) == 544
 
 
 def combined(combination, image, channels):
@@ -157,6 +162,12 @@ EXPORTED = [
         pool=ClassToken,
         norm_after_pool=True,
     ),
+    dict(
+        tokenizer=partial(Resized, tokenizer=partial(PatchEmbed, patch=4), size=8),
+        position=Learned,
+        attention=Attention,
+        pool=partial(Projected, pool=ClassToken),
+    ),
 ]
 
 
@@ -165,7 +176,7 @@ def test_the_exported_models_have_every_slot_class_among_them():
     assert used == {c for module in (tokenizers, positions, attention, pooling) for c in classes(module)}
 
 
-@pytest.mark.parametrize("slots", EXPORTED, ids=["PatchEmbed", "ShiftedPatchEmbed", "ConvStem", "ConvTokenizer"])
+@pytest.mark.parametrize("slots", EXPORTED, ids=["PatchEmbed", "ShiftedPatchEmbed", "ConvStem", "ConvTokenizer", "Resized"])
 @pytest.mark.parametrize("image", [(8, 8), (16, 8)])
 def test_an_exported_model_gives_the_same_logits_for_any_batch(slots, image):
     model = ViT((8, 8), 1, 3, dim=8, depth=1, heads=2, **slots).eval()
@@ -210,10 +221,16 @@ MAKE: dict[type, Callable] = {
     ResNet: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
     Pixels: lambda c, **knobs: (c((28, 28), 1, 3, **knobs), (X,)),
 }
-BASE = {PatchEmbed: dict(patch=7), ShiftedPatchEmbed: dict(patch=7), ViT: dict(dim=8, depth=2, heads=2, pool=MeanTokens)}
+BASE = {
+    PatchEmbed: dict(patch=7),
+    ShiftedPatchEmbed: dict(patch=7),
+    Resized: dict(tokenizer=partial(PatchEmbed, patch=4), size=16),
+    ViT: dict(dim=8, depth=2, heads=2, pool=MeanTokens),
+}
 OTHER = {
     PatchEmbed: dict(patch=4, kernel=13, linear=True),
     ShiftedPatchEmbed: dict(patch=4, shift="1px cardinal", norm=False, pad=0.5),
+    Resized: dict(tokenizer=partial(PatchEmbed, patch=8), size=20, interpolation="bilinear"),
     ConvStem: dict(layers=2),
     ConvTokenizer: dict(kernel=5, layers=1, hidden=8),
     Learned: dict(on_prefix=False, std=0.2),
@@ -224,6 +241,7 @@ OTHER = {
     ClassToken: {},
     MeanTokens: {},
     SequencePool: {},
+    Projected: dict(pool=ClassToken, hidden=16, layers=1),
     DistilledTokens: {},
     Block: dict(mlp_ratio=2, activation="relu", norm_first=False, dropout=0.5, layer_scale=0.1),
     ViT: dict(
@@ -251,7 +269,7 @@ OTHER = {
 def test_the_table_has_every_argument_of_every_public_class():
     public = {Block, ViT, *(c for module in (tokenizers, positions, attention, pooling, floors) for c in classes(module))}
     assert set(OTHER) == set(MAKE) == public
-    assert len(public) == 19
+    assert len(public) == 21
     for c in public:
         knobs = [name for name, p in inspect.signature(c).parameters.items() if p.kind == p.KEYWORD_ONLY]
         assert list(OTHER[c]) == knobs, c

@@ -403,7 +403,7 @@ def test_without_network_and_file_one_sentence_says_so_and_the_other_arms_are_ru
     def refused(*words, **options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
     monkeypatch.delenv("SMALLVIT_WEIGHTS", raising=False)
     with pytest.raises(Unavailable, match=r"put vit_tiny.*\.safetensors into a folder and set SMALLVIT_WEIGHTS to it"):
         fit(SHORT.vary(init=Weights(name=TINY)), tmp_path / "alone")
@@ -431,7 +431,7 @@ def test_weights_that_have_come_since_are_used(files, tmp_path, monkeypatch):
     def refused(*words, **options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
     run = SHORT.vary(init=Weights(name=TINY), steps=1)
     assert [r["status"] for r in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["unavailable"]
     (tmp_path / "weights").mkdir()

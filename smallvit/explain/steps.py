@@ -17,7 +17,7 @@ class Step(NamedTuple):
 class Steps(list):
     """Steps in their order; printed, a table in columns with the sums below."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         total = Step("total", "", (), sum(step.params for step in self), sum(step.macs for step in self))
         cells = [("step", "what", "output", "parameters", "MACs")]
         for step in [*self, total]:

@@ -18,6 +18,7 @@ from smallvit.vit import ViT
 from .convert import VIT_S, rename, skeleton
 
 FOLDER = "SMALLVIT_WEIGHTS"
+HUB_FILE = "model.safetensors"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 
 
@@ -70,14 +71,21 @@ class Weights:
         return found[0] if found else self.download()
 
     def download(self) -> Path:
-        from huggingface_hub import hf_hub_download
+        """The file of timm's hub: the one that was downloaded before, or a new one."""
+        import huggingface_hub
         from timm.models import get_pretrained_cfg
 
         hub = getattr(get_pretrained_cfg(self.name, allow_unregistered=True), "hf_hub_id", None)
         if not hub:
             raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
+        here = huggingface_hub.try_to_load_from_cache(hub, HUB_FILE)
+        if isinstance(here, str):
+            return Path(here)
         try:
-            return Path(hf_hub_download(hub, "model.safetensors"))
+            huggingface_hub.get_hf_file_metadata(
+                huggingface_hub.hf_hub_url(hub, HUB_FILE), timeout=10
+            )  # the rest tries for long
+            return Path(huggingface_hub.hf_hub_download(hub, HUB_FILE))
         except Exception as error:  # no network, a proxy, a hub that is down: each library below has its own
             raise Unavailable(
                 f"{self.name} is neither in a file nor to be had from the hub ({type(error).__name__}); put"
