@@ -77,7 +77,7 @@ class Projected(nn.Module):
         if hidden < 1 or layers < 0:
             raise ValueError(f"got hidden={hidden}, layers={layers}; expected at least 1 wide, and 0 layers or more")
         self.pool = pool(dim)
-        self.class_tokens, self.width = self.pool.class_tokens, hidden if layers else dim
+        self.class_tokens, self.dim, self.width = self.pool.class_tokens, dim, hidden if layers else dim
         widths = [dim] + [hidden] * layers
         self.layers = nn.Sequential()
         for before, after in zip(widths[:-1], widths[1:]):  # no bias: BatchNorm has one

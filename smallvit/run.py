@@ -111,6 +111,10 @@ class Run:
                 "learns from one; give the run teacher=..., another run" if self.teacher is None else "takes none; take Distill"
             )
             raise ValueError(f"teacher is {self.teacher and self.teacher.arm!r} and {name} {wanted}")
+        if self.teacher is not None and not self.teacher.reads_labels:
+            raise ValueError(
+                f"teacher {self.teacher.arm!r} learned without labels, so its head says nothing; expected one that reads them"
+            )
         if self.evaluators is None:
             object.__setattr__(self, "evaluators", self.usual)
         if not isinstance(self.unlabelled, bool):

@@ -194,6 +194,16 @@ def test_a_target_is_shared_with_the_nearest_images_of_the_bank(share):
     assert torch.allclose(made.loss.center[0, 0], 0.9 * center[0] + 0.1 * raw, atol=1e-6)  # of the teacher's own words alone
 
 
+def test_neighbours_are_those_before_the_projection_that_a_model_keeps():
+    made = DINO(VIT(pool=partial(Projected, pool=MeanTokens, hidden=12)), layers=1, **SMALL, neighbours=1, bank=8).eval()
+    given = batch(local=0)
+    made(given, 0.0)
+    tokens, _ = made.model.tokens(given.images)
+    assert torch.allclose(made.bank_features[:6], nn.functional.normalize(tokens.mean(1), dim=-1), atol=1e-6)
+    behind = nn.functional.normalize(made.teacher_head.layers(made.model.features(given.images)), dim=-1)
+    assert torch.allclose(made.bank_places[:6], behind, atol=1e-6)
+
+
 def test_the_bank_is_in_the_checkpoint_and_bad_numbers_are_refused():
     one, other = objective(neighbours=2, bank=8), objective(neighbours=2, bank=8)
     one(batch(), 0.1)

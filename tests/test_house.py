@@ -23,7 +23,7 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 # Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {"__init__", "compute", "launch", "recipe", "record", "report", "run", "train"},
+    "__main__": {"__init__", "compute", "launch", "pretrained", "recipe", "record", "report", "run", "train"},
     "launch": {"pretrained", "recipe", "record", "run", "train"},
     "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "training"},
     "training": {
@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "explain": {"attention", "compute", "evaluate", "vit"},
     "pretrained": {*SLOTS, "compute", "vit"} - {"reduction"},
     "evaluate": {"compute", "data", "pooling", "streams", "vit"},
-    "objectives": {"attention", "augment", "compute", "evaluate", "optimise", "positions", "reduction", "vit"},
+    "objectives": {"attention", "augment", "compute", "evaluate", "optimise", "pooling", "positions", "reduction", "vit"},
     "compute": {"vit"},
     "floors": {"vit"},
     "vit": {*SLOTS, "streams"},

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from smallvit.augment import Batch
 from smallvit.objectives.collapse import Seen
 from smallvit.optimise import average, tensors
+from smallvit.pooling import Projected
 
 
 class DINO(nn.Module):
@@ -30,7 +31,8 @@ class DINO(nn.Module):
              `layers=1` leaves the head's hidden layers out, for a model that keeps them behind its pool, `Projected`.
              `neighbours=k` makes views agree with other images too, once the fraction `settle` of the run is over: what the
              teacher says of an image weighs 1 - `share`, and `share` the mean of what it says of the k images that are nearest
-             to it, by the cosine of its features of whole images, among the last `bank`. From Van Gansbeke et al. 2020
+             to it, by the cosine of its features of whole images, among the last `bank` (those before the projection that the
+             model keeps, if it does: behind it, who is near is told the same already). From Van Gansbeke et al. 2020
              (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021 (NNCLR),
              arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where they are
              of one class: on digits 99 of 100.
@@ -101,7 +103,7 @@ class DINO(nn.Module):
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
         self.neighbours, self.share, self.settle = neighbours, share, settle
         if neighbours:  # what the teacher made of the last images: its features, and where its head puts them, both of length 1
-            self.register_buffer("bank_features", torch.zeros(bank, width(model)))
+            self.register_buffer("bank_features", torch.zeros(bank, getattr(kept(model), "dim", width(model))))
             self.register_buffer("bank_places", torch.zeros(bank, bottleneck))
             self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -140,8 +142,8 @@ class DINO(nn.Module):
 
     def with_neighbours(self, images: Tensor, wanted: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
         """Logits whose softmax is the teacher's target, its neighbours' share included, (2 b) k; and banks these images."""
-        feature = self.model.features(images)
-        place = nn.functional.normalize(exact(self.teacher_head.layers(feature)), dim=-1)
+        feature, behind = before_and_behind(self.model, images)
+        place = nn.functional.normalize(exact(self.teacher_head.layers(behind)), dim=-1)
         feature = nn.functional.normalize(exact(feature), dim=-1)
         there = min(int(self.banked), len(self.bank_features))
         target = wanted
@@ -180,9 +182,28 @@ def exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def kept(model: nn.Module) -> Projected | None:
+    """What the model keeps of a projection, if it does."""
+    pool = getattr(model, "pool", None)
+    return pool if isinstance(pool, Projected) else None
+
+
+def before_and_behind(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Features before and behind the projection that a model keeps, both b d; twice the same where it keeps none."""
+    projected = kept(model)
+    if projected is None:
+        return (feature := model.features(x)), feature
+    tokens, size = model.tokens(x)
+    feature = projected.pool(tokens, size, len(model.prefix))
+    return feature, projected.layers(feature)
+
+
 def width(model: nn.Module) -> int:
     """How wide the features of a model are. Raises ValueError for a model that does not say."""
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
-        raise ValueError(f"{type(model).__name__} has no features(x) with a linear head behind them; take a ViT or a SmallCNN")
+        raise ValueError(
+            f"{type(model).__name__} has no features(x) with one linear head behind them; take a ViT with any pool but"
+            " DistilledTokens, or a SmallCNN"
+        )
     return head.in_features

@@ -10,9 +10,10 @@ WORDS = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}
 
 
 def choices(run: dict) -> dict[str, str]:
-    """A described run, choice by choice; the run that it starts from is one of them, however much that says of itself."""
-    rest = flat({name: value for name, value in run.items() if name != "init"})
-    return rest | ({"init": json.dumps(run["init"])} if run.get("init") else {})
+    """A described run, choice by choice; what is trained before it is one of them, however much that says of itself."""
+    whole = ("init", "teacher")
+    rest = flat({name: value for name, value in run.items() if name not in whole})
+    return rest | {name: json.dumps(run[name]) for name in whole if run.get(name)}
 
 
 def flat(value: object, path: str = "") -> dict[str, str]:

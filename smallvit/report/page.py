@@ -265,6 +265,9 @@ def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
         said = {name: (theirs.get(name, "absent"), mine.get(name, "absent")) for name in fields}
         if "init" in said:
             said["init"] = starts.get(against[r["arm"]], "absent"), starts.get(r["arm"], "absent")
+        if "teacher" in said:
+            taught = r["run"].get("teacher")
+            said["teacher"] = "absent", f"a run of {taught['model']['call'].rpartition('.')[2]}" if taught else "absent"
         seen.setdefault(r["arm"], Counter()).update(f"{name}: {there} → {here}" for name, (there, here) in said.items())
     for arm, of in seen.items():
         seen[arm] = [line + f" (in {k} of {runs[arm]} runs)" * (k < runs[arm]) for line, k in of.items()] or ["nothing"]
@@ -275,7 +278,10 @@ def started_from(records: Sequence[dict]) -> dict[str, str]:
     """Arm -> whose weights its runs start from, in a few words: an arm's, or those of runs that are no arm here."""
     arms, found = {r["fingerprint"]: r["arm"] for r in records}, {}
     for r in records:
-        if (r.get("run") or {}).get("init"):
+        init = (r.get("run") or {}).get("init") or {}
+        if "make" in init:
+            found[r["arm"]] = {init["name"]: None}
+        elif init:
             start = (r.get("pretraining") or {}).get("fingerprint")  # a run that failed does not say
             found.setdefault(r["arm"], {}).update({arms.get(start, start): None} if start else {})
     return {arm: f"weights of {_cut(names, 1) or 'another run'}" for arm, names in found.items()}
@@ -302,7 +308,8 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         return f"{k.get('sha256')}, commit {k.get('commit') or 'unknown'}, {state}"
 
     def loaded(r: dict) -> str:
-        said = {name: (_cut(of) or "none") if isinstance(of, list) else json.dumps(of) for name, of in r["weights"].items()}
+        told = {name: of for name, of in r["weights"].items() if name != "sha256" or "name" in r["weights"]}
+        said = {name: (_cut(of) or "none") if isinstance(of, list) else json.dumps(of) for name, of in told.items()}
         return ", ".join([*filter(None, [starts.get(r["arm"])]), *(f"{name} {of}" for name, of in said.items())])
 
     return {
