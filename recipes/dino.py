@@ -19,7 +19,22 @@ against their own random weights.
 
 from functools import partial
 
-from smallvit import DINO, Block, ConvStem, Pixels, Projected, Run, ViT, ablate, augment, few_shot, knn, linear_probe, mnist
+from smallvit import (
+    DINO,
+    Block,
+    ConvStem,
+    Pixels,
+    Projected,
+    Run,
+    ViT,
+    ablate,
+    augment,
+    few_shot,
+    imagenet_vit_s,
+    knn,
+    linear_probe,
+    mnist,
+)
 
 block = partial(Block, mlp_ratio=2.0)
 vit = partial(ViT, tokenizer=ConvStem, pool=Projected, block=block, dim=64, depth=4, heads=2)
@@ -57,6 +72,7 @@ RUNS = ablate(
     },
     labels=[10, 100, 1_000],
     seeds=range(6),
+    yardsticks=imagenet_vit_s(scratch, scratch=False),
 ) + ablate(
     {
         "random weights (all labels)": known.vary(init=None),

@@ -24,7 +24,7 @@ paper's.
 
 from functools import partial
 
-from smallvit import Block, Learned, PatchEmbed, Run, SinCos1d, SinCos2d, ViT, ablate, augment, mnist
+from smallvit import Block, Learned, PatchEmbed, Run, SinCos1d, SinCos2d, ViT, ablate, augment, imagenet_vit_s, mnist
 
 learned = Run(
     data=mnist,
@@ -44,4 +44,5 @@ RUNS = ablate(
         "no positions": learned.vary(position=None),
     },
     labels=[1_000],
+    yardsticks=imagenet_vit_s(learned, scratch=False),
 )

@@ -20,7 +20,7 @@ asked. Two factors together are not asked either.
 
 from functools import partial
 
-from smallvit import Block, PatchEmbed, Run, SinCos1d, SinCos2d, ViT, ablate, augment, mnist
+from smallvit import Block, PatchEmbed, Run, SinCos1d, SinCos2d, ViT, ablate, augment, imagenet_vit_s, mnist
 
 block = partial(Block, mlp_ratio=2.0)
 centre = Run(
@@ -45,4 +45,5 @@ RUNS = ablate(
         "post-norm": centre.vary(block=partial(block, norm_first=False)),
     },
     labels=[1_000],
+    yardsticks=imagenet_vit_s(centre, patch=7, scratch=False),
 )

@@ -8,13 +8,13 @@ Expect  A gain on all digits at 10 and 100 labels, less than DINO's: guessing pi
         Written before the runs.
 Chosen  Nothing: patches half hidden, as 16 tokens leave four at the paper's three quarters; the rest as DINO's recipe has it.
 
-Every arm has the same hybrid ViT of 16 tokens, as in the recipe `dino`. Fine-tuning is as long as training from scratch; "as
+Every arm has the same hybrid ViT of 16 tokens. Fine-tuning is as long as training from scratch; "as
 long" is supervised training for the steps of pretraining and fine-tuning together.
 """
 
 from functools import partial
 
-from smallvit import MAE, Block, ConvStem, MeanTokens, Run, ViT, ablate, augment, knn, linear_probe, mnist
+from smallvit import MAE, Block, ConvStem, MeanTokens, Run, ViT, ablate, augment, imagenet_vit_s, knn, linear_probe, mnist
 
 vit = partial(ViT, tokenizer=ConvStem, pool=MeanTokens, block=partial(Block, mlp_ratio=2.0), dim=64, depth=4, heads=2)
 scratch = Run(data=mnist, model=vit, augment=augment.digits(), steps=1_000, batch=32, lr=2e-3)
@@ -34,4 +34,5 @@ RUNS = ablate(
     },
     labels=[10, 100, 1_000],
     seeds=range(6),
+    yardsticks=imagenet_vit_s(scratch, scratch=False),
 )

@@ -20,7 +20,7 @@ nobody with 100 labels has those, so that it is shown at its best.
 
 from functools import partial
 
-from smallvit import Block, PatchEmbed, Run, Supervised, ViT, ablate, augment, mnist
+from smallvit import Block, PatchEmbed, Run, Supervised, ViT, ablate, augment, imagenet_vit_s, mnist
 
 block = partial(Block, mlp_ratio=2.0)
 plain = Run(
@@ -50,4 +50,5 @@ RUNS = ablate(
         "deformations, all six": plain.vary(**together | {"augment": (*augment.digits(), augment.Mixup())}),
     },
     labels=[100, 1_000],
+    yardsticks=imagenet_vit_s(plain, patch=7, scratch=False),
 )

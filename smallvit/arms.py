@@ -121,14 +121,20 @@ def the_floors(arms: list[Run]) -> dict[str, Run]:
 
 
 def imagenet_vit_s(
-    baseline: Run, *, name: str = VIT_S, file: str | None = None, patch: int = 4, upsampled: bool = False
+    baseline: Run,
+    *,
+    name: str = VIT_S,
+    file: str | None = None,
+    patch: int = 4,
+    upsampled: bool = False,
+    scratch: bool = True,
 ) -> dict[str, Run]:
     """A ViT-S from ImageNet on the data of the baseline, as yardsticks for `ablate`: fine-tuned, frozen, and from scratch.
 
     At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to the
-    224 pixels it was trained on, at sixteen times the cost. Fine-tuned are `FINE_TUNING` steps, with a rate that falls by a
-    quarter from block to block; frozen it is judged by a logistic regression on the labels. The arms say what the weights were
-    trained on, and where the weights are not to be had that they are not. `name` and `file` are those of `Weights`.
+    224 pixels it was trained on, which are 196 patches. Fine-tuned are `FINE_TUNING` steps, with a rate that falls by a quarter
+    from block to block, and as many from scratch, unless `scratch=False`. Frozen it is judged by a logistic regression on the
+    labels. The arms say what the weights were trained on; `name` and `file` are those of `Weights`.
     """
     vit = partial(ViT, dim=384, depth=12, heads=6, tokenizer=partial(PatchEmbed, patch=patch))
     weights, of = Weights(name=name, file=file), f"ViT-S from {trained_on(name)}"
@@ -152,7 +158,7 @@ def imagenet_vit_s(
         large = partial(Resized, tokenizer=partial(PatchEmbed, patch=16), size=224)
         arms |= {f"{of} at 224 pixels (fine-tuned)": tuned.vary(tokenizer=large)}
         arms |= {f"{of} at 224 pixels (frozen)": frozen.vary(tokenizer=large)}
-    return arms | {"ViT-S from scratch": tuned.vary(init=None, layer_decay=None)}
+    return arms | ({"ViT-S from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
 
 
 FINE_TUNING = 300

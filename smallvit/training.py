@@ -25,7 +25,7 @@ from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.pretrained import Weights
 from smallvit.run import Run, fingerprint
 from smallvit.streams import stream
-from smallvit.vit import initialise
+from smallvit.vit import ViT, initialise
 
 CHECKS = 12  # how often a run looks at its loss and its validation images
 CHECKPOINT_SECONDS = 10.0
@@ -178,6 +178,7 @@ class Training:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
             "weights": self.weights,
+            "tokens": self.model.places(1, self.model.image)[0].tokens if isinstance(self.model, ViT) else None,
         } | self.footprint()
 
     def footprint(self) -> dict:

@@ -446,6 +446,7 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     runs = ablate({"scratch": scratch}, seeds=[0], yardsticks=arms)
     assert {run.role for run in runs if run.arm in arms} == {"floor"} and len(runs) == 1 + 3 + 5
     assert {run.arm for run in runs if run.init is None and run.arm in arms} == {"ViT-S from scratch"}
+    assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
     assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "DINO"
     with pytest.raises(ValueError, match="has the name of a floor"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, yardsticks=arms)
