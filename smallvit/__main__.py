@@ -162,6 +162,7 @@ def report(chosen: argparse.Namespace) -> int:
     published = path.with_suffix(".jsonl")
     if chosen.publish:
         left = sum(record["status"] not in ("finished", "unavailable") for record in records)
+        left += sum(record["status"] == "unavailable" and record["role"] == "baseline" for record in records)
         if left:
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report has all of them")
         records = one_picture_each(records)
@@ -205,7 +206,8 @@ def status(records: list[dict], expected: int) -> int:
         print(f"smallvit: {failed} of {expected} runs failed, see above; --retry tries them again", file=sys.stderr)
     if expected - finished - failed:
         print(f"smallvit: {expected - finished - failed} of {expected} runs are still to be trained", file=sys.stderr)
-    return int(finished < expected)
+    nothing = not any(record["status"] == "finished" for record in records)
+    return int(finished < expected or nothing)
 
 
 def verify(chosen: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
+from smallvit.augment import Views
 from smallvit.components import function
 from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
 from smallvit.floors import Pixels, SmallCNN
@@ -141,6 +142,8 @@ def imagenet_vit_s(
     tuned = baseline.vary(
         model=partial(vit, drop_path=0.1),
         init=weights,
+        augment=tuple(step for step in baseline.augment if not isinstance(step, Views)),
+        schedule=None,
         objective=Supervised,
         unlabelled=False,
         teacher=None,
@@ -167,5 +170,10 @@ FINE_TUNING = 300
 def trained_on(name: str) -> str:
     """What the weights of that name were trained on, as its tag says; the name itself where it does not."""
     tag = name.partition(".")[2]
-    said = {"in21k": "ImageNet-21k", "in22k": "ImageNet-22k", "in12k": "ImageNet-12k", "in1k": "ImageNet-1k", "dino": "DINO"}
-    return next((text for part, text in said.items() if part in tag and tag != "lvd142m"), name)
+    said = {
+        "augreg_in21k": "ImageNet-21k",
+        "augreg_in1k": "ImageNet-1k",
+        "fb_in1k": "ImageNet-1k",
+        "dino": "ImageNet-1k by DINO",
+    }
+    return next((text for start, text in said.items() if tag.startswith(start)), name)

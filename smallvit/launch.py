@@ -49,15 +49,15 @@ def launch(
     runs, before = with_those_before(runs)
     found = [recall(run, out, recipe) for run in runs]
     todo: list[int] = []
+    absent = unavailable([run for run, record in zip(runs, found) if record is None or record["status"] != "finished"])
     for at, record in enumerate(found):
-        wanted = at < asked or any(at in before[one].values() for one in todo)
+        wanted = at < asked or any(at in before[one].values() for one in todo if runs[one].init not in absent)
         again = record is None or record["status"] == "unavailable" or (retry and record["status"] != "finished")
         if wanted and again:
             todo.append(at)
     announce_strangers(found)
     for data in dict.fromkeys(runs[at].data for at in todo):
         data()  # downloaded once and with its own bar, and what is wrong with it said once
-    absent = unavailable([runs[at] for at in todo])
     for reason in absent.values():
         print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
     bar = Bar(runs, found, todo)
@@ -81,7 +81,7 @@ def launch(
                     continue
                 queue.remove(at)
                 stop = absent.get(runs[at].init)
-                for field, one in before[at].items():
+                for field, one in before[at].items() if stop is None else ():
                     earlier = found[one]
                     if earlier is None:
                         break  # another process is at it
@@ -263,8 +263,12 @@ def refuse_absent(device: str):
 
 
 def folder(run: Run, out: str | Path, recipe: str) -> Path:
-    """Where a run lives: readable, and different for different runs."""
+    """Where a run lives: readable, and different for different runs.
+
+    What is trained before others and is no arm lies in one place for all of them: a part of a recipe may call it otherwise.
+    """
     arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", run.arm).strip("-") or "arm"
+    arm = "before" if run.arm.startswith(("start of ", "teacher of ")) else arm
     return (
         Path(out) / recipe / str("all" if run.labels is None else run.labels) / arm / f"seed{run.seed}-{fingerprint(run)[:8]}"
     )

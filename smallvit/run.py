@@ -22,7 +22,7 @@ from smallvit.vit import ViT
 BEFORE = ("init", "teacher")  # the fields that may hold another run
 NAMING = ("arm", "role", "against")  # the fields of a run that decide nothing
 PRECISIONS = ("fp32", "bf16")
-SCHEDULES = ("cosine", "constant", None)
+SCHEDULES = ("constant", None)  # None: a cosine to 0
 ROLES = ("baseline", "technique", "floor")
 
 
@@ -101,7 +101,7 @@ class Run:
             check(getattr(self, name), name)
         if not isinstance(self.init, Run | Weights | None):
             raise ValueError(f"init is {self.init!r}; expected the run to start from, Weights(...), or None")
-        if self.init is None and getattr(function(self.objective), "needs_init", False):
+        if not isinstance(self.init, Run) and getattr(function(self.objective), "needs_init", False):
             raise ValueError(f"{function(self.objective).__name__} teaches a trained model; give the run init=..., another run")
         if not isinstance(self.teacher, Run | None):
             raise ValueError(f"teacher is {self.teacher!r}; expected the run whose model teaches, or None")
@@ -111,9 +111,9 @@ class Run:
                 "learns from one; give the run teacher=..., another run" if self.teacher is None else "takes none; take Distill"
             )
             raise ValueError(f"teacher is {self.teacher and self.teacher.arm!r} and {name} {wanted}")
-        if self.teacher is not None and not self.teacher.reads_labels:
+        if self.teacher is not None and not (self.teacher.reads_labels and (self.teacher.steps or self.teacher.init)):
             raise ValueError(
-                f"teacher {self.teacher.arm!r} learned without labels, so its head says nothing; expected one that reads them"
+                f"teacher {self.teacher.arm!r} has a head that learned from no labels; expected a run that trains on them"
             )
         if self.evaluators is None:
             object.__setattr__(self, "evaluators", self.usual)

@@ -181,7 +181,7 @@ def spent(runs: list[Run], records: list[dict]) -> dict:
     """What was trained before a run, and before that: its cost, the most labels that any saw, the most unlabelled images."""
     cost = dict.fromkeys(("images_seen", "steps", "seconds"), 0)
     labels = unlabelled = 0
-    for run, record in zip(runs, records):
+    for run, record in {record["fingerprint"]: (run, record) for run, record in zip(runs, records)}.values():  # each once
         earlier = record["pretraining"] or {}
         for name in cost:
             cost[name] += (record[name] or 0) + (earlier.get(name) or 0)

@@ -63,7 +63,10 @@ class Training:
         if run.teacher is not None:
             taught = {"teacher": run.teacher.model(spec.size, spec.channels, len(spec.classes))}
         if teacher is not None:
-            self.made_of.append(start_from(taught["teacher"], teacher, fingerprint(run.teacher))["sha256"])
+            told = start_from(taught["teacher"], teacher, fingerprint(run.teacher))
+            if told["missing"]:
+                raise ValueError(f"the teacher {run.teacher.arm!r} was trained on other classes; expected those of {spec.name}")
+            self.made_of.append(told["sha256"])
         torch.manual_seed(stream(run.seed, "init", "objective"))
         objective = self.fabric.to_device(run.objective(model, **taught))
         self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None

@@ -194,6 +194,19 @@ def test_a_target_is_shared_with_the_nearest_images_of_the_bank(share):
     assert torch.allclose(made.loss.center[0, 0], 0.9 * center[0] + 0.1 * raw, atol=1e-6)  # of the teacher's own words alone
 
 
+def test_an_image_is_no_neighbour_of_its_own():
+    """With one image again and again nobody else is there to learn from, and the plain loss is left."""
+    plain, made = objective(batch_norm=False), objective(neighbours=1, settle=0.0, bank=8, batch_norm=False)
+    for _ in range(3):
+        losses = [one(batch(b=1), 0.5)["loss"] for one in (plain, made)]
+        assert losses[0].item() == losses[1].item()
+    for one in (plain, made):
+        one(batch(b=1, seed=1), 0.5)
+    assert made(batch(b=1), 0.5)["loss"].item() != plain(batch(b=1), 0.5)["loss"].item()
+    with pytest.raises(ValueError, match="the bank holds 4 images and a batch 6"):
+        objective(neighbours=2, bank=4)(batch(), 0.5)
+
+
 def test_neighbours_are_those_before_the_projection_that_a_model_keeps():
     made = DINO(VIT(pool=partial(Projected, pool=MeanTokens, hidden=12)), layers=1, **SMALL, neighbours=1, bank=8).eval()
     given = batch(local=0)

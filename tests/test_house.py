@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "vit",
     },
     "recipe": {"run"},
-    "arms": {"components", "evaluate", "floors", "objectives", "pretrained", "run", "tokenizers", "vit"},
+    "arms": {"augment", "components", "evaluate", "floors", "objectives", "pretrained", "run", "tokenizers", "vit"},
     "run": {"augment", "components", "data", "evaluate", "objectives", "pretrained", "vit"},
     "components": set(),
     "optimise": set(),

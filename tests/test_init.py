@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from smallvit import (
+    Distill,
     LearnedPrune,
     LearnedThresholds,
     LearnThresholds,
@@ -95,6 +96,21 @@ def test_a_part_of_a_recipe_trains_its_start_where_the_whole_would_look_for_it(t
     runs = ablate({"base, plain": SHORT, "shelf": SHELF}, labels=[50], seeds=[0], floors=False)
     launch(runs[1:], tmp_path, recipe="t", jobs=1)
     launch(runs, tmp_path, recipe="t", jobs=1, show=lambda record: pytest.fail("the start was trained a second time"))
+
+
+def test_a_start_that_two_comparisons_share_is_trained_once_whichever_comes_first(tmp_path):
+    one = ablate({"a": SHELF}, labels=[50], seeds=[0], floors=False)
+    other = ablate({"b": SHELF.vary(lr=0.5)}, labels=[50], seeds=[0], floors=False)
+    assert {run.init.arm for run in one + other} == {"start of a", "start of b"} and one[0].init == other[0].init
+    launch(other, tmp_path, recipe="t", jobs=1)
+    told = []
+    launch(one + other, tmp_path, recipe="t", jobs=1, show=told.append)
+    assert [record["arm"] for record in told] == ["a"]
+
+
+def test_a_start_that_also_teaches_is_paid_for_once(tmp_path):
+    record = fit(SHORT.vary(init=SHORT, teacher=SHORT, objective=Distill, steps=2), tmp_path)
+    assert record["pretraining"]["steps"] == SHORT.steps
 
 
 def test_a_start_takes_the_seed_and_the_labels_of_its_run_unless_it_has_its_own():

@@ -1,5 +1,6 @@
 """Weights from elsewhere: the same from every kind of file, timm's own function of other images, and refused where they do not fit."""
 
+import argparse
 import json
 from functools import partial
 
@@ -14,6 +15,7 @@ from smallvit import (
     ConvStem,
     LearnedPrune,
     LocalityAttention,
+    MeanTokens,
     PatchEmbed,
     Resized,
     Run,
@@ -205,7 +207,8 @@ def written(model, kind, folder):
         bare = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
         student = {f"module.backbone.{name}": torch.zeros_like(tensor) for name, tensor in bare.items()}
         teacher = {f"backbone.{name}": tensor for name, tensor in bare.items()}
-        torch.save({"student": student | projection, "teacher": teacher | projection, "epoch": 7}, path)
+        options = argparse.Namespace(arch="vit_small", lr=0.0005)  # as the official ones hold them
+        torch.save({"student": student | projection, "teacher": teacher | projection, "epoch": 7, "args": options}, path)
     else:
         torch.save(
             {"plain": state, "model": {"model": state}, "ddp": {"state_dict": {f"module.{k}": v for k, v in state.items()}}}[
@@ -304,12 +307,44 @@ def test_other_models_channels_names_and_files_are_refused(files, tmp_path):
         like("vit_tiny_patch16_225")
     with pytest.raises(ValueError, match="this timm model has the class ResNet"):
         like("resnet10t")
-    for wrong in ({"file": "weights.onnx"}, {"name": ""}, {"new": "head"}):
+    for wrong in ({"file": "weights.onnx"}, {"name": ""}, {"new": "head"}, {"file": tmp_path}):
         with pytest.raises(ValueError, match="expected"):
-            Weights(**wrong)
+            Weights(**{"name": TINY} | wrong)
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.pth"):
+        Weights(name=TINY, file="nowhere.pth").path()
+    with pytest.raises(ValueError, match=r"timm has no weights 'vit_tiny_patch16_224\.bogus'"):
+        Weights(name="vit_tiny_patch16_224.bogus").path()
+    with pytest.raises(ValueError, match=r"names atention\.scael, where nothing is new"):
+        Weights(name=TINY, file=file, new=("atention.scael",)).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
+    with pytest.raises(ValueError, match="does not fit the model"):
+        Weights(name=TINY, file=file, new=("weight", "bias", "table")).load(ViT((224, 224), 3, 10), 0.5, 0.5)
     (tmp_path / "torn.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"torn\.safetensors cannot be read"):
         Weights(name=TINY, file=str(tmp_path / "torn.safetensors")).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
+
+
+@pytest.mark.parametrize("name, options", [(TINY, {"in_chans": 1}), ("vit_tiny_patch16_224", {"patch_size": 32})])
+def test_a_kernel_of_other_channels_or_patches_is_refused_from_either_kind_of_file(tmp_path, name, options):
+    model = perturbed(timm.create_model("vit_tiny_patch16_224", **options))
+    for kind in ("plain", "npz"):
+        with pytest.raises(ValueError, match=r"patch_embed.proj.weight is|embedding/kernel is"):
+            Weights(name=TINY, file=written(model, kind, tmp_path)).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
+
+
+def test_a_head_of_other_classes_in_an_npz_does_not_pass_as_pretrained(tmp_path):
+    model = perturbed(timm.create_model("vit_tiny_patch16_224", num_classes=30))
+    report = Weights(name=TINY, file=written(model, "npz", tmp_path)).load(like(TINY)((224, 224), 3, 1000), 0.5, 0.5)
+    assert report["new"] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("knobs, kept", [({"pool": MeanTokens}, 49), ({"registers": 2}, 50)], ids=["mean", "registers"])
+def test_positions_carry_over_to_other_prefix_tokens(files, knobs, kept):
+    file = files(TINY)[1]
+    ours = like(TINY, tokenizer=partial(PatchEmbed, patch=4), **knobs)((28, 28), 1, 10)
+    report = Weights(name=TINY, file=file, new=("prefix",)).load(ours, *GREY)
+    plain = like(TINY, tokenizer=partial(PatchEmbed, patch=4))((28, 28), 1, 10)
+    Weights(name=TINY, file=file).load(plain, *GREY)
+    assert torch.equal(ours.position.table[-49:], plain.position.table[-49:]) and "position.table" not in report["new"]
 
 
 def test_nothing_in_a_file_is_executed(tmp_path):
@@ -342,8 +377,8 @@ def test_locality_attention_without_its_mask_starts_as_the_pretrained_function_a
     file, patch = files(TINY)[1], partial(PatchEmbed, patch=4)
     attention = partial(LocalityAttention, mask_self=False)
     models = [like(TINY, tokenizer=patch, **knobs)((28, 28), 1, 10).eval() for knobs in ({}, {"attention": attention})]
-    for model in models:
-        Weights(name=TINY, file=file, new=("attention.scale",)).load(model, *GREY)
+    for model, new in zip(models, ((), ("attention.scale",))):
+        Weights(name=TINY, file=file, new=new).load(model, *GREY)
     x = torch.randn(2, 1, 28, 28)
     with torch.no_grad():
         assert (models[0].features(x) - models[1].features(x)).abs().max() <= 1e-5
@@ -367,7 +402,7 @@ def test_rates_fall_from_block_to_block_as_timms_do():
     found = {id(p): pace(0.5, 1.0) for group, pace in zip(groups, paces) for p in group["params"]}
     assert len(found) == len(list(ours.parameters()))
     scale = {name: found[id(p)] for name, p in ours.named_parameters()}
-    pairs = {"head.weight": "head.weight", "norm.weight": "norm.weight", "tokenizer.proj.weight": "patch_embed.proj.weight"}
+    pairs = {"head.weight": "head.weight", "tokenizer.proj.weight": "patch_embed.proj.weight"}
     pairs |= {"position.table": "pos_embed", "prefix": "cls_token"}
     pairs |= {f"blocks.{at}.mlp.0.weight": f"blocks.{at}.mlp.fc1.weight" for at in range(12)}
     assert all(scale[here] == pytest.approx(names[there]) for here, there in pairs.items())
@@ -447,6 +482,6 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     assert {run.role for run in runs if run.arm in arms} == {"floor"} and len(runs) == 1 + 3 + 5
     assert {run.arm for run in runs if run.init is None and run.arm in arms} == {"ViT-S from scratch"}
     assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
-    assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "DINO"
+    assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
     with pytest.raises(ValueError, match="has the name of a floor"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, yardsticks=arms)

@@ -31,8 +31,9 @@ class DINO(nn.Module):
              `layers=1` leaves the head's hidden layers out, for a model that keeps them behind its pool, `Projected`.
              `neighbours=k` makes views agree with other images too, once the fraction `settle` of the run is over: what the
              teacher says of an image weighs 1 - `share`, and `share` the mean of what it says of the k images that are nearest
-             to it, by the cosine of its features of whole images, among the last `bank` (those before the projection that the
-             model keeps, if it does: behind it, who is near is told the same already). From Van Gansbeke et al. 2020
+             to it, itself left out, by the cosine of its features of whole images, among the last `bank`; features before the
+             projection that the model keeps, if it does: behind it, who is near is told the same already. From Van Gansbeke
+             et al. 2020
              (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021 (NNCLR),
              arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where they are
              of one class: on digits 99 of 100.
@@ -105,6 +106,7 @@ class DINO(nn.Module):
         if neighbours:  # what the teacher made of the last images: its features, and where its head puts them, both of length 1
             self.register_buffer("bank_features", torch.zeros(bank, getattr(kept(model), "dim", width(model))))
             self.register_buffer("bank_places", torch.zeros(bank, bottleneck))
+            self.register_buffer("bank_images", torch.full((bank,), torch.nan, dtype=torch.float64))  # a number for each
             self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.seen: Seen | None = None  # of the last batch
@@ -145,16 +147,24 @@ class DINO(nn.Module):
         feature, behind = before_and_behind(self.model, images)
         place = nn.functional.normalize(exact(self.teacher_head.layers(behind)), dim=-1)
         feature = nn.functional.normalize(exact(feature), dim=-1)
-        there = min(int(self.banked), len(self.bank_features))
-        target = wanted
-        if progress >= self.settle and there >= self.neighbours:
-            near = (feature @ self.bank_features[:there].T).topk(self.neighbours, dim=1).indices
+        number = numbered(images)
+        if len(images) > len(self.bank_features):
+            raise ValueError(
+                f"the bank holds {len(self.bank_features)} images and a batch {len(images)}; expected it to be larger"
+            )
+        target, likeness = wanted, None
+        if progress >= self.settle:
+            with torch.autocast(images.device.type, enabled=False):  # half precision takes others for the nearest
+                likeness = exact(feature) @ self.bank_features.T
+            likeness[(self.bank_images.isnan() | (number[:, None] == self.bank_images))] = -torch.inf  # no image is its own
+        if likeness is not None and bool((likeness.isfinite().sum(1) >= self.neighbours).all()):
+            near = likeness.topk(self.neighbours, dim=1).indices
             theirs = exact(self.teacher_head.last_layer(self.bank_places[near]))
             own, others = (((logits - center) / temperature).softmax(-1) for logits in (wanted, theirs))
             mixed = (1 - self.share) * own + self.share * others.mean(1).repeat(2, 1)
             target = center + temperature * mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
         at = (self.banked + torch.arange(len(images), device=images.device)) % len(self.bank_features)
-        self.bank_features[at], self.bank_places[at] = feature, place
+        self.bank_features[at], self.bank_places[at], self.bank_images[at] = feature, place, number
         self.banked += len(images)
         return target
 
@@ -180,6 +190,12 @@ class DINO(nn.Module):
 def exact(x: Tensor) -> Tensor:
     """At least float32, whatever the precision of the model: differences of logits are small."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def numbered(images: Tensor) -> Tensor:
+    """A number for each image, b, that the same image has whenever it comes."""
+    flat = images.flatten(1).double()
+    return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
 
 
 def kept(model: nn.Module) -> Projected | None:

@@ -1,5 +1,6 @@
 """Weights from elsewhere: found, read, held against the model name by name, and fitted to other images."""
 
+import argparse
 import hashlib
 import math
 import os
@@ -7,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,8 @@ class Weights:
              the mean and standard deviation of the pixels that it expects
     file     a .safetensors, a .pth (also {"model": ...}, also a DINO checkpoint, of which the teacher is taken) or the original
              .npz of Google's; None: `$SMALLVIT_WEIGHTS/<name>.<any of these>`, else timm's hub
-    new      the parts of the model that may start anew, or of the file that may be left over, by their names here
+    new      the parts of the model that start anew, or of the file that may be left over, by their names here: "tokenizer",
+             "attention.scale", "blocks.11"
 
     One path from every source. Names are held against timm's model, then against ours: all that is missing, left over or of
     another shape is an error, but for the head and the parts named in `new`; a reduction always starts anew. Then the weights
@@ -43,17 +46,19 @@ class Weights:
     the weights' own inside the first linear map, so that the model computes of our pixels what it would of its own.
     With `ShiftedPatchEmbed` the shifted copies start at 0; only without its LayerNorm is that the pretrained function.
 
-    Raises   Unavailable where there is no such file and no hub; ValueError for a file that cannot be read or does not fit,
-             naming the weights.
+    Raises   Unavailable where the folder has no such file and the hub is out of reach; ValueError for a `file` that is not
+             there, that cannot be read or does not fit, naming the weights, and for a part in `new` that excuses nothing.
     """
 
-    name: str = VIT_S
+    name: str
     file: str | None = None
     new: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name is {self.name!r}; expected timm's name of the weights, such as {VIT_S!r}")
+        if not isinstance(self.file, str | None):
+            raise ValueError(f"file is {self.file!r}; expected its path as a text, so that a record can hold it")
         if self.file is not None and Path(self.file).suffix not in SUFFIXES:
             raise ValueError(f"file is {self.file!r}; expected one that ends in {', '.join(SUFFIXES)}")
         if isinstance(self.new, str) or not all(isinstance(part, str) for part in self.new):
@@ -64,7 +69,7 @@ class Weights:
         """The file, downloaded if it has to be. Raises Unavailable."""
         if self.file is not None:
             if not Path(self.file).is_file():
-                raise Unavailable(f"{self.name}: there is no file {self.file}")
+                raise ValueError(f"there is no file {self.file} with the weights {self.name}")
             return Path(self.file)
         here = os.environ.get(FOLDER)
         found = [path for suffix in SUFFIXES if here and (path := Path(here) / f"{self.name}{suffix}").is_file()]
@@ -73,9 +78,8 @@ class Weights:
     def download(self) -> Path:
         """The file of timm's hub: the one that was downloaded before, or a new one."""
         import huggingface_hub
-        from timm.models import get_pretrained_cfg
 
-        hub = getattr(get_pretrained_cfg(self.name, allow_unregistered=True), "hf_hub_id", None)
+        hub = config(self.name).hf_hub_id
         if not hub:
             raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
         here = huggingface_hub.try_to_load_from_cache(hub, HUB_FILE)
@@ -106,18 +110,25 @@ class Weights:
         theirs, own_mean, own_std = read(path, self.name)
         state, own = rename(theirs), model.state_dict()
         report = {"name": self.name, "file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        report |= {"resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": []}
+        report |= {"mean": own_mean, "std": own_std, "resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": []}
         stem(state, model, (own_mean, own_std), (mean, std), report)
         places(state, model, report)
-        if "head.weight" in state and state["head.weight"].shape != own["head.weight"].shape:
-            state = {name: weight for name, weight in state.items() if not name.startswith("head.")}
+        anew = [name for name in state if name in own and any(excuses(part, name) for part in self.new)]
+        if "head.weight" not in own or state.get("head.weight", own["head.weight"]).shape != own["head.weight"].shape:
+            anew += [name for name in state if name.startswith("head.")]
+        state = {name: weight for name, weight in state.items() if name not in anew}
         report["new"], report["left_over"], wrong = misfits(state, own, self.new)
         if wrong:
             raise ValueError(
                 f"{path.name} does not fit the model: {several(wrong)}; expected the shape of like({self.name!r}), or the parts"
                 " named in new=(...)"
             )
+        idle = [part for part in self.new if not any(excuses(part, name) for name in (*report["new"], *report["left_over"]))]
+        if idle:
+            raise ValueError(f"new={self.new} names {several(idle)}, where nothing is new or left over; take it out")
         fitting = {name: weight for name, weight in state.items() if name in own and name not in report["new"]}
+        if not fitting:
+            raise ValueError(f"nothing of {path.name} was loaded, all of it being named in new={self.new}; expected some of it")
         model.load_state_dict(fitting, strict=False)
         return report | {"loaded": len(fitting)}
 
@@ -128,10 +139,15 @@ def misfits(state: dict[str, Tensor], own: dict[str, Tensor], new: Sequence[str]
     left_over = [name for name in state if name not in own or state[name].shape != own[name].shape]
     wrong = []
     for name in dict.fromkeys([*absent, *left_over]):
-        if not any(f".{part}." in f".{name}." for part in ("head", "reduction", *new)):
+        if ".reduction." not in name and not any(excuses(part, name) for part in ("head", *new)):
             sides = ((state, "in the file"), (own, "in the model"))
             wrong.append(f"{name} ({', '.join(f'{tuple(of[name].shape) if name in of else None} {at}' for of, at in sides)})")
     return absent, left_over, wrong
+
+
+def excuses(part: str, name: str) -> bool:
+    """Whether the part of that name has the weight: "tokenizer" what lies in it, "attention.scale" that of every block."""
+    return f"{name}.".startswith(f"{part}.") or ("." in part and f".{part}." in f".{name}.")
 
 
 def several(found: list[str]) -> str:
@@ -148,7 +164,9 @@ def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], t
     wanted = {key: tuple(tensor.shape) for key, tensor in native.state_dict().items()}
     strange = [f"{key} is missing" for key in wanted if key not in state and not key.startswith("head.")]
     strange += [f"{key} is unknown" for key in state if key not in wanted and not key.startswith(HEADS)]
-    free = ("pos_embed", "patch_embed.proj.weight", *HEADS)
+    flat = state.get("patch_embed.proj.weight", torch.empty(0)).ndim == 2  # as early files have it: its patch is not to be seen
+    free = ("pos_embed", *HEADS, *(["patch_embed.proj.weight"] if flat else []))
+    strange += [f"{key} is not finite" for key in wanted if key in state and not state[key].isfinite().all()]
     strange += [
         f"{key} is {tuple(state[key].shape)}, expected {shape}"
         for key, shape in wanted.items()
@@ -156,11 +174,18 @@ def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], t
     ]
     if strange:
         raise ValueError(f"{path.name} is not {name}: {several(strange)}; expected its weights under timm's names")
+    cfg = config(name)
+    return {key: state[key].float() for key in wanted if key in state}, tuple(cfg.mean), tuple(cfg.std)
+
+
+def config(name: str):
+    """What timm says of the weights of that name. Raises ValueError for a name or a tag that it does not have."""
     from timm.models import get_pretrained_cfg
 
-    cfg = get_pretrained_cfg(name, allow_unregistered=True) or native.pretrained_cfg
-    cfg = cfg if isinstance(cfg, dict) else cfg.to_dict()
-    return {key: state[key].float() for key in wanted if key in state}, tuple(cfg["mean"]), tuple(cfg["std"])
+    try:
+        return get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as error:
+        raise ValueError(f"timm has no weights {name!r} ({error}); expected a name with its tag, such as {VIT_S!r}") from error
 
 
 HEADS = ("head.", "fc.", "pre_logits.", "head_dist.")
@@ -173,7 +198,8 @@ def from_file(path: Path) -> dict:
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's own checkpoints hold their options in one
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a broken file makes of either
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected a file of weights") from error
 
@@ -188,24 +214,37 @@ def unwrapped(state: object) -> dict[str, Tensor]:
     found = {}
     for name, tensor in state.items():
         bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", name)
-        if isinstance(tensor, Tensor):
-            found[bare] = tensor
+        if not isinstance(tensor, Tensor):
+            continue
+        if bare in found:
+            raise ValueError(f"two weights of the file are called {bare}, as {name} is; expected one of each")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype}; expected real numbers, as weights are trained")
+        found[bare] = tensor
     return found
 
 
 def from_npz(path: Path, name: str) -> dict[str, Tensor]:
     """The original weights of Google's, by timm's reader of them."""
+    import numpy
     import timm
 
     with torch.device("cpu"):
         model = timm.create_model(name.partition(".")[0])
     try:
+        with numpy.load(path) as arrays:
+            kernel, bias = arrays["embedding/kernel"].shape, arrays.get("head/bias")
+            heads = None if bias is None else bias.shape
+        wanted = tuple(model.patch_embed.proj.weight.permute(2, 3, 1, 0).shape)
+        if kernel != wanted:
+            raise ValueError(f"{path.name} is not {name}: embedding/kernel is {kernel}, expected {wanted}")
         model.load_pretrained(str(path))
     except KeyError as error:
         raise ValueError(f"{path.name} is not {name}: {error.args[0]}") from error
-    except Exception as error:
+    except (OSError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected the original .npz") from error
-    return model.state_dict()
+    random = ("head.",) if heads != tuple(model.head.bias.shape) else ("-",)  # timm leaves a head of another size as it was
+    return {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(random)}
 
 
 def stem(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple, report: dict):
@@ -248,14 +287,20 @@ def as_channels(value: Sequence[float] | float, channels: int) -> Tensor:
 
 
 def places(state: dict[str, Tensor], model: ViT, report: dict):
-    """Fit the positions to the model's grid, in place."""
+    """Fit the positions to the model's grid and its prefix tokens, in place; a prefix token that only it has keeps its own."""
     if "position.table" not in state or not isinstance(model.position, Learned):
         return
-    table, grid = state["position.table"], model.position.grid
-    extra = len(model.position.table) - grid[0] * grid[1]
-    side = math.isqrt(len(table) - extra)
-    if side * side != len(table) - extra:
+    table, (rows, columns) = state["position.table"], model.position.grid
+    own, count = model.position.table, len(table)
+    if len(own) == count or own.shape[1] != table.shape[1]:
+        return
+    extra = next((p for p in (len(state["prefix"]), 0) if math.isqrt(count - p) ** 2 == count - p), None)
+    if extra is None:
         return  # of another kind; what does not fit is said with all else
-    if (side, side) != tuple(grid):
-        report["resized"].append(f"position.table: {side} x {side} to {grid[0]} x {grid[1]}")
-        state["position.table"] = resample(table, (side, side), grid)
+    side, mine = math.isqrt(count - extra), len(own) - rows * columns
+    if (side, side) != (rows, columns):
+        report["resized"].append(f"position.table: {side} x {side} to {rows} x {columns}")
+    prefix, grid = table[: min(extra, mine)], resample(table[extra:], (side, side), (rows, columns))
+    if mine > extra:
+        report["adapted"].append(f"position.table: {mine - extra} prefix tokens with new positions")
+    state["position.table"] = torch.cat([prefix, own.detach()[extra:mine].to(table), grid])

@@ -22,6 +22,9 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
         ]
         mine = [r for r in again if (r["arm"], r["labels"]) == (arm, labels)]
         new = [r["test"][r["score"]] for r in mine if r["status"] == "finished"]
+        if all(r["status"] == "unavailable" for r in mine):
+            lines.append(f"{arm} at {amount(labels)}: left out, unavailable here ({mine[0]['error']})")
+            continue
         if len(old) < 2 or len(new) < len(mine):
             why = "fewer than 2 committed seeds" if len(old) < 2 else mine[0]["error"] or "a run failed"
             lines.append(f"{arm} at {amount(labels)}: no band ({why})")

@@ -243,6 +243,8 @@ def warnings(records: Sequence[dict]) -> list[str]:
     scores = dict.fromkeys(r["score"] for r in records if r["score"] and r["role"] != "floor")
     dirty = sum(bool((r.get("code") or {}).get("dirty")) for r in records)
     reads = sum((r.get("test_reads") or 0) > 1 for r in records)
+    elsewhere = list(dict.fromkeys(r["arm"] for r in records if "make" in ((r.get("run") or {}).get("init") or {})))
+    out += [f"What it took to train weights elsewhere is in no budget: {', '.join(elsewhere)}"] if elsewhere else []
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
     out += [f"Runs of code with uncommitted changes, so that the commit does not say what ran: {dirty}"] if dirty else []
     return out + ([f"Runs that read the test split more than once: {reads}"] if reads else [])
@@ -266,12 +268,17 @@ def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
         if "init" in said:
             said["init"] = starts.get(against[r["arm"]], "absent"), starts.get(r["arm"], "absent")
         if "teacher" in said:
-            taught = r["run"].get("teacher")
-            said["teacher"] = "absent", f"a run of {taught['model']['call'].rpartition('.')[2]}" if taught else "absent"
+            said["teacher"] = taught_by(theirs), taught_by(mine)
         seen.setdefault(r["arm"], Counter()).update(f"{name}: {there} → {here}" for name, (there, here) in said.items())
     for arm, of in seen.items():
         seen[arm] = [line + f" (in {k} of {runs[arm]} runs)" * (k < runs[arm]) for line, k in of.items()] or ["nothing"]
     return seen
+
+
+def taught_by(choices: dict[str, str]) -> str:
+    """Who teaches a run with these choices."""
+    teacher = json.loads(choices.get("teacher", "null"))
+    return f"a run of {teacher['model']['call'].rpartition('.')[2]}" if teacher else "absent"
 
 
 def started_from(records: Sequence[dict]) -> dict[str, str]:
