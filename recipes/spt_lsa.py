@@ -15,19 +15,7 @@ same number of tokens.
 
 from functools import partial
 
-from smallvit import (
-    Block,
-    ConvStem,
-    LocalityAttention,
-    PatchEmbed,
-    Run,
-    ShiftedPatchEmbed,
-    ViT,
-    ablate,
-    augment,
-    imagenet_vit_s,
-    mnist,
-)
+from smallvit import Block, ConvStem, LocalityAttention, PatchEmbed, Run, ShiftedPatchEmbed, ViT, ablate, augment, mnist
 
 patch = 7
 scratch = Run(
@@ -55,5 +43,4 @@ RUNS = ablate(
         "hybrid stem": scratch.vary(tokenizer=partial(ConvStem, layers=3)),
     },
     labels=[100, 1_000, 10_000],
-    yardsticks=imagenet_vit_s(scratch, scratch=False),
 )

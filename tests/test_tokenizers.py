@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from smallvit import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed, tokenizers
+from smallvit import ConvStem, ConvTokenizer, PatchEmbed, Resized, ShiftedPatchEmbed, tokenizers
 
 EVERY = [
     partial(PatchEmbed, patch=4),
@@ -71,8 +71,21 @@ def pixel(x, image, channel, row, column, fill=0.0):
 
 def test_every_class_is_held_to_the_contract():
     found = [c for c in vars(tokenizers).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
-    assert len(found) == 4
-    assert {make.func if isinstance(make, partial) else make for make in EVERY} == set(found)
+    assert len(found) == 5
+    assert {make.func if isinstance(make, partial) else make for make in EVERY} == set(found) - {Resized}
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_a_resized_image_gives_the_tokens_of_the_image_enlarged(interpolation):
+    inner = partial(PatchEmbed, patch=4)
+    module = Resized((8, 12), 3, D, tokenizer=inner, size=16, interpolation=interpolation)
+    for image in ((8, 12), (28, 28), (16, 16)):
+        x = torch.randn(2, 3, *image)
+        large = F.interpolate(x, size=(16, 16), mode=interpolation, antialias=True) if image != (16, 16) else x
+        assert torch.equal(module(x), module.tokenizer(large)) and module.grid(image) == (4, 4)
+    for knobs in ({"interpolation": "nearest"}, {"size": 0}, {"size": 18}):
+        with pytest.raises(ValueError, match="expected|do not tile"):
+            Resized((8, 12), 3, D, tokenizer=inner, **{"size": 16} | knobs)
 
 
 @every
