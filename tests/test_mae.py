@@ -297,7 +297,7 @@ def test_every_tokenizer_is_tried():
         for made in vars(tokenizers).values()
         if inspect.isclass(made) and issubclass(made, nn.Module) and made.__module__ == tokenizers.__name__
     }
-    assert {getattr(make, "func", make) for make in TOKENIZERS.values()} == ours
+    assert {getattr(make, "func", make) for make in TOKENIZERS.values()} == ours - {tokenizers.Resized}  # not with MAE yet
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
