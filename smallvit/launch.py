@@ -80,20 +80,13 @@ def launch(
                 if slot in busy.values() or at is None:
                     continue
                 queue.remove(at)
-                stop = absent.get(runs[at].init)
-                for field, one in before[at].items() if stop is None else ():
-                    earlier = found[one]
-                    if earlier is None:
-                        break  # another process is at it
-                    if earlier["status"] != "finished":
-                        kind = Unavailable if earlier["status"] == "unavailable" else RuntimeError
-                        stop = stop or kind(f"its {NEEDS[field]} failed: {earlier['error']}")
-                else:
-                    if stop is None:
-                        places = {field: folder(runs[one], out, recipe) for field, one in before[at].items()}
-                        busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, places)] = slot
-                        continue
-                ended(at, stop and failed(runs[at], out, recipe, stop))
+                earlier = {field: found[one] for field, one in before[at].items()}
+                stop = absent.get(runs[at].init) or obstacle(earlier)
+                if stop or None in earlier.values():  # None: another process is at it
+                    ended(at, stop and failed(runs[at], out, recipe, stop))
+                    continue
+                places = {field: folder(runs[one], out, recipe) for field, one in before[at].items()}
+                busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, places)] = slot
             through, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in through:
                 slot = busy.pop(future)
@@ -128,6 +121,17 @@ def with_those_before(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, in
             if place.setdefault(fingerprint(other), len(runs)) == len(runs):
                 runs.append(other)
     return runs, [{field: place[fingerprint(other)] for field, other in run.before.items()} for run in runs]
+
+
+def obstacle(before: dict[str, dict | None]) -> Exception | None:
+    """What keeps a run from being trained, by the records of those before it; the first that has not finished decides."""
+    for field, record in before.items():
+        if record is None:
+            return None
+        if record["status"] != "finished":
+            kind = Unavailable if record["status"] == "unavailable" else RuntimeError
+            return kind(f"its {NEEDS[field]} failed: {record['error']}")
+    return None
 
 
 def unavailable(runs: Sequence[Run]) -> dict[Weights, Unavailable]:
