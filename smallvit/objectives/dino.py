@@ -106,7 +106,7 @@ class DINO(nn.Module):
         if neighbours:  # what the teacher made of the last images: its features, and where its head puts them, both of length 1
             self.register_buffer("bank_features", torch.zeros(bank, getattr(kept(model), "dim", width(model))))
             self.register_buffer("bank_places", torch.zeros(bank, bottleneck))
-            self.register_buffer("bank_images", torch.full((bank,), torch.nan, dtype=torch.float64))  # a number for each
+            self.register_buffer("bank_images", torch.zeros(bank, dtype=torch.float64))  # a number for each
             self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.seen: Seen | None = None  # of the last batch
@@ -152,21 +152,25 @@ class DINO(nn.Module):
             raise ValueError(
                 f"the bank holds {len(self.bank_features)} images and a batch {len(images)}; expected it to be larger"
             )
-        target, likeness = wanted, None
-        if progress >= self.settle:
+        target, full = wanted, min(int(self.banked), len(self.bank_features))
+        if progress >= self.settle and full >= self.neighbours:
             with torch.autocast(images.device.type, enabled=False):  # half precision takes others for the nearest
-                likeness = exact(feature) @ self.bank_features.T
-            likeness[(self.bank_images.isnan() | (number[:, None] == self.bank_images))] = -torch.inf  # no image is its own
-        if likeness is not None and bool((likeness.isfinite().sum(1) >= self.neighbours).all()):
-            near = likeness.topk(self.neighbours, dim=1).indices
-            theirs = exact(self.teacher_head.last_layer(self.bank_places[near]))
-            own, others = (((logits - center) / temperature).softmax(-1) for logits in (wanted, theirs))
-            mixed = (1 - self.share) * own + self.share * others.mean(1).repeat(2, 1)
-            target = center + temperature * mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+                likeness = feature @ self.bank_features[:full].T
+            likeness.masked_fill_(number[:, None] == self.bank_images[:full], -torch.inf)  # no image is its own
+            alike, near = likeness.topk(self.neighbours, dim=1)
+            if bool(alike.isfinite().all()):  # every image has as many
+                target = self.mixed(wanted, self.bank_places[near], center, temperature)
         at = (self.banked + torch.arange(len(images), device=images.device)) % len(self.bank_features)
         self.bank_features[at], self.bank_places[at], self.bank_images[at] = feature, place, number
         self.banked += len(images)
         return target
+
+    def mixed(self, wanted: Tensor, places: Tensor, center: Tensor, temperature: float) -> Tensor:
+        """Logits of the target in which the images at these places of the head, b k p, have their share."""
+        theirs = exact(self.teacher_head.last_layer(places))
+        own, others = (((logits - center) / temperature).softmax(-1) for logits in (wanted, theirs))
+        target = (1 - self.share) * own + self.share * others.mean(1).repeat(2, 1)
+        return center + temperature * target.clamp_min(torch.finfo(target.dtype).tiny).log()
 
     def temperature(self, progress: float) -> float:
         """The teacher's, at that progress."""
