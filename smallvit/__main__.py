@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -296,7 +297,7 @@ COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify
 def plan(runs: list, jobs: int | None, device: str) -> str:
     """What would be run, in words: the arms, how they differ from the baseline, and a measured estimate of the time."""
     from smallvit.launch import cores, with_those_before
-    from smallvit.pretrained import Unavailable
+    from smallvit.pretrained import Weights
     from smallvit.run import difference
     from smallvit.train import estimate
 
@@ -304,25 +305,26 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
     jobs = min(jobs or cores(), len(runs))
     first = {run.arm: run for run in reversed(runs)}
     tokens = schedules(runs)
-    seconds, lines = 0.0, []
+    seconds, later, lines = 0.0, 0.0, []
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm]
+        start = first[arm].init
         try:
-            one = estimate(first[arm], device)
-        except Unavailable as error:
-            lines.append(f"{arm}: {len(mine)} runs, unavailable: {error}")
-            continue
+            one = estimate(replace(first[arm], init=None), device)  # a step takes as long from whichever weights
+            absent = isinstance(start, Weights) and start.at_hand() is None
         except Exception as error:
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
-        seconds += one * len(mine)
-        lines.append(f"{arm}: {len(mine)} runs of {first[arm].steps} steps, about {one:.0f} s each")
+        seconds, later = seconds + one * len(mine) * (not absent), later + one * len(mine) * absent
+        note = f"; {start.name} is to be downloaded" if absent else ""
+        lines.append(f"{arm}: {len(mine)} runs of {first[arm].steps} steps, about {one:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
         baseline = next((run for run in runs if run.arm == first[arm].against), runs[0])
         if arm != baseline.arm:
             changes = difference(baseline.vary(labels=first[arm].labels, seed=first[arm].seed), first[arm])
             lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
+    more = f" (and {clock(later / jobs)} with the weights that are to be downloaded)" if later else ""
     lines.append(
-        f"{len(runs)} runs, about {clock(seconds / jobs)} with {jobs} jobs on {device}, measured by a few steps of each arm"
+        f"{len(runs)} runs, about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
     )
     return "\n".join(lines)
 

@@ -84,13 +84,18 @@ def called(run: Run, names: dict[str, str]) -> Run:
 def placed(run: Run, labels: int | None, seed: int) -> Run:
     """The run at that seed and number of labels, and so what is trained before it, unless that has labels of its own.
 
-    One that trains on all images unlabelled is one for all numbers of labels.
+    One that needs no label, nor anything before it, is one for all numbers of labels.
     """
     before = {
-        field: placed(other, other.labels or (None if other.unlabelled else labels), seed)
+        field: placed(other, other.labels or (labels if needs_labels(other) else None), seed)
         for field, other in run.before.items()
     }
     return replace(run, labels=labels, seed=seed, **before)
+
+
+def needs_labels(run: Run) -> bool:
+    """Whether the images depend on the number of labels, of this run or of one that is trained before it."""
+    return not run.unlabelled or any(needs_labels(other) for other in run.before.values())
 
 
 def several(values: Iterable, name: str) -> list:

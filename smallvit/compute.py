@@ -62,7 +62,8 @@ def in_words(model: nn.Module) -> str:
 def closed_form(
     model: nn.Module, tokens: Sequence[tuple[float, float]] | None = None, image: tuple[int, int] | None = None
 ) -> dict[str, float]:
-    """MACs for one image: `embed`, `blocks`, `reduction` (what the reduction itself costs) and `head`.
+    """MACs for one image: `embed`, `blocks`, `reduction` (what the reduction itself costs) and `head`,
+    with what a pool has of layers behind it.
 
     `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. Published figures leave `reduction` out. What
     a kernel that makes no attention map computes again, for a reduction that asks for the map, is not in it. The tokenizer is
@@ -80,7 +81,8 @@ def closed_form(
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
     inside = inside_macs(model, tokens, image)
-    return {"embed": counted(model.tokenizer, blank) / 2, **inside, "head": linear_macs(model.head)}
+    head = linear_macs(model.head) + linear_macs(getattr(model.pool, "layers", nn.Identity()))
+    return {"embed": counted(model.tokenizer, blank) / 2, **inside, "head": head}
 
 
 def inside_macs(model: nn.Module, tokens: Sequence[tuple[float, float]], image: tuple[int, int]) -> dict[str, float]:

@@ -70,6 +70,8 @@ class Projected(nn.Module):
              backbone, fine-tuned and probed. Self-supervision then ends in a shallower head, `DINO(layers=1)`: together they
              compute what a head of three layers computed, and its hidden layers are not thrown away with it.
     Off      `layers=0` equals the pool.
+
+    Raises   ValueError for a training batch of one image, which BatchNorm has no deviation of.
     """
 
     def __init__(self, dim: int, *, pool: Callable = MeanTokens, hidden: int = 256, layers: int = 2):
@@ -84,6 +86,8 @@ class Projected(nn.Module):
             self.layers.extend([nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.GELU()])
 
     def forward(self, x: Tensor, size: Tensor | None = None, prefix: int = 0) -> Tensor:
+        if self.training and len(x) == 1:
+            raise ValueError("Projected has BatchNorm and got one image to train on; expected a batch of at least two")
         return self.layers(self.pool(x, size, prefix))
 
     def make_head(self, classes: int) -> nn.Linear:

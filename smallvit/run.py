@@ -32,7 +32,7 @@ class Run:
 
     Data        `data()` loads it; `labels` labelled images, class-balanced, drawn by `seed` (None: all but the validation
                 images); `val` validation images (None: a fifth of the training images, at most 1,000). `unlabelled=True`:
-                train on all images but the validation images, whatever `labels` says, and read no label.
+                train on all images but the validation images, whatever `labels` says, and read no label: targets are 0.
     Model       `model(image, channels, classes)`, usually `partial(ViT, ...)`.
     Start       `init` is the run whose weights this one starts from; it is trained first. What only this model has (a
                 reduction that learns, a head for other classes) starts as in a model without `init`. Or `Weights` that were
@@ -119,8 +119,9 @@ class Run:
             object.__setattr__(self, "evaluators", self.usual)
         if not isinstance(self.unlabelled, bool):
             raise ValueError(f"unlabelled is {self.unlabelled!r}; expected True or False")
-        if self.unlabelled and self.reads_labels:
-            raise ValueError(f"unlabelled=True but {function(self.objective).__name__} reads labels; take DINO or MAE")
+        if self.unlabelled and self.reads_labels and self.teacher is None:
+            name = function(self.objective).__name__
+            raise ValueError(f"unlabelled=True but {name} reads labels; take DINO or MAE, or Distill, which hears its teacher")
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
         if not self.evaluators:

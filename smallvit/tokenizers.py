@@ -135,7 +135,8 @@ class Resized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2:] != (self.size, self.size):
-            x = F.interpolate(x, size=(self.size, self.size), mode=self.interpolation, antialias=True)
+            single = x.to(torch.promote_types(x.dtype, torch.float32))  # in half precision not on every device
+            x = F.interpolate(single, (self.size, self.size), mode=self.interpolation, antialias=True).to(x.dtype)
         return self.tokenizer(x)
 
 

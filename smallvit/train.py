@@ -63,6 +63,10 @@ def fit(
             raise ValueError(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
             )
+        for evaluator in run.evaluators:  # what cannot be evaluated is not trained
+            if hasattr(function(evaluator), "needs"):
+                known = Splits(subset.train, subset.val, subset.val)
+                function(evaluator).needs(known, **getattr(evaluator, "keywords", {}))
         training = Training(run, data, subset, device, *places.values())
         made_by = "".join([record["code"]["sha256"], data.sha256, *training.made_of])
         training.resume(folder / records.CHECKPOINT, made_by)

@@ -45,10 +45,9 @@ class Training:
         start: Path | None = None,
         teacher: Path | None = None,
     ):
-        from lightning_fabric import Fabric
-
         self.run, self.spec, self.subset, spec = run, data.spec, subset, data.spec
-        self.fabric = Fabric(accelerator=device, devices=1, precision={"fp32": "32-true", "bf16": "bf16-mixed"}[run.precision])
+        self.device = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
+        self.device = self.device or torch.device("cpu")
         torch.manual_seed(stream(run.seed, "init"))
         model = run.model(spec.size, spec.channels, len(spec.classes))
         if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
@@ -68,19 +67,18 @@ class Training:
                 raise ValueError(f"the teacher {run.teacher.arm!r} was trained on other classes; expected those of {spec.name}")
             self.made_of.append(told["sha256"])
         torch.manual_seed(stream(run.seed, "init", "objective"))
-        objective = self.fabric.to_device(run.objective(model, **taught))
-        self.averaged = copy.deepcopy(objective.model).requires_grad_(False) if run.average else None
+        self.objective = run.objective(model, **taught).to(self.device)
+        self.averaged = copy.deepcopy(self.objective.model).requires_grad_(False) if run.average else None
+        self.optimizer = None
         if run.steps:
-            groups, self.paces = decay_groups(objective, run.weight_decay, run.layer_decay)
-            optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
-            self.objective, self.optimizer = self.fabric.setup(objective, optimizer)
-        else:
-            self.objective, self.optimizer = objective, None
+            groups, self.paces = decay_groups(self.objective, run.weight_decay, run.layer_decay)
+            self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
         train = data.subset(labels=None, val=run.val, seed=run.seed).train if run.unlabelled else subset.train
-        self.images = Images(train.images.to(self.fabric.device), train.labels.to(self.fabric.device), spec)
-        self.trained = [p for p in objective.parameters() if p.requires_grad]
-        self.pairs = tensors(self.averaged, objective.model) if run.average else []
-        self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.fabric.device)
+        self.images = Images(train.images.to(self.device), train.labels.to(self.device), spec)
+        self.told = 0.0 if run.unlabelled else 1.0  # by this the targets are multiplied: what is not known cannot be read
+        self.trained = [p for p in self.objective.parameters() if p.requires_grad]
+        self.pairs = tensors(self.averaged, self.objective.model) if run.average else []
+        self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.device)
         self.curve: list[list] = []  # step, mean loss since the last check, validation accuracy
         self.best: dict[str, Tensor] | None = None
         self.health: list[dict] = []  # of a run without labels, at every check: see smallvit.objectives.collapse
@@ -116,16 +114,17 @@ class Training:
         chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
         torch.manual_seed(stream(run.seed, "dropout", step))
-        batch = apply(run.augment, Batch(images.pixels(chosen), images.targets(chosen)), generator)
+        batch = apply(run.augment, Batch(images.pixels(chosen), self.told * images.targets(chosen)), generator)
         progress = step / run.steps
         for group, own in zip(self.optimizer.param_groups, self.paces):
             group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps, run.schedule))
         normal = batch._replace(
             images=self.spec.normalise(batch.images), views=tuple(self.spec.normalise(views) for views in batch.views)
         )
-        loss = self.objective(normal, progress)["loss"]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=run.precision == "bf16"):
+            loss = self.objective(normal, progress)["loss"]
         self.optimizer.zero_grad()
-        self.fabric.backward(loss)
+        loss.backward()
         if hasattr(self.objective, "before_step"):  # gradients cut or cancelled by the objective's own rule
             self.objective.before_step(progress)
         if run.clip:
@@ -170,7 +169,7 @@ class Training:
 
     def facts(self) -> dict:
         """What a record says of the training itself."""
-        device = self.fabric.device
+        device = self.device
         return {
             "steps": self.step,
             "images_seen": self.step * self.run.batch,
@@ -217,7 +216,7 @@ class Training:
         if not path.exists():
             return
         try:
-            state = torch.load(path, map_location=self.fabric.device, weights_only=True)
+            state = torch.load(path, map_location=self.device, weights_only=True)
         except Exception as error:  # whatever a broken file makes of the unpickler
             raise ValueError(f"{path} cannot be read ({type(error).__name__}); delete it to start this run again") from error
         if state["fingerprint"] != fingerprint(self.run):

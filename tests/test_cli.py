@@ -85,6 +85,20 @@ def test_dry_run_says_how_the_arms_differ_and_trains_nothing(here, capsys):
     assert not (here / "runs").exists()
 
 
+def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
+    import huggingface_hub
+
+    for name in ("get_hf_file_metadata", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub, name, lambda *words, **options: pytest.fail("something was downloaded"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *words: None)
+    text = (here / "mine.py").read_text()
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    more = f"RUNS = RUNS + ablate({{'tuned': RUNS[0].vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], floors=False)"
+    (here / "more.py").write_text(f"from smallvit import Weights\n{text}\n{more}\n")
+    assert main(["run", "more.py", "--dry-run"]) == 0
+    assert f"{name} is to be downloaded" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words, model, rows, params",
     [

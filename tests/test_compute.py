@@ -20,6 +20,7 @@ from smallvit import (
     Mixed,
     PatchEmbed,
     Pixels,
+    Projected,
     Prune,
     ShiftedPatchEmbed,
     SmallCNN,
@@ -227,6 +228,16 @@ def test_every_tokenizer_is_counted(tokenizer):
     model = WIDE(tokenizer=tokenizer)
     said = closed_form(model)
     assert said["embed"] > 0 and counted(model, torch.zeros(1, 1, 28, 28)) / 2 == pytest.approx(sum(said.values()), rel=0.01)
+
+
+def test_what_a_pool_keeps_of_a_projection_is_counted():
+    plain, projected = (WIDE(pool=pool) for pool in (MeanTokens, partial(Projected, hidden=300)))
+    more = closed_form(projected)["head"] - closed_form(plain)["head"]
+    inner = 192 * 300 + 300 * 300  # what its head reads is 300 wide, not 192
+    assert more == inner + (300 - 192) * projected.head.out_features
+    assert counted(projected.eval(), torch.zeros(1, 1, 28, 28)) / 2 == pytest.approx(
+        sum(closed_form(projected).values()), rel=0.01
+    )
 
 
 # Tokens

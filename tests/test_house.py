@@ -67,7 +67,7 @@ AT_THE_TOP |= {
 # Who brings a library: a name in setup.cfg.
 BROUGHT_BY = {
     "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "huggingface_hub": "timm", "jinja2": "jinja2",
-    "lightly": "lightly", "lightning_fabric": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
+    "lightly": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip

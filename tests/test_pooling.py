@@ -161,6 +161,9 @@ def test_projected_is_its_pool_and_the_layers_behind_it(make, layers):
     close(module.train()(x, size, 1), expected)
     head = module.make_head(4)
     assert module.class_tokens == make.class_tokens and (head.in_features, head.out_features) == (expected.shape[1], 4)
+    with pytest.raises(ValueError, match="got one image to train on"):
+        module(x[:1])
+    assert module.eval()(x[:1]).shape == (1, expected.shape[1])
 
 
 # Two tokens with a head each

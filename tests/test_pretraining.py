@@ -76,6 +76,31 @@ def test_what_cannot_be_is_refused(changes, words):
         Run(**changes)
 
 
+def test_a_probe_that_has_too_few_labels_is_refused_before_anything_is_trained(tmp_path):
+    run = SHORT.vary(labels=20, evaluators=(accuracy, partial(few_shot, shots=16)))
+    with pytest.raises(ValueError, match="expected at least shots=16 of each class"):
+        fit(run, tmp_path)
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_teacher_alone_is_heard_on_images_without_labels(tmp_path, monkeypatch):
+    """The last stage of SimCLR v2: the student sees all images and no label, and what it learns is what its teacher says."""
+    shown, forward = [], Distill.forward
+
+    def watched(self, batch, progress):
+        shown.append(batch.targets)
+        loss = forward(self, batch, progress)
+        assert torch.equal(loss["loss"], self.gap(self.model(batch.images), self.teacher(batch.images)))
+        return loss
+
+    monkeypatch.setattr(Distill, "forward", watched)
+    teacher = SHORT.vary(labels=20, val=0)
+    run = teacher.vary(unlabelled=True, objective=partial(Distill, weight=1.0), teacher=teacher)
+    record = fit(run, tmp_path)
+    assert record["unlabelled"] == len(digits().train) and record["pretraining"]["labels"] == 20
+    assert record["score"] == "accuracy" and len(shown) == run.steps and not torch.stack(shown).any()
+
+
 # Starting from it
 
 
@@ -87,6 +112,12 @@ def test_all_images_are_seen_once_and_the_same_images_once_for_each_number_of_la
     assert len(runs) == 24 and len(starts) == 3 + 2 * 3
     assert sorted(run.labels or 0 for run in starts) == [0] * 3 + [20] * 3 + [40] * 3
     assert {run.seed for run in starts} == {0, 1, 2} and {run.arm for run in starts} == {"start of all", "start of same"}
+
+
+def test_what_is_taught_on_all_images_has_a_teacher_of_as_many_labels():
+    taught = SHORT.vary(unlabelled=True, objective=partial(Distill, weight=1.0), teacher=SHORT)
+    run = placed(SHORT.vary(init=taught), 20, 0)
+    assert run.init.teacher.labels == 20 and run.labels == 20
 
 
 def test_the_budget_counts_what_was_seen_and_no_label(tmp_path):

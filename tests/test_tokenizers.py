@@ -83,6 +83,8 @@ def test_a_resized_image_gives_the_tokens_of_the_image_enlarged(interpolation):
         x = torch.randn(2, 3, *image)
         large = F.interpolate(x, size=(16, 16), mode=interpolation, antialias=True) if image != (16, 16) else x
         assert torch.equal(module(x), module.tokenizer(large)) and module.grid(image) == (4, 4)
+    half = module.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16 and half.isfinite().all()
     for knobs in ({"interpolation": "nearest"}, {"size": 0}, {"size": 18}):
         with pytest.raises(ValueError, match=r"expected|do not tile"):
             Resized((8, 12), 3, D, tokenizer=inner, **{"size": 16} | knobs)

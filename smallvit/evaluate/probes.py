@@ -121,6 +121,14 @@ def few_shot(
         yield "few_shot_sd", found.std().item()
 
 
+def enough(splits: Splits, *, shots: int = 16, **others):
+    """Raise ValueError if a class has too few labelled images."""
+    balanced(splits.train, shots, 0)
+
+
+few_shot.needs = enough
+
+
 def balanced(images: Images, shots: int, draw: int) -> Tensor:
     """The places of `shots` images of each class, fixed by the number of the draw."""
     place = torch.tensor(shuffled(range(len(images)), draw, "few_shot"), dtype=torch.int64)

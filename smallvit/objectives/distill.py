@@ -28,6 +28,10 @@ class Distill(nn.Module):
              `TokenDistillationTask` equal this with `task_loss_weight=1 - weight` and nothing else.
              The teacher sees what the student sees, mixed images too; its first choice of those is one class.
 
+    On images without labels, `Run(unlabelled=True)`, targets are 0 and the teacher alone is heard: with `weight=1` that is the
+    last stage of SimCLR v2 (Chen et al. 2020, arXiv:2006.10029, section 2), which teaches what was fine-tuned on few labels
+    to a model that sees all images.
+
     `teacher` is a model that gives logits for images normalised as the student's. A copy of it is kept in evaluation mode,
     without gradients, and outside the parameters and the state of this objective. Without `token=True` a model with two heads
     learns by the mean of both.

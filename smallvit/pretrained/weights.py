@@ -67,24 +67,34 @@ class Weights:
 
     def path(self) -> Path:
         """The file, downloaded if it has to be. Raises Unavailable."""
+        return self.at_hand() or self.download()
+
+    def at_hand(self) -> Path | None:
+        """The file, if it is on this machine: `file`, one in the folder, or one that was downloaded before."""
+        import huggingface_hub
+
         if self.file is not None:
             if not Path(self.file).is_file():
                 raise ValueError(f"there is no file {self.file} with the weights {self.name}")
             return Path(self.file)
         here = os.environ.get(FOLDER)
         found = [path for suffix in SUFFIXES if here and (path := Path(here) / f"{self.name}{suffix}").is_file()]
-        return found[0] if found else self.download()
+        if found:
+            return found[0]
+        cached = huggingface_hub.try_to_load_from_cache(self.hub(), HUB_FILE)
+        return Path(cached) if isinstance(cached, str) else None
+
+    def hub(self) -> str:
+        """Where timm's hub has it. Raises ValueError if it does not."""
+        if not (hub := config(self.name).hf_hub_id):
+            raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
+        return hub
 
     def download(self) -> Path:
-        """The file of timm's hub: the one that was downloaded before, or a new one."""
+        """The file of timm's hub, new. Raises Unavailable."""
         import huggingface_hub
 
-        hub = config(self.name).hf_hub_id
-        if not hub:
-            raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
-        here = huggingface_hub.try_to_load_from_cache(hub, HUB_FILE)
-        if isinstance(here, str):
-            return Path(here)
+        hub = self.hub()
         try:
             huggingface_hub.get_hf_file_metadata(
                 huggingface_hub.hf_hub_url(hub, HUB_FILE), timeout=10
