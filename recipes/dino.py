@@ -14,8 +14,8 @@ Chosen  On 5,000 training images held back by another seed, in some 50 trials of
 Every arm has the same hybrid ViT of 16 tokens with two hidden layers behind its pool: those of a projection head, kept. "As
 long" is supervised training for the steps of pretraining and of training from scratch together. "Then taught" starts from the
 same pretraining and hears on all digits, without labels, what the fine-tuned model takes them for (SimCLR v2,
-arXiv:2006.10029). Frozen arms are judged by a logistic regression on the labels. At the end the same features are probed with all labels, and with 16 labels of each class,
-against their own random weights.
+arXiv:2006.10029). Frozen arms are judged by a logistic regression on the labels. At the end the same features are probed with
+all labels, and with 16 labels of each class, against their own random weights.
 """
 
 from functools import partial

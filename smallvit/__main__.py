@@ -323,9 +323,8 @@ def plan(runs: list, jobs: int | None, device: str) -> str:
             changes = difference(baseline.vary(labels=first[arm].labels, seed=first[arm].seed), first[arm])
             lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
     more = f" (and {clock(later / jobs)} with the weights that are to be downloaded)" if later else ""
-    lines.append(
-        f"{len(runs)} runs, about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
-    )
+    told = f"about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
+    lines.append(f"{len(runs)} runs, {told}")
     return "\n".join(lines)
 
 

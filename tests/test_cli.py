@@ -93,7 +93,7 @@ def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *words: None)
     text = (here / "mine.py").read_text()
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    more = f"RUNS = RUNS + ablate({{'tuned': RUNS[0].vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], floors=False)"
+    more = f"RUNS = RUNS + ablate({{'tuned': scratch.vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], floors=False)"
     (here / "more.py").write_text(f"from smallvit import Weights\n{text}\n{more}\n")
     assert main(["run", "more.py", "--dry-run"]) == 0
     assert f"{name} is to be downloaded" in capsys.readouterr().out
