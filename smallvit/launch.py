@@ -7,20 +7,18 @@ time, started ones go on from their checkpoint.
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
-from multiprocessing import parent_process
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from shutil import get_terminal_size
-from threading import Thread
 
 from smallvit import record as records
 from smallvit.pretrained import Unavailable, Weights
-from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
+from smallvit.run import NAMING, Run, describe, fingerprint
 
 
 def launch(
@@ -45,6 +43,7 @@ def launch(
     refuse_absent(device)
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
+    context = processes(device)
     asked = len(runs)
     runs, before = with_those_before(runs)
     found = [recall(run, out, recipe) for run in runs]
@@ -61,7 +60,7 @@ def launch(
     for reason in absent.values():
         print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
     bar = Bar(runs, found, todo)
-    slots = [Slot(source, device) for _ in range(min(jobs or cores(), len(todo)))]
+    slots = [Slot(context, source, device) for _ in range(min(jobs or cores(), len(todo)))]
     queue, busy, died = list(todo), {}, set()
 
     def ended(at: int, record: dict | None):
@@ -145,21 +144,37 @@ def unavailable(runs: Sequence[Run]) -> dict[Weights, Unavailable]:
     return absent
 
 
+def processes(device: str) -> BaseContext:
+    """Where workers come from: on Linux they are forks of a server, which begins now to load what they need, and loads it once.
+
+    An accelerator does not survive a fork, and other systems do not fork well: there each worker loads its own.
+    """
+    from multiprocessing import forkserver
+
+    if sys.platform != "linux" or device != "cpu":
+        return get_context("spawn")
+    forkserver.set_forkserver_preload(["smallvit.worker"])
+    forkserver.ensure_running()
+    return get_context("forkserver")
+
+
 class Slot:
     """A worker process of its own, so that when it dies it is known which run died with it."""
 
-    def __init__(self, source: str | Path | None, device: str):
-        from multiprocessing import get_context
-
-        self.context, self.source, self.device = get_context("spawn"), source, device
+    def __init__(self, context: BaseContext, source: str | Path | None, device: str):
+        self.context, self.source, self.device = context, source, device
         self.at = -1
         self.replace()
 
     def replace(self):
+        from smallvit.worker import prepare
+
         self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
-        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress,))
+        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
 
     def start(self, run: Run, path: Path, recipe: str, at: int, places: dict[str, Path]) -> Future:
+        from smallvit.worker import work
+
         self.at, self.progress[0] = at, 0
         naming = {name: getattr(run, name) for name in NAMING}
         words = (describe(run), naming, path, places, recipe, self.source, self.device)
@@ -172,37 +187,6 @@ class Slot:
     def kill(self):
         for process in list((self.pool._processes or {}).values()):
             process.kill()  # nothing to tidy up: checkpoints are written beside and moved into place
-
-
-PROGRESS = None  # in a worker: where it tells its steps
-
-
-def prepare(progress):
-    """Make a worker: one thread, deaf to Ctrl-C (its parent decides), and gone when its parent is."""
-    global PROGRESS
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
-    import torch
-
-    torch.set_num_threads(1)
-    records.code()  # as it is now: somebody may edit it while this worker trains
-    PROGRESS = progress
-
-
-def work(
-    plain: dict, naming: dict, path: Path, places: dict[str, Path], recipe: str, source: str | Path | None, device: str
-) -> dict:
-    """One run in a worker."""
-    from smallvit.recipe import load_recipe
-    from smallvit.train import fit
-
-    def watch(step: int, accuracy: float | None):
-        PROGRESS[0] = step
-
-    if source is not None:
-        load_recipe(source)
-    start, teacher = places.get("init"), places.get("teacher")
-    return fit(replace(rebuild(plain), **naming), path, recipe=recipe, device=device, watch=watch, start=start, teacher=teacher)
 
 
 def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict | None:

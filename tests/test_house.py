@@ -24,7 +24,8 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "compute", "launch", "pretrained", "recipe", "record", "report", "run", "train"},
-    "launch": {"pretrained", "recipe", "record", "run", "train"},
+    "launch": {"pretrained", "record", "run", "train", "worker"},
+    "worker": {"recipe", "record", "run", "train"},
     "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "training"},
     "training": {
         "augment",

@@ -59,14 +59,19 @@ def test_fail_fast_stops_at_the_first_failure(tmp_path):
 
 
 def workers(parent: int) -> list[int]:
-    """The training processes under that one (not the resource tracker that spawn starts beside them)."""
+    """The training processes of that one: forks of its server."""
+    return [pid for server in children(parent) for pid in children(server)]
+
+
+def children(parent: int) -> list[int]:
+    """Those started by multiprocessing's server of forks, and the server itself."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words, line = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(words[1]) == parent and b"spawn_main" in line:
+        if int(words[1]) == parent and b"forkserver" in line:
             found.append(int(path.parent.name))
     return found
 
@@ -178,7 +183,8 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path):
     process.join()
     for _ in range(100):
         if not any(
-            Path(f"/proc/{pid}/cmdline").exists() and b"spawn" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in orphans
+            Path(f"/proc/{pid}/cmdline").exists() and b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            for pid in orphans
         ):
             break
         time.sleep(0.1)
