@@ -20,7 +20,7 @@ nobody with 100 labels has those, so that it is shown at its best.
 
 from functools import partial
 
-from smallvit import Block, PatchEmbed, Run, Supervised, ViT, ablate, augment, imagenet_vit_s, mnist
+from smallvit import Block, PatchEmbed, Run, ViT, ablate, augment, imagenet_vit_s, mnist
 
 block = partial(Block, mlp_ratio=2.0)
 plain = Run(
@@ -34,12 +34,13 @@ plain = Run(
 six = {
     "dropout": {"dropout": 0.1, "block": partial(block, dropout=0.1)},
     "stochastic depth": {"drop_path": 0.1},
-    "label smoothing": {"objective": partial(Supervised, label_smoothing=0.1)},
+    "label smoothing": {"augment": (augment.SmoothLabels(amount=0.1),)},
     "early stopping": {"early_stop": 3},
     "mixup": {"augment": (augment.Mixup(),)},
     "weight averaging": {"average": 0.2},
 }
-together = {field: choice for choices in six.values() for field, choice in choices.items()}
+mixed = (augment.Mixup(), augment.SmoothLabels(amount=0.1))
+together = {field: choice for choices in six.values() for field, choice in choices.items()} | {"augment": mixed}
 
 RUNS = ablate(
     {
@@ -47,7 +48,7 @@ RUNS = ablate(
         **{name: plain.vary(**choices) for name, choices in six.items()},
         "all six": plain.vary(**together),
         "deformations": plain.vary(augment=augment.digits()),
-        "deformations, all six": plain.vary(**together | {"augment": (*augment.digits(), augment.Mixup())}),
+        "deformations, all six": plain.vary(**together | {"augment": (*augment.digits(), *mixed)}),
     },
     labels=[100, 1_000],
     yardsticks=imagenet_vit_s(plain, patch=7, scratch=False),

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "optimise": set(),
     "report": {"explain"},
     "record": set(),
-    "explain": {"attention", "compute", "evaluate", "vit"},
+    "explain": {"attention", "compute", "evaluate", "positions", "vit"},
     "pretrained": {*SLOTS, "compute", "vit"} - {"reduction"},
     "evaluate": {"compute", "data", "pooling", "streams", "vit"},
     "objectives": {"attention", "augment", "compute", "evaluate", "optimise", "pooling", "positions", "reduction", "vit"},

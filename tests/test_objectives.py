@@ -24,7 +24,6 @@ from smallvit import (
     SmallCNN,
     Supervised,
     ViT,
-    augment,
     objectives,
 )
 from smallvit.augment import Batch
@@ -92,23 +91,12 @@ def squashed(row):
     return [math.exp(z) / whole for z in row]
 
 
-@pytest.mark.parametrize(
-    "off", [{"label_smoothing": 0.0}, {"softmax_first": False}, {"label_smoothing": 0, "softmax_first": None}]
-)
+@pytest.mark.parametrize("off", [{"softmax_first": False}, {"softmax_first": None}])
 def test_supervised_switched_off_is_supervised_bit_for_bit(off, batch):
     model = TINY()
     losses = [Supervised(model, **knobs)(batch, 0.3)["loss"] for knobs in ({}, off)]
     gradients = [torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in losses]
     assert torch.equal(*losses) and all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients))
-
-
-def test_smoothed_labels_are_the_papers_and_those_of_the_augmentation(batch):
-    model = TINY().eval()
-    rows = [[(1 - 0.3) * t + 0.3 / len(row) for t in row] for row in batch.targets.tolist()]
-    loss = Supervised(model, label_smoothing=0.3)(batch, 0.0)["loss"]
-    assert loss.item() == pytest.approx(surprise(model(batch.images).tolist(), rows), rel=1e-5)
-    smoothed = augment.SmoothLabels(amount=0.3)(batch, torch.Generator())
-    assert torch.equal(loss, Supervised(model)(smoothed, 0.0)["loss"])
 
 
 def test_a_softmax_before_the_cross_entropy_takes_probabilities_for_logits(batch):
@@ -137,12 +125,6 @@ def test_what_that_mistake_costs_is_what_its_docstring_says():
         x = wrong.clone().requires_grad_()
         steep.append(torch.autograd.grad(objective(Batch(x, targets), 0.0)["loss"], x)[0].abs().max().item())
     assert steep[0] < 1e-6 and steep[1] == pytest.approx(1)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1, 1.5, "0.1"])
-def test_a_label_is_smoothed_by_a_share_of_it(share):
-    with pytest.raises(ValueError, match=f"label_smoothing is {share!r}; expected the share of a target"):
-        Supervised(TINY(), label_smoothing=share)
 
 
 def test_the_mistake_is_made_or_not():

@@ -76,13 +76,13 @@ def position_table(length: int, width: int) -> "matplotlib.figure.Figure":  # no
              place / 10000^(2k/d), channel 2k + 1 its cosine. The first channels turn fast, the last hardly at all.
     Raises   ValueError for less than one place, or a width that is odd or less than 2.
     """
-    import numpy as np
     from matplotlib.figure import Figure
+
+    from smallvit.positions import SinCos1d
 
     if length < 1 or width < 2 or width % 2:
         raise ValueError(f"got length {length} and width {width}; expected at least one place, and an even width")
-    angle = np.arange(length)[:, None] / 10_000 ** (np.arange(0, width, 2) / width)
-    table = np.stack([np.sin(angle), np.cos(angle)], axis=-1).reshape(length, width)
+    table = SinCos1d(width, (1, length), 0).table.numpy()
 
     figure = Figure(figsize=(6, 5), layout="constrained")
     ax = figure.add_subplot()
