@@ -70,6 +70,9 @@ def arguments() -> argparse.ArgumentParser:
             command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
         if name == "run":
             command.add_argument(
+                "--stack", type=positive, default=1, metavar="N", help="train N seeds of an arm as one model (default: 1)"
+            )
+            command.add_argument(
                 "--only",
                 nargs="+",
                 default=[],
@@ -144,6 +147,7 @@ def run(chosen: argparse.Namespace) -> int:
         recipe=path.stem,
         source=path,
         jobs=chosen.jobs,
+        stack=chosen.stack,
         device=chosen.device,
         retry=chosen.retry,
         fail_fast=chosen.fail_fast,

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -28,6 +29,7 @@ def launch(
     recipe: str,
     source: str | Path | None = None,
     jobs: int | None = None,
+    stack: int = 1,
     device: str = "cpu",
     retry: bool = False,
     fail_fast: bool = False,
@@ -36,11 +38,15 @@ def launch(
     """Train every run that has no record yet, in `out/<recipe>/...`, and return all records in the order of `runs`.
 
     `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
-    there. A failed run is reported at once, leaves a record that says why, and is tried again only with `retry=True`; one whose
-    weights were not to be had is tried again every time. A worker that is killed has its run taken up once more from its
-    checkpoint. `show(record)` is called for every record as it comes.
+    there. With `stack` > 1 so many runs that differ only in their seed are trained as one model, which is faster where models
+    are small: they agree with those trained alone to rounding, and their records say so. A failed run is reported at once,
+    leaves a record that says why, and is tried again only with `retry=True`; one whose weights were not to be had is tried
+    again every time. A worker that is killed has its run taken up once more from its checkpoint. `show(record)` is called for
+    every record as it comes.
     """
     refuse_absent(device)
+    if stack < 1:
+        raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
     context = processes(device)
@@ -61,7 +67,15 @@ def launch(
         print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
     bar = Bar(runs, found, todo)
     slots = [Slot(context, source, device) for _ in range(min(jobs or cores(), len(todo)))]
-    queue, busy, died = list(todo), {}, set()
+    queue, busy, alone = list(todo), {}, set()  # alone: those that are to be trained so, since something went wrong
+    kin = [fingerprint(at_seed(run, 0)) if stack > 1 else at for at, run in enumerate(runs)]
+
+    def records_before(at: int) -> dict[str, dict | None]:
+        return {field: found[one] for field, one in before[at].items()}
+
+    def task(at: int) -> tuple:
+        places = {field: folder(runs[one], out, recipe) for field, one in before[at].items()}
+        return describe(runs[at]), {name: getattr(runs[at], name) for name in NAMING}, folder(runs[at], out, recipe), places
 
     def ended(at: int, record: dict | None):
         found[at] = record
@@ -74,30 +88,36 @@ def launch(
     try:
         while queue or busy:
             for slot in slots:
-                under_way = {*queue, *(slot.at for slot in busy.values())}
-                at = next((at for at in queue if under_way.isdisjoint(before[at].values())), None)
-                if slot in busy.values() or at is None:
+                under_way = {*queue, *(at for slot in busy.values() for at in slot.at)}
+                ready = [at for at in queue if under_way.isdisjoint(before[at].values())]
+                if slot in busy.values() or not ready:
                     continue
-                queue.remove(at)
-                earlier = {field: found[one] for field, one in before[at].items()}
-                stop = absent.get(runs[at].init) or obstacle(earlier)
+                at = ready[0]
+                stop = absent.get(runs[at].init) or obstacle(earlier := records_before(at))
                 if stop or None in earlier.values():  # None: another process is at it
+                    queue.remove(at)
                     ended(at, stop and failed(runs[at], out, recipe, stop))
                     continue
-                places = {field: folder(runs[one], out, recipe) for field, one in before[at].items()}
-                busy[slot.start(runs[at], folder(runs[at], out, recipe), recipe, at, places)] = slot
+                alike = [one for one in ready if kin[one] == kin[at] and not obstacle(records_before(one))]
+                share = -(-len(alike) // len(slots))  # as many as leave the other workers theirs
+                group = [at] if at in alone else [one for one in alike if one not in alone][: min(stack, share)]
+                for one in group:
+                    queue.remove(one)
+                busy[slot.start(group, [task(one) for one in group], recipe)] = slot
             through, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in through:
                 slot = busy.pop(future)
-                at = slot.at
-                error = future.exception()
+                error, group = future.exception(), slot.at
                 if isinstance(error, BrokenProcessPool):
                     slot.replace()
-                    if at not in died:
-                        died.add(at)
-                        queue.insert(0, at)
-                        continue
-                ended(at, future.result() if error is None else failed(runs[at], out, recipe, error))
+                if error is None:
+                    for at, record in zip(group, future.result()):
+                        ended(at, record)
+                elif len(group) > 1 or (isinstance(error, BrokenProcessPool) and group[0] not in alone):
+                    alone.update(group)  # each once more by itself, so that one failure is no other run's
+                    queue[:0] = group
+                else:
+                    ended(group[0], failed(runs[group[0]], out, recipe, error))
             bar.move([slot for slot in slots if slot in busy.values()])
     finally:
         for slot in slots:
@@ -120,6 +140,11 @@ def with_those_before(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, in
             if place.setdefault(fingerprint(other), len(runs)) == len(runs):
                 runs.append(other)
     return runs, [{field: place[fingerprint(other)] for field, other in run.before.items()} for run in runs]
+
+
+def at_seed(run: Run, seed: int) -> Run:
+    """The run, and all that is trained before it, at that seed: what runs have in common that differ in nothing else."""
+    return replace(run, seed=seed, **{field: at_seed(other, seed) for field, other in run.before.items()})
 
 
 def obstacle(before: dict[str, dict | None]) -> Exception | None:
@@ -163,7 +188,7 @@ class Slot:
 
     def __init__(self, context: BaseContext, source: str | Path | None, device: str):
         self.context, self.source, self.device = context, source, device
-        self.at = -1
+        self.at: list[int] = []  # which runs it is at
         self.replace()
 
     def replace(self):
@@ -172,12 +197,11 @@ class Slot:
         self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
 
-    def start(self, run: Run, path: Path, recipe: str, at: int, places: dict[str, Path]) -> Future:
+    def start(self, at: list[int], tasks: list[tuple], recipe: str) -> Future:
         from smallvit.worker import work
 
         self.at, self.progress[0] = at, 0
-        naming = {name: getattr(run, name) for name in NAMING}
-        words = (describe(run), naming, path, places, recipe, self.source, self.device)
+        words = (tasks, recipe, self.source, self.device)
         try:
             return self.pool.submit(work, *words)
         except BrokenProcessPool:  # it died idle

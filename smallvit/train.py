@@ -1,6 +1,8 @@
 """`fit(run, folder)` turns a run into a record, and can be killed at any moment."""
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from smallvit.compute import reduces
 from smallvit.data import DataSpec, Images, Subset
 from smallvit.evaluate import Splits
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
-from smallvit.training import Training, Watch, weights
+from smallvit.stack import NotStackable, Stack
+from smallvit.training import Training, Watch, go, weights
 
 
 def fit(
@@ -37,15 +40,55 @@ def fit(
     Raises   ValueError for choices that do not fit the data, for the folder of another run, and when the disk is full;
              FloatingPointError when the loss is not finite; filelock.Timeout when another process is at this run.
     """
+    if done := finished(run, Path(folder)):
+        return done
+    with opened(run, Path(folder), recipe, device, start, teacher) as (training, close):
+        if training is not None:
+            go([training], training.advance, watch)
+        return close()
+
+
+def fit_stacked(
+    runs: Sequence[Run],
+    folders: Sequence[Path],
+    *,
+    recipe: str = "",
+    device: str = "cpu",
+    watch: Watch = lambda step, accuracy: None,
+    before: Sequence[dict[str, Path]] = (),
+) -> list[dict]:
+    """`fit` for runs that differ only in their seed, trained as one model with a leading axis; their records, in order.
+
+    Their weights agree with those of `fit` to rounding, and their records say how many were stacked. Those that cannot be, and
+    those that were put down at different steps, are trained one after another. `before` are the folders of `start` and
+    `teacher` of each, by the fields that ask for them.
+    """
+    with ExitStack() as held:
+        works = [
+            held.enter_context(opened(run, Path(folder), recipe, device, places.get("init"), places.get("teacher")))
+            for run, folder, places in zip(runs, folders, before or [{}] * len(runs))
+        ]
+        members = [training for training, _ in works if training is not None]
+        with suppress(NotStackable):
+            if len(members) > 1:
+                go(members, Stack(members).advance, watch)
+        for member in members:
+            go([member], member.advance, watch)  # no step is left to those that were stacked
+        return [close() for _, close in works]
+
+
+@contextmanager
+def opened(run: Run, folder: Path, recipe: str, device: str, start: str | Path | None, teacher: str | Path | None):
+    """A run under its lock: its training, taken up where it was put down (None if it has finished), and `close()`, which
+    evaluates it, leaves its record and returns that. What has to be trained before it is."""
     from filelock import FileLock
 
-    folder = Path(folder)
-    if done := finished(run, folder):
-        return done
     folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = folder / records.CHECKPOINT
     with FileLock(folder / ".lock", timeout=0):
         if done := finished(run, folder):
-            return done
+            yield None, lambda: done
+            return
         for stray in folder.glob(".*.new"):  # what a kill left half written
             stray.unlink()
         places, before = {"init": start, "teacher": teacher}, []
@@ -68,17 +111,19 @@ def fit(
                 known = Splits(subset.train, subset.val, subset.val)
                 function(evaluator).needs(known, **getattr(evaluator, "keywords", {}))
         training = Training(run, data, subset, device, *places.values())
-        made_by = "".join([record["code"]["sha256"], data.sha256, *training.made_of])
-        training.resume(folder / records.CHECKPOINT, made_by)
-        training.go(folder / records.CHECKPOINT, made_by, watch)
-        record |= training.facts() | evaluations(run, training.model, subset, data.test)
-        record |= {"pretraining": spent(list(run.before.values()), before)} if before else {}
-        record |= {"picture": picture(training.model, subset)}
-        record |= {"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256}
-        save_weights(folder / records.WEIGHTS, training.model, record)
-        records.write_record(folder, record)
-        (folder / records.CHECKPOINT).unlink(missing_ok=True)
-    return record
+        training.resume(checkpoint, "".join([record["code"]["sha256"], data.sha256, *training.made_of]))
+
+        def close() -> dict:
+            record.update(training.facts() | evaluations(run, training.model, subset, data.test))
+            record.update({"pretraining": spent(list(run.before.values()), before)} if before else {})
+            record["picture"] = picture(training.model, subset)
+            record.update({"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256})
+            save_weights(folder / records.WEIGHTS, training.model, record)
+            records.write_record(folder, record)
+            checkpoint.unlink(missing_ok=True)
+            return record
+
+        yield training, close
 
 
 def load(folder: str | Path) -> tuple[Run, nn.Module]:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -83,59 +83,66 @@ class Training:
         self.best: dict[str, Tensor] | None = None
         self.health: list[dict] = []  # of a run without labels, at every check: see smallvit.objectives.collapse
         self.monitor = Monitor(run.steps)
+        self.stacked: int | None = None  # how many were trained together with this one, itself included
 
     @property
     def model(self) -> nn.Module:
         """The weights that are evaluated: the averaged ones, where the run averages."""
         return self.objective.model if self.averaged is None else self.averaged
 
-    def go(self, checkpoint: Path, made_by: str, watch: Watch):
-        """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`."""
-        self.objective.train()
-        saved = last = time.perf_counter()
-        while self.step < self.run.steps and not self.stopped_early():
-            self.advance()
-            if not self.run.reads_labels:
-                self.monitor.look(self.step, self.objective.seen)
-            if self.step in self.checks:
-                self.look()
-                watch(self.step, self.curve[-1][2])
-            now = time.perf_counter()
-            self.seconds, last = self.seconds + now - last, now
-            if now - saved > CHECKPOINT_SECONDS:
-                self.save(checkpoint, made_by)
-                saved = now
-        if self.best is not None:
-            self.model.load_state_dict(self.best)
+    @property
+    def progress(self) -> float:
+        """How much of the run is over, from 0 to 1."""
+        return self.step / self.run.steps
+
+    @property
+    def share(self) -> float:
+        """By how much the averaged weights move towards those of this step."""
+        return 1 / min(self.step, max(self.run.average * self.run.steps, 1))
 
     def advance(self):
         """One optimizer step."""
-        run, step, images = self.run, self.step, self.images
-        chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
-        generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
-        torch.manual_seed(stream(run.seed, "dropout", step))
-        batch = apply(run.augment, Batch(images.pixels(chosen), self.told * images.targets(chosen)), generator)
-        progress = step / run.steps
-        for group, own in zip(self.optimizer.param_groups, self.paces):
-            group["lr"] = run.lr * own(progress, pace(progress, run.warmup, 1 / run.steps, run.schedule))
-        normal = batch._replace(
-            images=self.spec.normalise(batch.images), views=tuple(self.spec.normalise(views) for views in batch.views)
-        )
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=run.precision == "bf16"):
-            loss = self.objective(normal, progress)["loss"]
+        run, batch = self.run, self.draw()
+        self.set_rates(self.optimizer)
+        torch.manual_seed(stream(run.seed, "dropout", self.step))
+        with self.precision():
+            loss = self.objective(batch, self.progress)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
         if hasattr(self.objective, "before_step"):  # gradients cut or cancelled by the objective's own rule
-            self.objective.before_step(progress)
+            self.objective.before_step(self.progress)
         if run.clip:
             nn.utils.clip_grad_norm_(self.trained, run.clip)
         self.optimizer.step()
-        self.step += 1
+        self.count(loss.detach())
         if hasattr(self.objective, "after_step"):
-            self.objective.after_step(self.step / run.steps)
+            self.objective.after_step(self.progress)
         if self.averaged is not None:
-            average(self.pairs, 1 / min(self.step, max(run.average * run.steps, 1)))
-        self.loss += loss.detach()
+            average(self.pairs, self.share)
+
+    def draw(self) -> Batch:
+        """The batch of this step: chosen, augmented and normalised."""
+        run, images, step = self.run, self.images, self.step
+        chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
+        generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
+        batch = apply(run.augment, Batch(images.pixels(chosen), self.told * images.targets(chosen)), generator)
+        normalise = self.spec.normalise
+        return batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
+
+    def set_rates(self, optimizer: torch.optim.Optimizer):
+        """The learning rates of this step."""
+        run = self.run
+        for group, own in zip(optimizer.param_groups, self.paces):
+            group["lr"] = run.lr * own(self.progress, pace(self.progress, run.warmup, 1 / run.steps, run.schedule))
+
+    def precision(self):
+        """The context in which the objective is computed."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision == "bf16")
+
+    def count(self, loss: Tensor):
+        """A step has been taken."""
+        self.step += 1
+        self.loss += loss
 
     @functools.cached_property
     def checks(self) -> set[int]:
@@ -179,6 +186,7 @@ class Training:
             "health": self.health or None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
+            "stacked": self.stacked,
             "weights": self.weights,
             "tokens": self.model.places(1, self.model.image)[0].tokens if isinstance(self.model, ViT) else None,
         } | self.footprint()
@@ -190,11 +198,11 @@ class Training:
         with frozen(self.model):
             return footprint(self.model, self.spec.normalise(self.images.pixels(slice(256))))
 
-    def save(self, path: Path, made_by: str):
-        """Put the training down; `made_by` names the code and the data."""
+    def save(self):
+        """Put the training down."""
         state = {
             "fingerprint": fingerprint(self.run),
-            "made_by": made_by,
+            "made_by": self.made_by,
             "step": self.step,
             "seconds": self.seconds,
             "loss": self.loss,
@@ -206,13 +214,16 @@ class Training:
             "averaged": self.averaged and self.averaged.state_dict(),
             "best": self.best,
         }
-        records.write_atomic(path, lambda new: torch.save(state, new))
+        records.write_atomic(self.checkpoint, lambda new: torch.save(state, new))
 
     def resume(self, path: Path, made_by: str):
-        """Take the training up where it was put down; nothing there, or other code or data since, means from the start.
+        """Take the training up where it was put down, and put it down there from now on; `made_by` names the code and the data.
+
+        Nothing there, or other code or data since, means from the start.
 
         Raises ValueError if the checkpoint is of another run or cannot be read.
         """
+        self.checkpoint, self.made_by = path, made_by
         if not path.exists():
             return
         try:
@@ -232,6 +243,33 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
+
+
+def go(members: Sequence[Training], advance: Callable[[], None], watch: Watch):
+    """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`. `advance` takes a step of all members."""
+    first = members[0]
+    for member in members:
+        member.objective.train()
+    saved = last = time.perf_counter()
+    while first.step < first.run.steps and not first.stopped_early():
+        advance()
+        if not first.run.reads_labels:
+            first.monitor.look(first.step, first.objective.seen)
+        if first.step in first.checks:
+            for member in members:
+                member.look()
+            watch(first.step, first.curve[-1][2])
+        now = time.perf_counter()
+        for member in members:
+            member.seconds += (now - last) / len(members)
+        last = now
+        if now - saved > CHECKPOINT_SECONDS:
+            for member in members:
+                member.save()
+            saved = now
+    for member in members:
+        if member.best is not None:
+            member.model.load_state_dict(member.best)
 
 
 def start_from(model: nn.Module, folder: Path, run: str) -> dict:

@@ -18,7 +18,7 @@ import torch.utils.flop_counter
 from smallvit import record as records
 from smallvit.recipe import load_recipe
 from smallvit.run import rebuild
-from smallvit.train import fit
+from smallvit.train import fit_stacked
 
 records.code()  # of the files as they were loaded: somebody may edit them while this worker trains
 PROGRESS = None  # where this worker tells its steps
@@ -35,15 +35,18 @@ def prepare(progress, environment: dict[str, str]):
     PROGRESS = progress
 
 
-def work(
-    plain: dict, naming: dict, path: Path, places: dict[str, Path], recipe: str, source: str | Path | None, device: str
-) -> dict:
-    """Train one run, handed over as plain JSON, and return its record; `places` are the folders of those before it."""
+Task = tuple[dict, dict, Path, dict[str, Path]]
+"""A run as plain JSON, its names, its folder, and the folders of those before it, by the fields that ask for them."""
+
+
+def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str) -> list[dict]:
+    """Train a run, or several that differ only in their seed, and return their records."""
 
     def watch(step: int, accuracy: float | None):
-        PROGRESS[0] = step
+        PROGRESS[0] = step * len(tasks)
 
     if source is not None:
         load_recipe(source)
-    start, teacher = places.get("init"), places.get("teacher")
-    return fit(replace(rebuild(plain), **naming), path, recipe=recipe, device=device, watch=watch, start=start, teacher=teacher)
+    plains, namings, folders, before = zip(*tasks)
+    runs = [replace(rebuild(plain), **naming) for plain, naming in zip(plains, namings)]
+    return fit_stacked(runs, folders, recipe=recipe, device=device, watch=watch, before=before)

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "__main__": {"__init__", "compute", "launch", "pretrained", "recipe", "record", "report", "run", "train"},
     "launch": {"pretrained", "record", "run", "train", "worker"},
     "worker": {"recipe", "record", "run", "train"},
-    "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "training"},
+    "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "stack", "training"},
+    "stack": {"augment", "optimise", "training"},
     "training": {
         "augment",
         "compute",

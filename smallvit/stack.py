@@ -1,0 +1,152 @@
+"""Stacked: runs that differ only in their seed, trained as one model with a leading axis.
+
+A small model leaves the machine waiting for the next small product; k of them at once keep it busy. `torch.func.vmap` takes the
+step of one for all. Every member keeps its own streams, weights, curve, checkpoint and record: its weights are a slice of
+those that are trained, so that all else goes on as if it were alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from smallvit.augment import Batch
+from smallvit.optimise import average
+from smallvit.training import Training
+
+TOLERANCE = 1e-4  # of the losses on the first batch: what a batched product may round otherwise
+
+
+class NotStackable(ValueError):
+    """These runs cannot be trained as one; one after another they can."""
+
+
+class Stack:
+    """The step of k trainings at once. Theirs is what changes: weights, optimizer, average, step and loss.
+
+    Products are batched and may be summed in another order, so that weights agree with those of a run alone to rounding, not to
+    the bit. Whether a model can be stacked is tried out: the losses on the first batch must be those of each alone. What draws
+    random numbers in a step (dropout), or goes by values in the images for how many tokens to keep, cannot.
+
+    Raises   NotStackable for trainings at different steps, of runs that differ in more than seed and labels, with an objective
+             that has hooks of its own, or with other losses together than alone.
+    """
+
+    def __init__(self, members: Sequence[Training]):
+        first = members[0]
+        if len({member.step for member in members}) > 1:
+            raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
+        if first.run.early_stop:
+            raise NotStackable("early_stop ends each run at a step of its own")
+        if any(hasattr(first.objective, hook) for hook in ("before_step", "after_step", "seen")):
+            raise NotStackable(f"{type(first.objective).__name__} does more in a step than take a gradient")
+        self.members, self.first = members, first
+        self.refuse_other_losses()
+        self.weights = joined([member.objective for member in members])
+        self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trained(first.objective)}
+        self.optimizer = self.one_optimizer()
+        for member in members:
+            member.stacked = len(members)
+        self.pairs = []
+        if first.averaged is not None:
+            mean, prefix = joined([member.averaged for member in members]), "model."
+            self.pairs = [(tensor, self.weights[prefix + name].detach()) for name, tensor in mean.items()]
+
+    def losses(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The loss of each member on its own part of the batch, k."""
+
+        def loss(own: dict[str, Tensor], part: Batch) -> Tensor:
+            return functional_call(self.first.objective, own, (part, self.first.progress))["loss"]
+
+        with self.first.precision():
+            return vmap(loss)(weights, batch)
+
+    def refuse_other_losses(self):
+        """Raise NotStackable unless the losses are those of each member alone. Nothing is moved, nor drawn from any stream."""
+        batches = [member.draw() for member in self.members]
+        states = [copied(member.objective) for member in self.members]
+        together = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        try:
+            with torch.no_grad():
+                found = self.losses(together, side_by_side(batches))
+        except RuntimeError as error:  # vmap's own words: something random, or of a size that depends on values
+            raise NotStackable(str(error).strip().splitlines()[0]) from error
+        with torch.no_grad(), self.first.precision():
+            alone = [
+                functional_call(member.objective, state, (batch, member.progress))["loss"]
+                for member, state, batch in zip(self.members, states, batches)
+            ]
+        if not torch.allclose(found, torch.stack(alone), rtol=TOLERANCE, atol=TOLERANCE):
+            raise NotStackable(f"the losses together are {found.tolist()}, alone {[loss.item() for loss in alone]}")
+
+    def one_optimizer(self) -> torch.optim.Optimizer:
+        """The members' optimizers as one over the stacked parameters; theirs keep slices of its state, to be put down."""
+        name_of = {id(p): name for name, p in trained(self.first.objective)}
+        groups = [
+            group | {"params": [self.parameters[name_of[id(p)]] for p in group["params"]]}
+            for group in self.first.optimizer.param_groups
+        ]
+        optimizer = torch.optim.AdamW(groups, fused=True)
+        owned = [dict(trained(member.objective)) for member in self.members]
+        for name, parameter in self.parameters.items():
+            states = [member.optimizer.state[own[name]] for member, own in zip(self.members, owned)]
+            if not states[0]:  # no step was taken yet
+                states = [{"step": parameter.new_zeros(())} | {m: torch.zeros_like(parameter[0]) for m in MOMENTS}] * len(
+                    states
+                )
+            state = {"step": states[0]["step"].clone()} | {m: torch.stack([own[m] for own in states]) for m in MOMENTS}
+            optimizer.state[parameter] = state
+            for at, (member, own) in enumerate(zip(self.members, owned)):
+                member.optimizer.state[own[name]] = {"step": state["step"]} | {m: state[m][at] for m in MOMENTS}
+        return optimizer
+
+    def advance(self):
+        """One optimizer step of all members."""
+        run = self.first.run
+        self.first.set_rates(self.optimizer)
+        losses = self.losses(self.weights, side_by_side([member.draw() for member in self.members]))
+        self.optimizer.zero_grad()
+        losses.sum().backward()
+        if run.clip:
+            clip([p.grad for p in self.parameters.values()], run.clip)
+        self.optimizer.step()
+        for member, loss in zip(self.members, losses.detach()):
+            member.count(loss)
+        if self.pairs:
+            average(self.pairs, self.first.share)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, detached from the module."""
+    return {name: t.detach().clone() for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+
+def joined(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of k equal modules, stacked; those of the modules become slices of them."""
+    states = [dict((*module.named_parameters(), *module.named_buffers())) for module in modules]
+    stacked = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
+    for at, state in enumerate(states):
+        for name, own in state.items():
+            own.data = stacked[name][at]
+    return stacked
+
+
+def side_by_side(batches: Sequence[Batch]) -> Batch:
+    """k batches as one with a leading axis."""
+    return Batch(torch.stack([batch.images for batch in batches]), torch.stack([batch.targets for batch in batches]))
+
+
+def clip(gradients: Sequence[Tensor], largest: float):
+    """Cut the gradient of each member, all its parts together, to that norm, as clip_grad_norm_ does for one."""
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+    factor = (largest / (norms + 1e-6)).clamp(max=1)
+    for g in gradients:
+        g.mul_(factor.view(-1, *[1] * (g.ndim - 1)))
