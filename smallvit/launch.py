@@ -67,7 +67,7 @@ def launch(
         print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
     bar = Bar(runs, found, todo)
     slots = [Slot(context, source, device) for _ in range(min(jobs or cores(), len(todo)))]
-    queue, busy, alone = list(todo), {}, set()  # alone: those that are to be trained so, since something went wrong
+    queue, busy, alone = in_turn(todo, before), {}, set()  # alone: those that are to be trained so, since something went wrong
     kin = [fingerprint(at_seed(run, 0)) if stack > 1 else at for at, run in enumerate(runs)]
 
     def records_before(at: int) -> dict[str, dict | None]:
@@ -140,6 +140,21 @@ def with_those_before(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, in
             if place.setdefault(fingerprint(other), len(runs)) == len(runs):
                 runs.append(other)
     return runs, [{field: place[fingerprint(other)] for field, other in run.before.items()} for run in runs]
+
+
+def in_turn(todo: Sequence[int], before: Sequence[dict[str, int]]) -> list[int]:
+    """What is to be done in the order given, each right behind what it needs: so a comparison fills up evenly."""
+    wanted, turn = set(todo), {}  # a dict keeps the order
+
+    def add(at: int):
+        for one in before[at].values():
+            add(one)
+        if at in wanted:
+            turn[at] = None
+
+    for at in todo:
+        add(at)
+    return list(turn)
 
 
 def at_seed(run: Run, seed: int) -> Run:

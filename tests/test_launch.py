@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
-from smallvit.launch import failed, folder, launch, recall
+from smallvit.launch import failed, folder, in_turn, launch, recall
 from smallvit.record import RECORD, WEIGHTS, read_record
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
@@ -122,6 +122,12 @@ def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     launch(runs, tmp_path / "whole", recipe="t", jobs=2)
     assert all(r["status"] == "finished" for r in records)
     assert list(left(tmp_path / "t").values()) == list(left(tmp_path / "whole" / "t").values())
+
+
+def test_what_a_run_needs_comes_right_before_it():
+    before = [{}, {"init": 5}, {"init": 6, "teacher": 1}, {}, {"init": 5}, {}, {}]
+    assert in_turn(range(7), before) == [0, 5, 1, 6, 2, 3, 4]
+    assert in_turn([0, 2, 3], before) == [0, 2, 3], "what has finished is not done again"
 
 
 def test_data_that_cannot_be_read_are_refused_once_before_anything_trains(tmp_path):
