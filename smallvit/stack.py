@@ -15,7 +15,7 @@ from smallvit.augment import Batch
 from smallvit.optimise import average
 from smallvit.training import Training
 
-TOLERANCE = 1e-4  # of the losses on the first batch: what a batched product may round otherwise
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: what a batched product may round otherwise
 
 
 class NotStackable(ValueError):
@@ -77,7 +77,8 @@ class Stack:
                 functional_call(member.objective, state, (batch, member.progress))["loss"]
                 for member, state, batch in zip(self.members, states, batches)
             ]
-        if not torch.allclose(found, torch.stack(alone), rtol=TOLERANCE, atol=TOLERANCE):
+        near = TOLERANCE[self.first.run.precision]
+        if not torch.allclose(found, torch.stack(alone), rtol=near, atol=near):
             raise NotStackable(f"the losses together are {found.tolist()}, alone {[loss.item() for loss in alone]}")
 
     def one_optimizer(self) -> torch.optim.Optimizer:

@@ -186,7 +186,7 @@ def test_the_table_is_made_from_the_record():
         ["16 runs, 1,500 steps each (reckoned)", "158 s", "timm", "1,510 s, 9.6x", "760 s, 4.8x"],
     ]
     words = table.markdown(a_record(lines)).splitlines()[-1]
-    assert "A processor, 2 cores, 1 torch thread; torch 2.15; bf16 is not native here" in words
+    assert "A processor, 2 cores, 1 torch thread; torch 2.15. bf16 is not native here" in words
     assert "Medians of 9 turns" in words and "No GPU was found" in words
     assert "GPU: Some card" in table.markdown(a_record(lines, gpu="Some card"))
 

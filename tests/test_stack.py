@@ -104,6 +104,15 @@ def test_each_keeps_its_record_and_says_how_many_there_were(tmp_path):
     assert fit_stacked(runs, [tmp_path / str(run.seed) for run in runs]) == together, "finished runs were trained again"
 
 
+def test_half_precision_stacks_too(tmp_path):
+    runs = [SHORT.vary(seed=seed, precision="bf16") for seed in range(2)]
+    alone = [fit(run, tmp_path / f"alone{run.seed}") for run in runs]
+    together = fit_stacked(runs, [tmp_path / str(run.seed) for run in runs])
+    assert [r["stacked"] for r in together] == [2, 2]
+    for one, other in zip(alone, together):
+        assert other["test"]["nll"] == pytest.approx(one["test"]["nll"], abs=2e-2)
+
+
 class Killed(Exception):
     pass
 
