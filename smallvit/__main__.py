@@ -9,8 +9,6 @@ import shutil
 import signal
 import sys
 import threading
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -123,6 +121,7 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 
 def run(chosen: argparse.Namespace) -> int:
     from smallvit.launch import launch
+    from smallvit.plan import plan, schedules
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -296,59 +295,6 @@ def of_timm(chosen: argparse.Namespace, error: ValueError) -> tuple:
 
 
 COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify, "shapes": show_shapes}
-
-
-def plan(runs: list, jobs: int | None, device: str) -> str:
-    """What would be run, in words: the arms, how they differ from the baseline, and a measured estimate of the time."""
-    from smallvit.launch import cores, with_those_before
-    from smallvit.pretrained import Weights
-    from smallvit.run import difference
-    from smallvit.train import estimate
-
-    runs, _ = with_those_before(runs)
-    jobs = min(jobs or cores(), len(runs))
-    first = {run.arm: run for run in reversed(runs)}
-    tokens = schedules(runs)
-    seconds, later, lines = 0.0, 0.0, []
-    for arm in dict.fromkeys(run.arm for run in runs):
-        mine = [run for run in runs if run.arm == arm]
-        start = first[arm].init
-        try:
-            one = estimate(replace(first[arm], init=None), device)  # a step takes as long from whichever weights
-            absent = isinstance(start, Weights) and start.at_hand() is None
-        except Exception as error:
-            raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
-        seconds, later = seconds + one * len(mine) * (not absent), later + one * len(mine) * absent
-        note = f"; {start.name} is to be downloaded" if absent else ""
-        lines.append(f"{arm}: {len(mine)} runs of {first[arm].steps} steps, about {one:.0f} s each{note}")
-        lines += [f"    {tokens[arm]}"] if arm in tokens else []
-        baseline = next((run for run in runs if run.arm == first[arm].against), runs[0])
-        if arm != baseline.arm:
-            changes = difference(baseline.vary(labels=first[arm].labels, seed=first[arm].seed), first[arm])
-            lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
-    more = f" (and {clock(later / jobs)} with the weights that are to be downloaded)" if later else ""
-    told = f"about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
-    lines.append(f"{len(runs)} runs, {told}")
-    return "\n".join(lines)
-
-
-def schedules(runs: list) -> dict[str, str]:
-    """For each arm that reduces tokens, how many are left behind which block."""
-    import torch
-
-    from smallvit.compute import in_words, reduces
-
-    found = {}
-    for run in {run.arm: run for run in runs}.values():
-        spec = run.data().spec
-        with suppress(Exception), torch.device("meta"):  # what is wrong with a model is for its run to say
-            model = run.model(spec.size, spec.channels, len(spec.classes))
-            found |= {run.arm: in_words(model)} if reduces(model) else {}
-    return found
-
-
-def clock(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """`fit(run, folder)` turns a run into a record, and can be killed at any moment."""
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from smallvit import record as records
@@ -237,20 +235,3 @@ def spent(runs: list[Run], records: list[dict]) -> dict:
         labels = max(labels, (record["labels"] or 0) if run.reads_labels else 0, earlier.get("labels") or 0)
         unlabelled = max(unlabelled, record["unlabelled"] or 0, earlier.get("unlabelled") or 0)
     return cost | {"labels": labels or None, "unlabelled": unlabelled or None, "fingerprint": records[0]["fingerprint"]}
-
-
-def estimate(run: Run, device: str = "cpu") -> float:
-    """The seconds that a run will take on this machine, by timing a few of its steps on one thread; evaluation left out."""
-    data = run.data()
-    refuse_unsafe(run, data.spec)
-    subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
-    training = Training(run, data, subset, device)
-    torch.set_num_threads(1)
-    training.objective.train()
-    times = []
-    for _ in range(min(8, run.steps)):
-        started = time.perf_counter()
-        training.advance()
-        training.loss.item()
-        times.append(time.perf_counter() - started)
-    return run.steps * sorted(times)[len(times) // 2] if times else 0.0

@@ -23,7 +23,8 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 # Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {"__init__", "compute", "launch", "pretrained", "recipe", "record", "report", "run", "train"},
+    "__main__": {"__init__", "compute", "launch", "plan", "pretrained", "recipe", "record", "report", "run", "train"},
+    "plan": {"compute", "launch", "pretrained", "run", "train", "training"},
     "launch": {"pretrained", "record", "run", "train", "worker"},
     "worker": {"recipe", "record", "run", "train"},
     "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "stack", "training"},
@@ -64,7 +65,8 @@ MAY_IMPORT = {
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {
-    room: set() for room in ("__init__", "__main__", "explain", "launch", "recipe", "record", "report", "run", "streams")
+    room: set()
+    for room in ("__init__", "__main__", "explain", "launch", "plan", "recipe", "record", "report", "run", "streams")
 }
 # Who brings a library: a name in setup.cfg.
 BROUGHT_BY = {

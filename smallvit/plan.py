@@ -1,0 +1,83 @@
+"""The plan: what a recipe would train here, in words, and how long that would take."""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from smallvit.launch import cores, with_those_before
+from smallvit.pretrained import Weights
+from smallvit.run import Run, difference
+
+STEPS = 8  # timed of each arm
+
+
+def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
+    """The arms, how they differ from the baseline, and a measured estimate of the time. Nothing is trained or downloaded.
+
+    Raises   ValueError for an arm that cannot be trained, with its name.
+    """
+    runs, _ = with_those_before(runs)
+    jobs = min(jobs or cores(), len(runs))
+    first = {run.arm: run for run in reversed(runs)}
+    tokens = schedules(runs)
+    seconds, later, lines = 0.0, 0.0, []
+    for arm, run in {run.arm: first[run.arm] for run in runs}.items():
+        count = sum(other.arm == arm for other in runs)
+        try:
+            one = estimate(replace(run, init=None), device)  # a step takes as long from whichever weights
+            absent = isinstance(run.init, Weights) and run.init.at_hand() is None
+        except Exception as error:
+            raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
+        seconds, later = seconds + one * count * (not absent), later + one * count * absent
+        note = f"; {run.init.name} is to be downloaded" if absent else ""
+        lines.append(f"{arm}: {count} runs of {run.steps} steps, about {one:.0f} s each{note}")
+        lines += [f"    {tokens[arm]}"] if arm in tokens else []
+        baseline = next((other for other in runs if other.arm == run.against), runs[0])
+        if arm != baseline.arm:
+            changes = difference(baseline.vary(labels=run.labels, seed=run.seed), run)
+            lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
+    more = f" (and {clock(later / jobs)} with the weights that are to be downloaded)" if later else ""
+    told = f"about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
+    return "\n".join([*lines, f"{len(runs)} runs, {told}"])
+
+
+def estimate(run: Run, device: str) -> float:
+    """The seconds that a run takes on this machine, by the median of a few steps on one thread; evaluation left out."""
+    import torch
+
+    from smallvit.train import refuse_unsafe
+    from smallvit.training import Training
+
+    data = run.data()
+    refuse_unsafe(run, data.spec)
+    subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
+    training = Training(run, data, subset, device)
+    torch.set_num_threads(1)
+    training.objective.train()
+    times = []
+    for _ in range(min(STEPS, run.steps)):
+        started = time.perf_counter()
+        training.advance()
+        training.loss.item()
+        times.append(time.perf_counter() - started)
+    return run.steps * sorted(times)[len(times) // 2] if times else 0.0
+
+
+def schedules(runs: Sequence[Run]) -> dict[str, str]:
+    """For each arm that reduces tokens, how many are left behind which block."""
+    import torch
+
+    from smallvit.compute import in_words, reduces
+
+    found = {}
+    for run in {run.arm: run for run in runs}.values():
+        spec = run.data().spec
+        with suppress(Exception), torch.device("meta"):  # what is wrong with a model is for its run to say
+            model = run.model(spec.size, spec.channels, len(spec.classes))
+            found |= {run.arm: in_words(model)} if reduces(model) else {}
+    return found
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
