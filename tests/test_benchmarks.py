@@ -176,6 +176,7 @@ def test_the_table_is_made_from_the_record():
         line("warping", "kornia", 8.0, 10.04, None),
         line("16 runs", "timm", 10.0, 30.0, 20.0, steps=20, unit="s"),
         line("16 runs", "timm", 14.0, 70.0, 40.0, steps=60, unit="s"),
+        line("memory", "timm", 900.0, 990.0, 900.0, unit="MiB"),
     ]
     assert cells(a_record(lines)) == [
         ["a step", "50 ms", "timm", "1,234 ms, 24.7x", "60 ms, 1.2x"],
@@ -184,6 +185,7 @@ def test_the_table_is_made_from_the_record():
         ["16 runs, 20 steps each", "10 s", "timm", "30 s, 3.0x", "20 s, 2.0x"],
         ["16 runs, 60 steps each", "14 s", "timm", "70 s, 5.0x", "40 s, 2.9x"],
         ["16 runs, 1,500 steps each (reckoned)", "158 s", "timm", "1,510 s, 9.6x", "760 s, 4.8x"],
+        ["memory", "900 MiB", "timm", "990 MiB, 1.1x", "900 MiB, 1.0x"],
     ]
     words = table.markdown(a_record(lines)).splitlines()[-1]
     assert "A processor, 2 cores, 1 torch thread; torch 2.15. bf16 is not native here" in words
@@ -194,13 +196,13 @@ def test_the_table_is_made_from_the_record():
 def test_nothing_is_reckoned_from_one_length_or_beyond_what_was_measured():
     short, long = line("runs", "timm", 1.0, 2.0, 2.0, steps=20), line("runs", "timm", 5.0, 9.0, 9.0, steps=1_500)
     assert table.reckoned([short]) == table.reckoned([short, long]) == table.reckoned([short, short | {"work": "others"}]) == []
+    (one,) = table.reckoned([short, short | {"steps": 60}, short | {"steps": 120, "ours": 2.0}])
+    assert one["ours"] == 1 + (1_500 - 60) / (120 - 60) and one["best flags"] == 2
 
 
 def test_the_table_takes_its_place_in_a_readme():
     readme = "# smallvit\n<!-- speed -->\nold\n\nold\n<!-- end -->\nmore\n<!-- end -->\n"
-    assert (
-        table.put_into(readme, r"| new \1 |") == "# smallvit\n<!-- speed -->\n| new \\1 |\n<!-- end -->\nmore\n<!-- end -->\n"
-    )
+    assert table.put_into(readme, r"| \1 |") == "# smallvit\n<!-- speed -->\n| \\1 |\n<!-- end -->\nmore\n<!-- end -->\n"
     with pytest.raises(ValueError, match="the README has no <!-- speed -->"):
         table.put_into("# smallvit", "| new |")
 
