@@ -153,6 +153,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def amount(labels: int | None) -> str:
+    """`1,000 labels`, or `all labels`."""
+    return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
+
+
 @functools.cache
 def cpu() -> str:
     """The processor's own name."""

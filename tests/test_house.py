@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "compute", "launch", "plan", "pretrained", "recipe", "record", "report", "run", "train"},
     "plan": {"compute", "launch", "pretrained", "run", "train", "training"},
-    "launch": {"pretrained", "record", "run", "train", "worker"},
+    "progress": {"record", "run"},
+    "launch": {"pretrained", "progress", "record", "run", "train", "worker"},
     "worker": {"recipe", "record", "run", "train"},
     "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "stack", "training"},
     "stack": {"augment", "optimise", "training"},
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "run": {"augment", "components", "data", "evaluate", "objectives", "pretrained", "vit"},
     "components": set(),
     "optimise": set(),
-    "report": {"explain"},
+    "report": {"explain", "record"},
     "record": set(),
     "explain": {"attention", "compute", "evaluate", "positions", "vit"},
     "pretrained": {*SLOTS, "compute", "vit"} - {"reduction"},
@@ -66,7 +67,19 @@ AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augmen
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {
     room: set()
-    for room in ("__init__", "__main__", "explain", "launch", "plan", "recipe", "record", "report", "run", "streams")
+    for room in (
+        "__init__",
+        "__main__",
+        "explain",
+        "launch",
+        "plan",
+        "progress",
+        "recipe",
+        "record",
+        "report",
+        "run",
+        "streams",
+    )
 }
 # Who brings a library: a name in setup.cfg.
 BROUGHT_BY = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .verdicts import amount
+from smallvit.record import amount
 
 LEVEL = 0.99  # of the prediction interval: one arm in a hundred falls out by chance
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from statistics import fmean, stdev
 
-from .verdicts import TOLERANCE, Comparison, Row, amount
+from smallvit.record import amount
+
+from .verdicts import TOLERANCE, Comparison, Row
 
 # Eight hues that stay apart, from each other and from the ink, in all three kinds of colour blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")

@@ -10,10 +10,12 @@ from functools import partial
 from importlib import resources
 from itertools import groupby
 
+from smallvit.record import amount
+
 from . import figures
 from .knobs import choices, knobs
 from .probes import Probed, no_better_than_random, probed
-from .verdicts import LEVEL, MIN_PAIRS, Comparison, Difference, Row, amount, compare, seeds_text
+from .verdicts import LEVEL, MIN_PAIRS, Comparison, Difference, Row, compare, seeds_text
 
 BUDGETS = {
     "params": "Parameters",

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from .verdicts import amount, spread
+from smallvit.record import amount
+
+from .verdicts import spread
 
 PROBES = ("knn_1", "knn_5", "knn_20", "linear_probe", "few_shot")
 RANDOM = "random initialisation"  # the floor's name, see smallvit.arms

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from smallvit.record import amount
+
 from .page import mean_sd, sentence
-from .verdicts import amount, compare
+from .verdicts import compare
 
 
 def text(records: Sequence[dict]) -> str:

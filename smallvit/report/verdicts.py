@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
+from smallvit.record import amount
+
 LEVEL = 0.05  # the chance of one or more false verdicts in a recipe
 MIN_PAIRS = 6  # with five pairs even five wins of five have p = 0.0625 in a sign-flip test
 TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
@@ -200,11 +202,6 @@ def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: f
     while (t.isf(level / 2, n - 1) + t.ppf(power, n - 1)) * sd / math.sqrt(n) > effect:
         n += 1
     return n
-
-
-def amount(labels: int | None) -> str:
-    """`1,000 labels`, or `all labels`."""
-    return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
 
 
 def seeds_text(seeds: Sequence[int], of: int | None = None) -> str:
