@@ -35,6 +35,8 @@ class Stack:
 
     def __init__(self, members: Sequence[Training]):
         first = members[0]
+        if not first.run.steps:
+            raise NotStackable("there is nothing to train")
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
         if first.run.early_stop:
@@ -64,6 +66,8 @@ class Stack:
 
     def refuse_other_losses(self):
         """Raise NotStackable unless the losses are those of each member alone. Nothing is moved, nor drawn from any stream."""
+        for member in self.members:
+            member.objective.train()
         batches = [member.draw() for member in self.members]
         states = [copied(member.objective) for member in self.members]
         together = {name: torch.stack([state[name] for state in states]) for name in states[0]}
@@ -93,8 +97,8 @@ class Stack:
         for name, parameter in self.parameters.items():
             states = [member.optimizer.state[own[name]] for member, own in zip(self.members, owned)]
             if not states[0]:  # no step was taken yet
-                states = [{"step": parameter.new_zeros(())} | {m: torch.zeros_like(parameter[0]) for m in MOMENTS}] * len(
-                    states
+                states = [dict.fromkeys(MOMENTS, torch.zeros_like(parameter[0])) | {"step": parameter.new_zeros(())}] * len(
+                    owned
                 )
             state = {"step": states[0]["step"].clone()} | {m: torch.stack([own[m] for own in states]) for m in MOMENTS}
             optimizer.state[parameter] = state

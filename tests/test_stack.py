@@ -20,6 +20,7 @@ from smallvit import (
     ablate,
     augment,
     digits,
+    linear_probe,
 )
 from smallvit import train as trainings
 from smallvit.launch import launch
@@ -161,17 +162,15 @@ def test_one_that_is_further_than_the_others_is_trained_alone(tmp_path):
         (SHORT.vary(dropout=0.1), "random"),
         (SHORT.vary(drop_path=0.1), "random"),
         (SHORT.vary(early_stop=2), "early_stop"),
+        (SHORT.vary(init=SHORT, steps=0), "nothing to train"),
         (SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_views(local=0)), "DINO does more"),
     ],
-    ids=["dropout", "drop path", "early stop", "objective"],
+    ids=["dropout", "drop path", "early stop", "frozen", "objective"],
 )
 def test_what_cannot_be_stacked_is_named_and_trained_alone(run, why, tmp_path):
     runs = [run.vary(seed=seed) for seed in range(2)]
     with pytest.raises(NotStackable, match=why):
-        members = [training(one, one.seed) for one in runs]
-        for member in members:
-            member.objective.train()
-        Stack(members)
+        Stack([training(one, one.seed) for one in runs])
     if why == "random":
         fit(runs[1], tmp_path / "alone")
         records = fit_stacked(runs, [tmp_path / "0", tmp_path / "1"])
@@ -189,12 +188,15 @@ def test_a_model_that_is_another_for_each_member_is_found_out():
 
 def test_a_recipe_in_stacks_has_the_runs_that_it_has_without(tmp_path):
     arms = {"scratch": SHORT, "dropout": SHORT.vary(dropout=0.1), "tuned": SHORT.vary(init=SHORT.vary(lr=2e-3), lr=5e-4)}
+    arms["frozen"] = SHORT.vary(init=SHORT.vary(lr=2e-3), steps=0, augment=(), average=0.0, evaluators=(linear_probe,))
     runs = ablate(arms, labels=[50], seeds=range(3), floors=False)
     told = []
     records = launch(runs, tmp_path, recipe="t", jobs=1, stack=3, show=told.append)
     assert [(r["arm"], r["seed"]) for r in records] == [(run.arm, run.seed) for run in runs]
-    assert {(r["arm"], r["stacked"]) for r in records} == {("scratch", 3), ("dropout", None), ("tuned", 3)}
-    assert len(told) == 12 and all(r["status"] == "finished" for r in told)  # with what the tuned start from
+    assert {(r["arm"], r["stacked"]) for r in records} == {
+        ("scratch", 3), ("dropout", None), ("tuned", 3), ("frozen", None)
+    }  # fmt: skip
+    assert len(told) == 15 and all(r["status"] == "finished" for r in told)  # with what the tuned start from
     with pytest.raises(ValueError, match="stack is 0; expected how many runs"):
         launch(runs, tmp_path, recipe="t", stack=0)
 
