@@ -104,7 +104,6 @@ class Training:
         """One optimizer step."""
         run, batch = self.run, self.draw()
         self.set_rates(self.optimizer)
-        torch.manual_seed(stream(run.seed, "dropout", self.step))
         with self.precision():
             loss = self.objective(batch, self.progress)["loss"]
         self.optimizer.zero_grad()
@@ -121,8 +120,9 @@ class Training:
             average(self.pairs, self.share)
 
     def draw(self) -> Batch:
-        """The batch of this step: chosen, augmented and normalised."""
+        """The batch of this step: chosen, augmented and normalised. What draws without a generator, dropout too, is set up."""
         run, images, step = self.run, self.images, self.step
+        torch.manual_seed(stream(run.seed, "dropout", step))
         chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
         batch = apply(run.augment, Batch(images.pixels(chosen), self.told * images.targets(chosen)), generator)

@@ -114,7 +114,7 @@ def train(run: Run, alias: bool = False):
 
     data = digits()
     training = Training(run, data, data.subset(labels=None, val=None, seed=0), "cpu")
-    objective = training.objective.module
+    objective = training.objective
     if alias:
         objective.model, objective.teacher_head = objective.student, objective.head
     training.objective.train()

@@ -259,7 +259,8 @@ def half_way(tmp_path: Path, run: Run = SHORT) -> None:
     training = Training(run, data, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
     for _ in range(10):
         training.advance()
-    training.save(tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256)
+    training.checkpoint, training.made_by = tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256
+    training.save()
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
