@@ -71,8 +71,8 @@ def forest(comparison: Comparison) -> str:
 @_style()
 def dots(comparison: Comparison) -> str:
     """Test accuracy of every single run, arm by arm, with the mean and its 95% t interval."""
-    arms = list(comparison.arms)
     rows = {n: [r for r in comparison.at(n) if r.values] for n in comparison.labels}
+    arms = [arm for arm in comparison.arms if any(r.arm == arm for of in rows.values() for r in of)]
     figure, panels = _panels([n for n in rows if rows[n]], arms)
     for n, ax in panels.items():
         for r in rows[n]:
