@@ -87,15 +87,15 @@ def placed(run: Run, labels: int | None, seed: int) -> Run:
     One that needs no label, nor anything before it, is one for all numbers of labels.
     """
     before = {
-        field: placed(other, other.labels or (labels if needs_labels(other) else None), seed)
+        field: placed(other, other.labels or (labels if depends_on_labels(other) else None), seed)
         for field, other in run.before.items()
     }
     return replace(run, labels=labels, seed=seed, **before)
 
 
-def needs_labels(run: Run) -> bool:
+def depends_on_labels(run: Run) -> bool:
     """Whether the images depend on the number of labels, of this run or of one that is trained before it."""
-    return not run.unlabelled or any(needs_labels(other) for other in run.before.values())
+    return not run.unlabelled or any(depends_on_labels(other) for other in run.before.values())
 
 
 def several(values: Iterable, name: str) -> list:

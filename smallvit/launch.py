@@ -88,9 +88,11 @@ def launch(
     try:
         while queue or busy:
             for slot in slots:
+                if slot in busy.values():
+                    continue
                 under_way = {*queue, *(at for slot in busy.values() for at in slot.at)}
                 ready = [at for at in queue if under_way.isdisjoint(before[at].values())]
-                if slot in busy.values() or not ready:
+                if not ready:
                     continue
                 at = ready[0]
                 stop = absent.get(runs[at].init) or obstacle(earlier := records_before(at))
@@ -193,7 +195,8 @@ def processes(device: str) -> BaseContext:
 
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
-    forkserver.set_forkserver_preload(["smallvit.worker"])
+    # with what the first step of an optimizer would load, and this process never needs
+    forkserver.set_forkserver_preload(["smallvit.worker", "torch._dynamo", "torch.utils.flop_counter"])
     forkserver.ensure_running()
     return get_context("forkserver")
 

@@ -46,13 +46,10 @@ def estimate(run: Run, device: str) -> float:
     """The seconds that a run takes on this machine, by the median of a few steps on one thread; evaluation left out."""
     import torch
 
-    from smallvit.train import refuse_unsafe
+    from smallvit.train import drawn
     from smallvit.training import Training
 
-    data = run.data()
-    refuse_unsafe(run, data.spec)
-    subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
-    training = Training(run, data, subset, device)
+    training = Training(run, *drawn(run), device)
     torch.set_num_threads(1)
     training.objective.train()
     times = []

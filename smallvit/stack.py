@@ -69,11 +69,10 @@ class Stack:
         for member in self.members:
             member.objective.train()
         batches = [member.draw() for member in self.members]
-        states = [copied(member.objective) for member in self.members]
-        together = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        states = [{name: t.detach().clone() for name, t in state_of(member.objective).items()} for member in self.members]
         try:
             with torch.no_grad():
-                found = self.losses(together, side_by_side(batches))
+                found = self.losses(stacked(states), side_by_side(batches))
         except RuntimeError as error:  # vmap's own words: something random, or of a size that depends on values
             raise NotStackable(str(error).strip().splitlines()[0]) from error
         with torch.no_grad(), self.first.precision():
@@ -95,15 +94,14 @@ class Stack:
         optimizer = torch.optim.AdamW(groups, fused=True)
         owned = [dict(trained(member.objective)) for member in self.members]
         for name, parameter in self.parameters.items():
-            states = [member.optimizer.state[own[name]] for member, own in zip(self.members, owned)]
-            if not states[0]:  # no step was taken yet
-                states = [dict.fromkeys(MOMENTS, torch.zeros_like(parameter[0])) | {"step": parameter.new_zeros(())}] * len(
-                    owned
-                )
-            state = {"step": states[0]["step"].clone()} | {m: torch.stack([own[m] for own in states]) for m in MOMENTS}
+            zero = torch.zeros_like(parameter[0])
+            fresh = {"step": parameter.new_zeros(()), "exp_avg": zero, "exp_avg_sq": zero}  # where no step was taken yet
+            states = [member.optimizer.state[own[name]] or fresh for member, own in zip(self.members, owned)]
+            state = stacked(states) | {"step": states[0]["step"].clone()}  # they are all at the same
             optimizer.state[parameter] = state
             for at, (member, own) in enumerate(zip(self.members, owned)):
-                member.optimizer.state[own[name]] = {"step": state["step"]} | {m: state[m][at] for m in MOMENTS}
+                moments = {moment: state[moment][at] for moment in ("exp_avg", "exp_avg_sq")}
+                member.optimizer.state[own[name]] = {"step": state["step"]} | moments
         return optimizer
 
     def advance(self):
@@ -122,26 +120,28 @@ class Stack:
             average(self.pairs, self.first.share)
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def copied(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, detached from the module."""
-    return {name: t.detach().clone() for name, t in (*module.named_parameters(), *module.named_buffers())}
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, also those that no checkpoint keeps."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def stacked(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """k equal sets of tensors as one with a leading axis."""
+    return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
 
 
 def joined(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of k equal modules, stacked; those of the modules become slices of them."""
-    states = [dict((*module.named_parameters(), *module.named_buffers())) for module in modules]
-    stacked = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
+    states = [state_of(module) for module in modules]
+    together = stacked(states)
     for at, state in enumerate(states):
         for name, own in state.items():
-            own.data = stacked[name][at]
-    return stacked
+            own.data = together[name][at]
+    return together
 
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:

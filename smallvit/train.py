@@ -10,7 +10,7 @@ from torch import nn
 from smallvit import record as records
 from smallvit.components import function
 from smallvit.compute import reduces
-from smallvit.data import DataSpec, Images, Subset
+from smallvit.data import Dataset, DataSpec, Images, Subset
 from smallvit.evaluate import Splits
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
 from smallvit.stack import NotStackable, Stack
@@ -97,9 +97,7 @@ def opened(run: Run, folder: Path, recipe: str, device: str, start: str | Path |
             elif place is not None:
                 raise ValueError(f"got the folder {str(place)!r} for a run without {field}; expected it to have {field}=a run")
         record = blank(run, recipe)  # first of all, so that it names the code that runs
-        data = run.data()
-        refuse_unsafe(run, data.spec)
-        subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
+        data, subset = drawn(run)
         if run.early_stop and not len(subset.val):
             raise ValueError(
                 f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
@@ -122,6 +120,13 @@ def opened(run: Run, folder: Path, recipe: str, device: str, start: str | Path |
             return record
 
         yield training, close
+
+
+def drawn(run: Run) -> tuple[Dataset, Subset]:
+    """The data of a run and its part of them. Raises ValueError for augmentations that change what a digit is."""
+    data = run.data()
+    refuse_unsafe(run, data.spec)
+    return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
 
 def load(folder: str | Path) -> tuple[Run, nn.Module]:

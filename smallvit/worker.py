@@ -1,7 +1,7 @@
 """A worker: a process with one thread that trains the runs it is handed, one after another.
 
 Loading torch takes as long as training a small run. On Linux a server loads this file once and every worker is a fork of it
-(see `launch.processes`), so all that a run needs is imported here, at the top.
+(see `launch.processes`), so what a run needs is imported here, at the top.
 """
 
 import os
@@ -12,8 +12,6 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-import torch._dynamo  # the first step of an optimizer would
-import torch.utils.flop_counter
 
 from smallvit import record as records
 from smallvit.recipe import load_recipe

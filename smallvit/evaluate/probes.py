@@ -15,6 +15,7 @@ from .taps import features
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
+SHOTS = 16  # labelled images of each class
 
 
 def knn(
@@ -92,7 +93,7 @@ def few_shot(
     model: nn.Module,
     splits: Splits,
     *,
-    shots: int = 16,
+    shots: int = SHOTS,
     draws: int = 5,
     strength: float = 1.0,
     of: str = "head",
@@ -121,7 +122,7 @@ def few_shot(
         yield "few_shot_sd", found.std().item()
 
 
-def enough(splits: Splits, *, shots: int = 16, **others):
+def enough(splits: Splits, *, shots: int = SHOTS, **others):
     """Raise ValueError if a class has too few labelled images."""
     balanced(splits.train, shots, 0)
 

@@ -71,8 +71,6 @@ class Weights:
 
     def at_hand(self) -> Path | None:
         """The file, if it is on this machine: `file`, one in the folder, or one that was downloaded before."""
-        import huggingface_hub
-
         if self.file is not None:
             if not Path(self.file).is_file():
                 raise ValueError(f"there is no file {self.file} with the weights {self.name}")
@@ -81,6 +79,8 @@ class Weights:
         found = [path for suffix in SUFFIXES if here and (path := Path(here) / f"{self.name}{suffix}").is_file()]
         if found:
             return found[0]
+        import huggingface_hub
+
         cached = huggingface_hub.try_to_load_from_cache(self.hub(), HUB_FILE)
         return Path(cached) if isinstance(cached, str) else None
 
