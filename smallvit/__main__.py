@@ -184,7 +184,7 @@ def report(chosen: argparse.Namespace) -> int:
 
 def gathered(runs: list, out: Path, recipe: str) -> list[dict]:
     """A record of every run: what it left, or that it is missing, since verdicts pay for all that a recipe compares."""
-    from smallvit.launch import recall
+    from smallvit.schedule import recall
     from smallvit.train import blank
 
     unknown = dict.fromkeys(("code", "versions", "cpu"))

@@ -6,20 +6,16 @@ time, started ones go on from their checkpoint.
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from smallvit import record as records
-from smallvit.pretrained import Unavailable, Weights
-from smallvit.progress import Bar
-from smallvit.run import NAMING, Run, describe, fingerprint
+from smallvit.run import Run
+from smallvit.schedule import Schedule
 
 
 def launch(
@@ -49,141 +45,34 @@ def launch(
         raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
+
+    def again(record: dict) -> bool:
+        return record["status"] == "unavailable" or (retry and record["status"] != "finished")
+
     context = processes(device)
-    asked = len(runs)
-    runs, before = with_those_before(runs)
-    found = [recall(run, out, recipe) for run in runs]
-    todo: list[int] = []
-    absent = unavailable([run for run, record in zip(runs, found) if record is None or record["status"] != "finished"])
-    for at, record in enumerate(found):
-        wanted = at < asked or any(at in before[one].values() for one in todo if runs[one].init not in absent)
-        again = record is None or record["status"] == "unavailable" or (retry and record["status"] != "finished")
-        if wanted and again:
-            todo.append(at)
-    announce_strangers(found)
-    for data in dict.fromkeys(runs[at].data for at in todo):
-        data()  # downloaded once and with its own bar, and what is wrong with it said once
-    for reason in absent.values():
-        print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
-    bar = Bar(runs, found, todo)
-    slots = [Slot(context, source, device) for _ in range(min(jobs or cores(), len(todo)))]
-    queue, busy, alone = in_turn(todo, before), {}, set()  # alone: those that are to be trained so, since something went wrong
-    kin = [fingerprint(at_seed(run, 0)) if stack > 1 else at for at, run in enumerate(runs)]
-
-    def records_before(at: int) -> dict[str, dict | None]:
-        return {field: found[one] for field, one in before[at].items()}
-
-    def task(at: int) -> tuple:
-        places = {field: folder(runs[one], out, recipe) for field, one in before[at].items()}
-        return describe(runs[at]), {name: getattr(runs[at], name) for name in NAMING}, folder(runs[at], out, recipe), places
-
-    def ended(at: int, record: dict | None):
-        found[at] = record
-        bar.tell(runs[at], record)
-        if record is not None and show:
-            show(record)
-        if record is not None and fail_fast and record["status"] == "failed":
-            queue.clear()
-
+    schedule = Schedule(runs, out, recipe, again=again, stack=stack, fail_fast=fail_fast, show=show)
+    slots = [Slot(context, source, device) for _ in range(min(jobs or cores(), len(schedule.queue)))]
+    busy: dict[Future, Slot] = {}
     try:
-        while queue or busy:
+        while schedule.queue or busy:
             for slot in slots:
-                if slot in busy.values():
-                    continue
-                under_way = {*queue, *(at for slot in busy.values() for at in slot.at)}
-                ready = [at for at in queue if under_way.isdisjoint(before[at].values())]
-                if not ready:
-                    continue
-                at = ready[0]
-                stop = absent.get(runs[at].init) or obstacle(earlier := records_before(at))
-                if stop or None in earlier.values():  # None: another process is at it
-                    queue.remove(at)
-                    ended(at, stop and failed(runs[at], out, recipe, stop))
-                    continue
-                alike = [one for one in ready if kin[one] == kin[at] and not obstacle(records_before(one))]
-                share = -(-len(alike) // len(slots))  # as many as leave the other workers theirs
-                group = [at] if at in alone else [one for one in alike if one not in alone][: min(stack, share)]
-                for one in group:
-                    queue.remove(one)
-                busy[slot.start(group, [task(one) for one in group], recipe)] = slot
+                if slot not in busy.values() and (group := schedule.take(len(slots))):
+                    busy[slot.start(group, [schedule.task(at) for at in group], recipe)] = slot
             through, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in through:
                 slot = busy.pop(future)
-                error, group = future.exception(), slot.at
+                error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     slot.replace()
-                if error is None:
-                    for at, record in zip(group, future.result()):
-                        ended(at, record)
-                elif len(group) > 1 or (isinstance(error, BrokenProcessPool) and group[0] not in alone):
-                    alone.update(group)  # each once more by itself, so that one failure is no other run's
-                    queue[:0] = group
-                else:
-                    ended(group[0], failed(runs[group[0]], out, recipe, error))
-            bar.move([slot.progress[0] for slot in busy.values()])
+                schedule.came(slot.at, error or future.result())
+            schedule.bar.move([slot.progress[0] for slot in busy.values()])
     finally:
         for slot in slots:
             slot.kill()
         for slot in slots:
             slot.pool.shutdown(wait=True, cancel_futures=True)
-        bar.close()
-    return [record for record in found[:asked] if record is not None]
-
-
-NEEDS = {"init": "start", "teacher": "teacher"}
-
-
-def with_those_before(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, int]]]:
-    """The runs, behind them those that must be trained before and that are not among them; and for each where its own are."""
-    runs = list(runs)
-    place = {fingerprint(run): at for at, run in enumerate(runs)}
-    for run in runs:  # grows while it is walked: a start may have a start
-        for other in run.before.values():
-            if place.setdefault(fingerprint(other), len(runs)) == len(runs):
-                runs.append(other)
-    return runs, [{field: place[fingerprint(other)] for field, other in run.before.items()} for run in runs]
-
-
-def in_turn(todo: Sequence[int], before: Sequence[dict[str, int]]) -> list[int]:
-    """What is to be done in the order given, each right behind what it needs: so a comparison fills up evenly."""
-    wanted, turn = set(todo), {}  # a dict keeps the order
-
-    def add(at: int):
-        for one in before[at].values():
-            add(one)
-        if at in wanted:
-            turn[at] = None
-
-    for at in todo:
-        add(at)
-    return list(turn)
-
-
-def at_seed(run: Run, seed: int) -> Run:
-    """The run, and all that is trained before it, at that seed: what runs have in common that differ in nothing else."""
-    return replace(run, seed=seed, **{field: at_seed(other, seed) for field, other in run.before.items()})
-
-
-def obstacle(before: dict[str, dict | None]) -> Exception | None:
-    """What keeps a run from being trained, by the records of those before it; the first that has not finished decides."""
-    for field, record in before.items():
-        if record is None:
-            return None
-        if record["status"] != "finished":
-            kind = Unavailable if record["status"] == "unavailable" else RuntimeError
-            return kind(f"its {NEEDS[field]} failed: {record['error']}")
-    return None
-
-
-def unavailable(runs: Sequence[Run]) -> dict[Weights, Unavailable]:
-    """The weights that these runs ask for and that cannot be had; the others are downloaded now, by one process."""
-    absent = {}
-    for weights in dict.fromkeys(run.init for run in runs if isinstance(run.init, Weights)):
-        try:
-            weights.path()
-        except Unavailable as error:
-            absent[weights] = error
-    return absent
+        schedule.bar.close()
+    return schedule.records
 
 
 def processes(device: str) -> BaseContext:
@@ -231,56 +120,6 @@ class Slot:
             process.kill()  # nothing to tidy up: checkpoints are written beside and moved into place
 
 
-def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict | None:
-    """Leave a record of a run that raised, and return it; None where another process is at it. A finished record stays."""
-    from filelock import FileLock, Timeout
-
-    from smallvit.train import blank
-
-    killed = isinstance(error, BrokenProcessPool)
-    reason = "the worker was killed twice (out of memory?)" if killed else f"{type(error).__name__}: {error}"
-    status = "failed"
-    if isinstance(error, Unavailable):
-        status, reason = "unavailable", str(error)
-    record, path = blank(run, recipe, status, reason), folder(run, out, recipe)
-    if isinstance(error, Timeout):
-        return None
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with FileLock(path / ".lock", timeout=0):
-            done = recall(run, out, recipe)
-            if done is not None and done["status"] == "finished":
-                return done
-            records.write_record(path, record)
-    except Timeout:
-        return None
-    except (OSError, ValueError) as full:
-        record["error"] += f"; and {full}"
-    return record
-
-
-def recall(run: Run, out: str | Path, recipe: str) -> dict | None:
-    """The record of that run, if there is one, under the names that the recipe gives it today.
-
-    Raises ValueError if its folder holds another run.
-    """
-    path = folder(run, out, recipe)
-    record = records.read_record(path)
-    if record is None:
-        return None
-    if record["fingerprint"] != fingerprint(run):
-        raise ValueError(f"{path} holds another run than {run.arm!r}; move it away, or choose another --out")
-    return record | {"recipe": recipe} | {name: getattr(run, name) for name in NAMING}
-
-
-def announce_strangers(found: Sequence[dict | None]):
-    """Say how many finished runs come from another version of the library: they are kept, and shown as they are."""
-    now = records.code()["sha256"]
-    strange = sum(record is not None and record["code"]["sha256"] != now for record in found)
-    if strange:
-        print(f"note: {strange} runs are of another version of smallvit; --out a new folder trains them again", file=sys.stderr)
-
-
 def refuse_absent(device: str):
     """Refuse a device that torch does not know or this machine does not have."""
     import torch
@@ -290,18 +129,6 @@ def refuse_absent(device: str):
     there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in there and not there[device]():
         raise ValueError(f"device is {device!r} but torch finds none here; take --device cpu, or install a torch built for it")
-
-
-def folder(run: Run, out: str | Path, recipe: str) -> Path:
-    """Where a run lives: readable, and different for different runs.
-
-    What is trained before others and is no arm lies in one place for all of them: a part of a recipe may call it otherwise.
-    """
-    arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", run.arm).strip("-") or "arm"
-    arm = "before" if run.arm.startswith(("start of ", "teacher of ")) else arm
-    return (
-        Path(out) / recipe / str("all" if run.labels is None else run.labels) / arm / f"seed{run.seed}-{fingerprint(run)[:8]}"
-    )
 
 
 def cores() -> int:

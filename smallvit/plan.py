@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from smallvit.launch import cores, with_those_before
+from smallvit.launch import cores
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
+from smallvit.schedule import with_those_before
 
 STEPS = 8  # timed of each arm
 

@@ -23,10 +23,23 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 # Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {"__init__", "compute", "launch", "plan", "pretrained", "recipe", "record", "report", "run", "train"},
-    "plan": {"compute", "launch", "pretrained", "run", "train", "training"},
+    "__main__": {
+        "__init__",
+        "compute",
+        "launch",
+        "plan",
+        "pretrained",
+        "recipe",
+        "record",
+        "report",
+        "run",
+        "schedule",
+        "train",
+    },
+    "plan": {"compute", "launch", "pretrained", "run", "schedule", "train", "training"},
     "progress": {"record", "run"},
-    "launch": {"pretrained", "progress", "record", "run", "train", "worker"},
+    "launch": {"run", "schedule", "worker"},
+    "schedule": {"pretrained", "progress", "record", "run", "train"},
     "worker": {"recipe", "record", "run", "train"},
     "train": {"components", "compute", "data", "evaluate", "explain", "record", "run", "stack", "training"},
     "stack": {"augment", "optimise", "training"},
@@ -78,6 +91,7 @@ AT_THE_TOP |= {
         "record",
         "report",
         "run",
+        "schedule",
         "streams",
     )
 }

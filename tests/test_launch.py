@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
-from smallvit.launch import failed, folder, in_turn, launch, recall
+from smallvit.launch import launch
 from smallvit.record import RECORD, WEIGHTS, read_record
+from smallvit.schedule import failed, folder, in_turn, recall
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())

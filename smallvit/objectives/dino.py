@@ -37,8 +37,7 @@ class DINO(nn.Module):
              et al. 2020
              (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021 (NNCLR),
              arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where they are
-             of one class. `mutual=True` asks only those of whose neighbours the image is one too (Qin et al. 2011, CVPR,
-             k-reciprocal nearest neighbours): on digits half as many are of another class.
+             of one class.
 
     `batch.views` are made by an augmentation, `augment.digit_views()` or `augment.photo_views()`. `model` has `features`, b d,
     and a `head`, which stays as it is. What is saved and evaluated is the teacher.
@@ -70,7 +69,6 @@ class DINO(nn.Module):
         neighbours: int = 0,
         bank: int = 32_768,
         share: float = 0.8,
-        mutual: bool | None = None,
         settle: float = 0.25,
     ):
         super().__init__()
@@ -105,12 +103,11 @@ class DINO(nn.Module):
         self.koleo_loss = KoLeoLoss()
         self.freeze, self.momentum, self.clip, self.koleo = freeze, momentum, clip, koleo
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
-        self.neighbours, self.share, self.mutual, self.settle = neighbours, share, mutual, settle
+        self.neighbours, self.share, self.settle = neighbours, share, settle
         if neighbours:  # what the teacher made of the last images: its features, and where its head puts them, both of length 1
             self.register_buffer("bank_features", torch.zeros(bank, getattr(kept(model), "dim", width(model))))
             self.register_buffer("bank_places", torch.zeros(bank, bottleneck))
             self.register_buffer("bank_images", torch.zeros(bank, dtype=torch.float64))  # a number for each
-            self.register_buffer("bank_edges", torch.full((bank,), -torch.inf))  # how alike the last of its neighbours was
             self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.seen: Seen | None = None  # of the last batch
@@ -157,20 +154,16 @@ class DINO(nn.Module):
                 f"the bank holds {len(self.bank_features)} images and a batch {len(images)}; expected it to be larger"
             )
         target, full = wanted, min(int(self.banked), len(self.bank_features))
-        edge = feature.new_full((len(feature),), -torch.inf)
         if progress >= self.settle and full >= self.neighbours:
             with torch.autocast(images.device.type, enabled=False):  # half precision takes others for the nearest
                 likeness = feature @ self.bank_features[:full].T
             likeness.masked_fill_(number[:, None] == self.bank_images[:full], -torch.inf)  # no image is its own
             alike, near = likeness.topk(self.neighbours, dim=1)
             theirs = alike.isfinite()
-            if self.mutual:
-                theirs &= alike >= self.bank_edges[near]
-                edge = alike[:, -1]
             if bool(theirs.any()):
                 target = self.mixed(wanted, self.bank_places[near], theirs, center, temperature)
         at = (self.banked + torch.arange(len(images), device=images.device)) % len(self.bank_features)
-        self.bank_features[at], self.bank_places[at], self.bank_images[at], self.bank_edges[at] = feature, place, number, edge
+        self.bank_features[at], self.bank_places[at], self.bank_images[at] = feature, place, number
         self.banked += len(images)
         return target
 
