@@ -27,6 +27,13 @@ def dataset(side: int = 28, channels: int = 1) -> Dataset:
     return Dataset.from_arrays("digits", splits(side, channels), tuple("0123456789"), black=True)
 
 
+def many(images: int, side: int = 28) -> Dataset:
+    """So many to train on, the same again and again."""
+    parts = splits(side)
+    again = [np.resize(part, (images, *part.shape[1:])) for part in parts["train"]]
+    return Dataset.from_arrays("digits", parts | {"train": tuple(again)}, tuple("0123456789"), black=True)
+
+
 def batch_of(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
     """Normalised images and their labels."""
     return data.spec.normalise(data.train.pixels(slice(size))), data.train.labels[:size]

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.digits import batch_of, dataset, splits
+from benchmarks.digits import batch_of, dataset, many, splits
 from benchmarks.peers import Shape, predict
 from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
 from smallvit.augment import Batch, apply
 from smallvit.launch import launch
 from smallvit.training import Training
+
+STACK = 4
 
 
 def vit(shape: Shape) -> Callable:
@@ -35,6 +37,11 @@ def training(shape: Shape, data: Dataset, **choices) -> Training:
 def step(shape: Shape) -> Callable[[], None]:
     """One step of training; it also picks its images, normalises them and sets its learning rate."""
     return training(shape, dataset()).advance
+
+
+def step_among(shape: Shape, images: int) -> Callable[[], None]:
+    """One step of training with so many images to choose from, augmentation included."""
+    return training(shape, many(images), augment=augment.digits()).advance
 
 
 def inference(shape: Shape) -> Callable[[], Tensor]:
@@ -56,8 +63,8 @@ def views(data: Dataset, steps: Sequence[Callable], batch: int) -> list[Tensor]:
     return [data.spec.normalise(views) for views in seen.views]
 
 
-def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"):
-    """Launched in an empty folder, on all cores. Raises RuntimeError if one has failed."""
+def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu", stack: int = STACK):
+    """Launched in an empty folder, on all cores, so many seeds as one model. Raises RuntimeError if one has failed."""
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         file = Path(folder) / "digits.npz"
         (images, known), (unseen, asked) = splits(28).values()
@@ -72,7 +79,8 @@ def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"
             batch=shape.batch,
             average=0.0,
         )
-        records = launch([one.vary(seed=seed) for seed in range(number)], folder, recipe="benchmark", device=device)
+        seeds = [one.vary(seed=seed) for seed in range(number)]
+        records = launch(seeds, folder, recipe="benchmark", stack=stack, device=device)
     failed = [record["error"] for record in records if record["status"] != "finished"]
     if failed:
         raise RuntimeError(failed[0])

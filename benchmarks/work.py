@@ -206,6 +206,26 @@ def seconds(calls: Sequence[Call], repeats: int) -> list[float]:
     return [time / 1_000 for time in milliseconds(calls, min(repeats, 3))]
 
 
+def scale(
+    images: Sequence[int] = (100, 1_000, 10_000, 60_000), runs: Sequence[int] = (2, 32), steps: int = 300, shape: Shape = RECIPE
+) -> Iterator[Work]:
+    """Whether an image costs as much when there are many, and a run among many: each beside the fewest."""
+    few, *more = images
+    for many in more:
+        name = f"training step, 16 tokens, {many:,} labels"
+        yield Work(name, ours.step_among(shape, many), {f"{few} labels": {"as shipped": ours.step_among(shape, few)}})
+    few, *more = runs
+    for many in more:
+        calls = [partial(ours.runs, shape, number, steps, 100) for number in (many, few)]
+        name = f"each of {many} runs of {steps} steps on all cores"
+        yield Work(name, calls[0], {f"{few} runs": {"as shipped": calls[1]}}, "s", partial(each_of, (many, few)))
+
+
+def each_of(numbers: Sequence[int], calls: Sequence[Call], repeats: int) -> list[float]:
+    """The seconds of a core that each of so many runs takes."""
+    return [time * min(number, peers.cores()) / number for time, number in zip(seconds(calls, repeats), numbers)]
+
+
 BENCHMARKS = {
     "train": train,
     "inference": inference,
@@ -213,6 +233,7 @@ BENCHMARKS = {
     "views": views,
     "dino": dino,
     "recipe": recipe,
+    "scale": scale,
     "gpu": gpu,
     "memory": memory,
 }

@@ -9,9 +9,9 @@ from smallvit.components import function
 from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
 from smallvit.floors import Pixels, SmallCNN
 from smallvit.objectives import Supervised
-from smallvit.pretrained import VIT_S, Weights
+from smallvit.pretrained import VIT_S, Weights, enlarged, like
 from smallvit.run import Run, fingerprint
-from smallvit.tokenizers import PatchEmbed, Resized
+from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import ViT
 
 RANDOM = "random initialisation"  # the floor of what is probed
@@ -137,13 +137,16 @@ def imagenet_vit_s(
 ) -> dict[str, Run]:
     """A ViT-S from ImageNet on the data of the baseline, as yardsticks for `ablate`: fine-tuned, frozen, and from scratch.
 
-    At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to the
-    224 pixels it was trained on, which are 196 patches. Fine-tuned are `FINE_TUNING` steps, with a rate that falls by a quarter
-    from block to block, and as many from scratch, unless `scratch=False`. Frozen it is judged by a logistic regression on the
-    labels. The arms say what the weights were trained on; `name` and `file` are those of `Weights`.
+    At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to what
+    the weights were trained on, 224 pixels, which are 196 patches. Fine-tuned are `FINE_TUNING` steps, with a rate that falls
+    by a quarter from block to block, and as many from scratch, unless `scratch=False`. Frozen it is judged by a logistic
+    regression on the labels. The arms say what the weights were trained on; `name` and `file` are those of `Weights`, and
+    another name of timm's is another ViT.
     """
-    vit = partial(ViT, dim=384, depth=12, heads=6, tokenizer=partial(PatchEmbed, patch=patch))
-    weights, of = Weights(name=name, file=file), f"ViT-S from {trained_on(name)}"
+    small = name.partition(".")[0] == VIT_S.partition(".")[0]
+    shape = partial(ViT, dim=384, depth=12, heads=6) if small else like(name)  # known, so that a recipe need not load timm
+    vit, called = partial(shape, tokenizer=partial(PatchEmbed, patch=patch)), "ViT-S" if small else name.partition(".")[0]
+    weights, of = Weights(name=name, file=file), f"{called} from {trained_on(name)}"
     tuned = baseline.vary(
         model=partial(vit, drop_path=0.1),
         init=weights,
@@ -163,10 +166,10 @@ def imagenet_vit_s(
     frozen = tuned.vary(model=vit, steps=0, augment=(), layer_decay=None, early_stop=0, evaluators=(linear_probe, knn))
     arms = {f"{of} (fine-tuned)": tuned, f"{of} (frozen)": frozen}
     if upsampled:
-        large = partial(Resized, tokenizer=partial(PatchEmbed, patch=16), size=224)
-        arms |= {f"{of} at 224 pixels (fine-tuned)": tuned.vary(tokenizer=large)}
-        arms |= {f"{of} at 224 pixels (frozen)": frozen.vary(tokenizer=large)}
-    return arms | ({"ViT-S from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
+        large = enlarged(name)
+        at = f"{of} at {large.keywords['size']} pixels"
+        arms |= {f"{at} (fine-tuned)": tuned.vary(tokenizer=large), f"{at} (frozen)": frozen.vary(tokenizer=large)}
+    return arms | ({f"{called} from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
 
 
 FINE_TUNING = 300

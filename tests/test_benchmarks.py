@@ -31,6 +31,7 @@ TINY = {
     "views": {"batch": 3},
     "dino": {"shape": SHAPE},
     "recipe": {"steps": [2], "runs": 1, "labels": 20, "shape": SHAPE._replace(patch=7)},
+    "scale": {"images": (20, 40), "runs": (1, 2), "steps": 2, "shape": SHAPE._replace(patch=7)},
     "gpu": {},
     "memory": {"shape": SHAPE, "growth": lambda make, shape: make(shape)() or 2.0},
 }
@@ -41,10 +42,11 @@ BESIDE = {
     "views": {"lightly"},
     "dino": {"lightly"},
     "recipe": {"timm"},
+    "scale": {"20 labels", "1 runs"},  # itself
     "gpu": {"timm"},
     "memory": {"timm"},
 }
-COUNT = {"views": 2, "dino": 2, "gpu": 0, "memory": int(sys.platform == "linux")}  # all others: 1
+COUNT = {"views": 2, "dino": 2, "scale": 2, "gpu": 0, "memory": int(sys.platform == "linux")}  # all others: 1
 
 
 def called_once(calls, repeats):
@@ -65,12 +67,18 @@ def test_every_benchmark_runs_once(name, one_process, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = list(work.BENCHMARKS[name](**TINY[name]))
     assert len(found) == COUNT.get(name, 1) and TINY.keys() == BESIDE.keys() == work.BENCHMARKS.keys()
-    for one in found:
-        lines = list(work.compare(one._replace(measure=called_once), repeats=1))
-        assert {line["peer"] for line in lines} == BESIDE[name] <= set(peers.PEERS)
-        for line in lines:
-            there = peers.version(line["peer"]) is not None
-            assert line["ours"] == 1 and line["as shipped"] == (1 if there else None)
+    lines = [line for one in found for line in work.compare(one._replace(measure=called_once), repeats=1)]
+    assert {line["peer"] for line in lines} == (BESIDE[name] if found else set())
+    assert name == "scale" or BESIDE[name] <= set(peers.PEERS)
+    for line in lines:
+        there = name == "scale" or peers.version(line["peer"]) is not None
+        assert line["ours"] == 1 and line["as shipped"] == (1 if there else None)
+
+
+def test_what_each_of_many_runs_takes_is_shared_out(monkeypatch):
+    monkeypatch.setattr(peers, "cores", lambda: 2)
+    monkeypatch.setattr(work, "seconds", lambda calls, repeats: [32.0, 4.0])
+    assert work.each_of((32, 1), [], 3) == [2.0, 4.0]
 
 
 def test_a_peer_that_is_not_installed_leaves_the_others_alone(monkeypatch):

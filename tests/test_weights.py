@@ -483,5 +483,14 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     assert {run.arm for run in runs if run.init is None and run.arm in arms} == {"ViT-S from scratch"}
     assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
     assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
+    tiny = imagenet_vit_s(scratch, name=TINY, upsampled=True)
+    kind = TINY.partition(".")[0]
+    assert list(tiny)[-2:] == [f"{kind} from ImageNet-21k at 224 pixels (frozen)", f"{kind} from scratch"]
+    bilinear = imagenet_vit_s(scratch, name="vit_base_patch16_224_miil.in21k_ft_in1k", upsampled=True)
+    with torch.device("meta"):
+        models = [run.model((28, 28), 1, 10) for some in (arms, tiny, bilinear) for run in some.values()]
+    assert [model.norm.weight.shape[0] for model in models] == [384] * 5 + [192] * 5 + [768] * 5
+    ways = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
+    assert ways == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as the weights' own config says"
     with pytest.raises(ValueError, match="has the name of a floor"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, yardsticks=arms)

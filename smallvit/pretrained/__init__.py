@@ -8,6 +8,6 @@ timm's. `timm_attention` and `timm_tokenizer` make of our slots what timm's cons
 from .applied import apply
 from .convert import VIT_S, from_timm, like
 from .slots import timm_attention, timm_tokenizer
-from .weights import Unavailable, Weights
+from .weights import Unavailable, Weights, enlarged
 
-__all__ = ["VIT_S", "Unavailable", "Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer"]
+__all__ = ["VIT_S", "Unavailable", "Weights", "apply", "enlarged", "from_timm", "like", "timm_attention", "timm_tokenizer"]

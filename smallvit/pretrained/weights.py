@@ -5,8 +5,9 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -40,7 +41,8 @@ class Weights:
              "attention.scale", "blocks.11"
 
     One path from every source. Names are held against timm's model, then against ours: all that is missing, left over or of
-    another shape is an error, but for the head and the parts named in `new`; a reduction always starts anew. Then the weights
+    another shape is an error, but for the head and the parts named in `new`; a reduction always starts anew. The head is
+    taken where it is for as many classes; `new=("head",)` leaves it where those are others. Then the weights
     are fitted to the data: a patch kernel of another size by timm's pseudo-inverse resize (FlexiViT, arXiv:2212.08013),
     positions by timm's bicubic rule, three channels summed to one, and the data's mean and standard deviation exchanged for
     the weights' own inside the first linear map, so that the model computes of our pixels what it would of its own.
@@ -186,6 +188,13 @@ def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], t
         raise ValueError(f"{path.name} is not {name}: {several(strange)}; expected its weights under timm's names")
     cfg = config(name)
     return {key: state[key].float() for key in wanted if key in state}, tuple(cfg.mean), tuple(cfg.std)
+
+
+def enlarged(name: str) -> Callable:
+    """The tokenizer that shows the model of that name any image at the size, and resized by the rule, of its weights."""
+    cfg, patch = config(name), skeleton(name).patch_embed.patch_size[0]
+    tokenizer = partial(PatchEmbed, patch=patch)
+    return partial(Resized, tokenizer=tokenizer, size=cfg.input_size[-1], interpolation=cfg.interpolation)
 
 
 def config(name: str):
