@@ -184,6 +184,17 @@ def function(component: Callable) -> Callable:
 
 def arguments(component: Callable) -> dict[str, inspect.Parameter]:
     """All that a component takes by name, with the defaults in force."""
+    if not isinstance(component, partial):
+        return dict(own_arguments(component))
+    taken = arguments(component.func)
+    for name, knob in component.keywords.items():
+        if name in taken:
+            taken[name] = taken[name].replace(default=knob, kind=inspect.Parameter.KEYWORD_ONLY)
+    return taken
+
+
+@functools.cache  # a recipe asks for the same few a hundred thousand times, which takes seconds
+def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(component).parameters
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 

@@ -11,7 +11,7 @@ from smallvit import record as records
 from smallvit.components import function
 from smallvit.compute import reduces
 from smallvit.data import Dataset, DataSpec, Images, Subset
-from smallvit.evaluate import Splits
+from smallvit.evaluate import Splits, remembering
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
 from smallvit.stack import NotStackable, Stack
 from smallvit.training import Training, Watch, go, weights
@@ -179,7 +179,8 @@ def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
         splits = Splits(subset.train, subset.val, scored)
         return {name: value for evaluator in run.evaluators for name, value in evaluator(model, splits)} if len(scored) else {}
 
-    val, final = numbers(subset.val), numbers(unseen)
+    with remembering():
+        val, final = numbers(subset.val), numbers(unseen)
     chosen = [function(e).chooses for e in run.evaluators if hasattr(function(e), "chooses")]
     chosen += ["early stop"] if run.early_stop else []
     return {

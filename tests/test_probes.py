@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from smallvit import Images, PatchEmbed, Splits, ViT, accuracy, data, features, initialise, knn, linear_probe
-from smallvit.evaluate import few_shot, probes
+from smallvit.evaluate import few_shot, probes, remembering
 
 PROBES = [knn, linear_probe, few_shot]
 
@@ -378,3 +378,33 @@ def test_features_that_are_not_finite_are_no_number(evaluator):
     model, splits = scene(rows, labels, 4, n=(150, 50))
     with pytest.raises(ValueError, match=r"features of 1 of \d+ images are not finite"):
         dict(evaluator(model, splits))
+
+
+# Remembering: what one evaluator has computed the next need not
+
+
+def test_evaluators_in_a_row_say_what_each_says_alone_and_ask_the_model_once_for_each_split(vit, splits, monkeypatch):
+    asked, fitted = [], []
+    whole, fit = type(vit).features, probes.logistic
+    monkeypatch.setattr(type(vit), "features", lambda self, x: asked.append(len(x)) or whole(self, x))
+    monkeypatch.setattr(probes, "logistic", lambda *words: fitted.append(words[2]) or fit(*words))
+    on_val = splits._replace(test=splits.val)
+    row = [(probe, at) for at in (on_val, splits) for probe in (knn, linear_probe)]
+    alone = [dict(probe(vit, at)) for probe, at in row]
+    apart = sum(asked), len(fitted)
+    asked.clear(), fitted.clear()
+    with remembering():
+        assert [dict(probe(vit, at)) for probe, at in row] == alone
+    assert sum(asked) == 100 + 100 + len(splits.test) < apart[0] / 2 and len(fitted) == 5 == apart[1] / 2
+
+
+def test_what_is_remembered_is_forgotten_after_and_nobody_spoils_it(vit, splits):
+    with remembering():
+        first = features(vit, splits.val)
+        spoilt = features(vit, splits.val)
+        spoilt += 1
+        assert (features(vit, splits.val) == first).all(), "what one did to its features reached another"
+        assert (features(vit, splits.val.take(slice(None))) == first).all()
+    with torch.no_grad():
+        vit.norm.bias.add_(1)
+    assert not np.allclose(features(vit, splits.val), first)

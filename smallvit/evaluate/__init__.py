@@ -5,6 +5,7 @@ scores.py      accuracy, cost: what the model does as it is, and what that takes
 taps.py        features: what a frozen model says of each image, read off where one wants
 probes.py      knn, linear_probe, few_shot: how well simple classifiers do on these features
 extractor.py   FeatureExtractor: the features in a pipeline of scikit-learn
+memory.py      remembering: what one evaluator has computed of a model, the next need not
 
 Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged
 by. It is deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the
@@ -13,6 +14,7 @@ attribute `chooses`; the report then counts those labels too. Only `cost`, which
 """
 
 from .extractor import FeatureExtractor
+from .memory import remembering
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost
 from .splits import Named, Splits, some
@@ -29,5 +31,6 @@ __all__ = [
     "frozen",
     "knn",
     "linear_probe",
+    "remembering",
     "some",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from smallvit.data import Images
 from smallvit.streams import shuffled
 
+from .memory import once
 from .splits import Named, Splits
 from .taps import features
 
@@ -72,14 +73,21 @@ def linear_probe(
     """
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
     chosen, edge = 1.0, False
+
+    def fitted(c: float):
+        return once(
+            lambda: logistic(train, splits.train.labels, c, standardise),
+            *("logistic", model, splits.train, of, layers, norm, c, standardise),
+        )
+
     if len(splits.val):
         val = features(model, splits.val, of=of, layers=layers, norm=norm)
-        probes = {c: logistic(train, splits.train.labels, c, standardise) for c in sorted(strengths)}
+        probes = {c: fitted(c) for c in sorted(strengths)}
         chosen = max(probes, key=lambda c: score(probes[c], val, splits.val.labels))
         edge = len(probes) > 1 and chosen in (min(probes), max(probes))
         probe = probes[chosen]
     else:
-        probe = logistic(train, splits.train.labels, chosen, standardise)
+        probe = fitted(chosen)
     yield "linear_probe", score(probe, test, splits.test.labels)
     yield "linear_probe_c", chosen
     yield "linear_probe_edge", float(edge)

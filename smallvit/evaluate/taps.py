@@ -16,6 +16,7 @@ from smallvit.data import Images
 from smallvit.pooling import MeanTokens
 from smallvit.vit import ViT
 
+from .memory import once
 from .splits import some
 
 TOKENS = ("class token", "mean", "both")
@@ -36,8 +37,10 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
     Raises   ValueError for a model that does not have what is asked for, or whose features are not b d and finite.
     """
+    read = tap(model, of, layers, norm)
     batches = (x for x, _ in some(images).batches())
-    return gathered(model, batches, tap(model, of, layers, norm))
+    found = once(lambda: gathered(model, batches, read), "features", model, images, of, layers, norm)
+    return found.copy()  # the caller's own, whatever it does to them
 
 
 def gathered(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> "numpy.ndarray":  # noqa: F821
