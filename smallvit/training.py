@@ -83,7 +83,7 @@ class Training:
         self.best: dict[str, Tensor] | None = None
         self.health: list[dict] = []  # of a run without labels, at every check: see smallvit.objectives.collapse
         self.monitor = Monitor(run.steps)
-        self.stacked: int | None = None  # how many were trained together with this one, itself included
+        self.stacked: int | None = None  # how many were trained together with this one, if only for a while
 
     @property
     def model(self) -> nn.Module:
@@ -213,6 +213,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "averaged": self.averaged and self.averaged.state_dict(),
             "best": self.best,
+            "stacked": self.stacked,
         }
         records.write_atomic(self.checkpoint, lambda new: torch.save(state, new))
 
@@ -237,7 +238,7 @@ class Training:
         if state["made_by"] != made_by:
             return
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
-        self.curve, self.best = state["curve"], state["best"]
+        self.curve, self.best, self.stacked = state["curve"], state["best"], state["stacked"]
         self.health, self.monitor.in_a_row = state["health"], state["in_a_row"]
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])

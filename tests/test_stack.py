@@ -118,10 +118,8 @@ class Killed(Exception):
     pass
 
 
-def test_put_down_and_taken_up_again_together_they_end_where_they_would_have(tmp_path, monkeypatch):
-    runs = [SHORT.vary(seed=seed) for seed in range(2)]
-    whole, broken = ([tmp_path / f"{name}{run.seed}" for run in runs] for name in ("whole", "broken"))
-    fit_stacked(runs, whole)
+def put_down(runs, places, monkeypatch):
+    """Killed after five steps together."""
 
     def killed(members, advance, watch):
         for member in members:
@@ -135,13 +133,27 @@ def test_put_down_and_taken_up_again_together_they_end_where_they_would_have(tmp
     with monkeypatch.context() as patch:
         patch.setattr(trainings, "go", killed)
         with pytest.raises(Killed):
-            fit_stacked(runs, broken)
+            fit_stacked(runs, places)
+
+
+def test_put_down_and_taken_up_again_together_they_end_where_they_would_have(tmp_path, monkeypatch):
+    runs = [SHORT.vary(seed=seed) for seed in range(2)]
+    whole, broken = ([tmp_path / f"{name}{run.seed}" for run in runs] for name in ("whole", "broken"))
+    fit_stacked(runs, whole)
+
+    put_down(runs, broken, monkeypatch)
     assert all((place / CHECKPOINT).exists() for place in broken)
     taken_up = fit_stacked(runs, broken)
     assert [r["steps"] for r in taken_up] == [12, 12]
     for one, other in zip(whole, broken):
         expected, found = (load_file(place / WEIGHTS) for place in (one, other))
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_one_that_was_put_down_in_a_stack_and_ends_alone_says_so(tmp_path, monkeypatch):
+    runs, places = [SHORT.vary(seed=seed) for seed in range(2)], [tmp_path / "0", tmp_path / "1"]
+    put_down(runs, places, monkeypatch)
+    assert fit(runs[0], places[0])["stacked"] == 2
 
 
 def test_one_that_is_further_than_the_others_is_trained_alone(tmp_path):
