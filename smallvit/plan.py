@@ -1,10 +1,11 @@
 """The plan: what a recipe would train here, in words, and how long that would take."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from smallvit.components import knobs
 from smallvit.launch import cores
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
@@ -64,17 +65,25 @@ def estimate(run: Run, device: str) -> float:
 
 def schedules(runs: Sequence[Run]) -> dict[str, str]:
     """For each arm that reduces tokens, how many are left behind which block."""
+    reducing = [run for run in {run.arm: run for run in runs}.values() if reduction(run)]
+    if not reducing:  # most recipes: no model is built to see that
+        return {}
     import torch
 
     from smallvit.compute import in_words, reduces
 
     found = {}
-    for run in {run.arm: run for run in runs}.values():
+    for run in reducing:
         spec = run.data().spec
         with suppress(Exception), torch.device("meta"):  # what is wrong with a model is for its run to say
             model = run.model(spec.size, spec.channels, len(spec.classes))
             found |= {run.arm: in_words(model)} if reduces(model) else {}
     return found
+
+
+def reduction(run: Run) -> Callable | None:
+    """What stands in the model's slot of that name, if it has one."""
+    return getattr(knobs(run.model).get("reduction"), "default", None)
 
 
 def clock(seconds: float) -> str:
