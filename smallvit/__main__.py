@@ -68,7 +68,11 @@ def arguments() -> argparse.ArgumentParser:
             command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
         if name == "run":
             command.add_argument(
-                "--stack", type=positive, default=1, metavar="N", help="train N seeds of an arm as one model (default: 1)"
+                "--stack",
+                type=lambda text: text if text == "auto" else positive(text),
+                default=1,
+                metavar="N",
+                help="train N seeds of an arm as one model (default: 1); auto: as many as a few steps show to be fastest here",
             )
             command.add_argument(
                 "--only",
@@ -121,7 +125,7 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 
 def run(chosen: argparse.Namespace) -> int:
     from smallvit.launch import launch
-    from smallvit.plan import plan, schedules
+    from smallvit.plan import plan, schedules, stack_size
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -140,13 +144,17 @@ def run(chosen: argparse.Namespace) -> int:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
     for arm, tokens in schedules(runs).items():
         print(f"{arm}: {tokens}")
+    stack = chosen.stack
+    if stack == "auto":
+        stack, why = stack_size(runs, chosen.jobs, chosen.device)
+        print(f"stack: {stack} ({why})")
     trained = launch(
         runs,
         out,
         recipe=path.stem,
         source=path,
         jobs=chosen.jobs,
-        stack=chosen.stack,
+        stack=stack,
         device=chosen.device,
         retry=chosen.retry,
         fail_fast=chosen.fail_fast,

@@ -12,6 +12,7 @@ from smallvit.run import Run, difference
 from smallvit.schedule import with_those_before
 
 STEPS = 8  # timed of each arm
+STACKS = (1, 2, 4, 8)
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
@@ -54,13 +55,49 @@ def estimate(run: Run, device: str) -> float:
     training = Training(run, *drawn(run), device)
     torch.set_num_threads(1)
     training.objective.train()
+    steps = min(STEPS, run.steps)
+    return run.steps * a_step([training], training.advance, steps) if steps else 0.0
+
+
+def a_step(members: "Sequence[Training]", advance: Callable[[], None], steps: int = STEPS) -> float:  # noqa: F821
+    """The seconds that a step of these trainings takes, the median of so many."""
     times = []
-    for _ in range(min(STEPS, run.steps)):
+    for _ in range(steps):
         started = time.perf_counter()
-        training.advance()
-        training.loss.item()
+        advance()
+        members[-1].loss.item()  # an accelerator is waited for
         times.append(time.perf_counter() - started)
-    return run.steps * sorted(times)[len(times) // 2] if times else 0.0
+    return sorted(times)[len(times) // 2]
+
+
+def stack_size(runs: Sequence[Run], jobs: int | None, device: str) -> tuple[int, str]:
+    """How many seeds of an arm are best trained as one here, and in words why; measured by a few steps of the first baseline.
+
+    One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
+    """
+    import torch
+
+    from smallvit.stack import NotStackable, Stack
+    from smallvit.train import drawn
+    from smallvit.training import Training
+
+    run = next((run for run in runs if run.role == "baseline" and run.steps), None)
+    if run is None:
+        return 1, "nothing is trained"
+    seeds = [other.seed for other in runs if (other.arm, other.labels) == (run.arm, run.labels)]
+    torch.set_num_threads(1)
+    times = {}
+    for size in (size for size in STACKS if size <= max(len(seeds) // (jobs or cores()), 1)):
+        members = [Training(one, *drawn(one), device) for one in (replace(run, seed=s, init=None) for s in seeds[:size])]
+        members[0].objective.train()
+        try:
+            advance = members[0].advance if size == 1 else Stack(members).advance
+        except NotStackable as error:
+            return 1, str(error)
+        times[size] = a_step(members, advance) / size
+    best = min(times, key=times.get)
+    best = best if times[best] < 0.9 * times[1] else 1
+    return best, ", ".join(f"{size} together: {1e3 * seconds:.3g} ms a step of each" for size, seconds in times.items())
 
 
 def schedules(runs: Sequence[Run]) -> dict[str, str]:

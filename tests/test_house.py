@@ -36,7 +36,7 @@ MAY_IMPORT = {
         "schedule",
         "train",
     },
-    "plan": {"components", "compute", "launch", "pretrained", "run", "schedule", "train", "training"},
+    "plan": {"components", "compute", "launch", "pretrained", "run", "schedule", "stack", "train", "training"},
     "progress": {"record", "run"},
     "launch": {"run", "schedule", "worker"},
     "schedule": {"pretrained", "progress", "record", "run", "train"},

@@ -21,6 +21,7 @@ from smallvit import (
     augment,
     digits,
     linear_probe,
+    plan,
 )
 from smallvit import train as trainings
 from smallvit.launch import launch
@@ -222,3 +223,16 @@ def test_one_that_fails_takes_no_other_with_it(tmp_path):
         ("scratch", 0): ("finished", 2), ("scratch", 1): ("finished", 2),
         ("broken", 0): ("failed", None), ("broken", 1): ("failed", None),
     }  # fmt: skip
+
+
+def test_how_many_are_best_trained_as_one_is_measured(monkeypatch):
+    """As if k together took the square root of k times as long as one, and then as if they took k times as long."""
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(9), floors=False)
+    monkeypatch.setattr(plan, "a_step", lambda members, advance: advance() or len(members) ** 0.5)
+    size, why = plan.stack_size(runs, jobs=2, device="cpu")
+    assert size == 4 and "4 together: 500 ms a step of each" in why and "8 together" not in why  # a worker would be idle
+    assert plan.stack_size(runs, jobs=1, device="cpu")[0] == 8 and plan.stack_size(runs[:1], jobs=1, device="cpu")[0] == 1
+    monkeypatch.setattr(plan, "a_step", lambda members, advance: float(len(members)))
+    assert plan.stack_size(runs, jobs=1, device="cpu")[0] == 1
+    random = ablate({"scratch": SHORT.vary(dropout=0.1)}, labels=[50], seeds=range(4), floors=False)
+    assert plan.stack_size(random, jobs=1, device="cpu")[0] == 1
