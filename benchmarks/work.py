@@ -188,7 +188,7 @@ def recipe(
     """
     check_models(shape)
     where = "on a GPU" if device == "cuda" else "on all cores"
-    name = f"{runs} runs of a {(28 // shape.patch) ** 2}-token ViT {where}, {labels:,} labels"
+    name = f"{runs} runs of a {(28 // shape.patch) ** 2}-token ViT {where}, {labels:,} labels (ours {ours.STACK} as one)"
     for length in steps:
         job = (shape, runs, length, labels, device)
         theirs = {"timm": {flags: partial(peers.runs, *job, best) for flags, best in ways("timm").items()}}
@@ -216,7 +216,7 @@ def scale(
         yield Work(name, ours.step_among(shape, many), {f"{few} labels": {"as shipped": ours.step_among(shape, few)}})
     few, *more = runs
     for many in more:
-        calls = [partial(ours.runs, shape, number, steps, 100) for number in (many, few)]
+        calls = [partial(ours.runs, shape, number, steps, 100, stack=1) for number in (many, few)]
         name = f"each of {many} runs of {steps} steps on all cores"
         yield Work(name, calls[0], {f"{few} runs": {"as shipped": calls[1]}}, "s", partial(each_of, (many, few)))
 

@@ -27,6 +27,7 @@ NAMES = {
         "position_similarity", "position_table", "reconstruction_figure", "rollout", "shapes", "token_map", "token_shares",
     ),
     "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer"),
+    "pseudo": ("spread_labels",),
     "arms": ("ablate", "imagenet_vit_s"),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "train": ("fit", "load"),

@@ -111,7 +111,8 @@ def several(values: Iterable, name: str) -> list:
 def the_floors(arms: list[Run]) -> dict[str, Run]:
     """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights."""
     baseline = arms[0]
-    supervised = {"init": None, "teacher": None, "objective": Supervised, "unlabelled": False, "layer_decay": None}
+    alone = dict.fromkeys(("init", "teacher", "pseudo_labels", "layer_decay"))
+    supervised = alone | {"objective": Supervised, "unlabelled": False}
     untrained = supervised | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
     pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
     few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
@@ -138,14 +139,15 @@ def imagenet_vit_s(
     """A ViT-S from ImageNet on the data of the baseline, as yardsticks for `ablate`: fine-tuned, frozen, and from scratch.
 
     At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to what
-    the weights were trained on, 224 pixels, which are 196 patches. Fine-tuned are `FINE_TUNING` steps, with a rate that falls
+    the weights were trained on (224 pixels, 196 patches). Fine-tuned are `FINE_TUNING` steps, with a rate that falls
     by a quarter from block to block, and as many from scratch, unless `scratch=False`. Frozen it is judged by a logistic
     regression on the labels. The arms say what the weights were trained on; `name` and `file` are those of `Weights`, and
     another name of timm's is another ViT.
     """
-    small = name.partition(".")[0] == VIT_S.partition(".")[0]
-    shape = partial(ViT, dim=384, depth=12, heads=6) if small else like(name)  # known, so that a recipe need not load timm
-    vit, called = partial(shape, tokenizer=partial(PatchEmbed, patch=patch)), "ViT-S" if small else name.partition(".")[0]
+    kind = name.partition(".")[0]
+    # the shape of the usual one is known, so that a recipe need not load timm
+    shape = partial(ViT, dim=384, depth=12, heads=6) if kind == VIT_S.partition(".")[0] else like(name)
+    vit, called = partial(shape, tokenizer=partial(PatchEmbed, patch=patch)), "ViT-S" if "_small_" in kind else kind
     weights, of = Weights(name=name, file=file), f"{called} from {trained_on(name)}"
     tuned = baseline.vary(
         model=partial(vit, drop_path=0.1),
@@ -154,6 +156,7 @@ def imagenet_vit_s(
         schedule=None,
         objective=Supervised,
         unlabelled=False,
+        pseudo_labels=None,
         teacher=None,
         steps=min(baseline.steps, FINE_TUNING),
         lr=5e-4,

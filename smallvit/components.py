@@ -17,8 +17,8 @@ from typing import Any
 
 # the files, and folders of files, that define components
 ROOMS = (
-    "attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "pretrained", "reduction",
-    "tokenizers", "vit",
+    "attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "pretrained", "pseudo",
+    "reduction", "tokenizers", "vit",
 )  # fmt: skip
 
 
@@ -187,9 +187,13 @@ def arguments(component: Callable) -> dict[str, inspect.Parameter]:
     if not isinstance(component, partial):
         return dict(own_arguments(component))
     taken = arguments(component.func)
+    if component.args:
+        raise ValueError(
+            f"{function(component).__name__} has {component.args!r} bound by position; expected every knob by name"
+        )
     for name, knob in component.keywords.items():
-        if name in taken:
-            taken[name] = taken[name].replace(default=knob, kind=inspect.Parameter.KEYWORD_ONLY)
+        known(name, taken, function(component).__name__)
+        taken[name] = taken[name].replace(default=knob, kind=inspect.Parameter.KEYWORD_ONLY)
     return taken
 
 

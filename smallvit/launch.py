@@ -64,7 +64,7 @@ def launch(
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     slot.replace()
-                schedule.came(slot.at, error or future.result())
+                schedule.came(slot.at, future.result() if error is None else error)
             schedule.bar.move([slot.progress[0] for slot in busy.values()])
     finally:
         for slot in slots:

@@ -4,15 +4,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from inspect import Parameter
 
 from smallvit.components import knobs
-from smallvit.launch import cores
+from smallvit.launch import cores, refuse_absent
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
 from smallvit.schedule import with_those_before
 
 STEPS = 8  # timed of each arm
 STACKS = (1, 2, 4, 8)
+FULL = Parameter("reduction", Parameter.KEYWORD_ONLY, default=True)  # of a model that does not say
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
@@ -28,7 +30,7 @@ def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
     for arm, run in {run.arm: first[run.arm] for run in runs}.items():
         count = sum(other.arm == arm for other in runs)
         try:
-            one = estimate(replace(run, init=None), device)  # a step takes as long from whichever weights
+            one = estimate(unstarted(run), device)  # a step takes as long from whichever weights
             absent = isinstance(run.init, Weights) and run.init.at_hand() is None
         except Exception as error:
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
@@ -52,58 +54,69 @@ def estimate(run: Run, device: str) -> float:
     from smallvit.train import drawn
     from smallvit.training import Training
 
-    training = Training(run, *drawn(run), device)
     torch.set_num_threads(1)
+    training = Training(run, *drawn(run), device)
     training.objective.train()
     steps = min(STEPS, run.steps)
-    return run.steps * a_step([training], training.advance, steps) if steps else 0.0
+    return run.steps * a_step(training.advance, training, steps) if steps else 0.0
 
 
-def a_step(members: "Sequence[Training]", advance: Callable[[], None], steps: int = STEPS) -> float:  # noqa: F821
-    """The seconds that a step of these trainings takes, the median of so many."""
+def a_step(advance: Callable[[], None], training: "Training", steps: int = STEPS) -> float:  # noqa: F821
+    """The seconds that a step of this training takes, alone or among others: the median of so many."""
     times = []
     for _ in range(steps):
         started = time.perf_counter()
         advance()
-        members[-1].loss.item()  # an accelerator is waited for
+        training.loss.item()  # an accelerator is waited for
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2]
 
 
+def unstarted(run: Run) -> Run:
+    """The run without weights to be found first, and without what its start would take images for: a step takes as long."""
+    init = None if isinstance(run.init, Weights) else run.init  # what another run would leave is not looked for
+    return replace(run, init=init, pseudo_labels=None, unlabelled=run.unlabelled and not run.pseudo_labels)
+
+
 def stack_size(runs: Sequence[Run], jobs: int | None, device: str) -> tuple[int, str]:
-    """How many seeds of an arm are best trained as one here, and in words why; measured by a few steps of the first baseline.
+    """How many seeds of an arm are best trained as one here, and in words why; measured by a few steps of the first arm.
 
     One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
     """
     import torch
 
-    from smallvit.stack import NotStackable, Stack
+    from smallvit.stack import Stack
     from smallvit.train import drawn
     from smallvit.training import Training
 
-    run = next((run for run in runs if run.role == "baseline" and run.steps), None)
+    refuse_absent(device)
+    torch.set_num_threads(1)
+    run = next((run for run in runs if run.steps and run.role != "floor"), None)
     if run is None:
         return 1, "nothing is trained"
     seeds = [other.seed for other in runs if (other.arm, other.labels) == (run.arm, run.labels)]
-    torch.set_num_threads(1)
-    times = {}
-    for size in (size for size in STACKS if size <= max(len(seeds) // (jobs or cores()), 1)):
-        members = [Training(one, *drawn(one), device) for one in (replace(run, seed=s, init=None) for s in seeds[:size])]
-        members[0].objective.train()
+    most = min(len(seeds), sum(other.steps > 0 for other in runs) // (jobs or cores()))
+    times, said = {}, []
+    for size in (size for size in STACKS if size <= max(most, 1)):
         try:
+            members = [Training(one, *drawn(one), device) for one in (unstarted(replace(run, seed=s)) for s in seeds[:size])]
+            members[0].objective.train()
             advance = members[0].advance if size == 1 else Stack(members).advance
-        except NotStackable as error:
-            return 1, str(error)
-        times[size] = a_step(members, advance) / size
-    best = min(times, key=times.get)
-    best = best if times[best] < 0.9 * times[1] else 1
-    return best, ", ".join(f"{size} together: {1e3 * seconds:.3g} ms a step of each" for size, seconds in times.items())
+            times[size] = a_step(advance, members[0]) / size
+        except Exception as error:  # what is wrong with a run its record will say; with a stack, that it is none
+            said.append(f"{size} together: {type(error).__name__}, {str(error).splitlines()[0]}")
+            break
+        said.append(f"{size} together: {1e3 * times[size]:.3g} ms a step of each")
+    best = min(times, key=times.get, default=1)
+    return best if times and times[best] < 0.9 * times[1] else 1, "; ".join(said)
 
 
 def schedules(runs: Sequence[Run]) -> dict[str, str]:
     """For each arm that reduces tokens, how many are left behind which block."""
-    reducing = [run for run in {run.arm: run for run in runs}.values() if reduction(run)]
-    if not reducing:  # most recipes: no model is built to see that
+    # where the slot is seen to be empty, as in most recipes, no model is built to find that out
+    arms = [run for run in {run.arm: run for run in runs}.values() if run.role != "floor"]
+    reducing = [run for run in arms if knobs(run.model).get("reduction", FULL).default]
+    if not reducing:
         return {}
     import torch
 
@@ -116,11 +129,6 @@ def schedules(runs: Sequence[Run]) -> dict[str, str]:
             model = run.model(spec.size, spec.channels, len(spec.classes))
             found |= {run.arm: in_words(model)} if reduces(model) else {}
     return found
-
-
-def reduction(run: Run) -> Callable | None:
-    """What stands in the model's slot of that name, if it has one."""
-    return getattr(knobs(run.model).get("reduction"), "default", None)
 
 
 def clock(seconds: float) -> str:

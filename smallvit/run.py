@@ -37,6 +37,8 @@ class Run:
     Start       `init` is the run whose weights this one starts from; it is trained first. What only this model has (a
                 reduction that learns, a head for other classes) starts as in a model without `init`. Or `Weights` that were
                 trained elsewhere.
+    Guessing    `pseudo_labels(model, known, images)`, such as `spread_labels`, gives the images of `unlabelled=True` a label
+                each by what the start says of them and of the labelled ones, before the first step; those are then learned.
     Objective   `objective(model)`; `augment` are the steps that each batch goes through first, each image its own draw.
                 `teacher` is the run whose trained model a `Distill` learns from; it is trained first, and frozen.
     Length      `steps` optimizer steps of `batch` images, whatever the number of labels.
@@ -81,6 +83,7 @@ class Run:
     teacher: "Run | None" = None
     schedule: str | None = None
     layer_decay: float | None = None
+    pseudo_labels: Callable | None = None
 
     def __new__(cls, **choices):
         for name in choices:
@@ -119,9 +122,18 @@ class Run:
             object.__setattr__(self, "evaluators", self.usual)
         if not isinstance(self.unlabelled, bool):
             raise ValueError(f"unlabelled is {self.unlabelled!r}; expected True or False")
-        if self.unlabelled and self.reads_labels and self.teacher is None:
+        if self.unlabelled and self.reads_labels and self.teacher is None and self.pseudo_labels is None:
             name = function(self.objective).__name__
-            raise ValueError(f"unlabelled=True but {name} reads labels; take DINO or MAE, or Distill, which hears its teacher")
+            raise ValueError(
+                f"unlabelled=True but {name} reads labels; take DINO or MAE, Distill, which hears its teacher, or pseudo_labels"
+            )
+        if self.pseudo_labels is not None:
+            check(self.pseudo_labels, "pseudo_labels")
+            if not (self.unlabelled and self.init and self.reads_labels and self.steps):
+                raise ValueError(
+                    "pseudo_labels are for images without labels, by a model that was trained before; expected unlabelled=True,"
+                    " init=..., an objective that reads labels, and steps"
+                )
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
         if not self.evaluators:

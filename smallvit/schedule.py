@@ -24,7 +24,7 @@ class Schedule:
     seed alone are handed out together. `show(record)` is called for every record as it comes; at the first failure
     `fail_fast` leaves the rest.
 
-    Raises   ValueError where the folder of a run holds another, or data cannot be read.
+    Raises   ValueError where the folder of a run holds another, or where data or a file of weights cannot be read.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class Schedule:
         self.absent = unavailable(unfinished)
         todo: list[int] = []
         for at, record in enumerate(self.found):
-            needed = any(at in self.before[one].values() for one in todo if self.runs[one].init not in self.absent)
-            if (at < self.asked or needed) and (record is None or again(record)):
+            if (record is None or again(record)) and (at < self.asked or self.needed(at, todo)):
                 todo.append(at)
         announce_strangers(self.found)
         for data in dict.fromkeys(self.runs[at].data for at in todo):
@@ -55,6 +54,7 @@ class Schedule:
         for reason in self.absent.values():
             print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
         self.queue, self.under_way = in_turn(todo, self.before), set()
+        self.stopped = False  # at the first failure
         self.alone: set[int] = set()  # to be trained so, since something went wrong in company
         self.kin = [fingerprint(at_seed(run, 0)) if stack > 1 else at for at, run in enumerate(self.runs)]
         self.bar = Bar(self.runs, self.found, todo)
@@ -63,6 +63,10 @@ class Schedule:
     def records(self) -> list[dict]:
         """Those there are, in the order in which the runs were asked for."""
         return [record for record in self.found[: self.asked] if record is not None]
+
+    def needed(self, at: int, todo: Sequence[int]) -> bool:
+        """Whether any of those is to be trained from this one, and can be."""
+        return any(at in self.before[one].values() and self.runs[one].init not in self.absent for one in todo)
 
     def take(self, workers: int) -> list[int]:
         """What one of so many workers is to train now: one run, or a stack; nothing where all that is left must wait."""
@@ -74,9 +78,9 @@ class Schedule:
                 self.queue.remove(at)
                 self.ended(at, stop and failed(self.runs[at], self.out, self.recipe, stop))
                 continue
-            alike = [one for one in ready if self.kin[one] == self.kin[at] and not obstacle(self.records_before(one))]
-            share = -(-len(alike) // workers)  # as many as leave the other workers theirs
-            group = [at] if at in self.alone else [one for one in alike if one not in self.alone][: min(self.stack, share)]
+            alike = [one for one in ready if self.kin[one] == self.kin[at] and one not in self.alone and self.free(one)]
+            share = -(-len(ready) // workers)  # as many as leave the other workers theirs
+            group = [at] if at in self.alone else alike[: min(self.stack, share)]
             self.queue = [one for one in self.queue if one not in group]
             self.under_way.update(group)
             return group
@@ -86,6 +90,11 @@ class Schedule:
         """Of those in the queue the ones that wait for nothing."""
         unfinished = {*self.queue, *self.under_way}
         return [at for at in self.queue if unfinished.isdisjoint(self.before[at].values())]
+
+    def free(self, at: int) -> bool:
+        """Whether nothing that the run needs is missing, or at another process."""
+        earlier = self.records_before(at)
+        return None not in earlier.values() and not obstacle(earlier)
 
     def records_before(self, at: int) -> dict[str, dict | None]:
         return {field: self.found[one] for field, one in self.before[at].items()}
@@ -105,6 +114,8 @@ class Schedule:
         if isinstance(result, list):
             for at, record in zip(group, result):
                 self.ended(at, record)
+        elif self.stopped:
+            pass  # they are left as they are, to be gone on with
         elif len(group) > 1 or (killed and group[0] not in self.alone):
             self.alone.update(group)  # each once more by itself, so that one failure is no other run's
             self.queue[:0] = group
@@ -119,6 +130,7 @@ class Schedule:
             self.show(record)
         if record is not None and self.fail_fast and record["status"] == "failed":
             self.queue.clear()
+            self.stopped = True
 
 
 NEEDS = {"init": "start", "teacher": "teacher"}

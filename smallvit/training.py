@@ -10,6 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,11 +75,15 @@ class Training:
             groups, self.paces = decay_groups(self.objective, run.weight_decay, run.layer_decay)
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
         train = data.subset(labels=None, val=run.val, seed=run.seed).train if run.unlabelled else subset.train
-        self.images = Images(train.images.to(self.device), train.labels.to(self.device), spec)
-        self.told = 0.0 if run.unlabelled else 1.0  # by this the targets are multiplied: what is not known cannot be read
+        started, labels = time.perf_counter(), train.labels
+        if run.pseudo_labels:
+            labels = run.pseudo_labels(self.objective.model, subset.train, replace(train, labels=torch.zeros_like(labels)))
+        self.images = Images(train.images.to(self.device), labels.to(self.device), spec)
+        # by this the targets are multiplied: what is not known cannot be read
+        self.told = 0.0 if run.unlabelled and not run.pseudo_labels else 1.0
         self.trained = [p for p in self.objective.parameters() if p.requires_grad]
         self.pairs = tensors(self.averaged, self.objective.model) if run.average else []
-        self.step, self.seconds, self.loss = 0, 0.0, torch.zeros((), device=self.device)
+        self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
         self.curve: list[list] = []  # step, mean loss since the last check, validation accuracy
         self.best: dict[str, Tensor] | None = None
         self.health: list[dict] = []  # of a run without labels, at every check: see smallvit.objectives.collapse

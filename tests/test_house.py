@@ -69,6 +69,7 @@ MAY_IMPORT = {
     "objectives": {"attention", "augment", "compute", "evaluate", "optimise", "pooling", "positions", "reduction", "vit"},
     "compute": {"vit"},
     "floors": {"vit"},
+    "pseudo": {"data", "evaluate"},
     "vit": {*SLOTS, "streams"},
     "data": {"streams"},
     "augment": set(),

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
 from smallvit.launch import launch
 from smallvit.record import RECORD, WEIGHTS, read_record
-from smallvit.schedule import failed, folder, in_turn, recall
+from smallvit.schedule import Schedule, failed, folder, in_turn, recall
+from smallvit.train import blank
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -43,12 +45,12 @@ def test_a_failure_is_shown_and_recorded_the_others_go_on_and_it_is_retried_on_r
     records = launch(runs, tmp_path, recipe="t", jobs=1)
     assert [r["status"] for r in records] == ["failed", "finished"]
     assert "patches of 3 pixels do not tile" in records[0]["error"] and "FAILED broken" in capfd.readouterr().err
-    kept = (folder(broken, tmp_path, "t") / RECORD).read_bytes()
+    kept = (folder(broken, tmp_path, "t") / RECORD).stat().st_mtime_ns
     assert launch(runs, tmp_path, recipe="t", jobs=1) == records, "a failed run was tried again without being asked for"
+    assert (folder(broken, tmp_path, "t") / RECORD).stat().st_mtime_ns == kept
     tried = []
     launch(runs, tmp_path, recipe="t", jobs=1, retry=True, show=tried.append)
     assert [r["arm"] for r in tried] == ["broken"] and read_record(folder(broken, tmp_path, "t"))["status"] == "failed"
-    assert len(kept) > 0
 
 
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
@@ -84,18 +86,21 @@ def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
     run = SHORT.vary(steps=400)
     place = folder(run, tmp_path, "t")
 
+    killed = []
+
     def kill():
         deadline = time.monotonic() + 120
         while not (place / ".lock").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         for pid in workers(os.getpid()):
+            killed.append(pid)
             os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
     records = launch([run], tmp_path, recipe="t", jobs=1)
     killer.join()
-    assert [r["status"] for r in records] == ["finished"]
+    assert killed and [r["status"] for r in records] == ["finished"]
     launch([run], tmp_path / "whole", recipe="t", jobs=1)
     assert list(left(tmp_path / "whole").values()) == list(left(place).values())
 
@@ -123,6 +128,64 @@ def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     launch(runs, tmp_path / "whole", recipe="t", jobs=2)
     assert all(r["status"] == "finished" for r in records)
     assert list(left(tmp_path / "t").values()) == list(left(tmp_path / "whole" / "t").values())
+
+
+# The schedule, without processes
+
+
+def schedule(runs: list[Run], out: Path, **choices) -> Schedule:
+    return Schedule(runs, out, "t", again=lambda record: False, **choices)
+
+
+def finished(run: Run) -> dict:
+    return blank(run, "t") | {"status": "finished", "score": "accuracy", "test": {"accuracy": 0.5}, "val": {"accuracy": 0.5}}
+
+
+def test_seeds_go_out_together_as_far_as_there_is_work_for_the_others(tmp_path):
+    runs = ablate(ARMS, labels=[50], seeds=range(6), floors=False)
+    waiting = schedule(runs, tmp_path, stack=4)
+    groups = [waiting.take(2), waiting.take(2), waiting.take(2), waiting.take(2), waiting.take(2)]
+    assert [[(runs[at].arm, runs[at].seed) for at in group] for group in groups[:2]] == [
+        [("scratch", seed) for seed in range(4)],
+        [("+LSA", seed) for seed in range(4)],
+    ]
+    assert [len(group) for group in groups] == [4, 4, 2, 1, 1] and sorted(at for group in groups for at in group) == list(
+        range(12)
+    )
+    assert waiting.take(2) == [] and not waiting.queue
+
+
+def test_of_a_stack_that_failed_each_is_tried_alone_and_killed_twice_is_a_record(tmp_path):
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(2), floors=False)
+    waiting = schedule(runs, tmp_path, stack=2)
+    waiting.came(waiting.take(1), BrokenProcessPool("killed"))
+    assert waiting.take(1) == [0] and waiting.take(1) == [1]
+    waiting.came([0], [finished(runs[0])])
+    waiting.came([1], BrokenProcessPool("killed"))
+    assert [r["status"] for r in waiting.records] == ["finished", "failed"] and "killed twice" in waiting.records[1]["error"]
+    assert not waiting.queue and not waiting.under_way
+
+
+def test_after_the_first_failure_nothing_is_begun_again(tmp_path):
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(5), floors=False)
+    waiting = schedule(runs, tmp_path, stack=2, fail_fast=True)
+    one, other = waiting.take(2), waiting.take(2)
+    waiting.came(other, RuntimeError("together they failed"))
+    assert waiting.queue == [2, 3, 4]
+    waiting.came(one[:1], RuntimeError("no luck"))
+    waiting.came(waiting.take(2), BrokenProcessPool("killed"))
+    assert waiting.queue == [] and [r["status"] for r in waiting.records] == ["failed"]
+
+
+def test_a_run_whose_start_is_at_another_process_is_left_to_it_and_its_kin_go_on_together(tmp_path):
+    runs = ablate({"tuned": SHORT.vary(init=SHORT.vary(lr=0.5))}, labels=[50], seeds=range(3), floors=False)
+    waiting = schedule(runs, tmp_path, stack=3)
+    starts = waiting.take(1)
+    assert [waiting.runs[at].lr for at in starts] == [0.5] * 3
+    waiting.came(starts, [finished(waiting.runs[starts[0]]), None, finished(waiting.runs[starts[2]])])
+    assert waiting.take(1) == [0, 2]
+    waiting.came([0, 2], [finished(runs[0]), finished(runs[2])])
+    assert waiting.take(1) == [] and len(waiting.records) == 2
 
 
 def test_what_a_run_needs_comes_right_before_it():

@@ -8,6 +8,7 @@ import pytest
 from smallvit import Weights, compare, compute, fingerprint, fit, html, markdown
 from smallvit.arms import the_floors
 from smallvit.data.images import Sealed
+from smallvit.plan import plan
 from smallvit.recipe import load_recipe, shortened
 from smallvit.record import read_records
 
@@ -44,6 +45,16 @@ def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path, monkeypatch):
         record = fit(run, tmp_path / str(at), recipe=path.stem, start=start, teacher=teacher)
         assert record["status"] == "finished" and 0 <= record["test"][record["score"]] <= 1
     assert len(runs) == len({run.arm for run in runs}) >= 5
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_planned(path, monkeypatch):
+    if not MNIST and "mnist" in path.read_text():
+        pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
+    monkeypatch.setattr(Weights, "at_hand", lambda self: None)
+    monkeypatch.setattr("smallvit.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
+    said = plan(load_recipe(path).RUNS, 2, "cpu")
+    assert all(f"{arm}: " in said for arm in {run.arm for run in load_recipe(path).RUNS})
 
 
 COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]

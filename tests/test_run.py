@@ -46,6 +46,7 @@ from smallvit import (
     linear_probe,
     mnist,
     rebuild,
+    spread_labels,
 )
 from smallvit.components import ROOMS, VALUES, component, function, knobs, own_arguments
 
@@ -90,7 +91,7 @@ def refused(build, *words: str) -> str:
 
 def test_a_misspelt_field_is_refused_and_the_right_one_named():
     found = [(name, wrong) for name in NAMES for wrong in misspellings(name)]
-    assert len(NAMES) == 25 and len(found) >= 200
+    assert len(NAMES) == 26 and len(found) >= 200
     for name, wrong in found:
         refused(lambda wrong=wrong: Run(**{wrong: 1}), f"a run has no choice {wrong!r}; did you mean {name!r}?")
         refused(lambda wrong=wrong: Run().vary(**{wrong: 1}), f"did you mean {name!r}?")
@@ -165,6 +166,7 @@ WRONG = {
     "teacher": ["resnet", 3, ViT, Run()],
     "schedule": ["linear", "", 1],
     "layer_decay": [0.0, 1.5, "0.75", True],
+    "pseudo_labels": ["spread", 3, spread_labels],
 }  # fmt: skip
 
 
@@ -412,6 +414,7 @@ CHANGED = {
     "augment": augment.digits(), "steps": 1,
     "batch": 1, "lr": 0.5, "weight_decay": 0.5, "warmup": 0.5, "clip": 0.5, "average": 0.5, "early_stop": 1, "precision": "bf16",
     "evaluators": (accuracy, knn), "unlabelled": True, "teacher": Run(), "schedule": "constant", "layer_decay": 0.5,
+    "pseudo_labels": spread_labels,
 }  # fmt: skip
 
 
@@ -419,6 +422,7 @@ CHANGED = {
 def test_the_fingerprint_changes_with_every_field(name):
     assert set(CHANGED) == set(NAMES) - {"arm", "role", "against"}
     starts = {"unlabelled": Run(objective=DINO), "teacher": Run(objective=Distill, teacher=Run(seed=7))}
+    starts |= {"pseudo_labels": Run(unlabelled=True, init=Run(), pseudo_labels=partial(spread_labels, neighbours=3))}
     start = starts.get(name, Run())
     changed = start.vary(**{name: CHANGED[name]})
     assert fingerprint(changed) != fingerprint(start) and changed != start
@@ -447,8 +451,8 @@ def edited(plain, path, value):
 def test_the_fingerprint_changes_with_every_choice_however_deep_and_difference_says_which():
     plain, marks, seen = describe(RICH), {fingerprint(RICH)}, 0
     for path, value in leaves(plain):
-        # not for an objective that reads labels, and has no teacher; a range has two ends
-        if path[-1] in ("unlabelled", "teacher") or "crop" in path:
+        # not for an objective that reads the labels there are, and has no teacher; a range has two ends
+        if path[-1] in ("unlabelled", "teacher", "pseudo_labels") or "crop" in path:
             continue
         try:
             changed = rebuild(edited(plain, path, another(value)))

@@ -10,7 +10,8 @@ memory.py      remembering: what one evaluator has computed of a model, the next
 Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged
 by. It is deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the
 test images first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its
-attribute `chooses`; the report then counts those labels too. Only `cost`, which reads a clock, is not deterministic.
+attribute `chooses`; the report then counts those labels too. Only `cost`, which reads a clock, is not deterministic. What is
+asked of a model twice is computed once (`memory.py`): one that tries a model with other weights or knobs tries a copy.
 """
 
 from .extractor import FeatureExtractor

@@ -121,8 +121,12 @@ def few_shot(
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
     scores = []
     for draw in range(draws):
-        drawn = splits.train.take(balanced(splits.train, shots, draw))
-        probe = logistic(features(model, drawn, of=of, layers=layers, norm=norm), drawn.labels, strength)
+
+        def fitted(draw: int = draw):
+            drawn = splits.train.take(balanced(splits.train, shots, draw))
+            return logistic(features(model, drawn, of=of, layers=layers, norm=norm), drawn.labels, strength)
+
+        probe = once(fitted, "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
         scores.append(score(probe, test, splits.test.labels))
     found = torch.tensor(scores, dtype=torch.float64)
     yield "few_shot", found.mean().item()
