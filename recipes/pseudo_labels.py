@@ -38,14 +38,14 @@ pretrained = Run(
     evaluators=(knn,),
 )
 tuned = scratch.vary(init=pretrained, steps=300, lr=1e-3, layer_decay=0.5)
-all_digits = tuned.vary(unlabelled=True, steps=1_500, batch=64, layer_decay=None)
+on_all = {"unlabelled": True, "steps": 1_500, "batch": 64, "layer_decay": None}
 
 RUNS = ablate(
     {
         "scratch": scratch,
         "DINO": tuned,
-        "DINO, then taught": all_digits.vary(teacher=tuned, objective=partial(Distill, kind="hard", weight=1.0)),
-        "DINO, labels spread": all_digits.vary(pseudo_labels=partial(spread_labels, of="mean")),
+        "DINO, then taught": tuned.vary(**on_all, teacher=tuned, objective=partial(Distill, kind="hard", weight=1.0)),
+        "DINO, labels spread": tuned.vary(**on_all, pseudo_labels=partial(spread_labels, of="mean")),
     },
     labels=[10, 100],
     seeds=range(6),
