@@ -6,7 +6,7 @@ Data    MNIST, 10,000 test images; all digits are the 59,000 that are not for va
 Cost    48 runs and 6 to start from; not run yet, some 50 minutes on two CPU cores by its length.
 Expect  At 100 labels a point more than fine-tuning on them, and half a point more than being taught by the one fine-tuned; at
         10 labels several points. Where no drawn digit has a style, such as a seven with a bar, what spreads there is wrong, and
-        the seeds scatter by that. Written after trials at 100 labels, before the runs.
+        the seeds scatter by that. Written before the runs, after trials at 100 labels.
 Chosen  On training images whose labels nothing had read: 5, 10 and 20 neighbours, the share that flows on, weights of the
         neighbours and balanced classes (all the same), 500 and 1,500 steps (half a point), two rates (the same), the surest
         nine tenths of the labels alone (the same), labels spread again by what was learned of them (the same).
