@@ -114,7 +114,7 @@ def interrupted(out: Path, runs: list[Run]):
 
 def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     runs = ablate(ARMS, labels=[50], seeds=range(2), floors=False)
-    runs = [run.vary(steps=300) for run in runs]
+    runs = [run.vary(steps=150) for run in runs]
     process = multiprocessing.get_context("spawn").Process(target=interrupted, args=(tmp_path, runs))
     process.start()
     while not list(tmp_path.rglob(RECORD)) and process.is_alive():
