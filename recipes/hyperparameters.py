@@ -10,7 +10,7 @@ Expect  Reports of courses say that width 32 is best, patch 14 the most stable, 
         enough steps. Depth 4, 6 and 8 are not told apart and no seed of 8 is lost. Heads are not told apart. Without
         positions five points are lost and more; both kinds of sines do as well as learned positions or better. Post-norm is
         within a point at this depth. Written before the runs.
-Came    Of the reports: patch 14 is best, by 1.3 points over 7 (SD 0.4 against 0.6), and one patch of 28 is not told from 16 of 7,
+Came    Of the reports: patch 14 is best, by 1.3 points over 7 (SD 0.4, not 0.6), and one patch of 28 is not told from 16 of 7,
         where this recipe expected the opposite: 800 steps on 1,000 labels are few, and a large patch is a wide first layer
         that sees all at once. Patch 2 learns, but lies 19 points behind at this length. Width 32 is four points behind 64,
         width 16 twenty-one, 128 a point ahead. Depth 6 is 0.7 above 4 and 8 as much, not told apart, and no seed of 8 is lost.
