@@ -23,15 +23,11 @@ def splits(side: int, channels: int = 1) -> dict[str, tuple[np.ndarray, np.ndarr
     return {"train": (images[:TRAIN], found.target[:TRAIN]), "test": (images[TRAIN:], found.target[TRAIN:])}
 
 
-def dataset(side: int = 28, channels: int = 1) -> Dataset:
-    return Dataset.from_arrays("digits", splits(side, channels), tuple("0123456789"), black=True)
-
-
-def many(images: int, side: int = 28) -> Dataset:
-    """So many to train on, the same again and again."""
-    parts = splits(side)
-    again = [np.resize(part, (images, *part.shape[1:])) for part in parts["train"]]
-    return Dataset.from_arrays("digits", parts | {"train": tuple(again)}, tuple("0123456789"), black=True)
+def dataset(side: int = 28, channels: int = 1, images: int = TRAIN) -> Dataset:
+    """So many to train on, the same again and again where there are not as many."""
+    parts = splits(side, channels)
+    again = tuple(np.resize(part, (images, *part.shape[1:])) for part in parts["train"])
+    return Dataset.from_arrays("digits", parts | {"train": again}, tuple("0123456789"), black=True)
 
 
 def batch_of(data: Dataset, size: int) -> tuple[Tensor, Tensor]:

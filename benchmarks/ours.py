@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.digits import batch_of, dataset, many, splits
+from benchmarks.digits import batch_of, dataset, splits
 from benchmarks.peers import Shape, predict
 from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
 from smallvit.augment import Batch, apply
@@ -41,7 +41,7 @@ def step(shape: Shape) -> Callable[[], None]:
 
 def step_among(shape: Shape, images: int) -> Callable[[], None]:
     """One step of training with so many images to choose from, augmentation included."""
-    return training(shape, many(images), augment=augment.digits()).advance
+    return training(shape, dataset(images=images), augment=augment.digits()).advance
 
 
 def inference(shape: Shape) -> Callable[[], Tensor]:

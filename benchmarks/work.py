@@ -118,6 +118,11 @@ def in_words(shape: Shape) -> str:
     return f"width {shape.dim}, depth {shape.depth}, batch {shape.batch}"
 
 
+def tokens(shape: Shape) -> int:
+    """Patches of a digit."""
+    return (28 // shape.patch) ** 2
+
+
 # Augmentation and views
 
 
@@ -188,7 +193,7 @@ def recipe(
     """
     check_models(shape)
     where = "on a GPU" if device == "cuda" else "on all cores"
-    name = f"{runs} runs of a {(28 // shape.patch) ** 2}-token ViT {where}, {labels:,} labels (ours {ours.STACK} as one)"
+    name = f"{runs} runs of a {tokens(shape)}-token ViT {where}, {labels:,} labels (ours {ours.STACK} as one)"
     for length in steps:
         job = (shape, runs, length, labels, device)
         theirs = {"timm": {flags: partial(peers.runs, *job, best) for flags, best in ways("timm").items()}}
@@ -211,14 +216,15 @@ def scale(
 ) -> Iterator[Work]:
     """Whether an image costs as much when there are many, and a run among many: each beside the fewest."""
     few, *more = images
+    beside = {f"{few} labels": {"as shipped": ours.step_among(shape, few)}}
     for many in more:
-        name = f"training step, 16 tokens, {many:,} labels"
-        yield Work(name, ours.step_among(shape, many), {f"{few} labels": {"as shipped": ours.step_among(shape, few)}})
+        yield Work(f"training step, {tokens(shape)} tokens, {many:,} labels", ours.step_among(shape, many), beside)
     few, *more = runs
+    each = partial(ours.runs, shape, steps=steps, labels=100, stack=1)
+    beside = {f"{few} runs": {"as shipped": partial(each, few)}}
     for many in more:
-        calls = [partial(ours.runs, shape, number, steps, 100, stack=1) for number in (many, few)]
         name = f"each of {many} runs of {steps} steps on all cores"
-        yield Work(name, calls[0], {f"{few} runs": {"as shipped": calls[1]}}, "s", partial(each_of, (many, few)))
+        yield Work(name, partial(each, many), beside, "s", partial(each_of, (many, few)))
 
 
 def each_of(numbers: Sequence[int], calls: Sequence[Call], repeats: int) -> list[float]:

@@ -3,7 +3,7 @@
 Paper   Zhou et al. 2003 (NIPS), Learning with Local and Global Consistency. Iscen et al. 2019, arXiv:1904.04717. Caron et al.
         2021, arXiv:2104.14294.
 Data    MNIST, 10,000 test images; all digits are the 59,000 that are not for validation.
-Cost    48 runs and 6 to start from; not run yet, some 50 minutes on two CPU cores by its length.
+Cost    60 runs and 6 to start from; not run yet, some 65 minutes on two CPU cores by its length.
 Expect  At 100 labels a point more than fine-tuning on them, and half a point more than being taught by the one fine-tuned; at
         10 labels several points. Where no drawn digit has a style, such as a seven with a bar, what spreads there is wrong, and
         the seeds scatter by that. Written before the runs, after trials at 100 labels.
@@ -43,6 +43,7 @@ on_all = {"unlabelled": True, "steps": 1_500, "batch": 64, "layer_decay": None}
 RUNS = ablate(
     {
         "scratch": scratch,
+        "scratch as long": scratch.vary(steps=scratch.steps + pretrained.steps),
         "DINO": tuned,
         "DINO, then taught": tuned.vary(**on_all, teacher=tuned, objective=partial(Distill, kind="hard", weight=1.0)),
         "DINO, labels spread": tuned.vary(**on_all, pseudo_labels=partial(spread_labels, of="mean")),

@@ -16,6 +16,16 @@ from smallvit.vit import ViT
 
 RANDOM = "random initialisation"  # the floor of what is probed
 
+# from nothing but the labels, whatever the baseline starts from and learns
+SUPERVISED = {
+    "init": None,
+    "teacher": None,
+    "pseudo_labels": None,
+    "layer_decay": None,
+    "objective": Supervised,
+    "unlabelled": False,
+}
+
 
 def ablate(
     arms: dict[str, Run],
@@ -111,9 +121,7 @@ def several(values: Iterable, name: str) -> list:
 def the_floors(arms: list[Run]) -> dict[str, Run]:
     """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights."""
     baseline = arms[0]
-    alone = dict.fromkeys(("init", "teacher", "pseudo_labels", "layer_decay"))
-    supervised = alone | {"objective": Supervised, "unlabelled": False}
-    untrained = supervised | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
+    untrained = SUPERVISED | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
     pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
     few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
     asked = {name: knob for name, knob in getattr(few, "keywords", {}).items() if name in ("shots", "draws", "strength")}
@@ -121,7 +129,7 @@ def the_floors(arms: list[Run]) -> dict[str, Run]:
     floors = {
         "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
         "pixels, nearest neighbour": pixels,
-        "small CNN": replace(baseline, model=SmallCNN, **supervised, evaluators=(accuracy,)),
+        "small CNN": replace(baseline, model=SmallCNN, **SUPERVISED, evaluators=(accuracy,)),
     }
     probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
     return floors if probed is None else floors | {RANDOM: replace(probed, **untrained)}
@@ -149,15 +157,11 @@ def imagenet_vit_s(
     shape = partial(ViT, dim=384, depth=12, heads=6) if kind == VIT_S.partition(".")[0] else like(name)
     vit, called = partial(shape, tokenizer=partial(PatchEmbed, patch=patch)), "ViT-S" if "_small_" in kind else kind
     weights, of = Weights(name=name, file=file), f"{called} from {trained_on(name)}"
-    tuned = baseline.vary(
+    own = dict(
         model=partial(vit, drop_path=0.1),
         init=weights,
         augment=tuple(step for step in baseline.augment if not isinstance(step, Views)),
         schedule=None,
-        objective=Supervised,
-        unlabelled=False,
-        pseudo_labels=None,
-        teacher=None,
         steps=min(baseline.steps, FINE_TUNING),
         lr=5e-4,
         weight_decay=0.05,
@@ -166,6 +170,7 @@ def imagenet_vit_s(
         average=0.0,
         evaluators=None,
     )
+    tuned = baseline.vary(**SUPERVISED | own)
     frozen = tuned.vary(model=vit, steps=0, augment=(), layer_decay=None, early_stop=0, evaluators=(linear_probe, knn))
     arms = {f"{of} (fine-tuned)": tuned, f"{of} (frozen)": frozen}
     if upsampled:

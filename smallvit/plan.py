@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from inspect import Parameter
 
 from smallvit.components import knobs
 from smallvit.launch import cores, refuse_absent
@@ -14,7 +13,6 @@ from smallvit.schedule import with_those_before
 
 STEPS = 8  # timed of each arm
 STACKS = (1, 2, 4, 8)
-FULL = Parameter("reduction", Parameter.KEYWORD_ONLY, default=True)  # of a model that does not say
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
@@ -114,8 +112,7 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str) -> tuple[int,
 def schedules(runs: Sequence[Run]) -> dict[str, str]:
     """For each arm that reduces tokens, how many are left behind which block."""
     # where the slot is seen to be empty, as in most recipes, no model is built to find that out
-    arms = [run for run in {run.arm: run for run in runs}.values() if run.role != "floor"]
-    reducing = [run for run in arms if knobs(run.model).get("reduction", FULL).default]
+    reducing = [run for run in {run.arm: run for run in runs}.values() if run.role != "floor" and may_reduce(run.model)]
     if not reducing:
         return {}
     import torch
@@ -129,6 +126,12 @@ def schedules(runs: Sequence[Run]) -> dict[str, str]:
             model = run.model(spec.size, spec.channels, len(spec.classes))
             found |= {run.arm: in_words(model)} if reduces(model) else {}
     return found
+
+
+def may_reduce(model: Callable) -> bool:
+    """Whether something stands in the model's slot of that name; where it has none, nobody knows."""
+    slot = knobs(model).get("reduction")
+    return slot is None or slot.default is not None
 
 
 def clock(seconds: float) -> str:

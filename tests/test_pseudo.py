@@ -7,21 +7,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from smallvit import DINO, PatchEmbed, Run, Splits, ViT, ablate, augment, data, digits, knn, spread_labels
+from smallvit import DINO, PatchEmbed, Pixels, Run, Splits, ViT, ablate, augment, data, digits, knn, spread_labels
 from smallvit import training as trainings
 from smallvit.data import Images
 from smallvit.plan import plan
 from smallvit.record import WEIGHTS
 from smallvit.train import fit
 
-
-class Pixels(nn.Module):
-    """A model whose features are its pixels."""
-
-    def features(self, x):
-        return x.flatten(1)
+PIXELS = Pixels((1, 2), 1, 3)  # whose features are those of any image
 
 
 def images(points, labels) -> Images:
@@ -50,7 +44,7 @@ def test_labels_are_the_papers(neighbours, alpha):
     y[range(9), known.labels] = 1
     f = (1 - alpha) * np.linalg.solve(np.eye(n) - alpha * root @ w @ root, y)
     told = f.max(1) > np.sort(f, 1)[:, -2] + 1e-9  # with one neighbour some images are reached by nobody
-    found = spread_labels(Pixels(), known, asked, neighbours=neighbours, alpha=alpha, steps=3_000).numpy()
+    found = spread_labels(PIXELS, known, asked, neighbours=neighbours, alpha=alpha, steps=3_000).numpy()
     assert told[9:].sum() >= 15 and (found == f.argmax(1)[9:])[told[9:]].all()
 
 
@@ -60,14 +54,14 @@ def test_labels_follow_a_chain_where_the_nearest_labelled_image_is_of_another_cl
     )
     known = images([chain[0], others[4]], [0, 1])
     asked = images([*chain[1:], *others[:4], *others[5:]], [0] * 47)
-    found = spread_labels(Pixels(), known, asked, neighbours=2, steps=1_000)
+    found = spread_labels(PIXELS, known, asked, neighbours=2, steps=1_000)
     assert found.tolist() == [0] * 39 + [1] * 8  # the chain ends at 1, nearer to 1.4 than to 0
 
 
 def test_of_real_digits_more_are_right_than_by_the_nearest_that_is_known():
     drawn, all_of_them = digits().subset(labels=50, val=0, seed=0), digits().train
-    spread = spread_labels(Pixels(), drawn.train, all_of_them)
-    nearest = next(knn(Pixels(), Splits(drawn.train, drawn.train, all_of_them)))[1]
+    spread = spread_labels(PIXELS, drawn.train, all_of_them)
+    nearest = next(knn(PIXELS, Splits(drawn.train, drawn.train, all_of_them)))[1]
     assert (spread == all_of_them.labels).double().mean() > nearest + 0.05
 
 
@@ -84,7 +78,7 @@ def test_what_the_images_are_called_changes_nothing_and_an_image_that_is_known_k
 @pytest.mark.parametrize("knobs", [{"neighbours": 0}, {"neighbours": 49}, {"alpha": 1.0}, {"alpha": 0.0}, {"steps": 0}])
 def test_numbers_out_of_range_are_refused(knobs):
     with pytest.raises(ValueError, match="expected"):
-        spread_labels(Pixels(), images(scattered(9, 0), [0, 1, 2] * 3), images(scattered(40, 1), [0] * 40), **knobs)
+        spread_labels(PIXELS, images(scattered(9, 0), [0, 1, 2] * 3), images(scattered(40, 1), [0] * 40), **knobs)
 
 
 # In a run

@@ -48,7 +48,7 @@ def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path, monkeypatch):
         start, teacher = ((other := run.before.get(field)) and tmp_path / fingerprint(other) for field in ("init", "teacher"))
         record = fit(run, tmp_path / str(at), recipe=path.stem, start=start, teacher=teacher)
         assert record["status"] == "finished" and 0 <= record["test"][record["score"]] <= 1
-    assert len(runs) == len({run.arm for run in runs}) >= 4
+    assert len(runs) == len({run.arm for run in runs}) >= 5
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

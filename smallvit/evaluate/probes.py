@@ -3,6 +3,8 @@
 They read features by name: `of`, `layers` and `norm` are those of `features`.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,10 +77,8 @@ def linear_probe(
     chosen, edge = 1.0, False
 
     def fitted(c: float):
-        return once(
-            lambda: logistic(train, splits.train.labels, c, standardise),
-            *("logistic", model, splits.train, of, layers, norm, c, standardise),
-        )
+        fit = partial(logistic, train, splits.train.labels, c, standardise)
+        return once(fit, "logistic", model, splits.train, of, layers, norm, c, standardise)
 
     if len(splits.val):
         val = features(model, splits.val, of=of, layers=layers, norm=norm)
@@ -119,14 +119,14 @@ def few_shot(
     if shots < 1 or draws < 1:
         raise ValueError(f"got shots={shots} and draws={draws}; expected at least 1 of each")
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
+
+    def fitted(draw: int):
+        drawn = splits.train.take(balanced(splits.train, shots, draw))
+        return logistic(features(model, drawn, of=of, layers=layers, norm=norm), drawn.labels, strength)
+
     scores = []
     for draw in range(draws):
-
-        def fitted(draw: int = draw):
-            drawn = splits.train.take(balanced(splits.train, shots, draw))
-            return logistic(features(model, drawn, of=of, layers=layers, norm=norm), drawn.labels, strength)
-
-        probe = once(fitted, "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
+        probe = once(partial(fitted, draw), "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
         scores.append(score(probe, test, splits.test.labels))
     found = torch.tensor(scores, dtype=torch.float64)
     yield "few_shot", found.mean().item()

@@ -34,10 +34,9 @@ class DINO(nn.Module):
              teacher says of an image weighs 1 - `share`, and `share` the mean of what it says of the k images that are nearest
              to it, itself left out, by the cosine of its features of whole images, among the last `bank`; features before the
              projection that the model keeps, if it does: behind it, who is near is told the same already. From Van Gansbeke
-             et al. 2020
-             (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021 (NNCLR),
-             arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where they are
-             of one class.
+             et al. 2020 (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021
+             (NNCLR), arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where
+             they are of one class.
 
     `batch.views` are made by an augmentation, `augment.digit_views()` or `augment.photo_views()`. `model` has `features`, b d,
     and a `head`, which stays as it is. What is saved and evaluated is the teacher.
