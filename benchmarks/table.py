@@ -21,7 +21,8 @@ def markdown(record: dict) -> str:
     rows = ["| work | ours | peer | as shipped | best flags |", "| --- | --- | --- | --- | --- |"]
     for work, of_it in groupby(lines, key=title):
         for at, line in enumerate(of_it):
-            first = (work, amount(line["ours"], line["unit"])) if at == 0 else ("", "")
+            how = f" ({line['how']})" if line.get("how") not in (None, "as it is") else ""
+            first = (work, amount(line["ours"], line["unit"]) + how) if at == 0 else ("", "")
             rows.append("| " + " | ".join([*first, line["peer"], *cells(line)]) + " |")
     return "\n".join([*rows, "", in_words(record)])
 

@@ -32,7 +32,8 @@ RECIPE = Shape(64, 4, 2, batch=32, patch=7, mlp_ratio=2.0)  # 16 tokens and the 
 class Work(NamedTuple):
     """One thing to do. `theirs[peer][flags]` are the peers' calls; of one that is not installed there are none.
 
-    `measure(calls, repeats)` gives a number for each call, in `unit`s. `steps` is how long the runs of a recipe are.
+    `measure(calls, repeats)` gives a number for each call, in `unit`s. `steps` is how long the runs of a recipe are, `how` in
+    which way our steps are computed, where that was tried.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Work(NamedTuple):
     unit: str = "ms"
     measure: Callable[[Sequence[Call], int], list[float]] = milliseconds
     steps: int | None = None
+    how: str | None = None
 
 
 def compare(work: Work, repeats: int) -> Iterator[dict]:
@@ -50,7 +52,8 @@ def compare(work: Work, repeats: int) -> Iterator[dict]:
     found = dict(zip(calls, work.measure([*calls.values()], repeats)))
     for peer in work.theirs:
         theirs = {flags: found.get((peer, flags)) for flags in FLAGS}
-        yield {"work": work.name, "steps": work.steps, "unit": work.unit, "ours": found["ours", ""], "peer": peer, **theirs}
+        what = {"work": work.name, "steps": work.steps, "unit": work.unit, "how": work.how}
+        yield what | {"ours": found["ours", ""], "peer": peer, **theirs}
 
 
 def ways(peer: str) -> dict[str, bool]:
@@ -72,7 +75,8 @@ def train(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
     for shape in shapes:
         check_models(shape)
         theirs = {peer: {name: peers.step(shape, peer, best) for name, best in ways(peer).items()} for peer in VITS}
-        yield Work(f"training step, {in_words(shape)}", ours.step(shape), theirs)
+        training = ours.fast(shape, dataset())
+        yield Work(f"training step, {in_words(shape)}", training.advance, theirs, how=training.execution.in_words())
 
 
 def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
@@ -160,13 +164,14 @@ def dino(shape: Shape = SMALL) -> Iterator[Work]:
     for name, data, steps in looks():
         look, spec = peers.views(data, steps, shape.batch), data.spec
         check_views(ours.views(data, steps, shape.batch), look())
-        training = ours.training(shape, data, objective=DINO, augment=steps, clip=0.0)
+        training = ours.fast(shape, data, objective=DINO, augment=steps, clip=0.0)
         theirs = {}
         for flags, best in ways("lightly").items():
             model = LightlyDINO(ours.vit(shape)(spec.size, spec.channels, len(spec.classes)), shape.dim)
             same("parameters that DINO trains", trained(training.objective), trained(model))
             theirs[flags] = peers.dino(model, look, best)
-        yield Work(f"DINO step on {name}, batch {shape.batch}", training.advance, {"lightly": theirs})
+        how = training.execution.in_words()
+        yield Work(f"DINO step on {name}, batch {shape.batch}", training.advance, {"lightly": theirs}, how=how)
 
 
 def looks() -> Iterator[tuple[str, Dataset, tuple[augment.Views]]]:

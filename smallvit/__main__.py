@@ -68,11 +68,14 @@ def arguments() -> argparse.ArgumentParser:
             command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
         if name == "run":
             command.add_argument(
-                "--stack",
-                type=lambda text: text if text == "auto" else positive(text),
-                default=1,
-                metavar="N",
-                help="train N seeds of an arm as one model (default: 1); auto: as many as a few steps show to be fastest here",
+                "--stack", type=positive, metavar="N", help="train N seeds of an arm as one model (default: 1)"
+            )
+            command.add_argument(
+                "--fast",
+                nargs="*",
+                metavar="WHAT",
+                help="as a few steps show to be fastest here: kernel of attention, half precision, seeds as one, compiling; "
+                "what you name is not tried: precision=fp32 kernel=fused compiled=no",
             )
             command.add_argument(
                 "--only",
@@ -124,8 +127,10 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 
 
 def run(chosen: argparse.Namespace) -> int:
+    from smallvit.execution import AS_IT_IS
     from smallvit.launch import launch
-    from smallvit.plan import plan, schedules, stack_size
+    from smallvit.plan import plan, schedules
+    from smallvit.trial import fastest
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -144,10 +149,11 @@ def run(chosen: argparse.Namespace) -> int:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
     for arm, tokens in schedules(runs).items():
         print(f"{arm}: {tokens}")
-    stack = chosen.stack
-    if stack == "auto":
-        stack, why = stack_size(runs, chosen.jobs, chosen.device)
-        print(f"stack: {stack} ({why})")
+    execution, stack = AS_IT_IS, chosen.stack or 1
+    if chosen.fast is not None:
+        given = settled(chosen.fast) | ({"stack": chosen.stack} if chosen.stack else {})
+        execution, stack, why = fastest(planned, out / path.stem, chosen.jobs, chosen.device, given)
+        print(f"fast: {why}")
     trained = launch(
         runs,
         out,
@@ -156,6 +162,7 @@ def run(chosen: argparse.Namespace) -> int:
         jobs=chosen.jobs,
         stack=stack,
         device=chosen.device,
+        execution=execution,
         retry=chosen.retry,
         fail_fast=chosen.fail_fast,
     )
@@ -163,6 +170,23 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.smoke:
         print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
     return status(trained, len(runs))
+
+
+def settled(words: list[str]) -> dict:
+    """`precision=bf16 compiled=no` as fields of an `Execution`. Raises ValueError for what is no choice."""
+    choices = {
+        "precision": {"fp32": "fp32", "bf16": "bf16"},
+        "kernel": {"rule": None, "explicit": "explicit", "fused": "fused"},
+        "compiled": {"yes": True, "no": False},
+    }
+    found = {}
+    for word in words:
+        name, _, said = word.partition("=")
+        if said not in choices.get(name, ()):
+            expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in choices.items())
+            raise ValueError(f"--fast got {word!r}; expected some of {expected}, or nothing, to try them all")
+        found[name] = choices[name][said]
+    return found
 
 
 def report(chosen: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+from smallvit.execution import AS_IT_IS, Execution, refuse_unknown
 from smallvit.run import Run
 from smallvit.schedule import Schedule
 
@@ -27,6 +28,7 @@ def launch(
     jobs: int | None = None,
     stack: int = 1,
     device: str = "cpu",
+    execution: Execution = AS_IT_IS,
     retry: bool = False,
     fail_fast: bool = False,
     show: Callable[[dict], None] | None = None,
@@ -35,12 +37,14 @@ def launch(
 
     `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
     there. With `stack` > 1 so many runs that differ only in their seed are trained as one model, which is faster where models
-    are small: they agree with those trained alone to rounding, and their records say so. A failed run is reported at once,
+    are small: they agree with those trained alone to rounding, and their records say so. All steps are computed as `execution`
+    says, which `smallvit.trial.fastest` finds; the records say that too. A failed run is reported at once,
     leaves a record that says why, and is tried again only with `retry=True`; one whose weights were not to be had is tried
     again every time. A worker that is killed has its run taken up once more from its checkpoint. `show(record)` is called for
     every record as it comes.
     """
     refuse_absent(device)
+    refuse_unknown(execution)
     if stack < 1:
         raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
@@ -51,7 +55,7 @@ def launch(
 
     context = processes(device)
     schedule = Schedule(runs, out, recipe, again=again, stack=stack, fail_fast=fail_fast, show=show)
-    slots = [Slot(context, source, device) for _ in range(min(jobs or cores(), len(schedule.queue)))]
+    slots = [Slot(context, source, device, execution) for _ in range(min(jobs or cores(), len(schedule.queue)))]
     busy: dict[Future, Slot] = {}
     try:
         while schedule.queue or busy:
@@ -93,8 +97,8 @@ def processes(device: str) -> BaseContext:
 class Slot:
     """A worker process of its own, so that when it dies it is known which run died with it."""
 
-    def __init__(self, context: BaseContext, source: str | Path | None, device: str):
-        self.context, self.source, self.device = context, source, device
+    def __init__(self, context: BaseContext, source: str | Path | None, device: str, execution: Execution):
+        self.context, self.settings = context, (source, device, execution)
         self.at: list[int] = []  # which runs it is at
         self.replace()
 
@@ -108,7 +112,7 @@ class Slot:
         from smallvit.worker import work
 
         self.at, self.progress[0] = at, 0
-        words = (tasks, recipe, self.source, self.device)
+        words = (tasks, recipe, *self.settings)
         try:
             return self.pool.submit(work, *words)
         except BrokenProcessPool:  # it died idle

@@ -1,18 +1,14 @@
 """The plan: what a recipe would train here, in words, and how long that would take."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from smallvit.components import knobs
-from smallvit.launch import cores, refuse_absent
+from smallvit.launch import cores
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
 from smallvit.schedule import with_those_before
-
-STEPS = 8  # timed of each arm
-STACKS = (1, 2, 4, 8)
+from smallvit.trial import STEPS, a_step, unstarted
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
@@ -57,56 +53,6 @@ def estimate(run: Run, device: str) -> float:
     training.objective.train()
     steps = min(STEPS, run.steps)
     return run.steps * a_step(training.advance, training, steps) if steps else 0.0
-
-
-def a_step(advance: Callable[[], None], training: "Training", steps: int = STEPS) -> float:  # noqa: F821
-    """The seconds that a step of this training takes, alone or among others: the median of so many."""
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        advance()
-        training.loss.item()  # an accelerator is waited for
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
-
-
-def unstarted(run: Run) -> Run:
-    """The run without weights to be found first, and without what its start would take images for: a step takes as long."""
-    init = None if isinstance(run.init, Weights) else run.init  # what another run would leave is not looked for
-    return replace(run, init=init, pseudo_labels=None, unlabelled=run.unlabelled and not run.pseudo_labels)
-
-
-def stack_size(runs: Sequence[Run], jobs: int | None, device: str) -> tuple[int, str]:
-    """How many seeds of an arm are best trained as one here, and in words why; measured by a few steps of the first arm.
-
-    One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
-    """
-    import torch
-
-    from smallvit.stack import Stack
-    from smallvit.train import drawn
-    from smallvit.training import Training
-
-    refuse_absent(device)
-    torch.set_num_threads(1)
-    run = next((run for run in runs if run.steps and run.role != "floor"), None)
-    if run is None:
-        return 1, "nothing is trained"
-    seeds = [other.seed for other in runs if (other.arm, other.labels) == (run.arm, run.labels)]
-    most = min(len(seeds), sum(other.steps > 0 for other in runs) // (jobs or cores()))
-    times, said = {}, []
-    for size in (size for size in STACKS if size <= max(most, 1)):
-        try:
-            members = [Training(one, *drawn(one), device) for one in (unstarted(replace(run, seed=s)) for s in seeds[:size])]
-            members[0].objective.train()
-            advance = members[0].advance if size == 1 else Stack(members).advance
-            times[size] = a_step(advance, members[0]) / size
-        except Exception as error:  # what is wrong with a run its record will say; with a stack, that it is none
-            said.append(f"{size} together: {type(error).__name__}, {str(error).splitlines()[0]}")
-            break
-        said.append(f"{size} together: {1e3 * times[size]:.3g} ms a step of each")
-    best = min(times, key=times.get, default=1)
-    return best if times and times[best] < 0.9 * times[1] else 1, "; ".join(said)
 
 
 def schedules(runs: Sequence[Run]) -> dict[str, str]:

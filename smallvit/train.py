@@ -12,9 +12,11 @@ from smallvit.components import function
 from smallvit.compute import reduces
 from smallvit.data import Dataset, DataSpec, Images, Subset
 from smallvit.evaluate import Splits, remembering
+from smallvit.execution import AS_IT_IS, Execution
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
 from smallvit.stack import NotStackable, Stack
-from smallvit.training import Training, Watch, go, weights
+from smallvit.starts import weights
+from smallvit.training import Training, Watch, go
 
 
 def fit(
@@ -26,11 +28,13 @@ def fit(
     watch: Watch = lambda step, accuracy: None,
     start: str | Path | None = None,
     teacher: str | Path | None = None,
+    execution: Execution = AS_IT_IS,
 ) -> dict:
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
 
     `start` is the folder of the run that `run.init` asks for, `teacher` that of `run.teacher`; without them those are trained
-    first, in `folder/init` and `folder/teacher`.
+    first, in `folder/init` and `folder/teacher`. `execution` is how the steps are computed; what was put down
+    goes on as it began.
 
     A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
     (same machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
@@ -40,7 +44,7 @@ def fit(
     """
     if done := finished(run, Path(folder)):
         return done
-    with opened(run, Path(folder), recipe, device, start, teacher) as (training, close):
+    with opened(run, Path(folder), recipe, device, start, teacher, execution) as (training, close):
         if training is not None:
             go([training], training.advance, watch)
         return close()
@@ -54,6 +58,7 @@ def fit_stacked(
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
     before: Sequence[dict[str, Path]] = (),
+    execution: Execution = AS_IT_IS,
 ) -> list[dict]:
     """`fit` for runs that differ only in their seed, trained as one model with a leading axis; their records, in order.
 
@@ -63,8 +68,8 @@ def fit_stacked(
     """
     with ExitStack() as held:
         works = [
-            held.enter_context(opened(run, Path(folder), recipe, device, places.get("init"), places.get("teacher")))
-            for run, folder, places in zip(runs, folders, before or [{}] * len(runs))
+            held.enter_context(opened(run, Path(at), recipe, device, places.get("init"), places.get("teacher"), execution))
+            for run, at, places in zip(runs, folders, before or [{}] * len(runs))
         ]
         members = [training for training, _ in works if training is not None]
         with suppress(NotStackable):
@@ -76,7 +81,15 @@ def fit_stacked(
 
 
 @contextmanager
-def opened(run: Run, folder: Path, recipe: str, device: str, start: str | Path | None, teacher: str | Path | None):
+def opened(
+    run: Run,
+    folder: Path,
+    recipe: str,
+    device: str,
+    start: str | Path | None,
+    teacher: str | Path | None,
+    execution: Execution = AS_IT_IS,
+):
     """A run under its lock: its training, taken up where it was put down (None if it has finished), and `close()`, which
     evaluates it, leaves its record and returns that. What has to be trained before it is."""
     from filelock import FileLock
@@ -93,7 +106,7 @@ def opened(run: Run, folder: Path, recipe: str, device: str, start: str | Path |
         for field, place in places.items():
             if field in run.before:
                 places[field] = Path(place or folder / field)
-                before.append(fit(run.before[field], places[field], recipe=recipe, device=device))
+                before.append(fit(run.before[field], places[field], recipe=recipe, device=device, execution=execution))
             elif place is not None:
                 raise ValueError(f"got the folder {str(place)!r} for a run without {field}; expected it to have {field}=a run")
         record = blank(run, recipe)  # first of all, so that it names the code that runs
@@ -106,7 +119,7 @@ def opened(run: Run, folder: Path, recipe: str, device: str, start: str | Path |
             if hasattr(function(evaluator), "needs"):
                 known = Splits(subset.train, subset.val, subset.val)
                 function(evaluator).needs(known, **getattr(evaluator, "keywords", {}))
-        training = Training(run, data, subset, device, *places.values())
+        training = Training(run, data, subset, device, *places.values(), execution)
         training.resume(checkpoint, "".join([record["code"]["sha256"], data.sha256, *training.made_of]))
 
         def close() -> dict:

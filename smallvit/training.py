@@ -6,10 +6,10 @@ holds weights, optimizer and the curve so far, and the rest follows from the ste
 
 import copy
 import functools
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from smallvit.augment import Batch, apply
 from smallvit.compute import footprint
 from smallvit.data import Dataset, Images, Subset
 from smallvit.evaluate import Splits, accuracy, frozen, knn
+from smallvit.execution import AS_IT_IS, Compiled, Execution
 from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.pretrained import Weights
 from smallvit.run import Run, fingerprint
+from smallvit.starts import start_from
 from smallvit.streams import stream
 from smallvit.vit import ViT, initialise
 
@@ -45,6 +47,7 @@ class Training:
         device: str,
         start: Path | None = None,
         teacher: Path | None = None,
+        execution: Execution = AS_IT_IS,
     ):
         self.run, self.spec, self.subset, spec = run, data.spec, subset, data.spec
         self.device = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
@@ -69,6 +72,8 @@ class Training:
             self.made_of.append(told["sha256"])
         torch.manual_seed(stream(run.seed, "init", "objective"))
         self.objective = run.objective(model, **taught).to(self.device)
+        self.execution = execution
+        execution.prepare(self.objective)
         self.averaged = copy.deepcopy(self.objective.model).requires_grad_(False) if run.average else None
         self.optimizer = None
         if run.steps:
@@ -109,7 +114,7 @@ class Training:
         """One optimizer step."""
         run, batch = self.run, self.draw()
         self.set_rates(self.optimizer)
-        with self.precision():
+        with self.precision(), self.compiled():
             loss = self.objective(batch, self.progress)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
@@ -142,7 +147,16 @@ class Training:
 
     def precision(self):
         """The context in which the objective is computed."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision == "bf16")
+        precision = self.execution.precision or self.run.precision
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    def compiled(self):
+        """The context in which blocks are compiled, where they are to be."""
+        return self.blocks.here() if self.execution.compiled else nullcontext()
+
+    @functools.cached_property
+    def blocks(self) -> Compiled:
+        return Compiled(self.objective)
 
     def count(self, loss: Tensor):
         """A step has been taken."""
@@ -191,6 +205,9 @@ class Training:
             "health": self.health or None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
+            "precision": self.execution.precision or self.run.precision,
+            "kernel": self.execution.kernel or "rule",
+            "compiled": self.execution.compiled,
             "stacked": self.stacked,
             "weights": self.weights,
             "tokens": self.model.places(1, self.model.image)[0].tokens if isinstance(self.model, ViT) else None,
@@ -219,6 +236,7 @@ class Training:
             "averaged": self.averaged and self.averaged.state_dict(),
             "best": self.best,
             "stacked": self.stacked,
+            "execution": [*self.execution],
         }
         records.write_atomic(self.checkpoint, lambda new: torch.save(state, new))
 
@@ -245,6 +263,8 @@ class Training:
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
         self.curve, self.best, self.stacked = state["curve"], state["best"], state["stacked"]
         self.health, self.monitor.in_a_row = state["health"], state["in_a_row"]
+        self.execution = Execution(*state["execution"])  # as it began, whatever is chosen today
+        self.execution.prepare(self.objective)
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.averaged is not None:
@@ -276,43 +296,6 @@ def go(members: Sequence[Training], advance: Callable[[], None], watch: Watch):
     for member in members:
         if member.best is not None:
             member.model.load_state_dict(member.best)
-
-
-def start_from(model: nn.Module, folder: Path, run: str) -> dict:
-    """Load the weights that the run of that fingerprint left in `folder`; new are a reduction, and a head for other classes.
-
-    Returns what was loaded, for the record. Raises ValueError for a file that is not there or of another run, and for a weight
-    that is missing, left over or of another shape, naming it.
-    """
-    state, own = weights(folder, run), model.state_dict()
-    other = [name for name in state if name.startswith("head.") and name in own and state[name].shape != own[name].shape]
-    state = {name: weight for name, weight in state.items() if name not in other}  # a head for other classes starts anew
-    missing = [name for name in own if name not in state]
-    strange = [name for name in missing if ".reduction." not in name and name not in other]
-    strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
-    if strange:
-        raise ValueError(
-            f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction, "
-            "and for its head where the classes are others"
-        )
-    model.load_state_dict(state, strict=False)
-    sha256 = hashlib.sha256((folder / records.WEIGHTS).read_bytes()).hexdigest()
-    return {"loaded": len(state), "missing": missing, "sha256": sha256}
-
-
-def weights(folder: Path, run: str) -> dict[str, Tensor]:
-    """What the run of that fingerprint left in `folder`. Raises ValueError for no file, or one of another run."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-
-    path = folder / records.WEIGHTS
-    if not path.exists():
-        raise ValueError(f"{folder} has no {path.name} to start from; delete its {records.RECORD} and it is trained again")
-    with safe_open(path, "pt") as file:
-        of = (file.metadata() or {}).get("fingerprint")
-    if of != run:
-        raise ValueError(f"{path} is of run {of}, not of {run}, whose weights are asked for; put the right file there")
-    return load_file(path)
 
 
 def order(n: int, batch: int, step: int, seed: int) -> Tensor:

@@ -14,6 +14,7 @@ from threading import Thread
 import torch
 
 from smallvit import record as records
+from smallvit.execution import Execution
 from smallvit.recipe import load_recipe
 from smallvit.run import rebuild
 from smallvit.train import fit_stacked
@@ -37,7 +38,7 @@ Task = tuple[dict, dict, Path, dict[str, Path]]
 """A run as plain JSON, its names, its folder, and the folders of those before it, by the fields that ask for them."""
 
 
-def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str) -> list[dict]:
+def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str, execution: Execution) -> list[dict]:
     """Train a run, or several that differ only in their seed, and return their records."""
 
     def watch(step: int, accuracy: float | None):
@@ -47,4 +48,4 @@ def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str)
         load_recipe(source)
     plains, namings, folders, before = zip(*tasks)
     runs = [replace(rebuild(plain), **naming) for plain, naming in zip(plains, namings)]
-    return fit_stacked(runs, folders, recipe=recipe, device=device, watch=watch, before=before)
+    return fit_stacked(runs, folders, recipe=recipe, device=device, watch=watch, before=before, execution=execution)

@@ -1,5 +1,6 @@
 """Every recipe builds and takes a step; what is committed beside it is what it asks for and what its report says."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from smallvit.recipe import load_recipe, shortened
 from smallvit.record import read_records
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
+loaded = functools.cache(load_recipe)
 MNIST = (Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw").exists()
 
 
@@ -22,7 +24,7 @@ def test_the_recipes_that_there_are():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_what_it_asks_what_it_costs_and_what_it_expects(path):
-    doc = load_recipe(path).__doc__
+    doc = loaded(path).__doc__
     assert doc.splitlines()[0].endswith("?")
     assert all(word in doc for word in ("Paper", "Cost", "Expect", "Written before the runs"))
 
@@ -37,7 +39,7 @@ def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path, monkeypatch):
     )
     once = compute.milliseconds
     monkeypatch.setattr(compute, "milliseconds", lambda calls, repeats: once(calls, 1))
-    runs = [run for run in shortened(load_recipe(path).RUNS) if not isinstance(run.init, Weights)]  # those have their own tests
+    runs = [run for run in shortened(loaded(path).RUNS) if not isinstance(run.init, Weights)]  # those have their own tests
     if path.stem != "quickstart":  # the floors are the same everywhere
         runs = [run for run in runs if run.role != "floor" or run.arm not in the_floors([run])]
     if not MNIST and "mnist" in path.read_text():
@@ -57,8 +59,8 @@ def test_every_recipe_can_be_planned(path, monkeypatch):
         pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
     monkeypatch.setattr(Weights, "at_hand", lambda self: None)
     monkeypatch.setattr("smallvit.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
-    said = plan(load_recipe(path).RUNS, 2, "cpu")
-    assert all(f"{arm}: " in said for arm in {run.arm for run in load_recipe(path).RUNS})
+    said = plan(loaded(path).RUNS, 2, "cpu")
+    assert all(f"{arm}: " in said for arm in {run.arm for run in loaded(path).RUNS})
 
 
 COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
@@ -66,7 +68,7 @@ COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_records_are_the_runs_that_the_recipe_asks_for(path):
-    records, runs = read_records(path.with_suffix(".jsonl")), load_recipe(path).RUNS
+    records, runs = read_records(path.with_suffix(".jsonl")), loaded(path).RUNS
     assert [(r["arm"], r["role"], r["labels"], r["seed"]) for r in records] == [(r.arm, r.role, r.labels, r.seed) for r in runs]
     trained = [r for r, run in zip(records, runs) if not (r["status"] == "unavailable" and isinstance(run.init, Weights))]
     assert all(r["status"] == "finished" and r["test_reads"] == 1 and not r["code"]["dirty"] for r in trained)
@@ -75,7 +77,7 @@ def test_committed_records_are_the_runs_that_the_recipe_asks_for(path):
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_reports_are_made_from_the_committed_records(path):
-    records, doc = read_records(path.with_suffix(".jsonl")), load_recipe(path).__doc__
+    records, doc = read_records(path.with_suffix(".jsonl")), loaded(path).__doc__
     assert path.with_suffix(".md").read_text() == markdown(records, title=path.stem, doc=doc)
     assert "://" not in html(records, title=path.stem, doc=doc).replace("http://www.w3.org", "")
     assert all(row.arm in path.with_suffix(".md").read_text() for row in compare(records).rows)

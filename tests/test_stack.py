@@ -21,7 +21,7 @@ from smallvit import (
     augment,
     digits,
     linear_probe,
-    plan,
+    trial,
 )
 from smallvit import train as trainings
 from smallvit.launch import launch
@@ -228,15 +228,15 @@ def test_one_that_fails_takes_no_other_with_it(tmp_path):
 def test_how_many_are_best_trained_as_one_is_measured(monkeypatch):
     """As if k together took the square root of k times as long as one, and then as if they took k times as long."""
     runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(9), floors=False)
-    monkeypatch.setattr(plan, "a_step", lambda advance, one: advance() or (one.stacked or 1) ** 0.5)
-    size, why = plan.stack_size(runs, jobs=2, device="cpu")
+    monkeypatch.setattr(trial, "a_step", lambda advance, one: advance() or (one.stacked or 1) ** 0.5)
+    size, why = trial.stack_size(runs, jobs=2, device="cpu")
     assert size == 4 and "4 together: 500 ms a step of each" in why and "8 together" not in why  # a worker would be idle
-    assert plan.stack_size(runs, jobs=1, device="cpu")[0] == 8 and plan.stack_size(runs[:1], jobs=1, device="cpu")[0] == 1
+    assert trial.stack_size(runs, jobs=1, device="cpu")[0] == 8 and trial.stack_size(runs[:1], jobs=1, device="cpu")[0] == 1
     random = ablate({"scratch": SHORT.vary(dropout=0.1)}, labels=[50], seeds=range(4), floors=False)
-    size, why = plan.stack_size(random, jobs=1, device="cpu")
+    size, why = trial.stack_size(random, jobs=1, device="cpu")
     assert size == 1 and "2 together: NotStackable" in why and "random" in why
-    monkeypatch.setattr(plan, "a_step", lambda advance, one: float(one.stacked or 1))
-    assert plan.stack_size(runs, jobs=1, device="cpu")[0] == 1
+    monkeypatch.setattr(trial, "a_step", lambda advance, one: float(one.stacked or 1))
+    assert trial.stack_size(runs, jobs=1, device="cpu")[0] == 1
 
 
 def test_what_keeps_a_stack_from_being_tried_is_said_and_keeps_nothing_else(monkeypatch):
@@ -247,12 +247,12 @@ def test_what_keeps_a_stack_from_being_tried_is_said_and_keeps_nothing_else(monk
             raise RuntimeError("out of memory")
         return (one.stacked or 1) ** 0.5
 
-    monkeypatch.setattr(plan, "a_step", step)
-    size, why = plan.stack_size(runs, jobs=1, device="cpu")
+    monkeypatch.setattr(trial, "a_step", step)
+    size, why = trial.stack_size(runs, jobs=1, device="cpu")
     assert size == 2 and "4 together: RuntimeError, out of memory" in why and "8 together" not in why
     broken = [run.vary(tokenizer=partial(PatchEmbed, patch=3)) for run in runs]
-    size, why = plan.stack_size(broken, jobs=1, device="cpu")
+    size, why = trial.stack_size(broken, jobs=1, device="cpu")
     assert size == 1 and "patches of 3 pixels" in why
-    assert plan.stack_size([run.vary(steps=0) for run in runs], jobs=1, device="cpu") == (1, "nothing is trained")
+    assert trial.stack_size([run.vary(steps=0) for run in runs], jobs=1, device="cpu") == (1, "nothing is trained")
     with pytest.raises(ValueError, match="device is 'cdua'"):
-        plan.stack_size(runs, jobs=1, device="cdua")
+        trial.stack_size(runs, jobs=1, device="cdua")

@@ -27,6 +27,7 @@ BUDGETS = {
 COST = "smallvit.evaluate.cost"
 REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "ms": "ms per batch", "speedup": "Speed-up"}
 WORDS = ("better", "worse", "inconclusive", "not enough seeds", "no verdict")
+COMPUTED = ("device", "precision", "threads", "kernel", "compiled")  # how, as the records say it
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
 
@@ -234,7 +235,7 @@ def warnings(records: Sequence[dict]) -> list[str]:
     """What makes the arms less comparable than the table looks."""
     facts: dict[str, dict[str, dict]] = {}
     for r in records:
-        mine = {name: r.get(name) for name in ("device", "precision", "threads", "cpu")}
+        mine = {name: r.get(name) for name in ("cpu", *COMPUTED)}
         mine |= {"code": r["code"].get("sha256")} if r.get("code") else {}
         mine |= {f"{name} version": version for name, version in (r.get("versions") or {}).items()}
         for name, value in mine.items():
@@ -326,7 +327,7 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         "Code": each(code(r.get("code") or {}) for r in records),
         "Versions": each(", ".join(f"{k} {v}" for k, v in (r.get("versions") or {}).items()) for r in records),
         "Machine": each(
-            ", ".join(f"{k} {r.get(k)}" for k in ("cpu", "device", "precision", "threads") if r.get(k)) for r in records
+            ", ".join(f"{k} {r[k]}" for k in ("cpu", *COMPUTED) if r.get(k) not in (None, False, "rule")) for r in records
         ),
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
         "Images seen without labels": "; ".join(unlabelled(records)) or "none",

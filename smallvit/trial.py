@@ -1,0 +1,232 @@
+"""The trial: how this machine trains the runs of a recipe fastest, found out by a few steps in every way that there is.
+
+One choice for the whole recipe, so that its arms stay comparable, and made once: it is kept beside the runs.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smallvit import record as records
+from smallvit.components import function
+from smallvit.execution import AS_IT_IS, CHOICES, Execution
+from smallvit.launch import cores, refuse_absent
+from smallvit.pretrained import Weights
+from smallvit.run import Run, fingerprint
+from smallvit.schedule import with_those_before
+
+if TYPE_CHECKING:
+    from smallvit.training import Training
+
+STEPS = 8  # timed of each
+STACKS = (1, 2, 4, 8)
+GAIN = 0.95  # what takes more than this share of the time is not worth another rounding
+STACK_GAIN = 0.9
+HOPELESS = 3.0  # who takes so many times as long as another is not asked again
+WORTH_COMPILING = 600.0  # seconds that the recipe takes; to try it takes up to a minute
+NEAR = {"fp32": 1e-4, "bf16": 2e-2}  # by how much the loss of the first step may differ
+KEPT = "fast.json"
+
+Shapes = list[tuple[Run, int]]
+"""Runs that stand for all that are alike in tokens and objective, and how many steps those take."""
+
+
+def fastest(
+    runs: Sequence[Run], folder: Path, jobs: int | None, device: str, given: dict | None = None
+) -> tuple[Execution, int, str]:
+    """How to compute the steps of these runs here, how many seeds to train as one, and in words why.
+
+    What is `given`, fields of an `Execution` and `stack`, is settled; the rest is tried: kernels of attention, half precision
+    where the runs ask for none, seeds as one, and compiling where the recipe is long enough for that to pay. What was chosen
+    is kept in `folder` and taken the next time for this machine and these models, so that all of a recipe is computed alike.
+
+    Raises   ValueError for a device that is not there, and for what is given and is no choice.
+    """
+    refuse_absent(device)
+    given, shapes = given or {}, shapes_of(runs)
+    if not shapes:
+        return AS_IT_IS, 1, "nothing is trained"
+    path, kept = Path(folder) / KEPT, {}
+    with suppress(OSError, ValueError):  # none yet, or none that can be read
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    key = json.dumps([machine(device), sorted(given.items()), [fingerprint(replace(run, seed=0)) for run, _ in shapes]])
+    if key in kept:
+        execution, stack, why = kept[key]
+        return Execution(*execution), stack, f"{why} (as tried before; without {path} it is tried again)"
+    execution, stack, why = tried(runs, shapes, jobs, device, given)
+    records.write_text(path, json.dumps(kept | {key: (execution, stack, why)}, indent=1) + "\n")
+    return execution, stack, why
+
+
+def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, given: dict) -> tuple[Execution, int, str]:
+    """The choice by trial: first kernel and precision, then how many as one, then whether to compile."""
+
+    def begin(way: Execution) -> list["Training"]:
+        return [begun(unstarted(run), way, device) for run, _ in shapes]
+
+    counts = [steps for _, steps in shapes]
+    ways = ways_to_try(given, full=all(run.precision == "fp32" for run, _ in shapes))
+    times, said = race(ways, begin, counts)
+    best = winner(times, ways)
+    stack = given.get("stack", 1 if given.get("compiled") else None)
+    if stack is None:
+        stack, words = stack_size(runs, jobs, device, best)
+        said.append(words)
+    share = times.get(best, 0) / min(jobs or cores(), len(runs))  # the seconds that the recipe takes
+    if given.get("compiled"):
+        best = best._replace(compiled=True)
+    elif "compiled" not in given and stack == 1 and share > WORTH_COMPILING:
+        started, compiled = time.perf_counter(), best._replace(compiled=True)
+        again, words = race([best, compiled], begin, counts)
+        said += words[1:]
+        if share * (1 - again.get(compiled, 1) / again.get(best, 1)) > time.perf_counter() - started:
+            best = compiled
+    return best, stack, f"{best.in_words()}, {stack} as one; {'; '.join(said)}"
+
+
+def ways_to_try(given: dict, full: bool = True) -> list[Execution]:
+    """What is given as it is, and what is not in every way; half precision only for runs in `full` precision."""
+    kernels = [given["kernel"]] if "kernel" in given else [None, *CHOICES["kernel"]]
+    precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if full else [None]
+    return [Execution(precision, kernel) for precision in precisions for kernel in kernels]
+
+
+def race(
+    ways: Sequence[Execution], begin: Callable[[Execution], list["Training"]], counts: Sequence[int]
+) -> tuple[dict[Execution, float], list[str]]:
+    """The seconds that so many steps of each training take in each way, and the same in words.
+
+    They take turns, so that what disturbs one disturbs all. Left out is who fails, who comes to other losses than the first,
+    and who is hopelessly slow.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    field: dict[Execution, list[Training]] = {}
+    times: dict[Execution, list[float]] = {}
+    out: dict[Execution, str] = {}
+    first: list[float] = []
+    for way in ways:
+        try:
+            field[way] = begin(way)
+            for training in field[way]:
+                training.advance()  # to warm up, and for the losses
+            losses = [training.loss.item() for training in field[way]]
+        except Exception as error:  # what is wrong with a run its record will say
+            out[way] = f"{type(error).__name__}, {str(error).splitlines()[0]}"
+            continue
+        first = first or losses
+        near = NEAR["fp32" if way.precision == ways[0].precision else "bf16"]
+        if torch.allclose(torch.tensor(losses), torch.tensor(first), rtol=near, atol=near):
+            times[way] = []
+        else:
+            out[way] = f"losses {losses} where {first} was expected"
+    for _ in range(STEPS):
+        for way in [way for way in times if way not in out]:
+            times[way].append(sum(count * a_step(one.advance, one, 1) for one, count in zip(field[way], counts)))
+            if min(times[way]) > HOPELESS * min(min(of) for of in times.values() if of):
+                out[way] = f"over {HOPELESS:g} times as long as another"
+    found = {way: sorted(of)[len(of) // 2] for way, of in times.items() if way not in out}
+    return found, [f"{way.in_words()}: {out.get(way) or f'{1e3 * found[way] / sum(counts):.3g} ms a step'}" for way in ways]
+
+
+def winner(times: dict[Execution, float], ways: Sequence[Execution]) -> Execution:
+    """The fastest; the first of all if nobody gains enough on it."""
+    best = min(times, key=times.get, default=ways[0])
+    return ways[0] if times.get(ways[0], float("inf")) * GAIN < times.get(best, 0) else best
+
+
+def begun(run: Run, execution: Execution, device: str) -> "Training":
+    """A training before its first step, of no fewer than are tried."""
+    from smallvit.train import drawn
+    from smallvit.training import Training
+
+    run = replace(run, steps=max(run.steps, 2 * STEPS))
+    training = Training(run, *drawn(run), device, execution=execution)
+    training.objective.train()
+    return training
+
+
+def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Execution = AS_IT_IS) -> tuple[int, str]:
+    """How many seeds of an arm are best trained as one, and in words why; measured by a few steps of the first arm.
+
+    One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
+    """
+    import torch
+
+    from smallvit.stack import Stack
+    from smallvit.train import drawn
+    from smallvit.training import Training
+
+    refuse_absent(device)
+    torch.set_num_threads(1)
+    run = next((run for run in runs if run.steps and run.role != "floor"), None)
+    if run is None:
+        return 1, "nothing is trained"
+    seeds = [other.seed for other in runs if (other.arm, other.labels) == (run.arm, run.labels)]
+    most = min(len(seeds), sum(other.steps > 0 for other in runs) // (jobs or cores()))
+    times, said = {}, []
+    for size in (size for size in STACKS if size <= max(most, 1)):
+        try:
+            alike = [unstarted(replace(run, seed=seed)) for seed in seeds[:size]]
+            members = [Training(one, *drawn(one), device, execution=execution) for one in alike]
+            members[0].objective.train()
+            advance = members[0].advance if size == 1 else Stack(members).advance
+            times[size] = a_step(advance, members[0]) / size
+        except Exception as error:  # what is wrong with a run its record will say; with a stack, that it is none
+            said.append(f"{size} together: {type(error).__name__}, {str(error).splitlines()[0]}")
+            break
+        said.append(f"{size} together: {1e3 * times[size]:.3g} ms a step of each")
+    best = min(times, key=times.get, default=1)
+    return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(said)
+
+
+def a_step(advance: Callable[[], None], training: "Training", steps: int = STEPS) -> float:
+    """The seconds that a step of this training takes, alone or among others: the median of so many."""
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        advance()
+        training.loss.item()  # an accelerator is waited for
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def unstarted(run: Run) -> Run:
+    """The run without weights to be found first, and without what its start would take images for: a step takes as long."""
+    init = None if isinstance(run.init, Weights) else run.init  # what another run would leave is not looked for
+    return replace(run, init=init, pseudo_labels=None, unlabelled=run.unlabelled and not run.pseudo_labels)
+
+
+def shapes_of(runs: Sequence[Run]) -> Shapes:
+    """One run for each number of tokens and objective among the arms, and among what they start from; floors are not asked."""
+    import torch
+
+    found: dict[tuple, tuple[Run, int]] = {}
+    for run in with_those_before(runs)[0]:
+        if not run.steps or run.role == "floor":
+            continue
+        tokens = None
+        with suppress(Exception), torch.device("meta"):
+            spec = run.data().spec
+            model = run.model(spec.size, spec.channels, len(spec.classes))
+            tokens = model.places(1, spec.size)[0].tokens
+        key = tokens, function(run.objective)
+        first, steps = found.get(key, (run, 0))
+        found[key] = first, steps + run.steps
+    return list(found.values())
+
+
+def machine(device: str) -> list[str]:
+    """What a trial holds for: the processor, the accelerator, and the library that computes."""
+    import torch
+
+    return [
+        records.cpu(),
+        torch.cuda.get_device_name() if device in ("cuda", "auto") and torch.cuda.is_available() else device,
+        torch.__version__,
+    ]

@@ -1,0 +1,211 @@
+"""How steps are computed: kernels, precision and compiling change rounding alone, are tried, kept, and said."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smallvit import DINO, PatchEmbed, Run, ViT, ablate, augment, trial
+from smallvit import training as trainings
+from smallvit.__main__ import main
+from smallvit.execution import AS_IT_IS, Execution
+from smallvit.launch import launch
+from smallvit.record import WEIGHTS, read_record
+from smallvit.train import fit
+
+TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
+SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+
+
+def gap(a, b) -> float:
+    """The largest difference between the weights that two runs left."""
+    a, b = load_file(a / WEIGHTS), load_file(b / WEIGHTS)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_a_kernel_changes_rounding_and_the_record_says_which(tmp_path):
+    records = [fit(SHORT, tmp_path / str(kernel), execution=Execution(kernel=kernel)) for kernel in ("explicit", "fused", None)]
+    assert [record["kernel"] for record in records] == ["explicit", "fused", "rule"]
+    assert gap(tmp_path / "explicit", tmp_path / "None") == 0  # so few tokens: that is the rule
+    assert 0 < gap(tmp_path / "explicit", tmp_path / "fused") < 1e-3
+
+
+def test_half_precision_by_execution_is_that_of_a_run_that_asks_for_it(tmp_path):
+    asked = fit(SHORT.vary(precision="bf16"), tmp_path / "asked")
+    told = fit(SHORT, tmp_path / "told", execution=Execution(precision="bf16"))
+    assert gap(tmp_path / "asked", tmp_path / "told") == 0
+    assert asked["precision"] == told["precision"] == "bf16" and asked["fingerprint"] != told["fingerprint"]
+    full = fit(SHORT.vary(precision="bf16"), tmp_path / "full", execution=Execution(precision="fp32"))
+    assert full["precision"] == "fp32" and gap(tmp_path / "full", tmp_path / "asked") > 0
+
+
+def test_what_was_put_down_goes_on_as_it_began(tmp_path, monkeypatch):
+    whole = fit(SHORT, tmp_path / "whole", execution=Execution(kernel="fused", precision="bf16"))
+    monkeypatch.setattr(trainings, "CHECKPOINT_SECONDS", 0.0)
+    advance = trainings.Training.advance
+
+    def until(training):
+        if training.step == 5:
+            raise KeyboardInterrupt
+        advance(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainings.Training, "advance", until)
+        with pytest.raises(KeyboardInterrupt):
+            fit(SHORT, tmp_path / "put down", execution=Execution(kernel="fused", precision="bf16"))
+    record = fit(SHORT, tmp_path / "put down")  # today nothing is said
+    assert gap(tmp_path / "whole", tmp_path / "put down") == 0
+    assert [record[name] for name in ("kernel", "precision")] == ["fused", "bf16"] == [whole["kernel"], whole["precision"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="compiling takes a compiler")
+@pytest.mark.parametrize("run", [SHORT, SHORT.vary(dropout=0.2, drop_path=0.2, average=0.0)], ids=["plain", "random"])
+def test_compiled_blocks_learn_the_same(run, tmp_path):
+    fit(run, tmp_path / "plain")
+    record = fit(run, tmp_path / "compiled", execution=Execution(compiled=True))
+    assert record["compiled"] and 0 < gap(tmp_path / "plain", tmp_path / "compiled") < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (Execution(kernel="flash"), "kernel of the execution is 'flash'; expected 'explicit' or 'fused'"),
+        (Execution(precision="fp16"), "precision of the execution is 'fp16'; expected 'fp32' or 'bf16'"),
+    ],
+)
+def test_what_is_no_choice_is_refused_before_anything_trains(wrong, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        launch([SHORT], tmp_path, recipe="t", execution=wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def as_if(monkeypatch, seconds):
+    """As if a step took so long in each way."""
+    monkeypatch.setattr(trial, "a_step", lambda advance, one, steps=8: advance() or seconds(one))
+
+
+def test_the_fastest_is_taken_if_it_gains_and_comes_to_the_same_losses(tmp_path, monkeypatch):
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(1), floors=False)
+    as_if(monkeypatch, lambda one: 0.5 if one.execution.kernel == "fused" else 1.0)
+    execution, stack, why = trial.fastest(runs, tmp_path / "a", 1, "cpu", {"precision": "fp32"})
+    assert (execution, stack) == (Execution(precision="fp32", kernel="fused"), 1) and "fp32, fused attention: 500 ms" in why
+    as_if(monkeypatch, lambda one: 0.97 if one.execution.kernel == "fused" else 1.0)  # not worth another rounding
+    assert trial.fastest(runs, tmp_path / "b", 1, "cpu", {"precision": "fp32"})[0] == Execution(precision="fp32")
+    as_if(monkeypatch, lambda one: 0.4 if one.execution.precision == "bf16" else 1.0)
+    assert trial.fastest(runs, tmp_path / "c", 1, "cpu")[0] == Execution(precision="bf16")
+    half = [run.vary(precision="bf16") for run in runs]
+    assert trial.fastest(half, tmp_path / "d", 1, "cpu")[0] == AS_IT_IS  # they have what they ask for
+    as_if(monkeypatch, lambda one: 5.0 if one.execution.precision == "bf16" else 1.0)
+    assert "bf16: over 3 times as long as another" in trial.fastest(runs, tmp_path / "e", 1, "cpu")[2]
+    monkeypatch.setattr(trial, "NEAR", {"fp32": 1e-4, "bf16": 1e-9})
+    as_if(monkeypatch, lambda one: 0.4 if one.execution.precision == "bf16" else 1.0)
+    execution, _, why = trial.fastest(runs, tmp_path / "f", 1, "cpu")
+    assert execution == AS_IT_IS and "bf16: losses" in why
+
+
+def test_all_kinds_of_runs_have_a_say_by_their_steps(tmp_path, monkeypatch):
+    """Fused is faster for the few steps of the small patches, slower for the many of the large ones."""
+    small = SHORT.vary(tokenizer=partial(PatchEmbed, patch=1))
+    runs = ablate({"large": SHORT.vary(steps=1_000), "small": small}, labels=[50], seeds=range(1), floors=False)
+
+    def seconds(one):
+        fewer = {16: 1.2, 64: 0.2}[one.objective.model.places(1, (8, 8))[0].tokens - 1]
+        return fewer if one.execution.kernel == "fused" else 1.0
+
+    as_if(monkeypatch, seconds)
+    assert trial.fastest(runs, tmp_path / "a", 1, "cpu")[0] == AS_IT_IS
+    assert trial.fastest(runs[1:], tmp_path / "b", 1, "cpu")[0] == Execution(kernel="fused")
+    before = SHORT.vary(objective=DINO, augment=augment.digit_views(), clip=0.0, average=0.0, steps=100)
+    started = ablate({"from it": SHORT.vary(init=before)}, labels=[50], seeds=range(1), floors=False)
+    assert [run.steps for run, _ in trial.shapes_of(started)] == [12, 100]
+
+
+def test_compiling_must_pay_for_itself(tmp_path, monkeypatch):
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(1), floors=False)
+    tried = []
+
+    def race(ways, begin, counts):
+        tried.append(ways)
+        return {way: 60.0 if way.compiled else 100.0 for way in ways}, [way.in_words() for way in ways]
+
+    monkeypatch.setattr(trial, "race", race)
+    assert not trial.fastest(runs, tmp_path / "a", 1, "cpu")[0].compiled and len(tried) == 1  # too short to try
+    monkeypatch.setattr(trial, "WORTH_COMPILING", 90.0)
+    assert trial.fastest(runs, tmp_path / "b", 1, "cpu")[0].compiled and len(tried) == 3
+    clock = iter([0.0, 50.0])
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock, 50.0))
+    assert not trial.fastest(runs, tmp_path / "c", 1, "cpu", {"stack": 1})[0].compiled  # 40 s gained for 50 s
+    assert not trial.fastest(runs, tmp_path / "d", 1, "cpu", {"compiled": False})[0].compiled and len(tried) == 6
+    assert trial.fastest(runs, tmp_path / "e", 1, "cpu", {"compiled": True})[:2] == (Execution(compiled=True), 1)
+
+
+def test_what_was_chosen_is_kept_for_this_machine_and_these_runs(tmp_path, monkeypatch):
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(2), floors=False)
+    asked = []
+    monkeypatch.setattr(trial, "tried", lambda *a: asked.append(a) or (Execution(kernel="fused"), 2, "because"))
+    first = trial.fastest(runs, tmp_path, 1, "cpu")
+    again = trial.fastest(runs, tmp_path, 1, "cpu")
+    assert first[:2] == again[:2] == (Execution(kernel="fused"), 2) and "as tried before" in again[2] and len(asked) == 1
+    trial.fastest(runs[:1], tmp_path, 1, "cpu")
+    assert len(asked) == 1  # a part of the same recipe
+    trial.fastest([run.vary(dim=32) for run in runs], tmp_path, 1, "cpu")
+    trial.fastest(runs, tmp_path, 1, "cpu", {"precision": "fp32"})
+    monkeypatch.setattr(trial.records, "cpu", lambda: "another")
+    trial.fastest(runs, tmp_path, 1, "cpu")
+    assert len(asked) == 4
+    assert trial.fastest(runs, tmp_path, 1, "cpu")[2].startswith("because")
+    assert trial.fastest([run.vary(steps=0) for run in runs], tmp_path, 1, "cpu") == (AS_IT_IS, 1, "nothing is trained")
+    with pytest.raises(ValueError, match="device is 'cdua'"):
+        trial.fastest(runs, tmp_path, 1, "cdua")
+
+
+def test_a_run_that_cannot_be_tried_is_left_to_its_record(tmp_path):
+    broken = [SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))]
+    execution, stack, why = trial.fastest(broken, tmp_path, 1, "cpu")
+    assert (execution, stack) == (AS_IT_IS, 1) and "patches of 3 pixels" in why
+
+
+RECIPE = '''"""Does it help?"""
+
+from functools import partial
+
+from smallvit import PatchEmbed, Run, ViT, ablate
+
+vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
+scratch = Run(model=vit, steps=4, batch=8)
+RUNS = ablate({"scratch": scratch, "longer": scratch.vary(steps=6)}, labels=[50], seeds=range(2), floors=False)
+'''
+
+
+def test_the_command_says_what_it_tried_and_computes_all_runs_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick.py").write_text(RECIPE)
+    assert main(["run", "quick.py", "--jobs", "1", "--fast", "kernel=fused", "precision=fp32"]) == 0
+    assert "fast: fp32, fused attention" in capsys.readouterr().out
+    records = [read_record(path.parent) for path in tmp_path.glob("runs/quick/50/*/*/record.json")]
+    assert len(records) == 4 and {(r["kernel"], r["precision"], r["compiled"]) for r in records} == {("fused", "fp32", False)}
+    assert len(json.loads((tmp_path / "runs/quick/fast.json").read_text())) == 1
+    assert "kernel fused" in (tmp_path / "runs/quick/report.md").read_text()
+    assert main(["run", "quick.py", "--fast", "kernel=quick"]) == 2
+    assert "expected some of precision=fp32|bf16, kernel=rule|explicit|fused, compiled=yes|no" in capsys.readouterr().err
+
+
+def test_without_a_word_nothing_is_tried(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "race", None)
+    (tmp_path / "quick.py").write_text(RECIPE)
+    assert main(["run", "quick.py", "--jobs", "1"]) == 0
+    assert not (tmp_path / "runs/quick/fast.json").exists()
+
+
+def test_bf16_losses_of_the_first_step_are_near_enough_to_pass():
+    """The bound of the trial, on real digits: half precision is not thrown out by its own rounding."""
+    times, said = trial.race(
+        [AS_IT_IS, Execution(kernel="fused"), Execution(precision="bf16")], lambda way: [trial.begun(SHORT, way, "cpu")], [12]
+    )
+    assert {AS_IT_IS, Execution(kernel="fused")} <= times.keys() and not any("losses" in words for words in said)
+    assert torch.get_num_threads() == 1
