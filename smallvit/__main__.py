@@ -72,10 +72,17 @@ def arguments() -> argparse.ArgumentParser:
             )
             command.add_argument(
                 "--fast",
-                nargs="*",
-                metavar="WHAT",
-                help="as a few steps show to be fastest here: kernel of attention, half precision, seeds as one, compiling; "
-                "what you name is not tried: precision=fp32 kernel=fused compiled=no",
+                action="store_true",
+                help="compute steps in the way that a few of them show to be fastest here: attention kernel, half precision, "
+                "seeds as one, compiled blocks; the choice is kept for the next time",
+            )
+            command.add_argument(
+                "--compute",
+                nargs="+",
+                default=[],
+                metavar="HOW",
+                help="how the steps are computed, and what --fast does not try: "
+                "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
             )
             command.add_argument(
                 "--only",
@@ -127,7 +134,7 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from smallvit.execution import AS_IT_IS
+    from smallvit.execution import Execution
     from smallvit.launch import launch
     from smallvit.plan import plan, schedules
     from smallvit.trial import fastest
@@ -142,6 +149,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.smoke:
         runs = planned = shortened(runs)
         out = out / "smoke"
+    given = settled(chosen.compute)
     if chosen.dry_run:
         print(plan(runs, chosen.jobs, chosen.device))
         return 0
@@ -149,9 +157,10 @@ def run(chosen: argparse.Namespace) -> int:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
     for arm, tokens in schedules(runs).items():
         print(f"{arm}: {tokens}")
-    execution, stack = AS_IT_IS, chosen.stack or 1
-    if chosen.fast is not None:
-        given = settled(chosen.fast) | ({"stack": chosen.stack} if chosen.stack else {})
+    execution, stack = Execution(**given), chosen.stack or 1
+    if chosen.fast:
+        given |= {"stack": chosen.stack} if chosen.stack else {}
+        print("fast: a few steps are tried in every way", file=sys.stderr)
         execution, stack, why = fastest(planned, out / path.stem, chosen.jobs, chosen.device, given)
         print(f"fast: {why}")
     trained = launch(
@@ -184,7 +193,7 @@ def settled(words: list[str]) -> dict:
         name, _, said = word.partition("=")
         if said not in choices.get(name, ()):
             expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in choices.items())
-            raise ValueError(f"--fast got {word!r}; expected some of {expected}, or nothing, to try them all")
+            raise ValueError(f"--compute got {word!r}; expected some of {expected}")
         found[name] = choices[name][said]
     return found
 

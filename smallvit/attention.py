@@ -66,8 +66,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
         q, k, v = split_heads(self.qkv(x), self.heads)
-        q, k = self.q_norm(q) * self.scale, self.k_norm(k)
-        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused, self.scale)
 
 
 class LocalityAttention(nn.Module):
@@ -129,11 +129,10 @@ class LocalityAttention(nn.Module):
             q = q * self.scale[:, None, None]
         elif self.temperature == "per layer":
             q = q * self.log_scale.exp()
-        else:
-            q = q * self.start
         if self.mask_self:
             mask = others(x.shape[1], size, mask, x.device)
-        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused)
+        scale = self.start if self.temperature == "fixed" else 1.0
+        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused, scale)
 
 
 def width_of_head(dim: int, heads: int, head_dim: int | None) -> int:
@@ -183,20 +182,21 @@ def mix(
     proj: nn.Module,
     dropout: float,
     fused: bool | None,
+    scale: float,
 ) -> Mixed:
-    """What the tokens see, heads joined and projected; the scale is already in q."""
-    x, seen = attend(q, k, v, size, mask, dropout, fused)
+    """What the tokens see, heads joined and projected."""
+    x, seen = attend(q, k, v, size, mask, dropout, fused, scale)
 
     def saliency(queries: int | None = None) -> Tensor:
         asking = mask if mask is None or boolean(mask).shape[-2] == 1 else boolean(mask)[..., :queries, :]
-        rows = (weights(q[:, :, :queries], k, size, asking) if seen is None else seen[:, :, :queries]).mean(1)
+        rows = (weights(q[:, :, :queries] * scale, k, size, asking) if seen is None else seen[:, :, :queries]).mean(1)
         if queries is not None or size is None:
             return rows.mean(1)
         there = (size > 0).to(rows.dtype)
         return torch.einsum("bq,bqk->bk", there, rows) / there.sum(1, keepdim=True)
 
     def whole() -> Tensor:
-        return weights(q, k, size, mask) if seen is None else seen
+        return weights(q * scale, k, size, mask) if seen is None else seen
 
     return Mixed(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=whole)
 
@@ -209,23 +209,24 @@ def attend(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     fused: bool | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """The values that each token sees, b h n e, by the faster of two kernels that agree to rounding; and the attention map,
     b h n n, where the kernel makes one.
 
     On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
     cache, so it is taken from 128 tokens on (512 in half precision, which it is slow at); on a GPU always. `fused` overrides
-    the rule. Sizes with a gradient need the map.
+    the rule. Sizes with a gradient need the map. Logits are multiplied by `scale`.
     """
     if size is not None and size.requires_grad:
-        return learn_sizes(q, k, v, size, mask, dropout), None
+        return learn_sizes(q * scale, k, v, size, mask, dropout), None
     if fused is None:
         fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
     if fused:
         bias = bias_of(size, mask)
         bias = None if bias is None else bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0), None
-    seen = weights(q, k, size, mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale), None
+    seen = weights(q * scale, k, size, mask)
     return F.dropout(seen.to(v.dtype), dropout) @ v, seen
 
 

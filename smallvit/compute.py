@@ -216,9 +216,14 @@ def setting(
     if of not in ("macs", "tokens"):
         raise ValueError(f"of is {of!r}; expected 'macs' or 'tokens'")
 
+    with torch.device("meta"):
+        made = model(image, channels, 10)
+    places = made.places(len(made.blocks), image)
+
     def spent(value: float | None) -> float:
         with torch.device("meta"):
-            made = model(image, channels, 10, reduction=None if value is None else partial(reduction, **{knob: value}))
+            for block, place in zip(made.blocks, places):
+                block.reduction = None if value is None else reduction(place, **{knob: value})
         return sum(closed_form(made).values()) if of == "macs" else float(tokens_per_layer(made)[-1][1])
 
     whole = spent(None)

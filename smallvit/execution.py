@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 CHOICES = {"precision": ("fp32", "bf16"), "kernel": ("explicit", "fused"), "compiled": (False, True)}
+VARIANTS = 64  # of a block that are compiled in a process; after that torch goes on without
 
 
 class Execution(NamedTuple):
@@ -16,19 +17,15 @@ class Execution(NamedTuple):
 
     precision   of the products: "fp32" or "bf16", whatever the run says
     kernel      of attention: "explicit" (two products and a softmax) or "fused", for any number of tokens
-    compiled    blocks are compiled, once for all that are alike; workers share what was compiled. Random draws stay as they
-                are. Evaluation and stacked runs are not compiled
+    compiled    blocks without a reduction are compiled, once for all that are alike, and workers share what was compiled;
+                random draws stay as they are
+
+    That is how steps of training are computed. What is evaluated is computed as ever.
     """
 
     precision: str | None = None
     kernel: str | None = None
     compiled: bool = False
-
-    def prepare(self, objective: "nn.Module"):
-        """Set the kernel of all attention inside."""
-        for module in objective.modules():
-            if self.kernel is not None and hasattr(module, "fused"):
-                module.fused = self.kernel == "fused"
 
     def in_words(self) -> str:
         said = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
@@ -38,31 +35,53 @@ class Execution(NamedTuple):
 AS_IT_IS = Execution()
 
 
-def refuse_unknown(execution: Execution):
-    """Refuse what is no choice of that name."""
+def refuse_unknown(execution: Execution, stack: int = 1):
+    """Refuse what is no choice of that name, and to compile what is trained as one."""
     for name, values in CHOICES.items():
         if getattr(execution, name) not in (None, *values):
             expected = " or ".join(map(repr, values))
             raise ValueError(f"{name} of the execution is {getattr(execution, name)!r}; expected {expected}")
+    if execution.compiled and stack > 1:
+        raise ValueError(f"got {stack} runs as one and compiled; expected one or the other, since a stack is not compiled")
 
 
-class Compiled:
-    """The blocks of the models in an objective, compiled when they are first called in `here()`; elsewhere they are as ever."""
+class Computed:
+    """The models in an objective, with the kernel and the compiled blocks of an execution within `here()`."""
 
-    def __init__(self, objective: "nn.Module"):
-        import torch
-
-        # block by block: those that are alike are compiled once, in seconds where the model as a whole takes minutes
-        self.blocks = [block for module in objective.modules() for block in getattr(module, "blocks", ())]
-        once = partial(torch.compile, dynamic=False, options={"fallback_random": True})  # draws are those of the plain block
-        self.calls = [once(block._call_impl) for block in self.blocks]
+    def __init__(self, objective: "nn.Module", execution: Execution):
+        self.fused = None if execution.kernel is None else execution.kernel == "fused"
+        self.attention = [module for module in objective.modules() if hasattr(module, "fused")] if execution.kernel else []
+        self.calls = compiled_blocks(objective) if execution.compiled else []
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        for block, call in zip(self.blocks, self.calls):
+        before = [module.fused for module in self.attention]
+        for module in self.attention:
+            module.fused = self.fused
+        for block, call in self.calls:
             block._compiled_call_impl = call
         try:
             yield
         finally:
-            for block in self.blocks:
+            for module, fused in zip(self.attention, before):
+                module.fused = fused
+            for block, _ in self.calls:
                 block._compiled_call_impl = None
+
+
+def compiled_blocks(objective: "nn.Module") -> list[tuple]:
+    """The blocks of the models inside, each with what is called in its place.
+
+    Block by block: those that are alike are compiled once, in seconds where a whole model takes minutes. One that reduces
+    tokens is left alone: what its reduction is told from step to step would be compiled into it each time.
+    """
+    import torch
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    lists = [
+        module.blocks for module in objective.modules() if isinstance(getattr(module, "blocks", None), torch.nn.ModuleList)
+    ]
+    plain = [block for blocks in lists for block in blocks if getattr(block, "reduction", None) is None]
+    once = partial(torch.compile, dynamic=False, options={"fallback_random": True})  # draws are those of the plain block
+    return [(block, once(block._call_impl)) for block in plain]

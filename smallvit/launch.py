@@ -44,9 +44,9 @@ def launch(
     every record as it comes.
     """
     refuse_absent(device)
-    refuse_unknown(execution)
     if stack < 1:
         raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
+    refuse_unknown(execution, stack)
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
 

@@ -39,6 +39,8 @@ class Stack:
             raise NotStackable("there is nothing to train")
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
+        if len({member.execution for member in members}) > 1 or first.execution.compiled:
+            raise NotStackable("the runs are computed in different ways, or compiled")
         if first.run.early_stop:
             raise NotStackable("early_stop ends each run at a step of its own")
         if any(hasattr(first.objective, hook) for hook in ("before_step", "after_step", "seen")):
@@ -61,7 +63,7 @@ class Stack:
         def loss(own: dict[str, Tensor], part: Batch) -> Tensor:
             return functional_call(self.first.objective, own, (part, self.first.progress))["loss"]
 
-        with self.first.precision():
+        with self.first.computing():
             return vmap(loss)(weights, batch)
 
     def refuse_other_losses(self):
@@ -75,12 +77,12 @@ class Stack:
                 found = self.losses(stacked(states), side_by_side(batches))
         except RuntimeError as error:  # vmap's own words: something random, or of a size that depends on values
             raise NotStackable(str(error).strip().splitlines()[0]) from error
-        with torch.no_grad(), self.first.precision():
+        with torch.no_grad(), self.first.computing():
             alone = [
                 functional_call(member.objective, state, (batch, member.progress))["loss"]
                 for member, state, batch in zip(self.members, states, batches)
             ]
-        near = TOLERANCE[self.first.run.precision]
+        near = TOLERANCE[self.first.precision]
         if not torch.allclose(found, torch.stack(alone), rtol=near, atol=near):
             raise NotStackable(f"the losses together are {found.tolist()}, alone {[loss.item() for loss in alone]}")
 

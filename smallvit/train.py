@@ -219,7 +219,6 @@ def blank(run: Run, recipe: str, status: str = "failed", error: str | None = Non
         "error": error,
         "fingerprint": fingerprint(run),
         "run": describe(run),
-        "precision": run.precision,
         "cpu": records.cpu(),
         "code": records.code(),
         "versions": records.versions(),

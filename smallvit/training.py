@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from smallvit.augment import Batch, apply
 from smallvit.compute import footprint
 from smallvit.data import Dataset, Images, Subset
 from smallvit.evaluate import Splits, accuracy, frozen, knn
-from smallvit.execution import AS_IT_IS, Compiled, Execution
+from smallvit.execution import AS_IT_IS, Computed, Execution
 from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.pretrained import Weights
@@ -73,7 +73,6 @@ class Training:
         torch.manual_seed(stream(run.seed, "init", "objective"))
         self.objective = run.objective(model, **taught).to(self.device)
         self.execution = execution
-        execution.prepare(self.objective)
         self.averaged = copy.deepcopy(self.objective.model).requires_grad_(False) if run.average else None
         self.optimizer = None
         if run.steps:
@@ -114,7 +113,7 @@ class Training:
         """One optimizer step."""
         run, batch = self.run, self.draw()
         self.set_rates(self.optimizer)
-        with self.precision(), self.compiled():
+        with self.computing():
             loss = self.objective(batch, self.progress)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
@@ -145,18 +144,20 @@ class Training:
         for group, own in zip(optimizer.param_groups, self.paces):
             group["lr"] = run.lr * own(self.progress, pace(self.progress, run.warmup, 1 / run.steps, run.schedule))
 
-    def precision(self):
-        """The context in which the objective is computed."""
-        precision = self.execution.precision or self.run.precision
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
+    @property
+    def precision(self) -> str:
+        """In which products are computed."""
+        return self.execution.precision or self.run.precision
 
-    def compiled(self):
-        """The context in which blocks are compiled, where they are to be."""
-        return self.blocks.here() if self.execution.compiled else nullcontext()
+    @contextmanager
+    def computing(self):
+        """The context in which the objective is computed."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.computed.here():
+            yield
 
     @functools.cached_property
-    def blocks(self) -> Compiled:
-        return Compiled(self.objective)
+    def computed(self) -> Computed:
+        return Computed(self.objective, self.execution)
 
     def count(self, loss: Tensor):
         """A step has been taken."""
@@ -205,7 +206,7 @@ class Training:
             "health": self.health or None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
-            "precision": self.execution.precision or self.run.precision,
+            "precision": self.precision,
             "kernel": self.execution.kernel or "rule",
             "compiled": self.execution.compiled,
             "stacked": self.stacked,
@@ -264,7 +265,6 @@ class Training:
         self.curve, self.best, self.stacked = state["curve"], state["best"], state["stacked"]
         self.health, self.monitor.in_a_row = state["health"], state["in_a_row"]
         self.execution = Execution(*state["execution"])  # as it began, whatever is chosen today
-        self.execution.prepare(self.objective)
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.averaged is not None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.execution import AS_IT_IS, CHOICES, Execution
+from smallvit.execution import AS_IT_IS, CHOICES, Execution, refuse_unknown
 from smallvit.launch import cores, refuse_absent
 from smallvit.pretrained import Weights
-from smallvit.run import Run, fingerprint
+from smallvit.run import Run, describe
 from smallvit.schedule import with_those_before
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ STACK_GAIN = 0.9
 HOPELESS = 3.0  # who takes so many times as long as another is not asked again
 WORTH_COMPILING = 600.0  # seconds that the recipe takes; to try it takes up to a minute
 NEAR = {"fp32": 1e-4, "bf16": 2e-2}  # by how much the loss of the first step may differ
+MOST = 8  # kinds of runs that are asked
 KEPT = "fast.json"
 
 Shapes = list[tuple[Run, int]]
-"""Runs that stand for all that are alike in tokens and objective, and how many steps those take."""
+"""Runs that stand for all that are alike in model and objective, and how many steps those take."""
 
 
 def fastest(
@@ -41,35 +42,50 @@ def fastest(
     """How to compute the steps of these runs here, how many seeds to train as one, and in words why.
 
     What is `given`, fields of an `Execution` and `stack`, is settled; the rest is tried: kernels of attention, half precision
-    where the runs ask for none, seeds as one, and compiling where the recipe is long enough for that to pay. What was chosen
-    is kept in `folder` and taken the next time for this machine and these models, so that all of a recipe is computed alike.
+    where all runs are in full precision, seeds as one, and compiling where the recipe is long enough for that to pay. The
+    choice is kept in `folder` for this machine and what was given, and taken the next time, also for arms that came since: all
+    of a recipe is computed alike. Floors have no say in it.
 
     Raises   ValueError for a device that is not there, and for what is given and is no choice.
     """
+    from filelock import FileLock
+
     refuse_absent(device)
-    given, shapes = given or {}, shapes_of(runs)
-    if not shapes:
-        return AS_IT_IS, 1, "nothing is trained"
+    given = given or {}
+    refuse_unknown(settled(given), given.get("stack", 1))
     path, kept = Path(folder) / KEPT, {}
-    with suppress(OSError, ValueError):  # none yet, or none that can be read
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    key = json.dumps([machine(device), sorted(given.items()), [fingerprint(replace(run, seed=0)) for run, _ in shapes]])
-    if key in kept:
-        execution, stack, why = kept[key]
-        return Execution(*execution), stack, f"{why} (as tried before; without {path} it is tried again)"
-    execution, stack, why = tried(runs, shapes, jobs, device, given)
-    records.write_text(path, json.dumps(kept | {key: (execution, stack, why)}, indent=1) + "\n")
+    key = json.dumps([machine(device), sorted(given.items())])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # two at once would disturb each other's clock
+        with suppress(OSError, ValueError):  # none yet, or none that can be read
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        if key in kept:
+            execution, stack, why = kept[key]
+            return Execution(*execution), stack, f"{why} (as tried before; without {path} it is tried again)"
+        if not (shapes := shapes_of(runs)):
+            return settled(given), given.get("stack", 1), "nothing is trained"
+        execution, stack, why = tried(runs, shapes, jobs, device, given)
+        records.write_text(path, json.dumps(kept | {key: (execution, stack, why)}, indent=1) + "\n")
     return execution, stack, why
+
+
+def settled(given: dict) -> Execution:
+    """What is given, and else as it is."""
+    return Execution(**{name: value for name, value in given.items() if name in CHOICES})
 
 
 def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, given: dict) -> tuple[Execution, int, str]:
     """The choice by trial: first kernel and precision, then how many as one, then whether to compile."""
 
+    import torch
+
+    torch.set_num_threads(1)  # as a worker has it
+
     def begin(way: Execution) -> list["Training"]:
         return [begun(unstarted(run), way, device) for run, _ in shapes]
 
     counts = [steps for _, steps in shapes]
-    ways = ways_to_try(given, full=all(run.precision == "fp32" for run, _ in shapes))
+    ways = ways_to_try(given, full=all(run.precision == "fp32" for run in with_those_before(runs)[0]))
     times, said = race(ways, begin, counts)
     best = winner(times, ways)
     stack = given.get("stack", 1 if given.get("compiled") else None)
@@ -83,8 +99,11 @@ def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, gi
         started, compiled = time.perf_counter(), best._replace(compiled=True)
         again, words = race([best, compiled], begin, counts)
         said += words[1:]
-        if share * (1 - again.get(compiled, 1) / again.get(best, 1)) > time.perf_counter() - started:
+        gained = share * (1 - again[compiled] / again[best]) if {best, compiled} <= again.keys() else 0
+        if gained > time.perf_counter() - started:
             best = compiled
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return best, stack, f"{best.in_words()}, {stack} as one; {'; '.join(said)}"
 
 
@@ -105,7 +124,6 @@ def race(
     """
     import torch
 
-    torch.set_num_threads(1)
     field: dict[Execution, list[Training]] = {}
     times: dict[Execution, list[float]] = {}
     out: dict[Execution, str] = {}
@@ -117,10 +135,11 @@ def race(
                 training.advance()  # to warm up, and for the losses
             losses = [training.loss.item() for training in field[way]]
         except Exception as error:  # what is wrong with a run its record will say
-            out[way] = f"{type(error).__name__}, {str(error).splitlines()[0]}"
+            out[way] = in_words(error)
+            field.pop(way, None)  # and its memory
             continue
         first = first or losses
-        near = NEAR["fp32" if way.precision == ways[0].precision else "bf16"]
+        near = NEAR["bf16" if any(one.precision == "bf16" for one in field[way]) else "fp32"]
         if torch.allclose(torch.tensor(losses), torch.tensor(first), rtol=near, atol=near):
             times[way] = []
         else:
@@ -178,7 +197,7 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Ex
             advance = members[0].advance if size == 1 else Stack(members).advance
             times[size] = a_step(advance, members[0]) / size
         except Exception as error:  # what is wrong with a run its record will say; with a stack, that it is none
-            said.append(f"{size} together: {type(error).__name__}, {str(error).splitlines()[0]}")
+            said.append(f"{size} together: {in_words(error)}")
             break
         said.append(f"{size} together: {1e3 * times[size]:.3g} ms a step of each")
     best = min(times, key=times.get, default=1)
@@ -203,22 +222,18 @@ def unstarted(run: Run) -> Run:
 
 
 def shapes_of(runs: Sequence[Run]) -> Shapes:
-    """One run for each number of tokens and objective among the arms, and among what they start from; floors are not asked."""
-    import torch
-
+    """One run for each model, objective and batch among the arms and what they start from: those with the most steps."""
     found: dict[tuple, tuple[Run, int]] = {}
     for run in with_those_before(runs)[0]:
-        if not run.steps or run.role == "floor":
-            continue
-        tokens = None
-        with suppress(Exception), torch.device("meta"):
-            spec = run.data().spec
-            model = run.model(spec.size, spec.channels, len(spec.classes))
-            tokens = model.places(1, spec.size)[0].tokens
-        key = tokens, function(run.objective)
-        first, steps = found.get(key, (run, 0))
-        found[key] = first, steps + run.steps
-    return list(found.values())
+        if run.steps and run.role != "floor":
+            key = json.dumps(describe(run)["model"], sort_keys=True), function(run.objective), run.batch
+            first, steps = found.get(key, (run, 0))
+            found[key] = first, steps + run.steps
+    return sorted(found.values(), key=lambda shape: -shape[1])[:MOST]
+
+
+def in_words(error: Exception) -> str:
+    return ", ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def machine(device: str) -> list[str]:

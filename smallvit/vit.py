@@ -67,6 +67,7 @@ class Block(nn.Module):
         x = x if self.norm_first else self.norm1(x)
         if self.reduction is not None and not getattr(self.reduction, "first", False):
             x, size = self.reduction(x, size, mixed.key, mixed.saliency)
+        del mixed  # it holds on to queries, keys and values
         x = x + self.branch2(self.mlp(self.norm2(x) if self.norm_first else x))
         return x if self.norm_first else self.norm2(x), size
 

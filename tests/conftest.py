@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, also in child processes
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test asks no network, and waits for none
 
 beside = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "SMALLVIT_DATA" not in os.environ and beside.exists():

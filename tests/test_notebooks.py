@@ -121,7 +121,11 @@ def test_a_notebook_takes_public_names_and_defines_nothing(path):
     assert defined == ({"TalkingHeads", "__init__", "reset_parameters", "forward"} if path.stem == "add_a_module" else set())
 
 
-@each
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem == "look_inside" else pytest.mark.slow) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(path, executed):
     assert all(cell.execution_count for cell in cells(executed(path)))
 
@@ -139,6 +143,7 @@ def trained(tmp_path, monkeypatch, capfd) -> dict:
     return record
 
 
+@pytest.mark.slow
 def test_the_probe_says_what_the_command_line_says(executed, trained):
     notebook = executed(ROOT / "notebooks" / "linear_probe.py")
     for tag, numbers in (("validation", trained["val"]), ("test", trained["test"])):

@@ -3,8 +3,6 @@
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -49,20 +47,20 @@ def test_the_new_attention_is_a_recipe_of_thirty_lines():
     assert len(block("attention").strip().splitlines()) <= 30
 
 
-def test_the_timm_example_prints_what_it_says():
-    done = subprocess.run([sys.executable, "-c", block("timm")], capture_output=True, text=True)
-    assert done.stdout.split("\n") == ["torch.Size([2, 10])", "True", ""], done.stderr
+def test_the_timm_example_prints_what_it_says(capsys):
+    exec(block("timm"), {})
+    assert capsys.readouterr().out.split("\n") == ["torch.Size([2, 10])", "True", ""]
 
 
-def test_the_pipeline_of_scikit_learn_runs():
-    done = subprocess.run([sys.executable, "-c", block("probe")], capture_output=True, text=True)
-    assert 0.1 < float(done.stdout) <= 1, done.stderr
+def test_the_pipeline_of_scikit_learn_runs(capsys):
+    exec(block("probe"), {})
+    assert 0.1 < float(capsys.readouterr().out) <= 1
 
 
-def test_the_reduction_of_a_timm_model_prints_what_it_says():
-    done = subprocess.run([sys.executable, "-c", block("reduce")], capture_output=True, text=True)
+def test_the_reduction_of_a_timm_model_prints_what_it_says(capsys):
+    exec(block("reduce"), {})
     said = [line.removeprefix("# ") for line in block("reduce").splitlines() if line.startswith("# ")]
-    assert done.stdout.splitlines() == said and len(said) == 2, done.stderr
+    assert capsys.readouterr().out.splitlines() == said and len(said) == 2
 
 
 def test_every_command_in_the_readme_is_one_that_smallvit_takes():

@@ -29,7 +29,11 @@ def test_a_recipe_says_what_it_asks_what_it_costs_and_what_it_expects(path):
     assert all(word in doc for word in ("Paper", "Cost", "Expect", "Written before the runs"))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+QUICK = ("quickstart", "spt_lsa", "distill", "regularise", "mae")  # the others have more arms, or starts that take long
+SMOKED = [pytest.param(path, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in RECIPES]
+
+
+@pytest.mark.parametrize("path", SMOKED, ids=lambda path: path.stem)
 def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path, monkeypatch):
     whole = Sealed.open
     monkeypatch.setattr(Sealed, "open", lambda self: whole(self).take(slice(100)))  # ten thousand images take minutes

@@ -14,7 +14,7 @@ from smallvit.__main__ import main
 from smallvit.execution import AS_IT_IS, Execution
 from smallvit.launch import launch
 from smallvit.record import WEIGHTS, read_record
-from smallvit.train import fit
+from smallvit.train import fit, fit_stacked
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -42,8 +42,12 @@ def test_half_precision_by_execution_is_that_of_a_run_that_asks_for_it(tmp_path)
     assert full["precision"] == "fp32" and gap(tmp_path / "full", tmp_path / "asked") > 0
 
 
-def test_what_was_put_down_goes_on_as_it_began(tmp_path, monkeypatch):
-    whole = fit(SHORT, tmp_path / "whole", execution=Execution(kernel="fused", precision="bf16"))
+PLAIN, FUSED = AS_IT_IS, Execution(kernel="fused", precision="bf16")
+
+
+@pytest.mark.parametrize(("began", "today"), [(FUSED, PLAIN), (PLAIN, FUSED)], ids=["plain today", "fused today"])
+def test_what_was_put_down_goes_on_as_it_began(began, today, tmp_path, monkeypatch):
+    whole = fit(SHORT, tmp_path / "whole", execution=began)
     monkeypatch.setattr(trainings, "CHECKPOINT_SECONDS", 0.0)
     advance = trainings.Training.advance
 
@@ -55,10 +59,29 @@ def test_what_was_put_down_goes_on_as_it_began(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainings.Training, "advance", until)
         with pytest.raises(KeyboardInterrupt):
-            fit(SHORT, tmp_path / "put down", execution=Execution(kernel="fused", precision="bf16"))
-    record = fit(SHORT, tmp_path / "put down")  # today nothing is said
+            fit(SHORT, tmp_path / "put down", execution=began)
+    record = fit(SHORT, tmp_path / "put down", execution=today)
     assert gap(tmp_path / "whole", tmp_path / "put down") == 0
-    assert [record[name] for name in ("kernel", "precision")] == ["fused", "bf16"] == [whole["kernel"], whole["precision"]]
+    assert all(record[name] == whole[name] for name in ("kernel", "precision", "compiled", "curve", "val", "test"))
+
+
+def test_what_is_evaluated_is_computed_as_ever(tmp_path, monkeypatch):
+    kernels = []
+    monkeypatch.setattr(trainings, "CHECKS", 3)
+    look = trainings.Training.look
+
+    def looked(training):
+        kernels.extend(
+            module.fused
+            for model in (training.model, training.objective)
+            for module in model.modules()
+            if hasattr(module, "fused")
+        )
+        look(training)
+
+    monkeypatch.setattr(trainings.Training, "look", looked)
+    fit(SHORT, tmp_path, execution=FUSED)
+    assert kernels and set(kernels) == {None}
 
 
 @pytest.mark.slow
@@ -73,13 +96,14 @@ def test_compiled_blocks_learn_the_same(run, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
+        (Execution(compiled=True), "got 2 runs as one and compiled; expected one or the other"),
         (Execution(kernel="flash"), "kernel of the execution is 'flash'; expected 'explicit' or 'fused'"),
         (Execution(precision="fp16"), "precision of the execution is 'fp16'; expected 'fp32' or 'bf16'"),
     ],
 )
 def test_what_is_no_choice_is_refused_before_anything_trains(wrong, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        launch([SHORT], tmp_path, recipe="t", execution=wrong)
+        launch([SHORT], tmp_path, recipe="t", stack=2, execution=wrong)
     assert not list(tmp_path.iterdir())
 
 
@@ -99,6 +123,8 @@ def test_the_fastest_is_taken_if_it_gains_and_comes_to_the_same_losses(tmp_path,
     assert trial.fastest(runs, tmp_path / "c", 1, "cpu")[0] == Execution(precision="bf16")
     half = [run.vary(precision="bf16") for run in runs]
     assert trial.fastest(half, tmp_path / "d", 1, "cpu")[0] == AS_IT_IS  # they have what they ask for
+    both = ablate({"fp32": SHORT, "bf16": SHORT.vary(precision="bf16")}, labels=[50], seeds=range(1), floors=False)
+    assert trial.fastest(both, tmp_path / "both", 1, "cpu")[0] == AS_IT_IS  # that is what they compare
     as_if(monkeypatch, lambda one: 5.0 if one.execution.precision == "bf16" else 1.0)
     assert "bf16: over 3 times as long as another" in trial.fastest(runs, tmp_path / "e", 1, "cpu")[2]
     monkeypatch.setattr(trial, "NEAR", {"fp32": 1e-4, "bf16": 1e-9})
@@ -121,26 +147,30 @@ def test_all_kinds_of_runs_have_a_say_by_their_steps(tmp_path, monkeypatch):
     assert trial.fastest(runs[1:], tmp_path / "b", 1, "cpu")[0] == Execution(kernel="fused")
     before = SHORT.vary(objective=DINO, augment=augment.digit_views(), clip=0.0, average=0.0, steps=100)
     started = ablate({"from it": SHORT.vary(init=before)}, labels=[50], seeds=range(1), floors=False)
-    assert [run.steps for run, _ in trial.shapes_of(started)] == [12, 100]
+    assert [steps for _, steps in trial.shapes_of(started)] == [100, 12]
 
 
 def test_compiling_must_pay_for_itself(tmp_path, monkeypatch):
     runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(1), floors=False)
-    tried = []
+    tried, took = [], 30.0
+    spent = [0.0]
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: spent[0])
 
     def race(ways, begin, counts):
         tried.append(ways)
+        spent[0] += took if any(way.compiled for way in ways) else 0
         return {way: 60.0 if way.compiled else 100.0 for way in ways}, [way.in_words() for way in ways]
 
     monkeypatch.setattr(trial, "race", race)
     assert not trial.fastest(runs, tmp_path / "a", 1, "cpu")[0].compiled and len(tried) == 1  # too short to try
     monkeypatch.setattr(trial, "WORTH_COMPILING", 90.0)
     assert trial.fastest(runs, tmp_path / "b", 1, "cpu")[0].compiled and len(tried) == 3
-    clock = iter([0.0, 50.0])
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock, 50.0))
+    took = 50.0
     assert not trial.fastest(runs, tmp_path / "c", 1, "cpu", {"stack": 1})[0].compiled  # 40 s gained for 50 s
     assert not trial.fastest(runs, tmp_path / "d", 1, "cpu", {"compiled": False})[0].compiled and len(tried) == 6
     assert trial.fastest(runs, tmp_path / "e", 1, "cpu", {"compiled": True})[:2] == (Execution(compiled=True), 1)
+    monkeypatch.setattr(trial, "race", lambda ways, *more: ({way: 1e3 for way in ways if not way.compiled}, ["no compiler"]))
+    assert not trial.fastest(runs, tmp_path / "f", 1, "cpu", {"stack": 1})[0].compiled
 
 
 def test_what_was_chosen_is_kept_for_this_machine_and_these_runs(tmp_path, monkeypatch):
@@ -152,21 +182,37 @@ def test_what_was_chosen_is_kept_for_this_machine_and_these_runs(tmp_path, monke
     assert first[:2] == again[:2] == (Execution(kernel="fused"), 2) and "as tried before" in again[2] and len(asked) == 1
     trial.fastest(runs[:1], tmp_path, 1, "cpu")
     assert len(asked) == 1  # a part of the same recipe
-    trial.fastest([run.vary(dim=32) for run in runs], tmp_path, 1, "cpu")
+    trial.fastest([*runs, *(run.vary(dim=32) for run in runs)], tmp_path, 1, "cpu")
+    assert len(asked) == 1  # an arm that came since: it is computed as the others were
     trial.fastest(runs, tmp_path, 1, "cpu", {"precision": "fp32"})
     monkeypatch.setattr(trial.records, "cpu", lambda: "another")
     trial.fastest(runs, tmp_path, 1, "cpu")
-    assert len(asked) == 4
+    assert len(asked) == 3
+    (tmp_path / "fast.json").write_text("torn")
     assert trial.fastest(runs, tmp_path, 1, "cpu")[2].startswith("because")
-    assert trial.fastest([run.vary(steps=0) for run in runs], tmp_path, 1, "cpu") == (AS_IT_IS, 1, "nothing is trained")
+    untrained = [run.vary(steps=0) for run in runs]
+    assert trial.fastest(untrained, tmp_path / "none", 1, "cpu") == (AS_IT_IS, 1, "nothing is trained")
     with pytest.raises(ValueError, match="device is 'cdua'"):
         trial.fastest(runs, tmp_path, 1, "cdua")
+    with pytest.raises(ValueError, match="got 4 runs as one and compiled"):
+        trial.fastest(runs, tmp_path, 1, "cpu", {"stack": 4, "compiled": True})
 
 
 def test_a_run_that_cannot_be_tried_is_left_to_its_record(tmp_path):
     broken = [SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))]
     execution, stack, why = trial.fastest(broken, tmp_path, 1, "cpu")
     assert (execution, stack) == (AS_IT_IS, 1) and "patches of 3 pixels" in why
+
+    def wordless(way):
+        raise AssertionError
+
+    assert trial.race([AS_IT_IS], wordless, [1]) == ({}, ["as it is: AssertionError"])
+
+
+def test_half_precision_is_held_to_its_own_rounding_also_as_one(tmp_path):
+    runs = [SHORT.vary(seed=seed) for seed in range(2)]
+    records = fit_stacked(runs, [tmp_path / "0", tmp_path / "1"], execution=Execution(precision="bf16"))
+    assert [(record["stacked"], record["precision"]) for record in records] == [(2, "bf16")] * 2
 
 
 RECIPE = '''"""Does it help?"""
@@ -184,13 +230,13 @@ RUNS = ablate({"scratch": scratch, "longer": scratch.vary(steps=6)}, labels=[50]
 def test_the_command_says_what_it_tried_and_computes_all_runs_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quick.py").write_text(RECIPE)
-    assert main(["run", "quick.py", "--jobs", "1", "--fast", "kernel=fused", "precision=fp32"]) == 0
+    assert main(["run", "quick.py", "--jobs", "1", "--fast", "--compute", "kernel=fused", "precision=fp32"]) == 0
     assert "fast: fp32, fused attention" in capsys.readouterr().out
     records = [read_record(path.parent) for path in tmp_path.glob("runs/quick/50/*/*/record.json")]
     assert len(records) == 4 and {(r["kernel"], r["precision"], r["compiled"]) for r in records} == {("fused", "fp32", False)}
     assert len(json.loads((tmp_path / "runs/quick/fast.json").read_text())) == 1
     assert "kernel fused" in (tmp_path / "runs/quick/report.md").read_text()
-    assert main(["run", "quick.py", "--fast", "kernel=quick"]) == 2
+    assert main(["run", "quick.py", "--dry-run", "--compute", "kernel=quick"]) == 2
     assert "expected some of precision=fp32|bf16, kernel=rule|explicit|fused, compiled=yes|no" in capsys.readouterr().err
 
 
