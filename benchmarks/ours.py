@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.digits import batch_of, dataset, splits
-from benchmarks.peers import Shape, predict
+from benchmarks.peers import Shape, native_bf16, predict
 from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
 from smallvit.augment import Batch, apply
 from smallvit.execution import AS_IT_IS, Execution
@@ -37,8 +37,11 @@ def training(shape: Shape, data: Dataset, execution: Execution = AS_IT_IS, **cho
 
 
 def fast(shape: Shape, data: Dataset, **choices) -> Training:
-    """The same as `smallvit run --fast` computes it: tried before the clock starts, and not compiled, as the peers are not."""
-    ways = ways_to_try({})
+    """The same as `smallvit run --fast` computes it: tried before the clock starts, and not compiled, as the peers are not.
+
+    Half precision is tried where the peers have it among their best flags.
+    """
+    ways = ways_to_try({} if native_bf16() else {"precision": None})
     times, _ = race(ways, lambda way: [training(shape, data, way, **choices)], [1])
     return training(shape, data, winner(times, ways), **choices)
 

@@ -22,11 +22,13 @@ from smallvit.schedule import with_those_before
 if TYPE_CHECKING:
     from smallvit.training import Training
 
-STEPS = 8  # timed of each
+STEPS, FEWEST = 8, 3  # timed of each; the fewest where they take long
+LONG_ENOUGH = 20.0  # seconds
 STACKS = (1, 2, 4, 8)
 GAIN = 0.95  # what takes more than this share of the time is not worth another rounding
 STACK_GAIN = 0.9
 HOPELESS = 3.0  # who takes so many times as long as another is not asked again
+HOPELESS_IN_WORDS = f"over {HOPELESS:g} times as long as another"
 WORTH_COMPILING = 600.0  # seconds that the recipe takes; to try it takes up to a minute
 NEAR = {"fp32": 1e-4, "bf16": 2e-2}  # by how much the loss of the first step may differ
 MOST = 8  # kinds of runs that are asked
@@ -125,14 +127,14 @@ def race(
     import torch
 
     field: dict[Execution, list[Training]] = {}
+    warmed: dict[Execution, float] = {}
     times: dict[Execution, list[float]] = {}
     out: dict[Execution, str] = {}
     first: list[float] = []
     for way in ways:
         try:
             field[way] = begin(way)
-            for training in field[way]:
-                training.advance()  # to warm up, and for the losses
+            warmed[way] = sum(a_step(one.advance, one, 1) for one in field[way])  # it also loads things, most for the first
             losses = [training.loss.item() for training in field[way]]
         except Exception as error:  # what is wrong with a run its record will say
             out[way] = in_words(error)
@@ -140,15 +142,20 @@ def race(
             continue
         first = first or losses
         near = NEAR["bf16" if any(one.precision == "bf16" for one in field[way]) else "fp32"]
-        if torch.allclose(torch.tensor(losses), torch.tensor(first), rtol=near, atol=near):
-            times[way] = []
-        else:
+        if not torch.allclose(torch.tensor(losses), torch.tensor(first), rtol=near, atol=near):
             out[way] = f"losses {losses} where {first} was expected"
-    for _ in range(STEPS):
+        elif not way.compiled and warmed[way] > HOPELESS * min(warmed.values()):
+            out[way] = HOPELESS_IN_WORDS
+        else:
+            times[way] = []
+    began = time.perf_counter()
+    for turn in range(STEPS):
+        if turn >= FEWEST and time.perf_counter() - began > LONG_ENOUGH:
+            break
         for way in [way for way in times if way not in out]:
             times[way].append(sum(count * a_step(one.advance, one, 1) for one, count in zip(field[way], counts)))
             if min(times[way]) > HOPELESS * min(min(of) for of in times.values() if of):
-                out[way] = f"over {HOPELESS:g} times as long as another"
+                out[way] = HOPELESS_IN_WORDS
     found = {way: sorted(of)[len(of) // 2] for way, of in times.items() if way not in out}
     return found, [f"{way.in_words()}: {out.get(way) or f'{1e3 * found[way] / sum(counts):.3g} ms a step'}" for way in ways]
 

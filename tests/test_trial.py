@@ -143,8 +143,9 @@ def test_all_kinds_of_runs_have_a_say_by_their_steps(tmp_path, monkeypatch):
         return fewer if one.execution.kernel == "fused" else 1.0
 
     as_if(monkeypatch, seconds)
-    assert trial.fastest(runs, tmp_path / "a", 1, "cpu")[0] == AS_IT_IS
-    assert trial.fastest(runs[1:], tmp_path / "b", 1, "cpu")[0] == Execution(kernel="fused")
+    full = {"precision": None, "stack": 1}
+    assert trial.fastest(runs, tmp_path / "a", 1, "cpu", full)[0] == AS_IT_IS
+    assert trial.fastest(runs[1:], tmp_path / "b", 1, "cpu", full)[0] == Execution(kernel="fused")
     before = SHORT.vary(objective=DINO, augment=augment.digit_views(), clip=0.0, average=0.0, steps=100)
     started = ablate({"from it": SHORT.vary(init=before)}, labels=[50], seeds=range(1), floors=False)
     assert [steps for _, steps in trial.shapes_of(started)] == [100, 12]
