@@ -70,7 +70,7 @@ def in_words(record: dict) -> str:
         f"Medians of {record['repeats']} turns (of whole recipes and of memory at most 3), everybody in turn in one process,",
         "memory in a fresh one each. 2.0x: the peer takes twice what ours does.",
     ]
-    if any(line["steps"] is not None for line in record["lines"]):
+    if reckoned(record["lines"]):
         said.append("Reckoned: on the straight line through the two lengths above it.")
     said.append(f"GPU: {machine['gpu']}." if machine["gpu"] else "No GPU was found, and its lines are left out.")
     return " ".join(said)
