@@ -78,10 +78,10 @@ def in_words(record: dict) -> str:
 
 def put_into(readme: str, table: str) -> str:
     """The README with this table. Raises ValueError if it has no place for one."""
-    place = re.compile(r"(<!-- speed -->\n).*?(\n<!-- end -->)", re.S)
+    place = re.compile(r"(<!-- speed -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
     if not place.search(readme):
         raise ValueError("the README has no <!-- speed --> ... <!-- end -->; put these two lines where the table belongs")
-    return place.sub(lambda found: found[1] + table + found[2], readme)
+    return place.sub(lambda found: found[1] + table + "\n" + found[2], readme)
 
 
 if __name__ == "__main__":

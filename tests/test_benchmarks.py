@@ -211,6 +211,7 @@ def test_nothing_is_reckoned_from_one_length_or_beyond_what_was_measured():
 def test_the_table_takes_its_place_in_a_readme():
     readme = "# smallvit\n<!-- speed -->\nold\n\nold\n<!-- end -->\nmore\n<!-- end -->\n"
     assert table.put_into(readme, r"| \1 |") == "# smallvit\n<!-- speed -->\n| \\1 |\n<!-- end -->\nmore\n<!-- end -->\n"
+    assert table.put_into("<!-- speed -->\n<!-- end -->\n", "new") == "<!-- speed -->\nnew\n<!-- end -->\n"
     with pytest.raises(ValueError, match="the README has no <!-- speed -->"):
         table.put_into("# smallvit", "| new |")
 
