@@ -78,7 +78,6 @@ def settled(given: dict) -> Execution:
 
 def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, given: dict) -> tuple[Execution, int, str]:
     """The choice by trial: first kernel and precision, then how many as one, then whether to compile."""
-
     import torch
 
     torch.set_num_threads(1)  # as a worker has it
