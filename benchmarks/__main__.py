@@ -1,6 +1,6 @@
 """The command: time smallvit and its peers, write a record, print the table.
 
-python -m benchmarks                            all of it, in about half an hour
+python -m benchmarks                            all of it, in about an hour on two cores
 python -m benchmarks train dino --repeats 5     some of it
 python -m benchmarks --out benchmarks/record.json && python -m benchmarks.table benchmarks/record.json README.md
 """

@@ -134,7 +134,7 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from smallvit.execution import Execution
+    from smallvit.execution import Execution, from_words
     from smallvit.launch import launch
     from smallvit.plan import plan, schedules
     from smallvit.trial import fastest
@@ -149,7 +149,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.smoke:
         runs = planned = shortened(runs)
         out = out / "smoke"
-    given = settled(chosen.compute)
+    given = from_words(chosen.compute)
     if chosen.dry_run:
         print(plan(runs, chosen.jobs, chosen.device))
         return 0
@@ -179,23 +179,6 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.smoke:
         print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
     return status(trained, len(runs))
-
-
-def settled(words: list[str]) -> dict:
-    """`precision=bf16 compiled=no` as fields of an `Execution`. Raises ValueError for what is no choice."""
-    choices = {
-        "precision": {"fp32": "fp32", "bf16": "bf16"},
-        "kernel": {"rule": None, "explicit": "explicit", "fused": "fused"},
-        "compiled": {"yes": True, "no": False},
-    }
-    found = {}
-    for word in words:
-        name, _, said = word.partition("=")
-        if said not in choices.get(name, ()):
-            expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in choices.items())
-            raise ValueError(f"--compute got {word!r}; expected some of {expected}")
-        found[name] = choices[name][said]
-    return found
 
 
 def report(chosen: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Execution: how the steps of a run are computed. What they compute is the run's own affair, but for rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-CHOICES = {"precision": ("fp32", "bf16"), "kernel": ("explicit", "fused"), "compiled": (False, True)}
+CHOICES = {  # by the words of the command line
+    "precision": {"fp32": "fp32", "bf16": "bf16"},
+    "kernel": {"rule": None, "explicit": "explicit", "fused": "fused"},
+    "compiled": {"yes": True, "no": False},
+}
 VARIANTS = 64  # of a block that are compiled in a process; after that torch goes on without
 
 
@@ -38,18 +42,30 @@ AS_IT_IS = Execution()
 def refuse_unknown(execution: Execution, stack: int = 1):
     """Refuse what is no choice of that name, and to compile what is trained as one."""
     for name, values in CHOICES.items():
-        if getattr(execution, name) not in (None, *values):
-            expected = " or ".join(map(repr, values))
+        if getattr(execution, name) not in (None, *values.values()):
+            expected = " or ".join(repr(value) for value in values.values() if value is not None)
             raise ValueError(f"{name} of the execution is {getattr(execution, name)!r}; expected {expected}")
     if execution.compiled and stack > 1:
         raise ValueError(f"got {stack} runs as one and compiled; expected one or the other, since a stack is not compiled")
+
+
+def from_words(words: Iterable[str]) -> dict:
+    """`precision=bf16 compiled=no` as fields of an `Execution`. Raises ValueError for what is no choice."""
+    found = {}
+    for word in words:
+        name, _, said = word.partition("=")
+        if said not in CHOICES.get(name, ()):
+            expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
+            raise ValueError(f"--compute got {word!r}; expected some of {expected}")
+        found[name] = CHOICES[name][said]
+    return found
 
 
 class Computed:
     """The models in an objective, with the kernel and the compiled blocks of an execution within `here()`."""
 
     def __init__(self, objective: "nn.Module", execution: Execution):
-        self.fused = None if execution.kernel is None else execution.kernel == "fused"
+        self.fused = execution.kernel == "fused"
         self.attention = [module for module in objective.modules() if hasattr(module, "fused")] if execution.kernel else []
         self.calls = compiled_blocks(objective) if execution.compiled else []
 

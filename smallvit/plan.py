@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from smallvit.components import knobs
+from smallvit.execution import AS_IT_IS
 from smallvit.launch import cores
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
 from smallvit.schedule import with_those_before
-from smallvit.trial import STEPS, a_step, unstarted
+from smallvit.trial import STEPS, a_step, begun
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
@@ -24,7 +25,7 @@ def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
     for arm, run in {run.arm: first[run.arm] for run in runs}.items():
         count = sum(other.arm == arm for other in runs)
         try:
-            one = estimate(unstarted(run), device)  # a step takes as long from whichever weights
+            one = estimate(run, device)
             absent = isinstance(run.init, Weights) and run.init.at_hand() is None
         except Exception as error:
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
@@ -45,12 +46,8 @@ def estimate(run: Run, device: str) -> float:
     """The seconds that a run takes on this machine, by the median of a few steps on one thread; evaluation left out."""
     import torch
 
-    from smallvit.train import drawn
-    from smallvit.training import Training
-
     torch.set_num_threads(1)
-    training = Training(run, *drawn(run), device)
-    training.objective.train()
+    training = begun(run, AS_IT_IS, device)  # a step takes as long from whichever weights
     steps = min(STEPS, run.steps)
     return run.steps * a_step(training.advance, training, steps) if steps else 0.0
 

@@ -30,7 +30,6 @@ STACK_GAIN = 0.9
 HOPELESS = 3.0  # who takes so many times as long as another is not asked again
 HOPELESS_IN_WORDS = f"over {HOPELESS:g} times as long as another"
 WORTH_COMPILING = 600.0  # seconds that the recipe takes; to try it takes up to a minute
-NEAR = {"fp32": 1e-4, "bf16": 2e-2}  # by how much the loss of the first step may differ
 MOST = 8  # kinds of runs that are asked
 KEPT = "fast.json"
 
@@ -83,7 +82,7 @@ def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, gi
     torch.set_num_threads(1)  # as a worker has it
 
     def begin(way: Execution) -> list["Training"]:
-        return [begun(unstarted(run), way, device) for run, _ in shapes]
+        return [begun(run, way, device) for run, _ in shapes]
 
     counts = [steps for _, steps in shapes]
     ways = ways_to_try(given, full=all(run.precision == "fp32" for run in with_those_before(runs)[0]))
@@ -110,7 +109,7 @@ def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, gi
 
 def ways_to_try(given: dict, full: bool = True) -> list[Execution]:
     """What is given as it is, and what is not in every way; half precision only for runs in `full` precision."""
-    kernels = [given["kernel"]] if "kernel" in given else [None, *CHOICES["kernel"]]
+    kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
     precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if full else [None]
     return [Execution(precision, kernel) for precision in precisions for kernel in kernels]
 
@@ -124,6 +123,8 @@ def race(
     and who is hopelessly slow.
     """
     import torch
+
+    from smallvit.stack import TOLERANCE
 
     field: dict[Execution, list[Training]] = {}
     warmed: dict[Execution, float] = {}
@@ -140,7 +141,7 @@ def race(
             field.pop(way, None)  # and its memory
             continue
         first = first or losses
-        near = NEAR["bf16" if any(one.precision == "bf16" for one in field[way]) else "fp32"]
+        near = TOLERANCE["bf16" if any(one.precision == "bf16" for one in field[way]) else "fp32"]
         if not torch.allclose(torch.tensor(losses), torch.tensor(first), rtol=near, atol=near):
             out[way] = f"losses {losses} where {first} was expected"
         elif not way.compiled and warmed[way] > HOPELESS * min(warmed.values()):
@@ -166,11 +167,11 @@ def winner(times: dict[Execution, float], ways: Sequence[Execution]) -> Executio
 
 
 def begun(run: Run, execution: Execution, device: str) -> "Training":
-    """A training before its first step, of no fewer than are tried."""
+    """A training before its first step, with more steps than are tried, where it has any."""
     from smallvit.train import drawn
     from smallvit.training import Training
 
-    run = replace(run, steps=max(run.steps, 2 * STEPS))
+    run = replace(unstarted(run), steps=max(run.steps, 2 * STEPS) if run.steps else 0)
     training = Training(run, *drawn(run), device, execution=execution)
     training.objective.train()
     return training
@@ -181,14 +182,9 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Ex
 
     One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
     """
-    import torch
-
     from smallvit.stack import Stack
-    from smallvit.train import drawn
-    from smallvit.training import Training
 
     refuse_absent(device)
-    torch.set_num_threads(1)
     run = next((run for run in runs if run.steps and run.role != "floor"), None)
     if run is None:
         return 1, "nothing is trained"
@@ -197,9 +193,7 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Ex
     times, said = {}, []
     for size in (size for size in STACKS if size <= max(most, 1)):
         try:
-            alike = [unstarted(replace(run, seed=seed)) for seed in seeds[:size]]
-            members = [Training(one, *drawn(one), device, execution=execution) for one in alike]
-            members[0].objective.train()
+            members = [begun(replace(run, seed=seed), execution, device) for seed in seeds[:size]]
             advance = members[0].advance if size == 1 else Stack(members).advance
             times[size] = a_step(advance, members[0]) / size
         except Exception as error:  # what is wrong with a run its record will say; with a stack, that it is none

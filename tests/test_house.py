@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "train",
         "trial",
     },
-    "plan": {"components", "compute", "launch", "pretrained", "run", "schedule", "train", "training", "trial"},
+    "plan": {"components", "compute", "execution", "launch", "pretrained", "run", "schedule", "trial"},
     "trial": {
         "components",
         "execution",

@@ -35,7 +35,7 @@ def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng
                         "error": None, "fingerprint": "f0", "run": {"model": {"arm": arm, "dim": 64}, "seed": seed},
                         "score": "accuracy", "val": {"accuracy": 0.9}, "test": {"accuracy": float(accuracy)},
                         "chosen_on_val": None, "params": 1000, "macs": 5_000_000, "images_seen": 6400, "steps": 300,
-                        "seconds": 10.0, "pretraining": None, "device": "cpu", "precision": "fp32", "threads": 1,
+                        "seconds": 10.0, "pretraining": None, "device": "cpu", "precision": "fp32", "kernel": "rule", "compiled": False, "threads": 1,
                         "subset_sha256": f"{n}/{seed}", "curve": curve, "cpu": "a cpu", "weights": None, "test_reads": 1,
                         "code": {"sha256": "c0de", "commit": "abc", "dirty": False}, "versions": {"python": "3.12"},
                     }
@@ -221,6 +221,7 @@ def test_unequal_budgets_are_flagged_with_pretraining_and_borrowed_labels_counte
 @pytest.mark.parametrize(
     "fields",
     [{"device": "cuda:0"}, {"threads": 2}, {"precision": "bf16"}, {"cpu": "another"}, {"code": {"sha256": "beef"}},
+     {"kernel": "fused"}, {"compiled": True},
      {"versions": {"python": "3.13"}}, {"test_reads": 2}, {"score": "knn_5", "test": {"knn_5": 0.9}},
      {"code": {"sha256": "c0de", "dirty": True}}],
 )  # fmt: skip

@@ -127,7 +127,7 @@ def test_the_fastest_is_taken_if_it_gains_and_comes_to_the_same_losses(tmp_path,
     assert trial.fastest(both, tmp_path / "both", 1, "cpu")[0] == AS_IT_IS  # that is what they compare
     as_if(monkeypatch, lambda one: 5.0 if one.execution.precision == "bf16" else 1.0)
     assert "bf16: over 3 times as long as another" in trial.fastest(runs, tmp_path / "e", 1, "cpu")[2]
-    monkeypatch.setattr(trial, "NEAR", {"fp32": 1e-4, "bf16": 1e-9})
+    monkeypatch.setattr("smallvit.stack.TOLERANCE", {"fp32": 1e-4, "bf16": 1e-9})
     as_if(monkeypatch, lambda one: 0.4 if one.execution.precision == "bf16" else 1.0)
     execution, _, why = trial.fastest(runs, tmp_path / "f", 1, "cpu")
     assert execution == AS_IT_IS and "bf16: losses" in why
