@@ -268,6 +268,9 @@ def verify(chosen: argparse.Namespace) -> int:
         print(f"note: {', '.join(changed)}: a choice or a default has changed since the records were made")
     lines, good = band(committed, again)
     print("\n".join(lines))
+    if left := len(runs) - len(again):
+        print(f"{left} runs are being trained by another process; verify again when it is through")
+        good = False
     print("verified: every arm lies in its band" if good else "NOT verified: see above")
     return 0 if good else 1
 

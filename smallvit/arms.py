@@ -54,18 +54,19 @@ def ablate(
                 f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
             )
     named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
-    for name, run in ((the_floors(list(arms.values())) if floors else {}) | (yardsticks or {})).items():
-        if name in named:
-            raise ValueError(
-                f"the arm {name!r} has the name of a floor; give it another, or leave the floors out: floors=False"
-            )
-        named[name] = (run, "floor")
+    for kind, more in (("a floor", the_floors(list(arms.values())) if floors else {}), ("a yardstick", yardsticks or {})):
+        for name, run in more.items():
+            if name in named:
+                other = "an arm" if name in arms else "a floor"
+                raise ValueError(f"{name!r} is the name of {kind} and of {other}; give one of them another, or floors=False")
+            named[name] = (run, "floor")
     same: dict[str, str] = {}
     for name, (run, _) in named.items():
         other = same.setdefault(fingerprint(placed(run, None, 0)), name)
         if other != name:
+            advice = "; one is a floor, leave the floors out by floors=False" if named[name][1] == "floor" else ""
             raise ValueError(
-                f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice"
+                f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice{advice}"
             )
     runs = [
         placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
@@ -119,7 +120,10 @@ def several(values: Iterable, name: str) -> list:
 
 
 def the_floors(arms: list[Run]) -> dict[str, Run]:
-    """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights."""
+    """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights.
+
+    The small CNN is trained as the baseline is, so there is none where the baseline is not trained.
+    """
     baseline = arms[0]
     untrained = SUPERVISED | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
     pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
@@ -129,8 +133,10 @@ def the_floors(arms: list[Run]) -> dict[str, Run]:
     floors = {
         "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
         "pixels, nearest neighbour": pixels,
-        "small CNN": replace(baseline, model=SmallCNN, **SUPERVISED, evaluators=(accuracy,)),
     }
+    if baseline.steps:
+        seen = tuple(step for step in baseline.augment if not isinstance(step, Views))
+        floors["small CNN"] = replace(baseline, model=SmallCNN, augment=seen, **SUPERVISED, evaluators=(accuracy,))
     probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
     return floors if probed is None else floors | {RANDOM: replace(probed, **untrained)}
 

@@ -101,9 +101,11 @@ def in_words(plain: Any) -> str:
 
 
 def written(thing: Callable) -> dict[str, str]:
-    """For a component of a recipe, a hash of the classes and functions of its file as it was loaded: a recipe may change."""
-    sha256 = getattr(sys.modules.get(thing.__module__), "DEFINITIONS_SHA256", None)
-    return {"recipe_sha256": sha256} if sha256 and thing.__module__.startswith("recipes.") else {}
+    """For a component of a recipe, a hash of its definition and of what that uses, as its file was loaded: it may change."""
+    if not thing.__module__.startswith("recipes."):
+        return {}
+    sha256 = getattr(sys.modules.get(thing.__module__), "DEFINITIONS", {}).get(thing.__qualname__)
+    return {"recipe_sha256": sha256} if sha256 else {}
 
 
 def address(thing: Callable) -> str:
@@ -167,6 +169,8 @@ def check(component: Any, where: str):
             text, number = isinstance(knob, str), isinstance(defaults[name].default, int | float)
             if text and number:
                 raise ValueError(f"{name} of {function(component).__name__} is {knob!r}; expected a number, without quotes")
+            if where == "data" and isinstance(knob, list | dict | set):  # loaders remember what they loaded
+                raise ValueError(f"{name} of {function(component).__name__} is {knob!r}; expected a tuple, or a plain value")
     for name, p in taken(component).items():
         if p.default is p.empty:
             raise ValueError(f"{where} has no {name!r}; expected partial({function(component).__name__}, {name}=...)")

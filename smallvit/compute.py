@@ -60,14 +60,17 @@ def in_words(model: nn.Module) -> str:
 
 
 def closed_form(
-    model: nn.Module, tokens: Sequence[tuple[float, float]] | None = None, image: tuple[int, int] | None = None
+    model: nn.Module,
+    tokens: Sequence[tuple[float, float]] | None = None,
+    image: tuple[int, int] | None = None,
+    embed: float | None = None,
 ) -> dict[str, float]:
     """MACs for one image: `embed`, `blocks`, `reduction` (what the reduction itself costs) and `head`,
     with what a pool has of layers behind it.
 
     `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. Published figures leave `reduction` out. What
-    a kernel that makes no attention map computes again, for a reduction that asks for the map, is not in it. The tokenizer is
-    counted by torch, since each kind has a closed form of its own.
+    a kernel that makes no attention map computes again, for a reduction that asks for the map, is not in it. `embed` is what
+    `embed_macs` says, for whoever has asked already.
 
     Raises   ValueError where the tokens depend on the image and are not given, or for attention without a projection `proj`.
     """
@@ -78,21 +81,22 @@ def closed_form(
     if not has_closed_form(model):
         kind = type(model.blocks[0].attention).__name__
         raise ValueError(f"{kind} has no projection `proj`, so no closed form is known; count it: counted(model, x)")
-    parameter = next(model.parameters())
-    blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
-    inside = inside_macs(model, tokens, image)
-    head = linear_macs(model.head) + linear_macs(getattr(model.pool, "layers", nn.Identity()))
-    return {"embed": counted(model.tokenizer, blank) / 2, **inside, "head": head}
-
-
-def inside_macs(model: nn.Module, tokens: Sequence[tuple[float, float]], image: tuple[int, int]) -> dict[str, float]:
-    """The part of the closed form that goes with the tokens: `blocks` and `reduction`."""
+    embed = embed_macs(model, image) if embed is None else embed
     came, extra = model.places(1, image)[0].tokens, 0.0
     for block, (_, m) in zip(model.blocks, tokens):
         if hasattr(block.reduction, "macs"):
             extra += block.reduction.macs(came, block.attention.proj.in_features // block.attention.heads)
         came = m
-    return {"blocks": sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens)), "reduction": extra}
+    blocks = sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens))
+    head = linear_macs(model.head) + linear_macs(getattr(model.pool, "layers", nn.Identity()))
+    return {"embed": embed, "blocks": blocks, "reduction": extra, "head": head}
+
+
+def embed_macs(model: nn.Module, image: tuple[int, int]) -> float:
+    """MACs of the tokenizer for one image of that size, as torch counts them: each kind has a closed form of its own."""
+    parameter = next(model.parameters())
+    blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
+    return counted(model.tokenizer, blank) / 2
 
 
 def counted(model: nn.Module, images: Tensor) -> int:
@@ -142,8 +146,12 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
     params = sum(p.numel() for p in model.parameters())
     if reduces(model) and tokens_per_layer(model) is None:
         return {"params": params, "macs": sum(macs := macs_of_each(model, images)) / len(macs)}
-    call = model if params else model.features
-    return {"params": params, "macs": counted(call, images[:1]) // 2}
+    return {"params": params, "macs": counted(forward(model), images[:1]) // 2}
+
+
+def forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a model does with images; one without parameters, and so without a head, makes features of them."""
+    return model if next(model.parameters(), None) is not None else model.features
 
 
 def macs_of_each(model: nn.Module, images: Tensor, seen: Tensor | None = None) -> list[float]:
@@ -154,8 +162,8 @@ def macs_of_each(model: nn.Module, images: Tensor, seen: Tensor | None = None) -
     if not has_closed_form(model):
         return [counted(model, image[None]) / 2 for image in images]
     each, size = (seen_tokens(model, images) if seen is None else seen).tolist(), tuple(images.shape[-2:])
-    fixed = closed_form(model, each[0], size)  # the tokenizer is counted once
-    return [sum((fixed | inside_macs(model, tokens, size)).values()) for tokens in each]
+    embed = embed_macs(model, size)
+    return [sum(closed_form(model, tokens, size, embed).values()) for tokens in each]
 
 
 def reduces(model: nn.Module) -> bool:
@@ -219,12 +227,13 @@ def setting(
     with torch.device("meta"):
         made = model(image, channels, 10)
     places = made.places(len(made.blocks), image)
+    embed = embed_macs(made, image)
 
     def spent(value: float | None) -> float:
         with torch.device("meta"):
             for block, place in zip(made.blocks, places):
                 block.reduction = None if value is None else reduction(place, **{knob: value})
-        return sum(closed_form(made).values()) if of == "macs" else float(tokens_per_layer(made)[-1][1])
+        return sum(closed_form(made, embed=embed).values()) if of == "macs" else float(tokens_per_layer(made)[-1][1])
 
     whole = spent(None)
     low, high = between

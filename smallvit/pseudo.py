@@ -37,6 +37,8 @@ def spread_labels(
     `of`, `layers` and `norm` name the features as in `features`. Time and memory grow with images times neighbours, the search
     for these with the square of the images: half a minute for 60,000 on one core.
 
+    An image that no label reaches in so many steps has that of the labelled image that is nearest to it.
+
     Raises   ValueError for fewer images than neighbours, or numbers out of range.
     """
     from scipy.sparse import csr_matrix
@@ -56,4 +58,7 @@ def spread_labels(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # as many steps as asked for
         spread = LabelSpreading(kernel=lambda one, other: graph, alpha=alpha, max_iter=steps, tol=0.0).fit(x, labels)
-    return torch.from_numpy(spread.transduction_[len(known) :]).long()
+    found = torch.from_numpy(spread.transduction_).long()
+    lost = torch.from_numpy(spread.label_distributions_.sum(1) == 0).nonzero()[:, 0]
+    found[lost] = known.labels[(torch.from_numpy(x[lost.numpy()]) @ torch.from_numpy(x[: len(known)]).T).argmax(1)]
+    return found[len(known) :]

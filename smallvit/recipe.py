@@ -22,7 +22,7 @@ def recipe_files() -> list[Path]:
 def find_recipe(name: str) -> Path:
     """The file of a recipe, by path or by name."""
     path = Path(name)
-    for file in (path, path.with_name(f"{path.name}.py")):
+    for file in (path, path.parent / f"{path.name}.py"):
         if file.suffix == ".py" and file.exists():
             return file
     recipes = {path.stem: path for path in recipe_files()}
@@ -53,7 +53,7 @@ def load_recipe(path: str | Path) -> ModuleType:
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:
-        module.DEFINITIONS_SHA256 = definitions(path.read_text(encoding="utf-8"))
+        module.DEFINITIONS = definitions(path.read_text(encoding="utf-8"))
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
@@ -70,10 +70,37 @@ def load_recipe(path: str | Path) -> ModuleType:
     return module
 
 
-def definitions(text: str) -> str:
-    """A hash of the classes and functions of a recipe's text, blind to comments and to what else it says."""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return hashlib.sha256("".join(map(ast.dump, nodes)).encode()).hexdigest()[:16]
+def definitions(text: str) -> dict[str, str]:
+    """A hash for each name that a recipe's text defines: of its definition and of all in the text that this one uses.
+
+    Blind to comments, and to what else the text says.
+    """
+    nodes = ast.parse(text).body
+    places: dict[str, list[int]] = {}
+    for at, node in enumerate(nodes):
+        for name in defined(node):
+            places.setdefault(name, []).append(at)
+
+    def reached(name: str) -> list[ast.stmt]:
+        todo, found = list(places[name]), set()
+        while todo:
+            found.add(at := todo.pop())
+            used = {part.id for part in ast.walk(nodes[at]) if isinstance(part, ast.Name)}
+            todo += [other for name in used for other in places.get(name, ()) if other not in found]
+        return [nodes[at] for at in sorted(found)]
+
+    return {name: hashlib.sha256("".join(map(ast.dump, reached(name))).encode()).hexdigest()[:16] for name in places}
+
+
+def defined(node: ast.stmt) -> set[str]:
+    """The names that a statement at the top level gives something to."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}  # what stands inside is its own
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Store) else set()
+    return set().union(*(defined(part) for part in ast.iter_child_nodes(node)))
 
 
 def refuse_incomparable(runs: list, name: str):

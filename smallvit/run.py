@@ -95,7 +95,7 @@ class Run:
             in_range(getattr(self, name), low, high, name)
         for name, values in (("precision", PRECISIONS), ("role", ROLES), ("schedule", SCHEDULES)):
             if getattr(self, name) not in values:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(filter(None, values))}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, values))}")
         if not isinstance(self.arm, str) or not self.arm.strip():
             raise ValueError(f"arm is {self.arm!r}; expected a name")
         if not isinstance(self.against, str):
@@ -138,12 +138,21 @@ class Run:
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
         if not self.evaluators:
             raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
+        names = [function(evaluator).__name__ for evaluator in self.evaluators]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"evaluators has {twice[0]} twice, and both call their numbers the same; expected each once")
+        if not getattr(function(self.evaluators[0]), "judges", True):
+            raise ValueError(f"evaluators begins with {names[0]}, which judges nothing; expected it behind another one")
         if accuracy in self.evaluators and not self.reads_labels:
             raise ValueError(
                 f"accuracy asks a head that {function(self.objective).__name__} does not train; expected (knn, linear_probe)"
             )
         if self.early_stop and accuracy not in self.evaluators:
             raise ValueError(f"early_stop={self.early_stop} goes by accuracy; expected smallvit.accuracy among the evaluators")
+
+    def at_seed(self, seed: int) -> "Run":
+        """The run, and all that is trained before it, at that seed: what runs have in common that differ in nothing else."""
+        return replace(self, seed=seed, **{field: run.at_seed(seed) for field, run in self.before.items()})
 
     @property
     def before(self) -> "dict[str, Run]":

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from pathlib import Path
 
 from smallvit import record as records
@@ -56,7 +55,7 @@ class Schedule:
         self.queue, self.under_way = in_turn(todo, self.before), set()
         self.stopped = False  # at the first failure
         self.alone: set[int] = set()  # to be trained so, since something went wrong in company
-        self.kin = [fingerprint(at_seed(run, 0)) if stack > 1 else at for at, run in enumerate(self.runs)]
+        self.kin = [fingerprint(run.at_seed(0)) if stack > 1 else at for at, run in enumerate(self.runs)]
         self.bar = Bar(self.runs, self.found, todo)
 
     @property
@@ -160,11 +159,6 @@ def in_turn(todo: Sequence[int], before: Sequence[dict[str, int]]) -> list[int]:
     for at in todo:
         add(at)
     return list(turn)
-
-
-def at_seed(run: Run, seed: int) -> Run:
-    """The run, and all that is trained before it, at that seed: what runs have in common that differ in nothing else."""
-    return replace(run, seed=seed, **{field: at_seed(other, seed) for field, other in run.before.items()})
 
 
 def obstacle(before: dict[str, dict | None]) -> Exception | None:

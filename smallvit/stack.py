@@ -13,6 +13,7 @@ from torch.func import functional_call, vmap
 
 from smallvit.augment import Batch
 from smallvit.optimise import average
+from smallvit.run import fingerprint
 from smallvit.training import Training
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: what a batched product may round otherwise
@@ -29,14 +30,16 @@ class Stack:
     the bit. Whether a model can be stacked is tried out: the losses on the first batch must be those of each alone. What draws
     random numbers in a step (dropout), or goes by values in the images for how many tokens to keep, cannot.
 
-    Raises   NotStackable for trainings at different steps, of runs that differ in more than seed and labels, with an objective
-             that has hooks of its own, or with other losses together than alone.
+    Raises   NotStackable for trainings at different steps, of runs that differ in more than their seed, with an objective that
+             has hooks of its own, or with other losses together than alone.
     """
 
     def __init__(self, members: Sequence[Training]):
         first = members[0]
         if not first.run.steps:
             raise NotStackable("there is nothing to train")
+        if len({fingerprint(member.run.at_seed(0)) for member in members}) > 1:
+            raise NotStackable("the runs differ in more than their seed")
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
         if len({member.execution for member in members}) > 1 or first.execution.compiled:
@@ -110,8 +113,8 @@ class Stack:
         """One optimizer step of all members."""
         run = self.first.run
         self.first.set_rates(self.optimizer)
-        losses = self.losses(self.weights, side_by_side([member.draw() for member in self.members]))
         self.optimizer.zero_grad()
+        losses = self.losses(self.weights, side_by_side([member.draw() for member in self.members]))
         losses.sum().backward()
         if run.clip:
             clip([p.grad for p in self.parameters.values()], run.clip)

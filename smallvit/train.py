@@ -189,8 +189,14 @@ def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
     unseen = test.open()
 
     def numbers(scored: Images) -> dict[str, float]:
-        splits = Splits(subset.train, subset.val, scored)
-        return {name: value for evaluator in run.evaluators for name, value in evaluator(model, splits)} if len(scored) else {}
+        splits, found = Splits(subset.train, subset.val, scored), {}
+        for evaluator in run.evaluators if len(scored) else ():
+            for name, value in evaluator(model, splits):
+                if name in found or not (found or 0 <= value <= 1):
+                    wanted = "another name" if name in found else "a share from 0 to 1 first, since that judges the run"
+                    raise ValueError(f"{function(evaluator).__name__} yields {name!r}, {value:.4g}; expected {wanted}")
+                found[name] = value
+        return found
 
     with remembering():
         val, final = numbers(subset.val), numbers(unseen)

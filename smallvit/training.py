@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,9 +114,9 @@ class Training:
         """One optimizer step."""
         run, batch = self.run, self.draw()
         self.set_rates(self.optimizer)
+        self.optimizer.zero_grad()  # before the forward pass, which needs the room
         with self.computing():
             loss = self.objective(batch, self.progress)["loss"]
-        self.optimizer.zero_grad()
         loss.backward()
         if hasattr(self.objective, "before_step"):  # gradients cut or cancelled by the objective's own rule
             self.objective.before_step(self.progress)
@@ -239,6 +240,7 @@ class Training:
             "stacked": self.stacked,
             "execution": [*self.execution],
         }
+        state = whole(state) if self.stacked else state
         records.write_atomic(self.checkpoint, lambda new: torch.save(state, new))
 
     def resume(self, path: Path, made_by: str):
@@ -298,12 +300,22 @@ def go(members: Sequence[Training], advance: Callable[[], None], watch: Watch):
             member.model.load_state_dict(member.best)
 
 
+def whole(state: Any) -> Any:
+    """The same with copies for tensors: of a slice of a stack `torch.save` would write the whole stack."""
+    if isinstance(state, dict):
+        return {name: whole(part) for name, part in state.items()}
+    if isinstance(state, list):
+        return [whole(part) for part in state]
+    return state.clone() if isinstance(state, Tensor) else state
+
+
 def order(n: int, batch: int, step: int, seed: int) -> Tensor:
     """Which of n images make the batch of that step: one shuffle of all after another, cut into batches wherever they meet."""
-    places = range(step * batch, (step + 1) * batch)
-    return torch.tensor([shuffle(n, place // n, seed)[place % n] for place in places])
+    places = torch.arange(step * batch, (step + 1) * batch)
+    epochs = range(step * batch // n, ((step + 1) * batch - 1) // n + 1)
+    return torch.cat([shuffle(n, epoch, seed)[places[places // n == epoch] % n] for epoch in epochs])
 
 
-@functools.lru_cache(maxsize=4)
-def shuffle(n: int, epoch: int, seed: int) -> list[int]:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch))).tolist()
+@functools.lru_cache(maxsize=64)  # those of a stack take turns
+def shuffle(n: int, epoch: int, seed: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch)))

@@ -146,3 +146,9 @@ def test_a_healthy_run_goes_on_and_its_record_says_how_it_fared(tmp_path):
     assert record["health"][-1]["information"] > 0.5
     assert [check[2] for check in record["curve"]] == [look["knn_1"] for look in record["health"]]
     assert set(record["test"]) >= {"knn_1", "linear_probe"} and record["score"] == "knn_1"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_features_that_are_no_numbers_are_not_measured(number):
+    with pytest.raises(FloatingPointError, match="not finite any more; try a smaller lr"):
+        measure(Seen(torch.tensor([[1.0, number], [0.0, 1.0]])))

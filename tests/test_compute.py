@@ -31,9 +31,10 @@ from smallvit.compute import (
     block_macs,
     closed_form,
     counted,
+    embed_macs,
     footprint,
+    forward,
     in_words,
-    inside_macs,
     macs_of_each,
     milliseconds,
     reduces,
@@ -154,6 +155,7 @@ def test_the_footprint_is_that_of_one_image_whatever_the_model_draws_in_training
     macs = 64 * 9 * 1 * 4 + 64 * 9 * 4 * 4 + 16 * 9 * 4 * 8 + 16 * 9 * 8 * 8 + 4 * 8 * 16 + 16 * 10
     assert footprint(cnn, image)["macs"] == macs
     assert footprint(Pixels((8, 8), 1, 10), image) == {"params": 0, "macs": 0}
+    assert forward(Pixels((8, 8), 1, 10))(image).shape == (len(image), image[0].numel())
 
 
 def test_heads_narrower_than_the_width_cost_less():
@@ -384,10 +386,12 @@ def test_a_share_out_of_reach_is_refused():
         setting(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1))
 
 
-def test_what_goes_with_the_tokens_is_that_part_of_the_closed_form():
+def test_a_tokenizer_that_was_counted_is_not_counted_again(monkeypatch):
     model = SMALL(reduction=partial(Merge, r=4))
-    whole, inside = closed_form(model), inside_macs(model, tokens_per_layer(model), (28, 28))
-    assert list(inside) == ["blocks", "reduction"] and all(whole[part] == inside[part] > 0 for part in inside)
+    whole, embed = closed_form(model), embed_macs(model, (28, 28))
+    assert whole["embed"] == embed > 0
+    monkeypatch.setattr(compute, "counted", lambda *words: pytest.fail("something was counted"))
+    assert closed_form(model, embed=embed) == whole
 
 
 def test_every_public_function_is_tested_here():

@@ -15,6 +15,7 @@ from smallvit import (
     Merge,
     PatchEmbed,
     Projected,
+    Prune,
     Run,
     ShiftedPatchEmbed,
     SmallCNN,
@@ -423,3 +424,11 @@ def test_it_can_be_copied_and_loaded():
 def test_a_run_of_it_reads_no_label():
     run = Run(objective=DINO, augment=augment.digit_views(size=4), clip=0.0)
     assert not run.reads_labels and [e.__name__ for e in run.evaluators] == ["knn", "linear_probe"]
+
+
+def test_the_student_reduces_as_the_progress_says_and_the_teacher_as_it_is_evaluated():
+    objective = DINO(VIT(reduction=partial(Prune, shrink=(0.0, 0.9))), **SMALL).train()
+    for progress in (0.1, 0.5):
+        objective(batch(), progress)
+        assert {block.reduction.progress for block in objective.student.blocks} == {progress}
+        assert {block.reduction.progress for block in objective.model.blocks} == {1.0}

@@ -68,7 +68,7 @@ MAY_IMPORT = {
         "starts",
         "training",
     },
-    "stack": {"augment", "optimise", "training"},
+    "stack": {"augment", "optimise", "run", "training"},
     "training": {
         "augment",
         "compute",

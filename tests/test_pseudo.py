@@ -163,3 +163,12 @@ def test_it_stands_in_a_recipe_beside_the_others():
     said = plan(runs, 1, "cpu")
     assert "pseudo_labels: None -> spread_labels(" in said and "guessed: 2 runs of 12 steps" in said
     assert all(run.pseudo_labels is None for run in runs if run.arm != "guessed")
+
+
+def test_an_image_that_no_label_reaches_has_that_of_the_nearest_labelled_one():
+    def around(angle: float, n: int) -> list[np.ndarray]:
+        return [250 * np.array([np.cos(a), np.sin(a)]) for a in np.linspace(angle, angle + 0.05, n)]
+
+    known = images([around(0.2, 4)[0], around(0.6, 4)[0]], [0, 1])
+    asked = images([*around(0.2, 4)[1:], *around(0.6, 4)[1:], *around(1.4, 6)], [0] * 12)  # the last are an island
+    assert spread_labels(PIXELS, known, asked, neighbours=2).tolist() == [0] * 3 + [1] * 9

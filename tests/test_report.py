@@ -296,6 +296,7 @@ def test_nothing_to_show_is_said():
     for write in (markdown, html):
         assert "No runs are recorded yet" in write([], **WORDS) and "Does it help?" in write([], **WORDS)
         assert "boom" in write(rows, **WORDS) and "32 of 32 runs left no number" in write(rows, **WORDS)
+        assert "No runs are recorded yet" in write([r | {"status": "missing"} for r in rows], **WORDS)
     assert "<svg" not in html(rows, **WORDS)
 
 

@@ -37,9 +37,11 @@ from smallvit import (
     accuracy,
     arrays,
     augment,
+    cost,
     describe,
     difference,
     digits,
+    few_shot,
     fingerprint,
     folder,
     knn,
@@ -49,6 +51,7 @@ from smallvit import (
     spread_labels,
 )
 from smallvit.components import ROOMS, VALUES, component, function, knobs, own_arguments
+from smallvit.recipe import definitions
 
 # As much nesting as there is: partials in partials, tuples, augmentations, None where a default is something.
 RICH = Run(
@@ -553,8 +556,10 @@ def test_the_floors_stand_in_every_comparison_on_the_data_of_the_baseline():
         (lambda: ablate({"a": Run(), "b": Run(arm="x")}), ("'a' and 'b' are the same run",)),
         (lambda: ablate({"a": Run(), "b": Run(seed=5)}), ("'a' and 'b' are the same run",)),
         (lambda: ablate({"a": Run(), "b": Run().vary(dim=64)}), ("'a' and 'b' are the same run",)),
-        (lambda: ablate({"a": Run(), "cnn": Run(model=SmallCNN)}), ("'cnn' and 'small CNN' are the same run",)),
-        (lambda: ablate({"a": Run(), "small CNN": Run(lr=0.1)}), ("'small CNN'", "floors=False")),
+        (lambda: ablate({"a": Run(), "cnn": Run(model=SmallCNN)}), ("'cnn' and 'small CNN' are the same run", "floors=False")),
+        (lambda: ablate({"a": Run(), "small CNN": Run(lr=0.1)}), ("'small CNN'", "of a floor and of an arm", "floors=False")),
+        (lambda: ablate({"a": Run()}, yardsticks={"small CNN": Run(lr=0.1)}), ("of a yardstick and of a floor",)),
+        (lambda: ablate({"a": Run()}, floors=False, yardsticks={"a": Run(lr=0.1)}), ("of a yardstick and of an arm",)),
         (lambda: ablate({"a": Run(labels=100)}), ("arm 'a' has labels=100", "to ablate alone")),
         (lambda: ablate({"a": Run()}, labels=100), ("labels is 100", "labels=[100]")),
         (lambda: ablate({"a": Run()}, seeds=8), ("seeds is 8",)),
@@ -750,3 +755,64 @@ def test_rebuilding_neither_builds_a_model_nor_reads_data(monkeypatch):
     monkeypatch.setattr(ViT, "__init__", built)
     again = rebuild(plain)  # there is no /somewhere either
     assert describe(again) == plain
+
+
+def test_the_small_cnn_is_trained_on_images_or_is_no_floor():
+    frozen = ablate({"a": Run(steps=0, init=Run(), evaluators=(knn,))}, seeds=[0])
+    assert [run.arm for run in frozen if run.role == "floor"] == [
+        "pixels, logistic regression",
+        "pixels, nearest neighbour",
+        "random initialisation",
+    ]
+    blind = Run(objective=DINO, augment=(augment.Flip(), *augment.digit_views()), clip=0.0)
+    (cnn,) = [run for run in ablate({"a": blind}, seeds=[0]) if run.arm == "small CNN"]
+    assert cnn.augment == (augment.Flip(),)
+
+
+@pytest.mark.parametrize(
+    "choices, words",
+    [
+        ({"evaluators": (accuracy, partial(few_shot, shots=1), partial(few_shot, shots=2))}, ("few_shot twice", "each once")),
+        ({"evaluators": (cost, accuracy)}, ("begins with cost", "judges nothing")),
+        ({"schedule": "cosine"}, ("'constant', None",)),
+        ({"data": partial(folder, path="x", size=[32, 32])}, ("size of folder is [32, 32]", "a tuple")),
+    ],
+    ids=["twice", "cost first", "schedule", "list"],
+)
+def test_choices_that_could_not_be_compared_or_loaded_are_refused(choices, words):
+    refused(lambda: Run(**choices), *words)
+
+
+# What a component of a recipe is made of
+
+TEXT = '''
+"""A recipe."""
+import torch
+GAIN = 1.0
+OTHER = 2
+class A:
+    def f(self):
+        return GAIN
+class B(A):
+    pass
+def g(x, y=OTHER):
+    return torch.relu(x) + y
+lr = 3
+'''
+
+
+@pytest.mark.parametrize(
+    "old, new, changed",
+    [
+        ("GAIN = 1.0", "GAIN = 5.0", {"GAIN", "A", "B"}),
+        ("OTHER = 2", "OTHER = 3", {"OTHER", "g"}),
+        ("    pass", "    more = 1", {"B"}),
+        ("import torch", "import numpy as torch", {"torch", "g"}),
+        ("lr = 3", "lr = 4", {"lr"}),
+        ("class A", "# a comment\nclass A", set()),
+        ("A recipe.", "The recipe.", set()),
+    ],
+)
+def test_a_definition_is_another_when_it_or_what_it_uses_has_changed(old, new, changed):
+    before, after = definitions(TEXT), definitions(TEXT.replace(old, new))
+    assert {name for name in before if before[name] != after[name]} == changed and before.keys() == after.keys()

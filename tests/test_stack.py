@@ -192,6 +192,27 @@ def test_what_cannot_be_stacked_is_named_and_trained_alone(run, why, tmp_path):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(
+    "change", [{"lr": 0.1}, {"steps": 24}, {"weight_decay": 0.5}, {"labels": 40}], ids=lambda x: next(iter(x))
+)
+def test_runs_that_differ_in_more_than_their_seed_are_trained_alone(change, tmp_path):
+    runs = [SHORT, SHORT.vary(seed=1, **change)]
+    with pytest.raises(NotStackable, match="more than their seed"):
+        Stack([training(run, run.seed) for run in runs])
+    assert [r["stacked"] for r in fit_stacked(runs, [tmp_path / "0", tmp_path / "1"])] == [None, None]
+
+
+def test_a_checkpoint_is_no_larger_for_the_company(tmp_path, monkeypatch):
+    runs = [SHORT.vary(seed=seed, average=0.1) for seed in range(4)]
+    put_down(runs, [tmp_path / str(run.seed) for run in runs], monkeypatch)
+    alone = Training(runs[0], digits(), digits().subset(labels=50, val=20, seed=0), "cpu")
+    alone.resume(tmp_path / "alone", "")
+    alone.advance()
+    alone.save()
+    sizes = [path.stat().st_size for path in (tmp_path / "0" / CHECKPOINT, tmp_path / "alone")]
+    assert sizes[0] < 1.1 * sizes[1]
+
+
 def test_a_model_that_is_another_for_each_member_is_found_out():
     members = [training(SHORT, seed) for seed in range(2)]
     members[1].objective.model.blocks[0].attention.scale *= 3  # a number of its own, which no weight holds

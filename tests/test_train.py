@@ -5,6 +5,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from smallvit import (
     SmallCNN,
     ViT,
     augment,
+    digits,
     fit,
     linear_probe,
     optimise,
@@ -30,6 +32,7 @@ from smallvit import (
 )
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
 from smallvit.streams import stream
+from smallvit.train import evaluations
 from smallvit.training import CHECKS, Training, order
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
@@ -111,6 +114,8 @@ def test_every_epoch_sees_every_image_once_and_in_another_order():
     places = torch.cat([order(10, 4, step, seed=0) for step in range(5)])
     first, second = places[:10].tolist(), places[10:].tolist()
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    assert torch.equal(places, order(10, 20, 0, seed=0)) and torch.equal(places[16:], order(10, 4, 4, seed=0))
+    assert not torch.equal(places, order(10, 20, 0, seed=1))
 
 
 def test_the_rate_rises_in_a_line_and_falls_in_a_cosine():
@@ -350,3 +355,35 @@ def test_an_augmentation_that_draws_elsewhere_is_still_the_same_in_every_arm():
         object.__setattr__(run, "augment", (Careless(),))
         seen.append(seen_by(run)[0])
     assert all(torch.equal(one, two) for one, two in zip(*seen))
+
+
+# The numbers of evaluators
+
+
+def half(model, splits):
+    yield "half", 0.5
+
+
+def another_half(model, splits):
+    yield "half", 0.25
+
+
+def seven(model, splits):
+    yield "seven", 7.0
+
+
+@pytest.mark.parametrize(
+    ("evaluators", "words"),
+    [
+        ((half, another_half), "another_half yields 'half', 0.25; expected another name"),
+        ((seven, half), "seven yields 'seven', 7; expected a share from 0 to 1 first"),
+    ],
+    ids=["a name twice", "no share"],
+)
+def test_numbers_that_overwrite_another_or_cannot_judge_are_refused(evaluators, words):
+    data = digits()
+    model, subset = SHORT.model((8, 8), 1, 10), data.subset(labels=50, val=20, seed=0)
+    with pytest.raises(ValueError, match=words):
+        evaluations(SimpleNamespace(evaluators=evaluators, early_stop=0), model, subset, data.test)
+    found = evaluations(SimpleNamespace(evaluators=(half, seven), early_stop=0), model, subset, data.test)
+    assert found["score"] == "half" and found["val"] == found["test"] == {"half": 0.5, "seven": 7.0}

@@ -492,5 +492,5 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     assert [model.norm.weight.shape[0] for model in models] == [384] * 5 + [192] * 5 + [768] * 5
     ways = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
     assert ways == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as the weights' own config says"
-    with pytest.raises(ValueError, match="has the name of a floor"):
+    with pytest.raises(ValueError, match="is the name of a yardstick and of an arm"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, yardsticks=arms)

@@ -71,8 +71,10 @@ def linear_probe(
     without validation images it is 1. `linear_probe_edge` is 1 if the C chosen is the smallest or largest of several, so that
     one beyond may be better, else 0. `linear_probe_iterations`: how many the solver took at that C.
 
-    Raises   RuntimeError if the solver does not converge: such a number is not the probe's.
+    Raises   RuntimeError if the solver does not converge: such a number is not the probe's. ValueError for no strengths.
     """
+    if not strengths:
+        raise ValueError("strengths is empty; expected at least one inverse strength C, such as 1.0")
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
     chosen, edge = 1.0, False
 

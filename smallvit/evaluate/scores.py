@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from smallvit import compute
 
@@ -34,23 +34,31 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
     images = next(iter(some(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as device:
         images = images.to(device)
-        if not compute.reduces(model):
-            yield "macs", float(compute.footprint(model, images)["macs"])
-            yield "ms", compute.milliseconds([lambda: model(images)], repeats)[0]
-            return
-        size = tuple(images.shape[-2:])
-        if tokens := compute.tokens_per_layer(model, size):
-            flops = float(compute.counted(model, images[:1]))
-            yield "macs", sum(compute.closed_form(model, image=size).values()) if compute.has_closed_form(model) else flops / 2
-            yield "flops", flops
-            yield "tokens", float(tokens[-1][1])
-        else:
-            scored = next(x for x, _ in splits.test.batches(1_000, device=device))
-            seen = compute.seen_tokens(model, scored)
-            macs = torch.tensor(compute.macs_of_each(model, scored, seen), dtype=torch.float64)
-            yield "macs", macs.mean().item()
-            yield "macs_sd", macs.std(correction=0).item()
-            yield "tokens", seen[:, -1, 1].double().mean().item()
-        ms, times = compute.speedup(model, images, repeats)
-        yield "ms", ms
-        yield "speedup", times
+        numbers = reduced_cost(model, splits, images, repeats) if compute.reduces(model) else plain_cost(model, images, repeats)
+    yield from numbers.items()
+
+
+cost.judges = False
+
+
+def plain_cost(model: nn.Module, images: Tensor, repeats: int) -> dict[str, float]:
+    """Of a model that sees all tokens, or has none."""
+    times = compute.milliseconds([lambda: compute.forward(model)(images)], repeats)
+    return {"macs": float(compute.footprint(model, images)["macs"]), "ms": times[0]}
+
+
+def reduced_cost(model: nn.Module, splits: Splits, images: Tensor, repeats: int) -> dict[str, float]:
+    """Of a model that reduces its tokens."""
+    size = tuple(images.shape[-2:])
+    if tokens := compute.tokens_per_layer(model, size):
+        flops = float(compute.counted(model, images[:1]))
+        macs = sum(compute.closed_form(model, image=size).values()) if compute.has_closed_form(model) else flops / 2
+        numbers = {"macs": macs, "flops": flops, "tokens": float(tokens[-1][1])}
+    else:
+        scored = next(x for x, _ in splits.test.batches(1_000, device=images.device))
+        seen = compute.seen_tokens(model, scored)
+        each = torch.tensor(compute.macs_of_each(model, scored, seen), dtype=torch.float64)
+        numbers = {"macs": each.mean().item(), "macs_sd": each.std(correction=0).item()}
+        numbers["tokens"] = seen[:, -1, 1].double().mean().item()
+    ms, times = compute.speedup(model, images, repeats)
+    return numbers | {"ms": ms, "speedup": times}

@@ -31,7 +31,11 @@ def measure(seen: Seen) -> dict[str, float]:
     all ways, 0 if they are one. `rank`: how many directions they use, the exponential of the entropy of the spectrum of their
     covariance (Roy, Vetterli 2007). `entropy`: the mean entropy of the teacher's targets, over log k. `information`: how much
     one image's targets differ from the batch's mean, in nats: the entropy of the mean less the mean entropy.
+
+    Raises FloatingPointError for features that are not finite.
     """
+    if not seen.features.isfinite().all():
+        raise FloatingPointError("the features are not finite any more; try a smaller lr")
     x = F.normalize(seen.features.float(), dim=-1)
     energy = torch.linalg.svdvals(x - x.mean(0)).square()
     spread = x.std(0, correction=0).square().sum().sqrt()

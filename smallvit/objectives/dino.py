@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 from smallvit.objectives.collapse import Seen
+from smallvit.objectives.paced import paced, tell
 from smallvit.optimise import average, tensors
 from smallvit.pooling import Projected
 
@@ -85,6 +86,7 @@ class DINO(nn.Module):
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that keeps the hidden ones")
         self.student, self.model = model, copy.deepcopy(model).requires_grad_(False)
+        self.paced = paced(self.student)  # the teacher reduces as it will when it is evaluated
 
         def head() -> nn.Module:  # twice: what a norm of weights has computed cannot be copied
             made = DINOProjectionHead(
@@ -123,6 +125,7 @@ class DINO(nn.Module):
             raise ValueError(
                 "DINO compares views and the batch has none; expected augment=augment.digit_views() or photo_views()"
             )
+        tell(self.paced, progress)
         b = len(batch.images)
         whole = batch.views[0]
         with torch.no_grad():

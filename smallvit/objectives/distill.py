@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
+from smallvit.objectives.paced import paced, tell
 from smallvit.objectives.supervised import cross_entropy
 
 TEMPERATURE = 3.0  # of DeiT's soft distillation
@@ -70,15 +71,14 @@ class Distill(nn.Module):
         self.model = model
         self.kind, self.weight, self.temperature, self.token = kind, weight, temperature, token
         self.beside = [copy.deepcopy(teacher).eval().requires_grad_(False)]  # in a list, so that no module finds its weights
-        self.paced = [module for module in model.modules() if isinstance(getattr(module, "progress", None), float)]
+        self.paced = paced(model)
 
     @property
     def teacher(self) -> nn.Module:
         return self.beside[0]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        for module in self.paced:
-            module.progress = progress
+        tell(self.paced, progress)
         if self.token:
             logits, taught = self.model.head.apart(self.model.features(batch.images))
         else:

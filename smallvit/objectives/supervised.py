@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
+from smallvit.objectives.paced import paced, tell
 
 
 class Supervised(nn.Module):
@@ -23,11 +24,10 @@ class Supervised(nn.Module):
         if softmax_first not in (None, False, True):
             raise ValueError(f"softmax_first is {softmax_first!r}; expected True for the mistake, False for none")
         self.model, self.softmax_first = model, softmax_first
-        self.paced = [module for module in model.modules() if isinstance(getattr(module, "progress", None), float)]
+        self.paced = paced(model)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        for module in self.paced:
-            module.progress = progress
+        tell(self.paced, progress)
         logits = self.model(batch.images)
         if self.softmax_first:
             logits = logits.float().softmax(-1)

@@ -12,7 +12,7 @@ instead and is called `(x, size)`.
 - `key()` is b n e, `saliency(queries)` b n (see `attention.Mixed`): called only when needed.
 - `left(n)` says how many of n tokens go on from here in evaluation, None, as without it, where that depends on the image.
 - `macs(n, head_dim)`, where there is one, says what the reduction itself costs. An attribute `progress`, a float, is set to
-  the progress of the run while it trains under `Supervised`.
+  the progress of the run while it is trained.
 
 Parts of the layers may be left alone: there the module is the identity, as it is at its off setting.
 """

@@ -11,11 +11,12 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
     """A line for every arm trained again, saying whether its mean lies in the band of the committed seeds; and whether all do.
 
     The band is the 99% prediction interval for the mean of as many new runs, from the mean and the SD over the committed seeds
-    (t distribution). A run that failed, or an arm with fewer than 2 committed seeds, is not in its band.
+    (t distribution). A run that failed, or an arm with fewer than 2 committed seeds, is not in its band; nor is all well where
+    no arm has one.
     """
     from scipy.stats import t
 
-    lines, good = [], True
+    lines, good, held = [], True, 0
     for arm, labels in dict.fromkeys((record["arm"], record["labels"]) for record in again):
         old = [
             r["test"][r["score"]] for r in committed if (r["arm"], r["labels"]) == (arm, labels) and r["status"] == "finished"
@@ -26,7 +27,11 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
             lines.append(f"{arm} at {amount(labels)}: left out, unavailable here ({mine[0]['error']})")
             continue
         if len(old) < 2 or len(new) < len(mine):
-            why = "fewer than 2 committed seeds" if len(old) < 2 else mine[0]["error"] or "a run failed"
+            why = (
+                "fewer than 2 committed seeds"
+                if len(old) < 2
+                else next((r["error"] for r in mine if r["error"]), "a run failed")
+            )
             lines.append(f"{arm} at {amount(labels)}: no band ({why})")
             good = False
             continue
@@ -42,5 +47,5 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
             f" (99%, {len(old)} committed seeds): "
             + ("OUTSIDE" if not inside else "identical to the record" if exact else "inside")
         )
-        good = good and inside
-    return lines, good
+        good, held = good and inside, held + 1
+    return lines, good and held > 0

@@ -35,7 +35,7 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
     """The report as Markdown, to be committed beside its recipe. `doc` (the recipe's docstring) stands at the top as it is."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", doc)), default=0))
     parts = [f"# {_md(title)}", f"{fence}text\n{doc.strip()}\n{fence}"]
-    if not records:
+    if not present(records):
         return "\n\n".join([*parts, EMPTY]) + "\n"
     c, records = compare(records), present(records)
     parts += ["## Verdicts", _md(summary(c))]
@@ -68,7 +68,7 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     env.filters |= {f.__name__: f for f in (amount, percent, points, interval, p_value, mean_sd)}
     page = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     given = {"title": title, "doc": doc.strip(), "light": figures.LIGHT, "dark": figures.DARK, "empty": EMPTY, "c": None}
-    if not records:
+    if not present(records):
         return page.render(given)
     c, records = compare(records), present(records)
     parts = c.parts()

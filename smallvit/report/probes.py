@@ -1,6 +1,7 @@
 """What frozen features already know: one table of every probe's number, and whether an arm beats its own random weights."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -8,7 +9,6 @@ from smallvit.record import amount
 
 from .verdicts import spread
 
-PROBES = ("knn_1", "knn_5", "knn_20", "linear_probe", "few_shot")
 RANDOM = "random initialisation"  # the floor's name, see smallvit.arms
 
 
@@ -26,16 +26,23 @@ def probed(records: Sequence[dict]) -> list[Probed]:
     done = [r for r in records if r["status"] == "finished"]
     out = []
     for labels in dict.fromkeys(r["labels"] for r in done):
-        here = [r for r in done if r["labels"] == labels and any(name in r["test"] for name in PROBES)]
+        here = [r for r in done if r["labels"] == labels and probes([r])]
         if all(r["role"] == "floor" for r in here):
             continue
-        names = tuple(name for name in PROBES if any(name in r["test"] for r in here))
+        names = probes(here)
         rows = {}
         for arm in dict.fromkeys(r["arm"] for r in here):
             found = [[r["test"][name] for r in here if r["arm"] == arm and name in r["test"]] for name in names]
             rows[arm] = tuple(fmean(values) if values else None for values in found)
         out.append(Probed(labels=labels, names=names, rows=rows))
     return out
+
+
+def probes(records: Iterable[dict]) -> tuple[str, ...]:
+    """The probes that looked at any of these: kNN by the number of its neighbours, then the others."""
+    there = {name for r in records for name in r["test"]}
+    near = sorted((name for name in there if re.fullmatch(r"knn_\d+", name)), key=lambda name: int(name[4:]))
+    return (*near, *(name for name in ("linear_probe", "few_shot") if name in there))
 
 
 def no_better_than_random(records: Sequence[dict]) -> list[str]:
@@ -49,7 +56,7 @@ def no_better_than_random(records: Sequence[dict]) -> list[str]:
             for (name, n, seed), r in done.items()
             if (name, n) == (arm, labels) and (RANDOM, n, seed) in done
         ]
-        for probe in PROBES:
+        for probe in probes(done.values()):
             gains = [own[probe] - random[probe] for own, random in pairs if probe in own and probe in random]
             mean, _, low, _ = spread(gains)
             if gains and (mean if low is None else low) <= 0:
