@@ -17,8 +17,8 @@ from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
 from smallvit.augment import Batch, apply
 from smallvit.execution import AS_IT_IS, Execution
 from smallvit.launch import launch
-from smallvit.training import Training
-from smallvit.trial import race, ways_to_try, winner
+from smallvit.launch.trial import race, ways_to_try, winner
+from smallvit.train.training import Training
 
 STACK = 4
 

@@ -136,8 +136,8 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 def run(chosen: argparse.Namespace) -> int:
     from smallvit.execution import Execution, from_words
     from smallvit.launch import launch
-    from smallvit.plan import plan, schedules
-    from smallvit.trial import fastest
+    from smallvit.launch.plan import plan, schedules
+    from smallvit.launch.trial import fastest
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -208,8 +208,8 @@ def report(chosen: argparse.Namespace) -> int:
 
 def gathered(runs: list, out: Path, recipe: str) -> list[dict]:
     """A record of every run: what it left, or that it is missing, since verdicts pay for all that a recipe compares."""
-    from smallvit.schedule import recall
-    from smallvit.train import blank
+    from smallvit.launch.schedule import recall
+    from smallvit.train.fitting import blank
 
     unknown = dict.fromkeys(("code", "versions", "cpu"))
     return [recall(run, out, recipe) or blank(run, recipe, status="missing") | unknown for run in runs]

@@ -110,7 +110,7 @@ def dino(**knobs) -> Run:
 
 def train(run: Run, alias: bool = False):
     """The run's first 200 steps; with `alias` the teacher is the student itself: no momentum, no copy."""
-    from smallvit.training import Training
+    from smallvit.train.training import Training
 
     data = digits()
     training = Training(run, data, data.subset(labels=None, val=None, seed=0), "cpu")

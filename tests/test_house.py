@@ -23,68 +23,24 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 # Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {
-        "__init__",
-        "compute",
-        "execution",
-        "launch",
-        "plan",
-        "pretrained",
-        "recipe",
-        "record",
-        "report",
-        "run",
-        "schedule",
-        "train",
-        "trial",
-    },
-    "plan": {"components", "compute", "execution", "launch", "pretrained", "run", "schedule", "trial"},
-    "trial": {
-        "components",
-        "execution",
-        "launch",
-        "pretrained",
-        "record",
-        "run",
-        "schedule",
-        "stack",
-        "train",
-        "training",
-    },
-    "progress": {"record", "run"},
-    "launch": {"execution", "run", "schedule", "worker"},
-    "schedule": {"pretrained", "progress", "record", "run", "train"},
-    "worker": {"execution", "recipe", "record", "run", "train"},
+    "__main__": {"__init__", "compute", "execution", "launch", "pretrained", "recipe", "record", "report", "run", "train"},
+    "launch": {"components", "compute", "execution", "pretrained", "recipe", "record", "run", "train"},
     "train": {
+        "augment",
         "components",
         "compute",
         "data",
         "evaluate",
         "execution",
         "explain",
-        "record",
-        "run",
-        "stack",
-        "starts",
-        "training",
-    },
-    "stack": {"augment", "optimise", "run", "training"},
-    "training": {
-        "augment",
-        "compute",
-        "data",
-        "evaluate",
-        "execution",
         "objectives",
         "optimise",
         "pretrained",
         "record",
         "run",
-        "starts",
         "streams",
         "vit",
     },
-    "starts": {"record"},
     "execution": set(),
     "recipe": {"run"},
     "arms": {"augment", "components", "evaluate", "floors", "objectives", "pretrained", "run", "tokenizers", "vit"},
@@ -115,14 +71,10 @@ AT_THE_TOP |= {
         "__init__",
         "__main__",
         "explain",
-        "launch",
-        "plan",
-        "progress",
         "recipe",
         "record",
         "report",
         "run",
-        "schedule",
         "streams",
     )
 }
@@ -157,7 +109,8 @@ def imports(path: Path, tree: ast.Module):
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            names = [f"{base}.{alias.name}" for alias in node.names] if base == "smallvit" else [base]
+            within = base == "smallvit" or (node.level and not node.module)
+            names = [f"{base}.{alias.name}" for alias in node.names] if within else [base]
         else:
             continue
         for name in names:
@@ -188,6 +141,15 @@ def test_a_room_imports_only_what_lies_below_it(where):
                 below = target if target in MAY_IMPORT else "__init__"
                 assert below in MAY_IMPORT[where], f"{path.name} imports {name}"
     assert seen > 0
+
+
+def test_files_import_each_other_downhill_too():
+    files = {
+        ".".join(("smallvit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in sources()
+    }
+    needs = {name: {of for of, _ in imports(path, sources()[path])} & files.keys() - {name} for name, path in files.items()}
+    assert len(list(TopologicalSorter(needs).static_order())) == len(files)
 
 
 def test_libraries_are_imported_where_they_are_used():

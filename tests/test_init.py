@@ -33,9 +33,9 @@ from smallvit import (
 )
 from smallvit.data.images import Sealed
 from smallvit.launch import launch
+from smallvit.launch.schedule import with_those_before
 from smallvit.recipe import shortened, with_length
 from smallvit.record import WEIGHTS, read_record
-from smallvit.schedule import with_those_before
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=4, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())

@@ -13,9 +13,9 @@ import pytest
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
 from smallvit.launch import launch
+from smallvit.launch.schedule import Schedule, failed, folder, in_turn, recall
 from smallvit.record import RECORD, WEIGHTS, read_record
-from smallvit.schedule import Schedule, failed, folder, in_turn, recall
-from smallvit.train import blank
+from smallvit.train.fitting import blank
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())

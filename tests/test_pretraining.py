@@ -31,9 +31,9 @@ from smallvit import (
     markdown,
 )
 from smallvit.arms import RANDOM, placed
+from smallvit.launch.schedule import with_those_before
 from smallvit.record import WEIGHTS
 from smallvit.report.probes import no_better_than_random, probed
-from smallvit.schedule import with_those_before
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 HEAD = partial(DINO, prototypes=16, hidden=16, bottleneck=8)

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from smallvit import DINO, PatchEmbed, Pixels, Run, Splits, ViT, ablate, augment, data, digits, knn, spread_labels
-from smallvit import training as trainings
 from smallvit.data import Images
-from smallvit.plan import plan
+from smallvit.launch.plan import plan
 from smallvit.record import WEIGHTS
 from smallvit.train import fit
+from smallvit.train import training as trainings
 
 PIXELS = Pixels((1, 2), 1, 3)  # whose features are those of any image
 

@@ -9,7 +9,7 @@ import pytest
 from smallvit import Dataset, Weights, compare, compute, fingerprint, fit, html, markdown
 from smallvit.arms import the_floors
 from smallvit.data.images import Sealed
-from smallvit.plan import plan
+from smallvit.launch.plan import plan
 from smallvit.recipe import load_recipe, shortened
 from smallvit.record import read_records
 
@@ -62,7 +62,7 @@ def test_every_recipe_can_be_planned(path, monkeypatch):
     if not MNIST and "mnist" in path.read_text():
         pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
     monkeypatch.setattr(Weights, "at_hand", lambda self: None)
-    monkeypatch.setattr("smallvit.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
+    monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
     said = plan(loaded(path).RUNS, 2, "cpu")
     assert all(f"{arm}: " in said for arm in {run.arm for run in loaded(path).RUNS})
 

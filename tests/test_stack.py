@@ -21,15 +21,14 @@ from smallvit import (
     augment,
     digits,
     linear_probe,
-    trial,
 )
-from smallvit import train as trainings
-from smallvit.launch import launch
+from smallvit.launch import launch, trial
 from smallvit.optimise import tensors
 from smallvit.record import CHECKPOINT, WEIGHTS
-from smallvit.stack import NotStackable, Stack
 from smallvit.train import fit, fit_stacked
-from smallvit.training import Training
+from smallvit.train import fitting as trainings
+from smallvit.train.stack import NotStackable, Stack
+from smallvit.train.training import Training
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, clip=0.5, augment=augment.digits())

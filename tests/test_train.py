@@ -32,8 +32,8 @@ from smallvit import (
 )
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
 from smallvit.streams import stream
-from smallvit.train import evaluations
-from smallvit.training import CHECKS, Training, order
+from smallvit.train.fitting import evaluations
+from smallvit.train.training import CHECKS, Training, order
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
@@ -234,7 +234,7 @@ def child(run: Run, folder: Path) -> multiprocessing.Process:
 
 
 def test_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
-    monkeypatch.setattr("smallvit.training.CHECKPOINT_SECONDS", 0.05)
+    monkeypatch.setattr("smallvit.train.training.CHECKPOINT_SECONDS", 0.05)
     run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)
     whole = fit(run, tmp_path / "whole")
     folder, resumed_at = tmp_path / "killed", [0]
@@ -310,7 +310,7 @@ def test_a_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr("smallvit.training.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("smallvit.train.training.CHECKPOINT_SECONDS", 0.0)
     with pytest.raises(ValueError, match=r"could not write checkpoint\.pt.*No space left on device"):
         fit(SHORT, tmp_path)
     monkeypatch.undo()

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smallvit import DINO, PatchEmbed, Run, ViT, ablate, augment, trial
-from smallvit import training as trainings
+from smallvit import DINO, PatchEmbed, Run, ViT, ablate, augment
 from smallvit.__main__ import main
 from smallvit.execution import AS_IT_IS, Execution
-from smallvit.launch import launch
+from smallvit.launch import launch, trial
 from smallvit.record import WEIGHTS, read_record
 from smallvit.train import fit, fit_stacked
+from smallvit.train import training as trainings
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -127,7 +127,7 @@ def test_the_fastest_is_taken_if_it_gains_and_comes_to_the_same_losses(tmp_path,
     assert trial.fastest(both, tmp_path / "both", 1, "cpu")[0] == AS_IT_IS  # that is what they compare
     as_if(monkeypatch, lambda one: 5.0 if one.execution.precision == "bf16" else 1.0)
     assert "bf16: over 3 times as long as another" in trial.fastest(runs, tmp_path / "e", 1, "cpu")[2]
-    monkeypatch.setattr("smallvit.stack.TOLERANCE", {"fp32": 1e-4, "bf16": 1e-9})
+    monkeypatch.setattr("smallvit.train.stack.TOLERANCE", {"fp32": 1e-4, "bf16": 1e-9})
     as_if(monkeypatch, lambda one: 0.4 if one.execution.precision == "bf16" else 1.0)
     execution, _, why = trial.fastest(runs, tmp_path / "f", 1, "cpu")
     assert execution == AS_IT_IS and "bf16: losses" in why

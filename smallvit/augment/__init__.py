@@ -16,13 +16,13 @@ why a digit's label would no longer be true.
 Shapes: b images, c channels, h x w pixels, k classes.
 """
 
-from smallvit.augment.batch import Augmentation, Batch, apply
-from smallvit.augment.light import Blur, Gray, Jitter, Solarize
-from smallvit.augment.mix import CutMix, Mixup, SmoothLabels
-from smallvit.augment.pixels import Erase, Flip, Noise
-from smallvit.augment.presets import digit_views, digits, photo_views, photos
-from smallvit.augment.views import Views
-from smallvit.augment.warp import Warp
+from .batch import Augmentation, Batch, apply
+from .light import Blur, Gray, Jitter, Solarize
+from .mix import CutMix, Mixup, SmoothLabels
+from .pixels import Erase, Flip, Noise
+from .presets import digit_views, digits, photo_views, photos
+from .views import Views
+from .warp import Warp
 
 __all__ = [
     "Augmentation",

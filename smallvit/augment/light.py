@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Generator, Tensor
 
-from smallvit.augment.batch import Batch, expect, expect_span
+from .batch import Batch, expect, expect_span
 
 # A pixel is its grey and its colour, GREY x + COLOUR x. QUARTER x is its colour after a quarter turn, red towards green.
 GREY = torch.tensor([0.299, 0.587, 0.114]).expand(3, 3)  # ITU-R BT.601

@@ -6,8 +6,8 @@ from math import pi
 import torch
 from torch import Generator, Tensor
 
-from smallvit.augment.batch import Batch, expect
-from smallvit.augment.pixels import rectangles
+from .batch import Batch, expect
+from .pixels import rectangles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from math import log
 import torch
 from torch import Generator, Tensor
 
-from smallvit.augment.batch import Batch, expect, expect_span
+from .batch import Batch, expect, expect_span
 
 
 @dataclass(frozen=True, kw_only=True)

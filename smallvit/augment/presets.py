@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from smallvit.augment.batch import Augmentation
-from smallvit.augment.light import Blur, Gray, Jitter, Solarize
-from smallvit.augment.mix import CutMix, Mixup
-from smallvit.augment.pixels import Erase, Flip
-from smallvit.augment.views import Views
-from smallvit.augment.warp import Warp
+from .batch import Augmentation
+from .light import Blur, Gray, Jitter, Solarize
+from .mix import CutMix, Mixup
+from .pixels import Erase, Flip
+from .views import Views
+from .warp import Warp
 
 
 def digits(strength: float = 1.0) -> tuple[Augmentation, ...]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator
 
-from smallvit.augment.batch import Batch, height_width, whole
-from smallvit.augment.warp import Warp
+from .batch import Batch, height_width, whole
+from .warp import Warp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Generator, Tensor
 
-from smallvit.augment.batch import Batch, expect, expect_span, height_width
+from .batch import Batch, expect, expect_span, height_width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ Every loader returns a `Dataset`, reads once per process so that many runs share
 that a record can name the call.
 """
 
-from smallvit.data.images import Dataset, DataSpec, Images, Sealed, Subset
-from smallvit.data.own import arrays, folder
-from smallvit.data.published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
+from .images import Dataset, DataSpec, Images, Sealed, Subset
+from .own import arrays, folder
+from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
 
 __all__ = [
     "DataSpec",

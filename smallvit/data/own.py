@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smallvit.data.images import Dataset
+from .images import Dataset
 
 
 @functools.cache

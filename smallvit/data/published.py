@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from smallvit.data.images import Dataset, draw
+from .images import Dataset, draw
 
 DIGITS = tuple("0123456789")
 

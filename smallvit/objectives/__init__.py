@@ -17,10 +17,10 @@ that learns from another trained model says `needs_teacher`, and is made `object
 says `needs_labels = False` and keeps in `seen` what `collapse` looks at.
 """
 
-from smallvit.objectives.dino import DINO
-from smallvit.objectives.distill import Distill
-from smallvit.objectives.mae import MAE
-from smallvit.objectives.reduce import LearnThresholds, LearnToPrune
-from smallvit.objectives.supervised import Supervised
+from .dino import DINO
+from .distill import Distill
+from .mae import MAE
+from .reduce import LearnThresholds, LearnToPrune
+from .supervised import Supervised
 
 __all__ = ["DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Supervised"]

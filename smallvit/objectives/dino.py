@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.objectives.collapse import Seen
-from smallvit.objectives.paced import paced, tell
 from smallvit.optimise import average, tensors
 from smallvit.pooling import Projected
+
+from .collapse import Seen
+from .paced import paced, tell
 
 
 class DINO(nn.Module):

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.objectives.paced import paced, tell
-from smallvit.objectives.supervised import cross_entropy
+
+from .paced import paced, tell
+from .supervised import cross_entropy
 
 TEMPERATURE = 3.0  # of DeiT's soft distillation
 

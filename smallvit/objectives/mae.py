@@ -11,10 +11,11 @@ from smallvit.attention import Attention
 from smallvit.augment import Batch
 from smallvit.compute import reduces
 from smallvit.evaluate import frozen
-from smallvit.objectives.collapse import Seen
 from smallvit.positions import SinCos2d
 from smallvit.reduction.place import take, wide
 from smallvit.vit import Block, ViT, initialise
+
+from .collapse import Seen
 
 Grid = tuple[int, int]
 Image = tuple[int, int]

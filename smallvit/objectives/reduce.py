@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 from smallvit.compute import block_macs, has_closed_form, unreduced
-from smallvit.objectives.supervised import cross_entropy
 from smallvit.reduction import LearnedPrune, LearnedThresholds
+
+from .supervised import cross_entropy
 
 
 class LearnToPrune(nn.Module):

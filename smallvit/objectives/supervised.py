@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.objectives.paced import paced, tell
+
+from .paced import paced, tell
 
 
 class Supervised(nn.Module):

@@ -14,9 +14,10 @@ from smallvit.data import Dataset, DataSpec, Images, Subset
 from smallvit.evaluate import Splits, remembering
 from smallvit.execution import AS_IT_IS, Execution
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
-from smallvit.stack import NotStackable, Stack
-from smallvit.starts import weights
-from smallvit.training import Training, Watch, go
+
+from .stack import NotStackable, Stack
+from .starts import weights
+from .training import Training, Watch, go
 
 
 def fit(

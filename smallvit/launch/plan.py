@@ -5,11 +5,12 @@ from contextlib import suppress
 
 from smallvit.components import knobs
 from smallvit.execution import AS_IT_IS
-from smallvit.launch import cores
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
-from smallvit.schedule import with_those_before
-from smallvit.trial import STEPS, a_step, begun
+
+from . import cores
+from .schedule import with_those_before
+from .trial import STEPS, a_step, begun
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from smallvit.execution import AS_IT_IS, Execution, refuse_unknown
 from smallvit.run import Run
-from smallvit.schedule import Schedule
+
+from .schedule import Schedule
 
 
 def launch(
@@ -38,7 +39,7 @@ def launch(
     `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
     there. With `stack` > 1 so many runs that differ only in their seed are trained as one model, which is faster where models
     are small: they agree with those trained alone to rounding, and their records say so. All steps are computed as `execution`
-    says, which `smallvit.trial.fastest` finds; the records say that too. A failed run is reported at once,
+    says, which `smallvit.launch.trial.fastest` finds; the records say that too. A failed run is reported at once,
     leaves a record that says why, and is tried again only with `retry=True`; one whose weights were not to be had is tried
     again every time. A worker that is killed has its run taken up once more from its checkpoint. `show(record)` is called for
     every record as it comes.
@@ -89,7 +90,7 @@ def processes(device: str) -> BaseContext:
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
     # with what the first step of an optimizer would load, and this process never needs
-    forkserver.set_forkserver_preload(["smallvit.worker", "torch._dynamo", "torch.utils.flop_counter"])
+    forkserver.set_forkserver_preload(["smallvit.launch.worker", "torch._dynamo", "torch.utils.flop_counter"])
     forkserver.ensure_running()
     return get_context("forkserver")
 
@@ -103,13 +104,13 @@ class Slot:
         self.replace()
 
     def replace(self):
-        from smallvit.worker import prepare
+        from .worker import prepare
 
         self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
 
     def start(self, at: list[int], tasks: list[tuple], recipe: str) -> Future:
-        from smallvit.worker import work
+        from .worker import work
 
         self.at, self.progress[0] = at, 0
         words = (tasks, recipe, *self.settings)

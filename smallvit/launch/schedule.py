@@ -12,8 +12,9 @@ from pathlib import Path
 
 from smallvit import record as records
 from smallvit.pretrained import Unavailable, Weights
-from smallvit.progress import Bar
 from smallvit.run import NAMING, Run, describe, fingerprint
+
+from .progress import Bar
 
 
 class Schedule:
@@ -99,7 +100,7 @@ class Schedule:
         return {field: self.found[one] for field, one in self.before[at].items()}
 
     def task(self, at: int) -> tuple:
-        """A run as a worker takes it: see `smallvit.worker.Task`."""
+        """A run as a worker takes it: see `smallvit.launch.worker.Task`."""
         run, places = self.runs[at], {field: self.folder(one) for field, one in self.before[at].items()}
         return describe(run), {name: getattr(run, name) for name in NAMING}, self.folder(at), places
 
@@ -187,7 +188,7 @@ def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict
     """Leave a record of a run that raised, and return it; None where another process is at it. A finished record stays."""
     from filelock import FileLock, Timeout
 
-    from smallvit.train import blank
+    from smallvit.train.fitting import blank
 
     killed = isinstance(error, BrokenProcessPool)
     reason = "the worker was killed twice (out of memory?)" if killed else f"{type(error).__name__}: {error}"

@@ -27,9 +27,10 @@ from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optimise import average, decay_groups, pace, tensors
 from smallvit.pretrained import Weights
 from smallvit.run import Run, fingerprint
-from smallvit.starts import start_from
 from smallvit.streams import stream
 from smallvit.vit import ViT, initialise
+
+from .starts import start_from
 
 CHECKS = 12  # how often a run looks at its loss and its validation images
 CHECKPOINT_SECONDS = 10.0

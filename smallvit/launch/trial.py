@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from smallvit import record as records
 from smallvit.components import function
 from smallvit.execution import AS_IT_IS, CHOICES, Execution, refuse_unknown
-from smallvit.launch import cores, refuse_absent
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
-from smallvit.schedule import with_those_before
+
+from . import cores, refuse_absent
+from .schedule import with_those_before
 
 if TYPE_CHECKING:
-    from smallvit.training import Training
+    from smallvit.train.training import Training
 
 STEPS, FEWEST = 8, 3  # timed of each; the fewest where they take long
 LONG_ENOUGH = 20.0  # seconds
@@ -124,7 +125,7 @@ def race(
     """
     import torch
 
-    from smallvit.stack import TOLERANCE
+    from smallvit.train.stack import TOLERANCE
 
     field: dict[Execution, list[Training]] = {}
     warmed: dict[Execution, float] = {}
@@ -168,8 +169,8 @@ def winner(times: dict[Execution, float], ways: Sequence[Execution]) -> Executio
 
 def begun(run: Run, execution: Execution, device: str) -> "Training":
     """A training before its first step, with more steps than are tried, where it has any."""
-    from smallvit.train import drawn
-    from smallvit.training import Training
+    from smallvit.train.fitting import drawn
+    from smallvit.train.training import Training
 
     run = replace(unstarted(run), steps=max(run.steps, 2 * STEPS) if run.steps else 0)
     training = Training(run, *drawn(run), device, execution=execution)
@@ -182,7 +183,7 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Ex
 
     One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
     """
-    from smallvit.stack import Stack
+    from smallvit.train.stack import Stack
 
     refuse_absent(device)
     run = next((run for run in runs if run.steps and run.role != "floor"), None)

@@ -14,7 +14,8 @@ from torch.func import functional_call, vmap
 from smallvit.augment import Batch
 from smallvit.optimise import average
 from smallvit.run import fingerprint
-from smallvit.training import Training
+
+from .training import Training
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: what a batched product may round otherwise
 
