@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
-from smallvit.report import page as pages
+from smallvit.report import provenance as facts
 from smallvit.report.knobs import knobs
 
 DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
@@ -243,7 +243,7 @@ def test_markdown_leads_with_the_verdicts_and_labels_every_plus_minus():
 
 def test_what_differs_is_read_from_the_runs_and_partial_differences_say_so():
     rows = change(records({"scratch": 0, "+A": 0}), "+A", 5, run={"model": {"arm": "+A", "dim": 96}, "seed": 5})
-    assert pages.changes(compare(rows), rows) == {"+A": ['model.arm: "scratch" → "+A"', "model.dim: 64 → 96 (in 1 of 8 runs)"]}
+    assert facts.changes(compare(rows), rows) == {"+A": ['model.arm: "scratch" → "+A"', "model.dim: 64 → 96 (in 1 of 8 runs)"]}
 
 
 def started(rows: list[dict], arm: str, of: str, missing=()) -> list[dict]:
@@ -260,10 +260,10 @@ def test_a_run_that_starts_from_another_says_so_in_one_line():
     rows = [r | {"fingerprint": f"{r['arm']}{r['seed']}"} for r in records({"scratch": 0, "+A": 0, "+B": 0})]
     rows = started(started(rows, "+A", "scratch", [f"blocks.{k}.reduction.weight" for k in range(12)]), "+B", "elsewhere")
     rows = change(rows, "+A", 4, status="failed", error="boom", pretraining=None, weights=None, **UNKNOWN)
-    said = pages.changes(compare(rows), [r | {"run": {"init": None} | r["run"]} for r in rows])
+    said = facts.changes(compare(rows), [r | {"run": {"init": None} | r["run"]} for r in rows])
     assert said["+A"] == ['model.arm: "scratch" → "+A"', "init: absent → weights of scratch"]
     assert said["+B"][1:] == ["init: absent → weights of elsewhere0 and 7 more"]
-    whence = pages.provenance(rows)["Pretrained weights"]
+    whence = facts.provenance(rows)["Pretrained weights"]
     assert "weights of scratch, loaded 53, missing blocks.0.reduction.weight" in whence and "and 9 more (7 runs)" in whence
     assert "weights of elsewhere0 and 7 more, loaded 53, missing none (8 runs)" in whence and len(whence) < 300
 

@@ -8,7 +8,7 @@ from smallvit.execution import AS_IT_IS
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
 
-from . import cores
+from .pool import cores
 from .schedule import with_those_before
 from .trial import STEPS, a_step, begun
 

@@ -17,7 +17,7 @@ from smallvit.execution import AS_IT_IS, CHOICES, Execution, refuse_unknown
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
 
-from . import cores, refuse_absent
+from .pool import cores, refuse_absent
 from .schedule import with_those_before
 
 if TYPE_CHECKING:
