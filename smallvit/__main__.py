@@ -15,14 +15,6 @@ from types import ModuleType
 from smallvit import __version__
 from smallvit.recipe import find_recipe, load_recipe, only, recipe_files, shortened, value, with_length
 
-HELP = {
-    "list": "the recipes at hand, and the question that each one asks",
-    "run": "train what a recipe compares and write its report; run it again to go on where it stopped",
-    "report": "write the report of what has been run so far",
-    "verify": "train a few committed runs again and hold them against the committed records",
-    "shapes": "what comes out of a model step by step: shapes, parameters and multiply-adds",
-}
-
 
 def main(words: list[str] | None = None) -> int:
     """Run one command. The status is 0 if all went well, 1 if something failed, 2 if the words were wrong, 130 after Ctrl-C."""
@@ -34,7 +26,7 @@ def main(words: list[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return COMMANDS[chosen.command](chosen)
+        return chosen.call(chosen)
     except ValueError as error:
         print(f"smallvit: {error}", file=sys.stderr)
         return 2
@@ -48,73 +40,63 @@ def arguments() -> argparse.ArgumentParser:
         prog="smallvit", description="Train Vision Transformers on little data, and know whether it helped."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(HELP))
-    for name, text in HELP.items():
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    for name, (text, choices, call) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        if name == "list":
-            continue
-        if name == "shapes":
-            command.add_argument("model", help="a recipe, by name or path, or a model of timm's, such as vit_base_patch16_224")
-            command.add_argument("--arm", help="which arm of the recipe (default: its first)")
-            command.add_argument(
-                "--image", type=positive, metavar="PIXELS", help="side of the image (default: the model's own)"
-            )
-            command.add_argument("--channels", type=positive, help="of the image (default: the model's own)")
-            continue
-        command.add_argument("recipe", help="a recipe's name (see smallvit list) or the path of a recipe file")
-        command.add_argument("--out", default="runs", help="where the runs are kept (default: ./runs)")
-        if name != "report":
-            command.add_argument("--jobs", type=positive, help="worker processes, one thread each (default: one for each core)")
-            command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
-        if name == "run":
-            command.add_argument(
-                "--stack", type=positive, metavar="N", help="train N seeds of an arm as one model (default: 1)"
-            )
-            command.add_argument(
-                "--fast",
-                action="store_true",
-                help="compute steps in the way that a few of them show to be fastest here: attention kernel, half precision, "
-                "seeds as one, compiled blocks; the choice is kept for the next time",
-            )
-            command.add_argument(
-                "--compute",
-                nargs="+",
-                default=[],
-                metavar="HOW",
-                help="how the steps are computed, and what --fast does not try: "
-                "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
-            )
-            command.add_argument(
-                "--only",
-                nargs="+",
-                default=[],
-                metavar="WHAT",
-                help="some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)",
-            )
-        if name == "run":
-            command.add_argument(
-                "--longer",
-                type=positive,
-                default=1,
-                metavar="N",
-                help="train every run N times as long, in a folder of its own",
-            )
-            command.add_argument("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
-            command.add_argument(
-                "--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes"
-            )
-            command.add_argument("--retry", action="store_true", help="run failed runs again")
-            command.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
-        if name == "report":
-            command.add_argument(
-                "--publish", action="store_true", help="write records and report beside the recipe, to be committed"
-            )
-        if name == "verify":
-            command.add_argument(
-                "--seeds", type=positive, default=1, help="how many committed seeds of each arm to train again (default: 1)"
-            )
-            command.add_argument("--labels", help="which number of labels (default: the smallest committed)")
+        command.set_defaults(call=call)
+        for add in choices:
+            add(command)
     return parser
+
+
+def of_a_recipe(command: argparse.ArgumentParser):
+    command.add_argument("recipe", help="a recipe's name (see smallvit list) or the path of a recipe file")
+    command.add_argument("--out", default="runs", help="where the runs are kept (default: ./runs)")
+
+
+def of_training(command: argparse.ArgumentParser):
+    command.add_argument("--jobs", type=positive, help="worker processes, one thread each (default: one for each core)")
+    command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
+
+
+def of_run(command: argparse.ArgumentParser):
+    add = command.add_argument
+    add("--stack", type=positive, metavar="N", help="train N seeds of an arm as one model (default: 1)")
+    fast = (
+        "compute steps in the way that a few of them show to be fastest here: attention kernel, half precision, seeds as one, "
+        "compiled blocks; the choice is kept for the next time"
+    )
+    add("--fast", action="store_true", help=fast)
+    compute = (
+        "how the steps are computed, and what --fast does not try: "
+        "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no"
+    )
+    add("--compute", nargs="+", default=[], metavar="HOW", help=compute)
+    only = "some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)"
+    add("--only", nargs="+", default=[], metavar="WHAT", help=only)
+    longer = "train every run N times as long, in a folder of its own"
+    add("--longer", type=positive, default=1, metavar="N", help=longer)
+    add("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
+    add("--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes")
+    add("--retry", action="store_true", help="run failed runs again")
+    add("--fail-fast", action="store_true", help="stop at the first failure")
+
+
+def of_report(command: argparse.ArgumentParser):
+    command.add_argument("--publish", action="store_true", help="write records and report beside the recipe, to be committed")
+
+
+def of_verify(command: argparse.ArgumentParser):
+    seeds = "how many committed seeds of each arm to train again (default: 1)"
+    command.add_argument("--seeds", type=positive, default=1, help=seeds)
+    command.add_argument("--labels", help="which number of labels (default: the smallest committed)")
+
+
+def of_shapes(command: argparse.ArgumentParser):
+    command.add_argument("model", help="a recipe, by name or path, or a model of timm's, such as vit_base_patch16_224")
+    command.add_argument("--arm", help="which arm of the recipe (default: its first)")
+    command.add_argument("--image", type=positive, metavar="PIXELS", help="side of the image (default: the model's own)")
+    command.add_argument("--channels", type=positive, help="of the image (default: the model's own)")
 
 
 def positive(text: str) -> int:
@@ -136,7 +118,7 @@ def list_recipes(chosen: argparse.Namespace) -> int:
 def run(chosen: argparse.Namespace) -> int:
     from smallvit.execution import Execution, from_words
     from smallvit.launch import launch
-    from smallvit.launch.plan import plan, schedules
+    from smallvit.launch.plan import plan, tokens_left
     from smallvit.launch.trial import fastest
 
     path = find_recipe(chosen.recipe)
@@ -155,7 +137,7 @@ def run(chosen: argparse.Namespace) -> int:
         return 0
     if chosen.smoke:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
-    for arm, tokens in schedules(runs).items():
+    for arm, tokens in tokens_left(runs).items():
         print(f"{arm}: {tokens}")
     execution, stack = Execution(**given), chosen.stack or 1
     if chosen.fast:
@@ -321,7 +303,25 @@ def of_timm(chosen: argparse.Namespace, error: ValueError) -> tuple:
     return model, (channels, *size)
 
 
-COMMANDS = {"list": list_recipes, "run": run, "report": report, "verify": verify, "shapes": show_shapes}
+COMMANDS = {  # what each does, which words it takes, and who does it
+    "list": ("the recipes at hand, and the question that each one asks", (), list_recipes),
+    "run": (
+        "train what a recipe compares and write its report; run it again to go on where it stopped",
+        (of_a_recipe, of_training, of_run),
+        run,
+    ),
+    "report": ("write the report of what has been run so far", (of_a_recipe, of_report), report),
+    "verify": (
+        "train a few committed runs again and hold them against the committed records",
+        (of_a_recipe, of_training, of_verify),
+        verify,
+    ),
+    "shapes": (
+        "what comes out of a model step by step: shapes, parameters and multiply-adds",
+        (of_shapes,),
+        show_shapes,
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
 from smallvit.floors import Pixels, SmallCNN
 from smallvit.objectives import Supervised
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
+from smallvit.record import RANDOM
 from smallvit.run import Run, fingerprint
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import ViT
 
-RANDOM = "random initialisation"  # the floor of what is probed
+FINE_TUNING = 300  # steps of what was trained elsewhere
 
 # from nothing but the labels, whatever the baseline starts from and learns
 SUPERVISED = {
@@ -184,9 +185,6 @@ def imagenet_vit_s(
         at = f"{of} at {large.keywords['size']} pixels"
         arms |= {f"{at} (fine-tuned)": tuned.vary(tokenizer=large), f"{at} (frozen)": frozen.vary(tokenizer=large)}
     return arms | ({f"{called} from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
-
-
-FINE_TUNING = 300
 
 
 def trained_on(name: str) -> str:

@@ -74,7 +74,7 @@ class LocalityAttention(nn.Module):
     """Locality self-attention (LSA): no token looks at itself, and each head learns how sharply it looks.
 
     Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. Per head a temperature, here as the factor `scale` of the
-             logits, starts at e^-0.5 and is learned; the diagonal of every attention map, the class token's own place
+             logits, starts at 1 / sqrt(e) and is learned; the diagonal of every attention map, the class token's own place
              included, is masked out before the softmax.
     Off      `mask_self=False, temperature="fixed"` equals `Attention`. Each half can be switched on alone, which the paper
              does not report.

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from smallvit.reduction.place import stands_first
 from smallvit.vit import ViT
 
 
@@ -42,7 +43,7 @@ def tokens_per_layer(model: nn.Module, image: tuple[int, int] | None = None) -> 
             m = block.reduction.left(n) if hasattr(block.reduction, "left") else None
         if m is None:
             return None
-        out.append((m if getattr(block.reduction, "first", False) else n, m))
+        out.append((m if stands_first(block.reduction) else n, m))
         n = m
     return out
 
@@ -125,7 +126,7 @@ def seen_tokens(model: nn.Module, images: Tensor) -> Tensor:
             hook.remove()
     seen, n = [], torch.full((len(images),), model.places(1, tuple(images.shape[-2:]))[0].tokens)
     for block, m in zip(model.blocks, came):
-        seen.append(torch.stack([m if getattr(block.reduction, "first", False) else n, m], dim=1))
+        seen.append(torch.stack([m if stands_first(block.reduction) else n, m], dim=1))
         n = m
     return torch.stack(seen, dim=1)
 
@@ -213,7 +214,7 @@ def setting(
     channels: int = 1,
     of: str = "macs",
 ) -> float:
-    """The value of `knob`, to three digits, at which the reduction brings `model` nearest to `share` of its MACs, or, with
+    """The value of `knob`, to three decimals, at which the reduction brings `model` nearest to `share` of its MACs, or, with
     `of="tokens"`, of the tokens that leave its last block.
 
     `model` is called `(image, channels, classes)`, as in a `Run`; `between` are the values to look between. The MACs are those

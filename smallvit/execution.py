@@ -17,7 +17,7 @@ VARIANTS = 64  # of a block that are compiled in a process; after that torch goe
 
 
 class Execution(NamedTuple):
-    """None leaves it as it is: to the run, and to the rule of `smallvit.attention.attend`.
+    """How steps are computed; None leaves the precision to the run, and the kernel to the rule of `smallvit.attention.attend`.
 
     precision   of the products: "fp32" or "bf16", whatever the run says
     kernel      of attention: "explicit" (two products and a softmax) or "fused", for any number of tokens

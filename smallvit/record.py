@@ -24,9 +24,8 @@ FIELDS = (
     "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights", "picture",
     "health", "unlabelled", "tokens", "stacked", "kernel", "compiled",
 )  # fmt: skip
-
-
 NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
+RANDOM = "random initialisation"  # the arm that is the floor of what is probed
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]):

@@ -46,7 +46,8 @@ class Run:
                 `weight_decay` on matrices alone; `clip` is the largest norm of the gradient (0: no limit). After the warm-up
                 `schedule="constant"` keeps the rate. `layer_decay=k` multiplies the rate by k for every block further from
                 the head, which suits fine-tuning (BEiT, arXiv:2106.08254).
-    Weights     `average` > 0 reports the running mean of the weights over that fraction of the steps; 0 the last weights.
+    Weights     `average` > 0 reports a running mean of the weights: plain over the first of the steps, that fraction of them,
+                then exponential of that length; 0 the last weights.
     Choosing    By default nothing is chosen on the validation images. `early_stop=k` > 0 stops after k of the `CHECKS` checks
                 without a better one and reports the best; those labels are then counted in the report.
     Evaluation  `evaluators`, in order; the first name that the first one yields is what the arm is judged by. None: accuracy,

@@ -16,7 +16,7 @@ from smallvit.attention import Attention, Mixed
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
 from smallvit.reduction import Place
-from smallvit.reduction.place import take
+from smallvit.reduction.place import stands_first, take
 from smallvit.streams import stream
 from smallvit.tokenizers import PatchEmbed
 
@@ -58,14 +58,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        if getattr(self.reduction, "first", False):
+        if stands_first(self.reduction):
             x, size = self.reduction(x, size)
         mixed = self.attention(self.norm1(x) if self.norm_first else x, size, mask)
         if not isinstance(mixed, Mixed):
             raise ValueError(f"{type(self.attention).__name__} returned a {type(mixed).__name__}; expected Mixed(tokens)")
         x = x + self.branch1(mixed.x)
         x = x if self.norm_first else self.norm1(x)
-        if self.reduction is not None and not getattr(self.reduction, "first", False):
+        if self.reduction is not None and not stands_first(self.reduction):
             x, size = self.reduction(x, size, mixed.key, mixed.saliency)
         del mixed  # it holds on to queries, keys and values
         x = x + self.branch2(self.mlp(self.norm2(x) if self.norm_first else x))

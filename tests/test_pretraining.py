@@ -30,9 +30,9 @@ from smallvit import (
     load,
     markdown,
 )
-from smallvit.arms import RANDOM, placed
+from smallvit.arms import placed
 from smallvit.launch.schedule import with_those_before
-from smallvit.record import WEIGHTS
+from smallvit.record import RANDOM, WEIGHTS
 from smallvit.report.probes import no_better_than_random, probed
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)

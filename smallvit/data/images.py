@@ -233,7 +233,7 @@ def draw(labels: Tensor, held: int, seed: int, name: str) -> tuple[Tensor, Tenso
     place = torch.tensor(shuffled(range(len(labels)), seed, name))
     label = labels[place]
     count = torch.bincount(label)
-    rank = torch.empty_like(place)  # the how-manieth of its class an image is
+    rank = torch.empty_like(place)  # the rank of an image within its class
     rank[label.argsort(stable=True)] = torch.cat([torch.arange(n) for n in count.tolist()])
     turn = torch.tensor(shuffled(range(len(count)), seed, f"{name}/class")).argsort()
     order = (rank * len(count) + turn[label]).argsort()

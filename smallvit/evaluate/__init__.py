@@ -11,7 +11,8 @@ Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.t
 by. It is deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the
 test images first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its
 attribute `chooses`; the report then counts those labels too. Only `cost`, which reads a clock, is not deterministic. What is
-asked of a model twice is computed once (`memory.py`): one that tries a model with other weights or knobs tries a copy.
+asked of a model twice is computed once (`memory.py`), so that an evaluator which changes a model must work on a copy. One
+with `judges = False` cannot come first; one with `needs(splits)` refuses there what it cannot do, before a run is trained.
 """
 
 from .extractor import FeatureExtractor

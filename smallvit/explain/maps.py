@@ -237,7 +237,9 @@ def attended(model, carried: list) -> list:
 
 
 def reduces_first(model, block: int) -> bool:
-    return bool(getattr(getattr(model.blocks[block], "reduction", None), "first", False))
+    from smallvit.reduction.place import stands_first
+
+    return stands_first(getattr(model.blocks[block], "reduction", None))
 
 
 def shared_out(carried):

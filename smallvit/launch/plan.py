@@ -21,7 +21,7 @@ def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
     runs, _ = with_those_before(runs)
     jobs = min(jobs or cores(), len(runs))
     first = {run.arm: run for run in reversed(runs)}
-    tokens = schedules(runs)
+    tokens = tokens_left(runs)
     seconds, later, lines = 0.0, 0.0, []
     for arm, run in {run.arm: first[run.arm] for run in runs}.items():
         count = sum(other.arm == arm for other in runs)
@@ -53,7 +53,7 @@ def estimate(run: Run, device: str) -> float:
     return run.steps * a_step(training.advance, training, steps) if steps else 0.0
 
 
-def schedules(runs: Sequence[Run]) -> dict[str, str]:
+def tokens_left(runs: Sequence[Run]) -> dict[str, str]:
     """For each arm that reduces tokens, how many are left behind which block."""
     # where the slot is seen to be empty, as in most recipes, no model is built to find that out
     reducing = [run for run in {run.arm: run for run in runs}.values() if run.role != "floor" and may_reduce(run.model)]

@@ -92,7 +92,7 @@ class Schedule:
         return [at for at in self.queue if unfinished.isdisjoint(self.before[at].values())]
 
     def free(self, at: int) -> bool:
-        """Whether nothing that the run needs is missing, or at another process."""
+        """Whether all that the run needs has finished."""
         earlier = self.records_before(at)
         return None not in earlier.values() and not obstacle(earlier)
 

@@ -1,8 +1,10 @@
+"""LearnedPrune (DynamicViT): a small network says which patches may go."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .place import Place, share, stages, take
+from .place import Place, fraction, stages, take
 
 
 class LearnedPrune(nn.Module):
@@ -31,7 +33,7 @@ class LearnedPrune(nn.Module):
         super().__init__()
         blocks = stages(layers, place.depth)
         self.dim, self.prefix, self.patches = place.dim, place.prefix, place.patches
-        here = place.layer in blocks and share(keep, "keep") < 1
+        here = place.layer in blocks and fraction(keep, "keep") < 1
         before = blocks.index(place.layer) if here else 0
         self.expected, self.target = max(1, int(place.patches * keep**before)), keep ** (before + 1) if here else 1.0
         self.predictor = Predictor(place.dim) if here else None

@@ -1,3 +1,5 @@
+"""Merge (ToMe): what is alike becomes one token."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Place(NamedTuple):
@@ -24,6 +24,11 @@ class Place(NamedTuple):
     def tokens(self) -> int:
         """All tokens where nothing is reduced."""
         return self.prefix + self.patches
+
+
+def stands_first(reduction: nn.Module | None) -> bool:
+    """Whether it stands before the attention of its block and not behind it."""
+    return bool(getattr(reduction, "first", False))
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -53,7 +58,7 @@ def stages(layers: tuple[int, ...] | None, depth: int) -> list[int]:
     return sorted(layers)
 
 
-def share(keep: float, name: str) -> float:
+def fraction(keep: float, name: str) -> float:
     """The fraction, if it is one."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")

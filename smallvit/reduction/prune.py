@@ -1,9 +1,11 @@
+"""Prune (EViT): what the class token does not look at becomes one token."""
+
 import math
 
 import torch
 from torch import Tensor, nn
 
-from .place import Place, share, stages, take
+from .place import Place, fraction, stages, take
 
 
 class Prune(nn.Module):
@@ -42,7 +44,7 @@ class Prune(nn.Module):
             raise ValueError(f"shrink is {shrink}; expected where in a run it starts and ends, such as (0.0, 0.3)")
         here = place.layer in stages(layers, place.depth)
         self.prefix, self.fuse, self.shrink = place.prefix, fuse, shrink
-        self.keep = share(keep, "keep") if here else 1.0
+        self.keep = fraction(keep, "keep") if here else 1.0
         self.queries = 1 if place.class_token else None
         self.progress = 1.0  # of the run, told by the objective
 

@@ -1,3 +1,5 @@
+"""LearnedThresholds (LTMP): merged and pruned is what passes a threshold that was learned."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

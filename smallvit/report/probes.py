@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from smallvit.record import amount
+from smallvit.record import RANDOM, amount
 
 from .verdicts import spread
-
-RANDOM = "random initialisation"  # the floor's name, see smallvit.arms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def opened(
     execution: Execution = AS_IT_IS,
 ):
     """A run under its lock: its training, taken up where it was put down (None if it has finished), and `close()`, which
-    evaluates it, leaves its record and returns that. What has to be trained before it is."""
+    evaluates it, leaves its record and returns that. Trains first what the run starts from or is taught by."""
     from filelock import FileLock
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,43 @@
-"""Starts: the weights that one run left, for another to begin with."""
+"""Starts: what a run begins with, weights of its own or those that another left."""
 
 import hashlib
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from smallvit import record as records
+from smallvit.data import DataSpec
+from smallvit.pretrained import Weights
+from smallvit.run import Run, fingerprint
+from smallvit.streams import stream
+from smallvit.vit import initialise
+
+
+def begin(run: Run, spec: DataSpec, start: Path | None, teacher: Path | None) -> tuple[nn.Module, dict | None, list[str]]:
+    """The objective of a run before its first step, what its model was given from elsewhere, and the hashes of such files.
+
+    `start` and `teacher` are the folders of the runs that it starts from and is taught by; without them they are as untrained.
+    """
+    torch.manual_seed(stream(run.seed, "init"))
+    model = run.model(spec.size, spec.channels, len(spec.classes))
+    if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
+        initialise(model, run.seed)
+    given = None
+    if isinstance(run.init, Weights):
+        given = run.init.load(model, spec.mean, spec.std)
+    elif start is not None:
+        given = start_from(model, start, fingerprint(run.init))
+    hashes, taught = [given["sha256"]] if given else [], {}
+    if run.teacher is not None:
+        taught["teacher"] = run.teacher.model(spec.size, spec.channels, len(spec.classes))
+    if teacher is not None:
+        told = start_from(taught["teacher"], teacher, fingerprint(run.teacher))
+        if told["missing"]:
+            raise ValueError(f"the teacher {run.teacher.arm!r} was trained on other classes; expected those of {spec.name}")
+        hashes.append(told["sha256"])
+    torch.manual_seed(stream(run.seed, "init", "objective"))
+    return run.objective(model, **taught), given, hashes
 
 
 def start_from(model: nn.Module, folder: Path, run: str) -> dict:

@@ -25,12 +25,11 @@ from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.execution import AS_IT_IS, Computed, Execution
 from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optimise import average, decay_groups, pace, tensors
-from smallvit.pretrained import Weights
 from smallvit.run import Run, fingerprint
 from smallvit.streams import stream
-from smallvit.vit import ViT, initialise
+from smallvit.vit import ViT
 
-from .starts import start_from
+from .starts import begin
 
 CHECKS = 12  # how often a run looks at its loss and its validation images
 CHECKPOINT_SECONDS = 10.0
@@ -51,42 +50,19 @@ class Training:
         teacher: Path | None = None,
         execution: Execution = AS_IT_IS,
     ):
-        self.run, self.spec, self.subset, spec = run, data.spec, subset, data.spec
+        self.run, self.spec, self.subset = run, data.spec, subset
         self.device = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
         self.device = self.device or torch.device("cpu")
-        torch.manual_seed(stream(run.seed, "init"))
-        model = run.model(spec.size, spec.channels, len(spec.classes))
-        if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
-            initialise(model, run.seed)
-        self.weights = None
-        if isinstance(run.init, Weights):
-            self.weights = run.init.load(model, spec.mean, spec.std)
-        elif start is not None:
-            self.weights = start_from(model, start, fingerprint(run.init))
-        self.made_of = [self.weights["sha256"]] if self.weights else []  # files that the run depends on, by their hashes
-        taught = {}
-        if run.teacher is not None:
-            taught = {"teacher": run.teacher.model(spec.size, spec.channels, len(spec.classes))}
-        if teacher is not None:
-            told = start_from(taught["teacher"], teacher, fingerprint(run.teacher))
-            if told["missing"]:
-                raise ValueError(f"the teacher {run.teacher.arm!r} was trained on other classes; expected those of {spec.name}")
-            self.made_of.append(told["sha256"])
-        torch.manual_seed(stream(run.seed, "init", "objective"))
-        self.objective = run.objective(model, **taught).to(self.device)
+        objective, self.weights, self.made_of = begin(run, data.spec, start, teacher)
+        self.objective = objective.to(self.device)
         self.execution = execution
         self.averaged = copy.deepcopy(self.objective.model).requires_grad_(False) if run.average else None
         self.optimizer = None
         if run.steps:
             groups, self.paces = decay_groups(self.objective, run.weight_decay, run.layer_decay)
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
-        train = data.subset(labels=None, val=run.val, seed=run.seed).train if run.unlabelled else subset.train
-        started, labels = time.perf_counter(), train.labels
-        if run.pseudo_labels:
-            labels = run.pseudo_labels(self.objective.model, subset.train, replace(train, labels=torch.zeros_like(labels)))
-        self.images = Images(train.images.to(self.device), labels.to(self.device), spec)
-        # by this the targets are multiplied: what is not known cannot be read
-        self.told = 0.0 if run.unlabelled and not run.pseudo_labels else 1.0
+        started = time.perf_counter()
+        self.images = self.to_train_on(data)
         self.trained = [p for p in self.objective.parameters() if p.requires_grad]
         self.pairs = tensors(self.averaged, self.objective.model) if run.average else []
         self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
@@ -95,6 +71,20 @@ class Training:
         self.health: list[dict] = []  # of a run without labels, at every check: see smallvit.objectives.collapse
         self.monitor = Monitor(run.steps)
         self.stacked: int | None = None  # how many were trained together with this one, if only for a while
+
+    def to_train_on(self, data: Dataset) -> Images:
+        """The labelled images, or all but the validation images, with no labels or those that they are taken for."""
+        run, known = self.run, self.subset.train
+        images = data.subset(labels=None, val=run.val, seed=run.seed).train if run.unlabelled else known
+        labels = images.labels
+        if run.pseudo_labels:
+            labels = run.pseudo_labels(self.objective.model, known, replace(images, labels=torch.zeros_like(labels)))
+        return Images(images.images.to(self.device), labels.to(self.device), self.spec)
+
+    @property
+    def told(self) -> float:
+        """By this the targets are multiplied: what is not known cannot be read."""
+        return 0.0 if self.run.unlabelled and not self.run.pseudo_labels else 1.0
 
     @property
     def model(self) -> nn.Module:
@@ -148,7 +138,7 @@ class Training:
 
     @property
     def precision(self) -> str:
-        """In which products are computed."""
+        """Of the products: what the execution says, or else the run."""
         return self.execution.precision or self.run.precision
 
     @contextmanager
