@@ -3,6 +3,7 @@
 tokens.py     Trace, trace, plain, draw, token_map: where patches go when tokens are merged and pruned
 maps.py       attention_maps, token_shares, patch_attention, rollout: what attention looks at
 pictures.py   attention_figure, reconstruction_figure, gallery: sheets of images
+sheet.py      sheet: rows and columns of images
 plots.py      position_similarity, position_table, feature_view, confusion_figure: plots of what was learned
 steps.py      Step, shapes: what comes out of a model step by step, as a table
 """

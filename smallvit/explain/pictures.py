@@ -6,12 +6,10 @@ figure.savefig("attention.png", dpi=200) writes one to disk; a notebook shows it
 from collections.abc import Sequence
 
 from .maps import patch_attention, rollout
-from .tokens import GAP, GONE, SIDE, TITLE
+from .sheet import GAP, GONE, TITLE, coloured, images_with_spec, sheet
 
-HEAT, GHOST = (
-    "inferno",
-    0.4,
-)  # colours of attention from none to the most in a picture, and how much of the image shines through
+HEAT = "inferno"  # colours of attention from none to the most in a picture
+GHOST = 0.4  # how much of the image shines through
 ASKED = "#00c8ff"  # the line round the patch that asks
 NOTE = 0.17  # inches below each picture of attention
 
@@ -126,42 +124,6 @@ def gallery(
     for ax, title in zip(axes.flat, titles):
         ax.set_title(title, fontsize=9, pad=3)
     return figure
-
-
-def sheet(rows: int, titles: Sequence[str], aspect: float, *, below: float = 0, title: float = TITLE):
-    """A figure of so many rows and a column for each title, and its axes; pictures are `aspect` times as high as wide, with
-    room of `below` inches for what else is said of each."""
-    from matplotlib.figure import Figure
-
-    size = ((SIDE + GAP) * len(titles), (SIDE * aspect + GAP + below) * rows + title)
-    figure = Figure(figsize=size, layout="constrained")
-    figure.get_layout_engine().set(w_pad=GAP / 2, h_pad=GAP / 2, wspace=0, hspace=0)
-    axes = figure.subplots(rows, len(titles), squeeze=False)
-    for ax in axes.flat:
-        ax.set_axis_off()
-    for ax, words in zip(axes[0], titles):
-        ax.set_title(words, fontsize=9)
-    return figure, axes
-
-
-def coloured(pixels):
-    """Pixels b c h w, bytes or floats in [0, 1] -> b h w 3, floats from 0 to 1."""
-    import numpy as np
-
-    pixels = np.asarray(pixels)
-    if pixels.ndim != 4 or not len(pixels):
-        raise ValueError(f"got pixels of shape {pixels.shape}; expected b c h w, at least one image")
-    if pixels.shape[1] not in (1, 3):
-        raise ValueError(f"got images of {pixels.shape[1]} channels; expected grey (1) or colour (3) to draw")
-    pixels = pixels / 255 if pixels.dtype == np.uint8 else pixels
-    return np.broadcast_to(np.clip(pixels, 0, 1).transpose(0, 2, 3, 1), (len(pixels), *pixels.shape[2:], 3))
-
-
-def images_with_spec(images):
-    """The images, if they know how their pixels are normalised."""
-    if not hasattr(images, "spec"):
-        raise ValueError(f"got a {type(images).__name__}; expected Images, which know how their pixels are normalised")
-    return images
 
 
 def glow(ax, image, values):

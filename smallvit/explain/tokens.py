@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from .sheet import GONE, SIDE, coloured, images_with_spec, sheet
+
 AT_ONCE = 2**24  # numbers that follow the patches of a batch: 64 MB
-GONE, HATCH = "#bccfea", "#7f9fce"  # what is gone: neither black, grey nor white, and hatched besides
+HATCH = "#7f9fce"  # on what is gone
 ALONE, SHARED = "#7d7d7d", "#ff9d2e"  # lines between tokens, and round those that more than one patch shares
-SIDE, GAP, TITLE = 1.29, 0.06, 0.31  # inches: the width of a panel, what is between two, the height of the titles
 
 
 class Trace(NamedTuple):
@@ -118,9 +119,7 @@ def plain(model: "torch.nn.Module", images: "Images", *, blocks: Sequence[int] |
     import base64
     import zlib
 
-    if not hasattr(images, "spec"):
-        raise ValueError(f"got a {type(images).__name__}; expected Images, which know how their pixels are normalised")
-    groups, grid = trace(model, images.spec.normalise(images.pixels()))
+    groups, grid = trace(model, images_with_spec(images).spec.normalise(images.pixels()))
     depth = groups.shape[1]
     blocks = list(range(depth) if blocks is None else blocks)
     if not blocks or not all(0 <= block < depth for block in blocks):
@@ -148,24 +147,15 @@ def draw(picture: dict) -> "matplotlib.figure.Figure":  # noqa: F821
     import zlib
 
     import numpy as np
-    from matplotlib.figure import Figure
 
     n, h, w, c = picture["shape"]
-    if c not in (1, 3):
-        raise ValueError(f"got images of {c} channels; expected grey (1) or colour (3) to draw")
     pixels = np.frombuffer(zlib.decompress(base64.b64decode(picture["pixels"])), np.uint8).reshape(n, h, w, c)
-    pixels = np.broadcast_to(pixels, (n, h, w, 3))
+    pixels = coloured(pixels.transpose(0, 3, 1, 2))
     groups = np.array(picture["groups"]).reshape(n, len(picture["blocks"]), *picture["grid"])
     titles = [f"image\n{groups[0, 0].size} patches"]
     titles += [f"block {block}\n{left(groups[:, i])} tokens" for i, block in enumerate(picture["blocks"])]
 
-    figure = Figure(figsize=((SIDE + GAP) * len(titles), (SIDE * h / w + GAP) * n + TITLE), layout="constrained")
-    figure.get_layout_engine().set(w_pad=GAP / 2, h_pad=GAP / 2, wspace=0, hspace=0)
-    axes = figure.subplots(n, len(titles), squeeze=False)
-    for ax in axes.flat:
-        ax.set_axis_off()
-    for ax, title in zip(axes[0], titles):
-        ax.set_title(title, fontsize=9, loc="center")
+    figure, axes = sheet(n, titles, h / w)
     for image, layers, row in zip(pixels, groups, axes):
         row[0].imshow(image, interpolation="none")
         for layer, ax in zip(layers, row[1:]):
@@ -200,7 +190,7 @@ def paint(ax, image, groups):
     shared = numbers[counts > 1]
     painted = image.copy()
     for group in shared:
-        painted[of_pixel == group] = image[of_pixel == group].mean(axis=0).round()
+        painted[of_pixel == group] = image[of_pixel == group].mean(axis=0)
     ax.imshow(painted, interpolation="none")
 
     def outline(corners, each: int, **look):
