@@ -181,7 +181,7 @@ def test_an_arm_no_better_than_random_is_said_to_be():
 def test_every_probe_stands_in_one_table_with_its_anchors():
     (table,) = probed(records(one=[0.9] * 6))
     assert table.names == ("knn_1",) and table.rows["one"] == (pytest.approx(0.9),)
-    assert set(table.rows) == {"one", "two", RANDOM, "pixels, logistic regression", "pixels, nearest neighbour", "small CNN"}
+    assert set(table.rows) == {"one", "two", RANDOM, "pixels, logistic regression", "pixels, nearest neighbour"}
     page = markdown(records(one=[0.9] * 6), title="t", doc="d")
     assert "## Probes at 20 labels" in page and "| one | 90.00 |" in page
     assert "<h3>Probes</h3>" in html(records(one=[0.9] * 6), title="t", doc="d")
