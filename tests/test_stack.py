@@ -259,6 +259,16 @@ def test_how_many_are_best_trained_as_one_is_measured(monkeypatch):
     assert trial.stack_size(runs, jobs=1, device="cpu")[0] == 1
 
 
+def test_every_kind_of_run_has_a_say_in_how_many_and_one_that_cannot_be_stacked_counts_as_it_is_alone(monkeypatch):
+    """As if k together took the square root of k times as long as one; DINO cannot, and takes most of the steps."""
+    before = SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_views(local=0), clip=0.0, average=0.0)
+    monkeypatch.setattr(trial, "a_step", lambda advance, one: advance() or (one.stacked or 1) ** 0.5)
+    for steps, expected, took in ((12, 4, 750), (1_200, 1, 995)):
+        runs = ablate({"from it": SHORT.vary(init=before.vary(steps=steps))}, labels=[50], seeds=range(4), floors=False)
+        size, why = trial.stack_size(runs, jobs=1, device="cpu")
+        assert size == expected and f"4 together: {took} ms" in why and "of 2 kinds of runs 1 are trained alone" in why
+
+
 def test_what_keeps_a_stack_from_being_tried_is_said_and_keeps_nothing_else(monkeypatch):
     runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(8), floors=False)
 

@@ -179,28 +179,37 @@ def begun(run: Run, execution: Execution, device: str) -> "Training":
 
 
 def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Execution = AS_IT_IS) -> tuple[int, str]:
-    """How many seeds of an arm are best trained as one, and in words why; measured by a few steps of the first arm.
+    """How many seeds are best trained as one, and in words why; measured by a few steps of every kind of run.
 
-    One choice for the whole recipe. It is 1 unless that many together gain a tenth, and never so many that a worker is idle.
+    One choice for the whole recipe. It is 1 unless that many together take a tenth less for all steps, and never so many that a
+    worker is idle. A kind that cannot be stacked counts as it is alone.
     """
     from smallvit.train.stack import Stack
 
     refuse_absent(device)
-    run = next((run for run in runs if run.steps and run.role != "floor"), None)
-    if run is None:
+    if not (shapes := shapes_of(runs)):
         return 1, "nothing is trained"
-    seeds = [other.seed for other in runs if (other.arm, other.labels) == (run.arm, run.labels)]
-    most = min(len(seeds), sum(other.steps > 0 for other in runs) // (jobs or cores()))
+    seeds = sorted({run.seed for run in runs})
+    most = min(len(seeds), sum(run.steps > 0 for run in runs) // (jobs or cores()))
+    alone: list[float] = [0.0] * len(shapes)  # what fails alone its record will say
+    refused: dict[int, str] = {}
     times, said = {}, []
     for size in (size for size in STACKS if size <= max(most, 1)):
-        try:
-            members = [begun(replace(run, seed=seed), execution, device) for seed in seeds[:size]]
-            advance = members[0].advance if size == 1 else Stack(members).advance
-            times[size] = a_step(advance, members[0]) / size
-        except Exception as error:  # what is wrong with a run its record will say; with a stack, that it is none
-            said.append(f"{size} together: {in_words(error)}")
+        each = list(alone)
+        for at in (at for at in range(len(shapes)) if at not in refused):
+            try:
+                members = [begun(replace(shapes[at][0], seed=seed), execution, device) for seed in seeds[:size]]
+                advance = members[0].advance if size == 1 else Stack(members).advance
+                each[at] = a_step(advance, members[0]) / size
+            except Exception as error:
+                refused[at] = in_words(error)
+        if len(refused) == len(shapes):
+            said.append(f"{size} together: {refused[max(refused)]}")
             break
-        said.append(f"{size} together: {1e3 * times[size]:.3g} ms a step of each")
+        alone = each if size == 1 else alone
+        times[size] = sum(count * step for step, (_, count) in zip(each, shapes))
+        said.append(f"{size} together: {1e3 * times[size] / sum(count for _, count in shapes):.3g} ms a step of each")
+    said += [f"of {len(shapes)} kinds of runs {len(refused)} are trained alone"] if 0 < len(refused) < len(shapes) else []
     best = min(times, key=times.get, default=1)
     return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(said)
 
