@@ -3,10 +3,14 @@
 Paper   Zhou et al. 2003 (NIPS), Learning with Local and Global Consistency. Iscen et al. 2019, arXiv:1904.04717. Caron et al.
         2021, arXiv:2104.14294.
 Data    MNIST, 10,000 test images; all digits are the 59,000 that are not for validation.
-Cost    60 runs and 6 to start from; not run yet, some 65 minutes on two CPU cores by its length.
+Cost    60 runs and 6 to start from, an hour and a half on two busy CPU cores, up to four seeds as one.
 Expect  At 100 labels a point more than fine-tuning on them, and half a point more than being taught by the one fine-tuned; at
         10 labels several points. Where no drawn digit has a style, such as a seven with a bar, what spreads there is wrong, and
         the seeds scatter by that. Written before the runs, after trials at 100 labels.
+Came    As expected, and more at 10 labels: 97.3% of the test images with one labelled digit of each class, where fine-tuning on
+        them comes to 87.9 and scratch to 65.7, and the seeds scatter least of all (0.4 points). At 100 labels 98.2 (seeds from
+        97.1 to 98.6), 1.3 points over fine-tuning and 0.9 over being taught by the one fine-tuned. As many steps of supervised
+        training from scratch as pretraining takes bring 0.7 points at 100 labels, and nothing that is shown at 10.
 Chosen  On training images whose labels nothing had read: 5, 10 and 20 neighbours, the share that flows on, weights of the
         neighbours and balanced classes (all the same), 500 and 1,500 steps (half a point), two rates (the same), the surest
         nine tenths of the labels alone (the same), labels spread again by what was learned of them (the same).
