@@ -15,8 +15,9 @@ Chosen  On training images whose labels nothing had read: 5, 10 and 20 neighbour
         neighbours and balanced classes (all the same), 500 and 1,500 steps (half a point), two rates (the same), the surest
         nine tenths of the labels alone (the same), labels spread again by what was learned of them (the same).
 
-The start and what is tuned and taught are those of the recipe `dino`. Spread labels are those of all images, each image's by
-its neighbours'; they are learned as if they were true.
+The start and what is tuned and taught are those of the recipe `dino`; its six starts were not trained again but taken from
+there, where an earlier version of this code had trained them. Spread labels are those of all images, each image's by its
+neighbours'; they are learned as if they were true.
 """
 
 from functools import partial
