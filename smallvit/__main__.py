@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -135,6 +136,10 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.dry_run:
         print(plan(runs, chosen.jobs, chosen.device))
         return 0
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be made ({error}); choose another folder") from error
     if chosen.smoke:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
     for arm, tokens in tokens_left(runs).items():
@@ -165,6 +170,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def report(chosen: argparse.Namespace) -> int:
     from smallvit.record import one_picture_each, read_records, write_records
+    from smallvit.run import fingerprint
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
@@ -184,6 +190,9 @@ def report(chosen: argparse.Namespace) -> int:
             raise ValueError(f"no runs of {path.stem} in {chosen.out}; start them with: smallvit run {chosen.recipe}")
         records = read_records(published)
         print(f"no runs of {path.stem} in {chosen.out}; this is the report of the committed records")
+        now = {fingerprint(run) for run in module.RUNS}
+        if old := sum(record["fingerprint"] not in now for record in records):
+            print(f"note: {old} of {len(records)} are of runs with other choices or defaults than {path.name} has today")
     write_report(path, module, records, Path(chosen.out) / path.stem / "report")
     return status(records, len(records))
 
@@ -213,7 +222,10 @@ def status(records: list[dict], expected: int) -> int:
     finished = sum(record["status"] in ("finished", "unavailable") for record in records)
     failed = sum(record["status"] == "failed" for record in records)
     if failed:
-        print(f"smallvit: {failed} of {expected} runs failed, see above; --retry tries them again", file=sys.stderr)
+        print(f"smallvit: {failed} of {expected} runs failed; --retry tries them again", file=sys.stderr)
+        why = Counter((record["arm"], record["error"]) for record in records if record["status"] == "failed")
+        for (arm, error), times in why.items():
+            print(f"  {arm}: {error}" + f" ({times} runs)" * (times > 1), file=sys.stderr)
     if expected - finished - failed:
         print(f"smallvit: {expected - finished - failed} of {expected} runs are still to be trained", file=sys.stderr)
     nothing = not any(record["status"] == "finished" for record in records)

@@ -57,6 +57,8 @@ def from_words(words: Iterable[str]) -> dict:
         if said not in CHOICES.get(name, ()):
             expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
             raise ValueError(f"--compute got {word!r}; expected some of {expected}")
+        if name in found:
+            raise ValueError(f"--compute got {name} twice; expected each choice once")
         found[name] = CHOICES[name][said]
     return found
 

@@ -61,7 +61,7 @@ def load_recipe(path: str | Path) -> ModuleType:
         where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}") from error
     runs = getattr(module, "RUNS", None)
-    if not runs or not all(isinstance(run, Run) for run in runs):
+    if not runs or not isinstance(runs, list | tuple) or not all(isinstance(run, Run) for run in runs):
         del sys.modules[name]
         raise ValueError(
             f"{path.name} defines no RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...), a list of runs"

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from smallvit import components
+from smallvit.augment import Views
 from smallvit.components import check, function, knobs, known
 from smallvit.data import digits
 from smallvit.evaluate import accuracy, knn, linear_probe
@@ -137,6 +138,11 @@ class Run:
                 )
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
+        if any(isinstance(step, Views) for step in self.augment) and not getattr(
+            function(self.objective), "reads_views", False
+        ):
+            name = function(self.objective).__name__
+            raise ValueError(f"augment makes views and {name} reads none; expected changes of images, or DINO")
         if not self.evaluators:
             raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
         names = [function(evaluator).__name__ for evaluator in self.evaluators]

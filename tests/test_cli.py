@@ -143,6 +143,9 @@ def test_only_chooses_by_arm_labels_and_seed(here):
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
         (["verify", "mine.py"], "no committed records"),
+        (["run", "mine.py", "--compute", "compiled=yes", "compiled=no"], "compiled twice; expected each choice once"),
+        (["run", "mine.py", "--out", "mine.py"], "--out mine.py cannot be made"),
+        (["run", "mine.py", "--fast", "--out", "mine.py/runs"], "--out mine.py/runs cannot be made"),
         (["run", "mine.py", "--device", "cdua"], "device is 'cdua'; expected cpu, cuda, mps or auto"),
         (["shapes", "quickstrat"], "did you mean 'quickstart'? (timm has no model of that name either)"),
         (["shapes", "mine.py", "--arm", "+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
@@ -186,6 +189,8 @@ def test_a_failing_arm_gives_a_status_and_keeps_the_others(here, capsys):
     captured = capsys.readouterr()
     assert "FAILED odd, 20 labels, seed 0: ValueError: 3 heads do not divide width 16" in captured.err
     assert "scratch" in captured.out and (here / "runs" / "mine" / "report.html").exists()
+    assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "--jobs", "1"]) == 1  # nothing is tried again
+    assert "  odd: ValueError: 3 heads do not divide width 16" in capsys.readouterr().err
 
 
 def test_a_torn_record_is_named_and_the_others_stay(here, capsys):

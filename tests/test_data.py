@@ -363,6 +363,30 @@ def test_own_files_are_resized_and_converted_on_request(tmp_path, size, expected
     assert found.train.images[3].eq(255).all()
 
 
+def test_a_picture_is_transparent_only_where_that_is_asked_for(tmp_path):
+    pictures(tmp_path, channels=4)
+    with pytest.raises(ValueError, match=r"png is transparent in places.*expected channels=4, or no alpha"):
+        data.folder(str(tmp_path), channels=3)
+    for file in tmp_path.rglob("*.png"):
+        picture = Image.open(file)
+        picture.putalpha(255)
+        picture.save(file)
+    assert data.folder(str(tmp_path), channels=3, size=4).spec.channels == 3
+
+
+def test_a_photograph_stands_the_way_up_that_its_camera_says(tmp_path):
+    turned = Image.new("L", (9, 6))
+    turned.paste(255, (0, 0, 3, 6))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by a quarter, clockwise
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            turned.save(tmp_path / part / name / "0.jpg", exif=exif, quality=95)
+    image = data.folder(str(tmp_path)).train.images[0, 0]
+    assert image.shape == (9, 6) and image[:2].min() > 200 and image[4:].max() < 50
+
+
 def other_size(top):
     Image.new("L", (9, 7)).save(top / "test" / "dog" / "x.png")
 

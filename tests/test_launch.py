@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, augment
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, arrays, augment
 from smallvit.launch import launch
 from smallvit.launch.schedule import Schedule, failed, folder, in_turn, recall
 from smallvit.record import RECORD, WEIGHTS, read_record
@@ -202,6 +203,24 @@ def test_data_that_cannot_be_read_are_refused_once_before_anything_trains(tmp_pa
     with pytest.raises(ValueError, match=r"broken\.npz"):
         launch(runs, tmp_path / "runs", recipe="t", jobs=2)
     assert not list(tmp_path.rglob(RECORD))
+
+
+def test_data_that_changed_under_the_same_name_are_refused_before_old_and_new_stand_in_one_table(tmp_path):
+    file, images = tmp_path / "images.npz", np.random.default_rng(0).integers(0, 255, (80, 8, 8), dtype=np.uint8)
+    labels = np.arange(80) % 2
+
+    def write(labels: np.ndarray):
+        np.savez(file, train_images=images[:60], train_labels=labels[:60], test_images=images[60:], test_labels=labels[60:])
+        arrays.cache_clear()
+
+    runs = [SHORT.vary(data=partial(arrays, path=str(file)), labels=None, steps=1, seed=seed) for seed in range(2)]
+    write(labels)
+    launch(runs[:1], tmp_path, recipe="t", jobs=1)
+    write(1 - labels)
+    with pytest.raises(ValueError, match=r"1 runs have finished on other images or labels than arrays\(.* gives today"):
+        launch(runs, tmp_path, recipe="t", jobs=1)
+    write(labels)
+    assert [r["status"] for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2
 
 
 def test_the_folder_of_another_run_is_refused_before_anything_trains(tmp_path):

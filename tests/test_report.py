@@ -290,6 +290,15 @@ def test_every_seed_is_on_the_page_and_one_label_count_needs_no_label_axis():
     assert html([r | {"curve": []} for r in rows], **WORDS).count("<svg") == 2
 
 
+def test_data_that_changed_between_runs_are_warned_of():
+    rows = records({"scratch": 0, "+A": 0})
+    data = {"run": {"data": {"call": "smallvit.data.folder", "path": "mine", "size": None}}}
+    rows = [r | data | {"data_sha256": "new" if r["arm"] == "+A" and r["seed"] == 3 else "old"} for r in rows]
+    said = [line for line in facts.warnings(rows) if "content" in line]
+    assert said == ["Mixed content of folder(path=mine): old in scratch, +A; new in +A"]
+    assert not [line for line in facts.warnings(rows[:-8]) if "content" in line]
+
+
 def test_nothing_to_show_is_said():
     rows = records({"scratch": 0, "+A": 0}, labels=(100, 1000))
     rows = [r | UNKNOWN | {"status": "failed", "error": "boom"} for r in rows]

@@ -775,9 +775,10 @@ def test_the_small_cnn_is_trained_on_images_or_is_no_floor():
         ({"evaluators": (accuracy, partial(few_shot, shots=1), partial(few_shot, shots=2))}, ("few_shot twice", "each once")),
         ({"evaluators": (cost, accuracy)}, ("begins with cost", "judges nothing")),
         ({"schedule": "cosine"}, ("'constant', None",)),
+        ({"augment": augment.digit_views()}, ("augment makes views and Supervised reads none",)),
         ({"data": partial(folder, path="x", size=[32, 32])}, ("size of folder is [32, 32]", "a tuple")),
     ],
-    ids=["twice", "cost first", "schedule", "list"],
+    ids=["twice", "cost first", "schedule", "views", "list"],
 )
 def test_choices_that_could_not_be_compared_or_loaded_are_refused(choices, words):
     refused(lambda: Run(**choices), *words)

@@ -13,7 +13,8 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
     """Your own image files, in torchvision's ImageFolder layout: `path/train/<class>/*.png`, `path/test`, maybe `path/val`.
 
     `size`, (height, width) or one number for both, resizes (bicubic, antialiased); without it all images must be of one size.
-    `channels` converts to 1 (grey), 3 (RGB) or 4 (RGBA); without it the files decide, and must agree.
+    `channels` converts to 1 (grey), 3 (RGB) or 4 (RGBA); without it the files decide, and must agree. Photographs are turned
+    the way up that their EXIF says.
     """
     from torchvision.datasets import ImageFolder
 
@@ -45,17 +46,22 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
 
 
 def _read_image(file: str, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """One image file as uint8 h w c."""
-    from PIL import Image
+    """One image file as uint8 h w c, the way up that the camera says."""
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as image:
-            image.load()
+            image = ImageOps.exif_transpose(image)
     except Exception as error:  # every format has its own kinds
         raise ValueError(f"{file} cannot be read as an image ({error})") from error
     channels = channels or {"1": 1, "L": 1, "RGB": 3, "RGBA": 4}.get(image.mode)
     if channels is None or image.mode[0] in "IF":  # 16-bit and float greys would be cut off at 255
         raise ValueError(f"{file} is {image.mode}: expected 8-bit grey (L), RGB or RGBA; channels= converts other 8-bit modes")
+    alpha = "A" in image.getbands() or "transparency" in image.info
+    if channels < 4 and alpha and np.array(image.convert("RGBA"))[..., 3].min() < 255:
+        raise ValueError(
+            f"{file} is transparent in places, and what is behind it is not known; expected channels=4, or no alpha"
+        )
     image = image.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels])
     if size is not None:
         image = image.resize(size[::-1], Image.Resampling.BICUBIC)

@@ -6,10 +6,13 @@ time, started ones go on from their checkpoint.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -91,8 +94,22 @@ def processes(device: str) -> BaseContext:
         return get_context("spawn")
     # with what the first step of an optimizer would load, and this process never needs
     forkserver.set_forkserver_preload(["smallvit.launch.worker", "torch._dynamo", "torch.utils.flop_counter"])
-    forkserver.ensure_running()
+    with deaf():
+        forkserver.ensure_running()
     return get_context("forkserver")
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """A process that is started meanwhile does not hear Ctrl-C, not while it loads either; its parent decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Slot:

@@ -14,7 +14,7 @@ to be done to the gradients before the optimizer's step is done in `before_step(
 in `after_step(progress)`. One whose parameters do not all learn at the run's pace has `paces()`: groups of parameters, each
 with a function `(progress, pace) -> fraction of the peak rate`. One that needs a trained model says `needs_init`; one
 that learns from another trained model says `needs_teacher`, and is made `objective(model, teacher)`. One that reads no label
-says `needs_labels = False` and keeps in `seen` what `collapse` looks at.
+says `needs_labels = False` and keeps in `seen` what `collapse` looks at; one that compares views says `reads_views = True`.
 """
 
 from .dino import DINO

@@ -47,6 +47,7 @@ class DINO(nn.Module):
     """
 
     needs_labels = False
+    reads_views = True
 
     def __init__(
         self,

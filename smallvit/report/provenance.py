@@ -16,6 +16,8 @@ def warnings(records: Sequence[dict]) -> list[str]:
     for r in records:
         mine = {name: r.get(name) for name in ("cpu", *COMPUTED)}
         mine |= {"code": r["code"].get("sha256")} if r.get("code") else {}
+        if data := (r.get("run") or {}).get("data"):
+            mine[f"content of {loader(data)}"] = r.get("data_sha256")
         mine |= {f"{name} version": version for name, version in (r.get("versions") or {}).items()}
         for name, value in mine.items():
             if value is not None:
@@ -30,6 +32,12 @@ def warnings(records: Sequence[dict]) -> list[str]:
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
     out += [f"Runs of code with uncommitted changes, so that the commit does not say what ran: {dirty}"] if dirty else []
     return out + ([f"Runs that read the test split more than once: {reads}"] if reads else [])
+
+
+def loader(data: dict) -> str:
+    """What loads the data, with its choices."""
+    choices = ", ".join(f"{name}={value}" for name, value in data.items() if name != "call" and value is not None)
+    return f"{data.get('call', '').rpartition('.')[2]}({choices})"
 
 
 def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
