@@ -1,5 +1,7 @@
 """What a model does as it is: how often it is right, and what that costs."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ cost.judges = False
 
 def plain_cost(model: nn.Module, images: Tensor, repeats: int) -> dict[str, float]:
     """Of a model that sees all tokens, or has none."""
-    times = compute.milliseconds([lambda: compute.forward(model)(images)], repeats)
+    times = compute.milliseconds([partial(compute.forward(model), images)], repeats)
     return {"macs": float(compute.footprint(model, images)["macs"]), "ms": times[0]}
 
 

@@ -51,8 +51,7 @@ class Schedule:
                 todo.append(at)
         announce_strangers(self.found)
         for data in dict.fromkeys(self.runs[at].data for at in todo):
-            loaded = data()  # downloaded once and with its own bar, and what is wrong with it said once
-            self.refuse_changed(data, loaded.sha256)
+            self.refuse_changed(data)
         for reason in self.absent.values():
             print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
         self.queue, self.under_way = in_turn(todo, self.before), set()
@@ -61,11 +60,11 @@ class Schedule:
         self.kin = [fingerprint(run.at_seed(0)) if stack > 1 else at for at, run in enumerate(self.runs)]
         self.bar = Bar(self.runs, self.found, todo)
 
-    def refuse_changed(self, data: Callable, sha256: str):
+    def refuse_changed(self, data: Callable):
         """Refuse to train on data that are not those of the runs that have finished: they would stand in one table."""
-        plain = describe(data)
+        loaded, plain = data(), describe(data)  # downloaded once and with its own bar, and what is wrong with it said once
         done = [record for record in self.found if record is not None and record.get("data_sha256")]
-        if other := sum(record["run"]["data"] == plain and record["data_sha256"] != sha256 for record in done):
+        if other := sum(record["run"]["data"] == plain and record["data_sha256"] != loaded.sha256 for record in done):
             raise ValueError(
                 f"{other} runs have finished on other images or labels than {in_words(plain)} gives today; put those back, or "
                 "train all runs on these in another --out"

@@ -57,7 +57,7 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
             parts += [_table(part, n, said["columns"])] if n in part.labels else []
     for table in said["probed"]:
         parts += [f"## Probes at {amount(table.labels)}", _probes(table)]
-    parts += [_md(said["how_it_was_timed"])] if c.reduced else []
+    parts += [_md(said["how_it_was_timed"])] if said["how_it_was_timed"] else []
     parts += _section("Budgets", said["budgets"])
     parts += _section("What differs from the baseline", [f"{arm}: {'; '.join(of)}" for arm, of in said["changes"].items()])
     parts += _section("Provenance", [f"{name}: {text}" for name, text in said["provenance"].items()])

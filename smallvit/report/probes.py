@@ -47,14 +47,14 @@ def no_better_than_random(records: Sequence[dict]) -> list[str]:
     """Every arm, labels and probe whose interval over seeds, paired with that of random weights, does not lie above 0."""
     done = {(r["arm"], r["labels"], r["seed"]): r for r in records if r["status"] == "finished"}
     cells = dict.fromkeys((r["arm"], r["labels"]) for r in done.values() if r["role"] != "floor")
-    out = []
+    names, out = probes(done.values()), []
     for arm, labels in cells:
         pairs = [
             (r["test"], done[RANDOM, labels, seed]["test"])
             for (name, n, seed), r in done.items()
             if (name, n) == (arm, labels) and (RANDOM, n, seed) in done
         ]
-        for probe in probes(done.values()):
+        for probe in names:
             gains = [own[probe] - random[probe] for own, random in pairs if probe in own and probe in random]
             mean, _, low, _ = spread(gains)
             if gains and (mean if low is None else low) <= 0:

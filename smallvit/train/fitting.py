@@ -34,8 +34,8 @@ def fit(
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
 
     `start` is the folder of the run that `run.init` asks for, `teacher` that of `run.teacher`; without them those are trained
-    first, in `folder/init` and `folder/teacher`. `execution` is how the steps are
-    computed; what was put down goes on as it began.
+    first, in `folder/init` and `folder/teacher`. `execution` is how the steps are computed; what
+    was put down goes on as it began.
 
     A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
     (same machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
