@@ -26,7 +26,7 @@ NAMES = {
         "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",
         "position_similarity", "position_table", "reconstruction_figure", "rollout", "shapes", "token_map", "token_shares",
     ),
-    "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer"),
+    "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer", "to_timm"),
     "pseudo": ("spread_labels",),
     "arms": ("ablate", "imagenet_vit_s"),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),

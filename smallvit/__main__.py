@@ -55,6 +55,11 @@ def of_a_recipe(command: argparse.ArgumentParser):
     command.add_argument("--out", default="runs", help="where the runs are kept (default: ./runs)")
 
 
+def of_length(command: argparse.ArgumentParser):
+    longer = "every run N times as long, in a folder of its own"
+    command.add_argument("--longer", type=positive, default=1, metavar="N", help=longer)
+
+
 def of_training(command: argparse.ArgumentParser):
     command.add_argument("--jobs", type=positive, help="worker processes, one thread each (default: one for each core)")
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
@@ -75,8 +80,6 @@ def of_run(command: argparse.ArgumentParser):
     add("--compute", nargs="+", default=[], metavar="HOW", help=compute)
     only = "some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)"
     add("--only", nargs="+", default=[], metavar="WHAT", help=only)
-    longer = "train every run N times as long, in a folder of its own"
-    add("--longer", type=positive, default=1, metavar="N", help=longer)
     add("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
     add("--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes")
     add("--retry", action="store_true", help="run failed runs again")
@@ -124,10 +127,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
-    planned, out = module.RUNS, Path(chosen.out)
-    if chosen.longer > 1:
-        planned = [with_length(run, lambda steps: steps * chosen.longer) for run in planned]
-        out = out / f"longer-{chosen.longer}"
+    planned, out = of_that_length(module.RUNS, chosen)
     runs = only(planned, chosen.only)
     if chosen.smoke:
         runs = planned = shortened(runs)
@@ -168,15 +168,25 @@ def run(chosen: argparse.Namespace) -> int:
     return status(trained, len(runs))
 
 
+def of_that_length(runs: list, chosen: argparse.Namespace) -> tuple[list, Path]:
+    """The runs of a recipe as long as they were asked for, and where they lie."""
+    if chosen.longer == 1:
+        return runs, Path(chosen.out)
+    return [with_length(run, lambda steps: steps * chosen.longer) for run in runs], Path(chosen.out) / f"longer-{chosen.longer}"
+
+
 def report(chosen: argparse.Namespace) -> int:
     from smallvit.record import one_picture_each, read_records, write_records
     from smallvit.run import fingerprint
 
     path = find_recipe(chosen.recipe)
     module = load_recipe(path)
-    records = gathered(module.RUNS, Path(chosen.out), path.stem)
+    planned, out = of_that_length(module.RUNS, chosen)
+    records = gathered(planned, out, path.stem)
     published = path.with_suffix(".jsonl")
     if chosen.publish:
+        if chosen.longer > 1:
+            raise ValueError(f"--longer {chosen.longer} is not what {path.name} says; change its steps and publish those runs")
         left = sum(record["status"] not in ("finished", "unavailable") for record in records)
         left += sum(record["status"] == "unavailable" and record["role"] == "baseline" for record in records)
         if left:
@@ -186,14 +196,14 @@ def report(chosen: argparse.Namespace) -> int:
         write_report(path, module, records, path.with_suffix(""))
         return 0
     if all(record["status"] == "missing" for record in records):
-        if not published.exists():
-            raise ValueError(f"no runs of {path.stem} in {chosen.out}; start them with: smallvit run {chosen.recipe}")
+        if not published.exists() or chosen.longer > 1:
+            raise ValueError(f"no runs of {path.stem} in {out}; start them with: smallvit run {chosen.recipe}")
         records = read_records(published)
-        print(f"no runs of {path.stem} in {chosen.out}; this is the report of the committed records")
+        print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
         now = {fingerprint(run) for run in module.RUNS}
         if old := sum(record["fingerprint"] not in now for record in records):
             print(f"note: {old} of {len(records)} are of runs with other choices or defaults than {path.name} has today")
-    write_report(path, module, records, Path(chosen.out) / path.stem / "report")
+    write_report(path, module, records, out / path.stem / "report")
     return status(records, len(records))
 
 
@@ -319,10 +329,10 @@ COMMANDS = {  # what each does, which words it takes, and who does it
     "list": ("the recipes at hand, and the question that each one asks", (), list_recipes),
     "run": (
         "train what a recipe compares and write its report; run it again to go on where it stopped",
-        (of_a_recipe, of_training, of_run),
+        (of_a_recipe, of_length, of_training, of_run),
         run,
     ),
-    "report": ("write the report of what has been run so far", (of_a_recipe, of_report), report),
+    "report": ("write the report of what has been run so far", (of_a_recipe, of_length, of_report), report),
     "verify": (
         "train a few committed runs again and hold them against the committed records",
         (of_a_recipe, of_training, of_verify),

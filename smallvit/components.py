@@ -57,11 +57,13 @@ def rebuild(plain: Any) -> Any:
         return plain
     if not plain.keys() & {"call", "make"}:
         raise ValueError(f"{plain} names no component; expected 'call' or 'make' in it, as describe writes")
+    made = component(plain.get("make", plain.get("call")))
     rest = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make", "recipe_sha256")}
-    if plain.get("recipe_sha256") != written(component(plain.get("make", plain.get("call")))).get("recipe_sha256"):
+    # None counts as not made (see `canonical`), also where there is no such choice any more
+    rest = {name: value for name, value in rest.items() if value is not None or name in arguments(made)}
+    if plain.get("recipe_sha256") != written(made).get("recipe_sha256"):
         raise ValueError(f"{plain.get('make', plain.get('call'))} is not the one of the record: its recipe has changed since")
     if "make" in plain:
-        made = component(plain["make"])
         if "call" in plain or not (isinstance(made, type) and is_dataclass(made)):
             raise ValueError(
                 f"{plain['make']} cannot be made from a record; expected a dataclass, as augmentations are, and no call"
@@ -70,7 +72,7 @@ def rebuild(plain: Any) -> Any:
             return made(**rest)
         except TypeError as error:
             raise ValueError(f"{plain['make']} cannot be made of {rest}: {error}; expected what describe wrote") from error
-    return partial(component(plain["call"]), **rest) if rest else component(plain["call"])
+    return partial(made, **rest) if rest else made
 
 
 def unequal(here: Any, there: Any, name: str) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -75,7 +75,9 @@ def definitions(text: str) -> dict[str, str]:
 
     Blind to comments, and to what else the text says.
     """
-    nodes = ast.parse(text).body
+    tree = ast.parse(text)
+    refuse_doubled(tree)
+    nodes = tree.body
     places: dict[str, list[int]] = {}
     for at, node in enumerate(nodes):
         for name in defined(node):
@@ -90,6 +92,15 @@ def definitions(text: str) -> dict[str, str]:
         return [nodes[at] for at in sorted(found)]
 
     return {name: hashlib.sha256("".join(map(ast.dump, reached(name))).encode()).hexdigest()[:16] for name in places}
+
+
+def refuse_doubled(tree: ast.Module):
+    """Raise ValueError for a name that stands twice in a dict: Python keeps the last, and an arm is gone without a word."""
+    for node in ast.walk(tree):
+        keys = [key.value for key in node.keys if isinstance(key, ast.Constant)] if isinstance(node, ast.Dict) else []
+        for key, times in Counter(keys).items():
+            if times > 1:
+                raise ValueError(f"{key!r} stands {times} times in the dict of line {node.lineno}; expected each name once")
 
 
 def defined(node: ast.stmt) -> set[str]:

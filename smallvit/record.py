@@ -22,7 +22,7 @@ FIELDS = (
     "recipe", "arm", "role", "against", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test",
     "test_reads", "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision",
     "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights", "picture",
-    "health", "unlabelled", "tokens", "stacked", "kernel", "compiled",
+    "health", "unlabelled", "tokens", "stacked", "kernel", "compiled", "test_repeats", "test_majority",
 )  # fmt: skip
 NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
 RANDOM = "random initialisation"  # the arm that is the floor of what is probed

@@ -253,7 +253,8 @@ def rebuild(plain: Any) -> Any:
     Raises ValueError for whatever is neither; only components of smallvit and of loaded recipes are looked up.
     """
     if isinstance(plain, dict) and plain and not plain.keys() & {"call", "make"}:
-        return Run(**{name: rebuild(value) for name, value in plain.items()})
+        known = {name: value for name, value in plain.items() if value is not None or name in Run.__dataclass_fields__}
+        return Run(**{name: rebuild(value) for name, value in known.items()})
     return components.rebuild(plain)
 
 

@@ -86,11 +86,11 @@ class ViT(nn.Module):
     as timm's `fc_norm`.
 
     `model(x)` gives logits b k, `model.features(x)` what the head sees, b d, `model.tokens(x)` all tokens and their sizes. The
-    head is a linear map, unless the pool brings its own. `x` is normalised pixels b c h w. `mask`, broadcastable to b heads
-    n n, is True where a token may look.
+    head is a linear map, unless the pool brings its own; without classes (0) there is none. `x` is normalised pixels b c h w.
+    `mask`, broadcastable to b heads n n, is True where a token may look.
 
     Raises   ValueError for an image that the tokenizer cannot tile, heads that do not divide the width, another number of
-             channels than it was built for, or `norm_after_pool` with a pool that brings its own head.
+             channels than it was built for, `norm_after_pool` with a pool that brings its own head, or a slot that is no class.
     """
 
     no_weight_decay = ("prefix",)
@@ -116,8 +116,9 @@ class ViT(nn.Module):
         norm_after_pool: bool = False,
     ):
         super().__init__()
-        if registers < 0:
-            raise ValueError(f"registers is {registers}; expected 0 or more extra tokens")
+        refuse_numbers(dim=(dim, 1), depth=(depth, 0), heads=(heads, 1), registers=(registers, 0))
+        refuse_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
+        refuse_slots(none=True, position=position, reduction=reduction)
         self.image, self.channels = tuple(image), channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
@@ -137,11 +138,13 @@ class ViT(nn.Module):
         )
         self.norm_after_pool = norm_after_pool
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.head = self.pool.make_head(classes) if hasattr(self.pool, "make_head") else nn.Linear(dim, classes)
+        head = self.pool.make_head if hasattr(self.pool, "make_head") else partial(nn.Linear, dim)
+        self.head = head(classes) if classes else nn.Identity()
         initialise(self)
 
     def reset_parameters(self):
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        if not isinstance(self.head, nn.Identity):
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.trunc_normal_(self.prefix, std=0.02)  # last: how many there are must not move the draw of the head
 
     def places(self, depth: int, image: tuple[int, int]) -> list[Place]:
@@ -214,6 +217,21 @@ class DropPath(nn.Module):
             return x
         kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
         return x * (kept / (1 - self.rate)).to(x.dtype)
+
+
+def refuse_numbers(**numbers: tuple[int, int]):
+    """Raise ValueError for what is no whole number, or less than the least that stands beside it."""
+    for name, (number, least) in numbers.items():
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} is {number!r}; expected a whole number from {least} on")
+
+
+def refuse_slots(none: bool = False, **slots):
+    """Raise ValueError for what makes no module: a name in quotes, or a module that is made already."""
+    for name, slot in slots.items():
+        if isinstance(slot, nn.Module) or not (callable(slot) or (none and slot is None)):
+            given = f"a {type(slot).__name__} that is made already" if isinstance(slot, nn.Module) else repr(slot)
+            raise ValueError(f"{name} is {given}; expected a class, its knobs bound by functools.partial: the model makes it")
 
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}

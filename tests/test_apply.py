@@ -166,6 +166,11 @@ def test_a_named_timm_model_has_the_tokens_of_the_paper():
     assert size.shape == (1, 197 - 11 * 16 - 10)  # the last layer has 20 patches left: no more than 10 merges
 
 
+def test_a_reduction_that_is_made_already_is_refused():
+    with pytest.raises(ValueError, match="reduction is a Merge that is made already; expected a class"):
+        apply(TINY(), Merge(Place(), r=6))
+
+
 @pytest.mark.parametrize("make", [partial(Pixels, (8, 8), 1, 3), partial(SmallCNN, (8, 8), 1, 3)], ids=["pixels", "cnn"])
 def test_another_kind_of_model_is_refused(make):
     with pytest.raises(ValueError, match=f"this timm model has the class {make.func.__name__}"):

@@ -124,6 +124,14 @@ def test_smoke_takes_every_arm_and_leaves_the_real_runs_alone(here, capsys):
     assert not (here / "runs" / "mine").exists()
 
 
+def test_runs_of_another_length_have_their_own_place_and_report(here, capsys):
+    assert main(["run", "mine.py", "--longer", "2", "--only", "labels=20", "seed=0", "arm=scratch", "--jobs", "1"]) == 0
+    (here / "runs" / "longer-2" / "mine" / "report.html").unlink()
+    assert main(["report", "mine.py", "--longer", "2"]) == 1, "most runs are missing"
+    assert "| scratch (baseline) |" in (here / "runs" / "longer-2" / "mine" / "report.md").read_text()
+    assert (here / "runs" / "longer-2" / "mine" / "report.html").exists() and not (here / "runs" / "mine").exists()
+
+
 def test_only_chooses_by_arm_labels_and_seed(here):
     runs = load_recipe("mine.py").RUNS
     assert {r.arm for r in only(runs, ["arm=+LSA"])} == {"+LSA"}
@@ -142,6 +150,8 @@ def test_only_chooses_by_arm_labels_and_seed(here):
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
+        (["report", "mine.py", "--longer", "2"], "no runs of mine in runs/longer-2"),
+        (["report", "mine.py", "--longer", "2", "--publish"], "--longer 2 is not what mine.py says"),
         (["verify", "mine.py"], "no committed records"),
         (["run", "mine.py", "--compute", "compiled=yes", "compiled=no"], "compiled twice; expected each choice once"),
         (["run", "mine.py", "--out", "mine.py"], "--out mine.py cannot be made"),
@@ -172,6 +182,7 @@ def test_wrong_words_get_one_sentence_and_a_status(words, said, here, capsys):
             "from smallvit import Run\nRUNS = [Run(stepps=3)]",
             "line 2: ValueError: a run has no choice 'stepps'; did you mean 'steps'?",
         ),
+        ("ARMS = {\n'a': 1, 'b': 2, 'a': 3}", "broken.py: ValueError: 'a' stands 2 times in the dict of line 1; expected each"),
         ("from smallvit import mnits", "line 1: ImportError: cannot import name 'mnits'"),
     ],
 )

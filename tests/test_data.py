@@ -232,6 +232,21 @@ def test_sealed_images_come_only_through_open_which_counts():
     assert found.test.open() is found.train and found.test.reads == 1
 
 
+def test_test_images_that_were_trained_on_are_counted_and_the_seal_is_whole():
+    def own(n):
+        return np.random.default_rng(n).integers(0, 256, (n, 4, 4), np.uint8)
+
+    def found(test, **val):
+        splits = {"train": own(12), "test": test} | val
+        labels = {part: np.arange(len(images)) % 2 for part, images in splits.items()}
+        splits = {part: (images, labels[part]) for part, images in splits.items()}
+        return data.Dataset.from_arrays("own", splits, ("a", "b"))
+
+    leaky = found(np.concatenate([own(12)[[3, 3, 7]], own(5)]))
+    assert leaky.repeats == 3 and leaky.test.reads == 0
+    assert found(own(5)).repeats == 0 and found(own(5), val=own(5)[:2]).repeats == 2
+
+
 # People's own arrays
 
 
@@ -415,8 +430,8 @@ def no_image(top):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (other_size, r"dog.x.png is \(7, 9, 1\) .* but .*cat.0.png is \(6, 9, 1\): pass size= or channels="),
-        (other_channels, r"dog.x.png is \(6, 9, 3\)"),
+        (other_size, r"dog.x.png is \(7, 9, 1\) .* but .*cat.0.png is \(6, 9, 1\): pass size="),
+        (other_channels, r"dog.x.png is \(6, 9, 3\) .*: pass channels="),
         (palette, "dog.x.png is P: expected 8-bit grey"),
         (sixteen_bits, "dog.x.png is I;16: expected 8-bit grey"),
         (truncated, "dog.x.png cannot be read as an image"),
@@ -424,12 +439,27 @@ def no_image(top):
         (lambda top: (top / "test" / "dog").rename(top / "test" / "cow"), r"train and test differ in \['cow', 'dog'\]"),
         (lambda top: (top / "train" / "eel").mkdir(), "expected train/<class>/.*eel"),
         (lambda top: (top / "test").rename(top / "tset"), "expected train/<class>/.*test"),
+        (
+            lambda top: [(top / "test" / name).rename(top / "test" / f".{name}") for name in ("cat", "dog")],
+            "no folder in .*test",
+        ),
     ],
 )
 def test_own_files_that_are_wrong_are_named(tmp_path, spoil, message):
     spoil(pictures(tmp_path))
     with pytest.raises(ValueError, match=message):
         data.folder(str(tmp_path))
+
+
+def test_what_a_notebook_and_a_mac_leave_behind_is_no_class_and_no_image(tmp_path):
+    pictures(tmp_path)
+    for place in (tmp_path / "train", tmp_path / "test", tmp_path / "train" / "dog"):
+        (place / ".ipynb_checkpoints").mkdir()
+        Image.new("L", (9, 6)).save(place / ".ipynb_checkpoints" / "0-checkpoint.png")
+    (tmp_path / "train" / "cat" / "._0.png").write_bytes(b"Mac OS X")
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("three cats")
+    found = data.folder(str(tmp_path))
+    assert found.spec.classes == ("cat", "dog") and found.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_greys_of_sixteen_bits_are_not_cut_off_by_a_conversion_either(tmp_path):

@@ -11,17 +11,24 @@ from torch import nn
 
 from smallvit import (
     Attention,
+    Block,
     ConvStem,
     ConvTokenizer,
+    DistilledTokens,
+    Learned,
     LocalityAttention,
+    MeanTokens,
+    Merge,
     PatchEmbed,
     Resized,
     ShiftedPatchEmbed,
+    SinCos2d,
     ViT,
     attention,
     from_timm,
     timm_attention,
     timm_tokenizer,
+    to_timm,
     tokenizers,
 )
 from smallvit.pretrained.convert import rename
@@ -95,6 +102,8 @@ def test_the_named_models_give_timms_logits_at_224_pixels(name, channels):
         dict(global_pool="avg", class_token=False),
         dict(global_pool="avg", class_token=False, reg_tokens=2, no_embed_class=True),
         dict(dynamic_img_size=True),
+        dict(num_classes=0),
+        dict(num_classes=0, global_pool="avg"),
         dict(act_layer="gelu", norm_layer=partial(nn.LayerNorm, eps=1e-6)),
         dict(mlp_ratio=59.5 / 21, embed_dim=21),
         dict(drop_rate=0.1, pos_drop_rate=0.1, patch_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1),
@@ -108,6 +117,14 @@ def test_every_plain_variant_gives_timms_logits_and_features(options):
     close(ours.features(x), theirs.forward_head(theirs.forward_features(x), pre_logits=True))
     assert set(rename(theirs.state_dict())) == set(ours.state_dict())
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+    again = to_timm(ours)
+    close(again(x), theirs(x))
+    close(again.forward_features(x), theirs.forward_features(x))
+    if "class token" not in spelled(options) and not (theirs.has_class_token and theirs.global_pool == "avg"):
+        state = theirs.state_dict()  # name by name; a class token that nobody reads comes back as a register
+        assert again.state_dict().keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
 
 
 def test_other_image_sizes_give_timms_logits_too():
@@ -202,7 +219,6 @@ def test_another_networks_weights_fail_by_name():
         (dict(embed_layer=timm_tokenizer(ShiftedPatchEmbed)), "ShiftedPatchEmbed"),
         (dict(proj_bias=False), "projections without bias"),
         (dict(patch_size=(7, 14)), "patches that are not square"),
-        (dict(num_classes=0), "no classifier"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -216,6 +232,65 @@ def test_another_model_is_named(name):
     model = timm.create_model(name)
     with pytest.raises(ValueError, match=f"this timm model has the class {type(model).__name__}"):
         from_timm(model)
+
+
+SMALL = partial(ViT, (28, 14), 3, 5, dim=24, depth=2, heads=3, tokenizer=partial(PatchEmbed, patch=7))
+KEPT = {
+    "plain": {},
+    "linear patches": {"tokenizer": partial(PatchEmbed, patch=7, linear=True)},
+    "mean": {"pool": MeanTokens, "norm_after_pool": True, "registers": 2},
+    "scaled": {"block": partial(Block, layer_scale=0.1, mlp_ratio=1.7), "attention": partial(Attention, qk_norm=True)},
+    "no positions": {"position": None, "registers": 1},
+    "no positions of the prefix": {"position": partial(Learned, on_prefix=False), "depth": 1},
+    "dropout": {"dropout": 0.1, "drop_path": 0.1, "attention": partial(Attention, dropout=0.1, qkv_bias=False)},
+}
+
+
+@pytest.mark.parametrize("choices", KEPT.values(), ids=KEPT)
+def test_our_models_are_timms_too(choices):
+    ours = perturbed(SMALL(**choices))
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    theirs, x = to_timm(ours), torch.randn(2, 3, 28, 14)
+    assert isinstance(theirs, VisionTransformer) and not theirs.training
+    close(theirs(x), ours(x))
+    close(from_timm(theirs)(x), ours(x))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.fill_(7.0)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+
+
+def test_an_exported_model_has_the_precision_and_mode_of_ours():
+    theirs = to_timm(SMALL().double().train())
+    assert theirs.training and theirs.patch_embed.proj.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("choices", "part"),
+    [
+        ({"tokenizer": partial(ShiftedPatchEmbed, patch=7)}, "ShiftedPatchEmbed"),
+        ({"tokenizer": partial(PatchEmbed, patch=7, kernel=9)}, "overlapping patches"),
+        ({"position": SinCos2d}, "SinCos2d"),
+        ({"attention": LocalityAttention}, "LocalityAttention"),
+        ({"attention": partial(Attention, head_dim=5)}, "heads of another width"),
+        ({"reduction": partial(Merge, r=1)}, "Merge"),
+        ({"pool": DistilledTokens}, "DistilledTokens.*a head of its own"),
+        ({"block": partial(Block, norm_first=False)}, "norms behind the branches"),
+        ({"block": partial(Block, activation="relu")}, "ReLU"),
+        ({"depth": 0}, "no blocks"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_a_part_that_timm_does_not_have_is_named(choices, part):
+    with pytest.raises(
+        ValueError, match=rf"this ViT has .*{part}.*, which timm's VisionTransformer does not; expected the plain"
+    ):
+        to_timm(SMALL(**choices))
+
+
+def test_what_is_no_vit_is_not_exported():
+    with pytest.raises(ValueError, match="got a VisionTransformer; expected a ViT"):
+        to_timm(tiny())
 
 
 # Our slots in timm's models

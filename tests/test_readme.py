@@ -49,7 +49,7 @@ def test_the_new_attention_is_a_recipe_of_thirty_lines():
 
 def test_the_timm_example_prints_what_it_says(capsys):
     exec(block("timm"), {})
-    assert capsys.readouterr().out.split("\n") == ["torch.Size([2, 10])", "True", ""]
+    assert capsys.readouterr().out.split("\n") == ["torch.Size([2, 10])", "True", "True", ""]
 
 
 def test_the_pipeline_of_scikit_learn_runs(capsys):

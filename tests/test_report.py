@@ -290,6 +290,22 @@ def test_every_seed_is_on_the_page_and_one_label_count_needs_no_label_axis():
     assert html([r | {"curve": []} for r in rows], **WORDS).count("<svg") == 2
 
 
+def test_test_images_that_were_trained_on_are_warned_of():
+    rows = records({"scratch": 0, "+A": 0})
+    assert not facts.warnings([r | {"test_repeats": 0} for r in rows])
+    said = facts.warnings(change(rows, "+A", 3, test_repeats=1_200))
+    assert said == ["Test images that are training or validation images too, pixel by pixel: 1,200"]
+
+
+@pytest.mark.parametrize("seeds", [2, 8])
+def test_an_arm_that_has_learned_nothing_is_warned_of_and_a_floor_is_not(seeds):
+    rows = records({"scratch": 0, "+A": -0.65, "Pixels": -0.7}, seeds=seeds, floors=("Pixels",))  # the levels are about 90%
+    assert not facts.warnings([r | {"test_majority": 0.1} for r in rows]) and not facts.warnings(rows)
+    (said,) = facts.warnings([r | {"test_majority": 0.3} for r in rows])
+    assert re.match(r"\+A at 1,000 labels: 2\d\.\d\d%, no better than calling every image by the .* class \(30\.00%\)", said)
+    assert said in html([r | {"test_majority": 0.3} for r in rows], **WORDS)
+
+
 def test_data_that_changed_between_runs_are_warned_of():
     rows = records({"scratch": 0, "+A": 0})
     data = {"run": {"data": {"call": "smallvit.data.folder", "path": "mine", "size": None}}}

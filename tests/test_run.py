@@ -409,6 +409,15 @@ def test_a_described_run_replays_when_a_default_of_the_package_changes(owner, na
     assert json.dumps(describe(again)) == plain and fingerprint(again) == mark
 
 
+def test_a_choice_of_none_that_is_gone_today_does_not_stop_an_old_record():
+    run = Run(augment=augment.digits())
+    plain = json.loads(json.dumps(describe(run)))
+    plain["forgotten"] = plain["objective"]["label_smoothing"] = plain["augment"][0]["forgotten"] = None
+    assert fingerprint(rebuild(plain)) == fingerprint(run)
+    plain["objective"]["label_smoothing"] = 0.1
+    refused(lambda: rebuild(plain), "Supervised has no choice 'label_smoothing'")
+
+
 # Fingerprints.  None stands here in gold: every new knob of the package changes them all, which is what they are for. What must hold is
 # that equal runs have equal ones, in every process, and that no choice is left out.
 

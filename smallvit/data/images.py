@@ -119,6 +119,11 @@ class Sealed:
         self.reads += 1
         return self.__images
 
+    def among(self, *others: Images) -> int:
+        """How many test images are, pixel by pixel, among these others too."""
+        seen = {hash(image.tobytes()) for images in others for image in images.images.numpy()}
+        return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
+
     def _refuse(self, *_):
         raise TypeError("the test images are sealed: train and choose on train and val, then call .open() once at the end")
 
@@ -157,6 +162,11 @@ class Dataset:
         """Of all pixels and labels of all splits: equal means the same data, wherever the files lie."""
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
         return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @functools.cached_property
+    def repeats(self) -> int:
+        """How many test images are training or validation images too."""
+        return self.test.among(self.train, *([] if self.val is None else [self.val]))
 
     @classmethod
     def from_arrays(

@@ -14,35 +14,49 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
 
     `size`, (height, width) or one number for both, resizes (bicubic, antialiased); without it all images must be of one size.
     `channels` converts to 1 (grey), 3 (RGB) or 4 (RGBA); without it the files decide, and must agree. Photographs are turned
-    the way up that their EXIF says.
+    the way up that their EXIF says. What is hidden (`.ipynb_checkpoints`, `._1.png`) is passed over.
     """
-    from torchvision.datasets import ImageFolder
-
     size = (size, size) if isinstance(size, int) else size
     if channels not in (None, 1, 3, 4) or (size is not None and (len(size) != 2 or min(size) < 1)):
         raise ValueError(f"expected channels 1, 3 or 4 and a size (height, width), got channels={channels} and size={size}")
     top = Path(path).expanduser().absolute()
     parts = ["train", "test"] + ["val"] * (top / "val").is_dir()
     try:
-        found = {part: ImageFolder(top / part) for part in parts}
+        found = {part: _listed(top / part) for part in parts}
     except OSError as error:
         raise ValueError(f"{top}: expected train/<class>/*.png and test/<class>/*.png ({error})") from error
-    classes = found["train"].classes
+    classes, files = found["train"]
     for part in parts:
-        if found[part].classes != classes:
-            differ = sorted({*classes} ^ {*found[part].classes})
+        if found[part][0] != classes:
+            differ = sorted({*classes} ^ {*found[part][0]})
             raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:20]}")
 
-    first = found["train"].samples[0][0]
+    first = next(iter(files))
     shape = _read_image(first, size, channels).shape
     splits = {}
     for part in parts:
-        images = {file: _read_image(file, size, channels) for file, _ in found[part].samples}
+        labels = found[part][1]
+        images = {file: _read_image(file, size, channels) for file in labels}
         for file, image in images.items():
             if image.shape != shape:
-                raise ValueError(f"{file} is {image.shape} (h, w, c) but {first} is {shape}: pass size= or channels=")
-        splits[part] = np.stack([*images.values()]), np.array(found[part].targets)
+                cure = "channels=" if image.shape[:2] == shape[:2] else "size="
+                raise ValueError(f"{file} is {image.shape} (h, w, c) but {first} is {shape}: pass {cure}")
+        splits[part] = np.stack([*images.values()]), np.array([*labels.values()])
     return Dataset.from_arrays(top.name, splits, tuple(classes), digits=digits)
+
+
+def _listed(place: Path) -> tuple[list[str], dict[str, int]]:
+    """The classes, which are the folders in `place`, and the class of each image file below them; nothing that is hidden."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    def shown(file: str) -> bool:
+        parts = Path(file).relative_to(place).parts
+        return file.lower().endswith(IMG_EXTENSIONS) and not any(part.startswith(".") for part in parts)
+
+    classes = [name for name in find_classes(place)[0] if not name.startswith(".")]
+    if not classes:
+        raise FileNotFoundError(f"there is no folder in {place}")
+    return classes, dict(make_dataset(place, {name: at for at, name in enumerate(classes)}, is_valid_file=shown))
 
 
 def _read_image(file: str, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:

@@ -51,7 +51,7 @@ class Schedule:
                 todo.append(at)
         announce_strangers(self.found)
         for data in dict.fromkeys(self.runs[at].data for at in todo):
-            self.refuse_changed(data)
+            self.look_at(data)
         for reason in self.absent.values():
             print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
         self.queue, self.under_way = in_turn(todo, self.before), set()
@@ -60,8 +60,8 @@ class Schedule:
         self.kin = [fingerprint(run.at_seed(0)) if stack > 1 else at for at, run in enumerate(self.runs)]
         self.bar = Bar(self.runs, self.found, todo)
 
-    def refuse_changed(self, data: Callable):
-        """Refuse to train on data that are not those of the runs that have finished: they would stand in one table."""
+    def look_at(self, data: Callable):
+        """Refuse data that are not those of the runs that have finished: they would stand in one table. Say what is odd."""
         loaded, plain = data(), describe(data)  # downloaded once and with its own bar, and what is wrong with it said once
         done = [record for record in self.found if record is not None and record.get("data_sha256")]
         if other := sum(record["run"]["data"] == plain and record["data_sha256"] != loaded.sha256 for record in done):
@@ -69,6 +69,9 @@ class Schedule:
                 f"{other} runs have finished on other images or labels than {in_words(plain)} gives today; put those back, or "
                 "train all runs on these in another --out"
             )
+        if loaded.repeats:
+            said = f"{loaded.repeats:,} test images of {in_words(plain)} are training or validation images too"
+            print(f"note: {said}", file=sys.stderr)
 
     @property
     def records(self) -> list[dict]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from smallvit.compute import speedup, unreduced
-from smallvit.vit import ViT
+from smallvit.vit import ViT, refuse_slots
 
 from .convert import from_timm
 
@@ -20,10 +20,11 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
     `timed_on`, a batch of images, the reduction stays only if it saves time on them, here and now; else the new model comes
     without it, and a warning says how much time it would have lost.
 
-    Raises   ValueError for another kind of model.
+    Raises   ValueError for another kind of model, and for a reduction that is made already.
     """
     if not isinstance(model, ViT):
         return apply(from_timm(model), reduction, timed_on)
+    refuse_slots(none=True, reduction=reduction)
     new = unreduced(model)
     if reduction is None:
         return new

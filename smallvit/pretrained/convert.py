@@ -46,14 +46,14 @@ def from_timm(model: nn.Module) -> ViT:
     """A `ViT` that computes what this timm `VisionTransformer` computes, with its weights; the model itself is left alone.
 
     Class token or mean pooling, registers, LayerScale, qk-norm, learned positions with or without the prefix, any image size
-    and number of channels; on the device and in the precision of the model. Dropout of any kind (stochastic depth, patches) is
-    not carried over: give it to a `ViT` of your own.
+    and number of channels, no head where it has none (`num_classes=0`); on the device and in the precision of the model.
+    Dropout of any kind (stochastic depth, patches) is not carried over: give it to a `ViT` of your own.
 
     Raises   ValueError for a model with parts that a `ViT` does not have, naming them.
     """
     ours = shape(model)(tuple(model.patch_embed.img_size), model.patch_embed.proj.in_channels, model.num_classes)
     ours.load_state_dict(rename(model.state_dict()), strict=True)
-    return ours.to(model.head.weight).train(model.training)
+    return ours.to(model.blocks[0].norm1.weight).train(model.training)
 
 
 def like(name: str, **knobs) -> Callable[..., ViT]:
@@ -144,7 +144,6 @@ def strangers(model: nn.Module) -> list[str]:
     found = {
         f"pooling {model.global_pool!r}": model.global_pool not in ("token", "avg"),
         "prefix tokens in its mean": model.global_pool == "avg" and model.pool_include_prefix,
-        "no classifier": not isinstance(model.head, nn.Linear),
         "no last norm": model.norm not in norms and model.fc_norm not in norms,
         "a norm before the blocks": model.norm_pre in norms,
         "a norm behind the patch embedding": embed.norm in norms,

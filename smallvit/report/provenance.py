@@ -4,8 +4,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from smallvit.record import amount
+
 from .knobs import choices
-from .verdicts import Comparison
+from .verdicts import MIN_PAIRS, Comparison, spread
 
 COMPUTED = ("device", "precision", "threads", "kernel", "compiled")  # how, as the records say it
 
@@ -28,10 +30,31 @@ def warnings(records: Sequence[dict]) -> list[str]:
     dirty = sum(bool((r.get("code") or {}).get("dirty")) for r in records)
     reads = sum((r.get("test_reads") or 0) > 1 for r in records)
     elsewhere = list(dict.fromkeys(r["arm"] for r in records if "make" in ((r.get("run") or {}).get("init") or {})))
+    repeats = max((r.get("test_repeats") or 0 for r in records), default=0)
+    out += [f"Test images that are training or validation images too, pixel by pixel: {repeats:,}"] if repeats else []
     out += [f"What it took to train weights elsewhere is in no budget: {', '.join(elsewhere)}"] if elsewhere else []
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
     out += [f"Runs of code with uncommitted changes, so that the commit does not say what ran: {dirty}"] if dirty else []
-    return out + ([f"Runs that read the test split more than once: {reads}"] if reads else [])
+    out += [f"Runs that read the test split more than once: {reads}"] if reads else []
+    return out + no_better_than_guessing(records)
+
+
+def no_better_than_guessing(records: Sequence[dict]) -> list[str]:
+    """Every arm that is not shown to do better than calling each test image by the most frequent class."""
+    cells: dict[tuple, list[dict]] = {}
+    for r in records:
+        if r["status"] == "finished" and r.get("test_majority") and r["role"] != "floor" and r["score"] == "accuracy":
+            cells.setdefault((r["arm"], r["labels"]), []).append(r)
+    out = []
+    for (arm, labels), own in cells.items():
+        mean, _, low, _ = spread([r["test"]["accuracy"] for r in own])
+        majority = own[0]["test_majority"]
+        if (mean if len(own) < MIN_PAIRS else low) <= majority:
+            out.append(
+                f"{arm} at {amount(labels)}: {100 * mean:.2f}%, no better than calling every image by the most frequent class "
+                f"({100 * majority:.2f}%); was it trained long enough?"
+            )
+    return out
 
 
 def loader(data: dict) -> str:

@@ -127,7 +127,8 @@ def opened(
             record.update(training.facts() | evaluations(run, training.model, subset, data.test))
             record.update({"pretraining": spent(list(run.before.values()), before)} if before else {})
             record["picture"] = picture(training.model, subset)
-            record.update({"status": "finished", "subset_sha256": subset.sha256, "data_sha256": data.sha256})
+            record.update({"subset_sha256": subset.sha256, "data_sha256": data.sha256, "test_repeats": data.repeats})
+            record["status"] = "finished"
             save_weights(folder / records.WEIGHTS, training.model, record)
             records.write_record(folder, record)
             checkpoint.unlink(missing_ok=True)
@@ -209,6 +210,7 @@ def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
         "test": final,
         "test_reads": test.reads - reads,
         "test_images": len(unseen),
+        "test_majority": unseen.labels.bincount().max().item() / len(unseen),
         "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
     }
 
