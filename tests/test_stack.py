@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 from smallvit import (
     DINO,
+    Distill,
+    DistilledTokens,
     LocalityAttention,
     MeanTokens,
     Merge,
@@ -112,6 +114,23 @@ def test_half_precision_stacks_too(tmp_path):
     assert [r["stacked"] for r in together] == [2, 2]
     for one, other in zip(alone, together):
         assert other["test"]["nll"] == pytest.approx(one["test"]["nll"], abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"kind": "hard"}, {"token": True}, {"weight": 0.0}],
+    ids=lambda knobs: next(iter(knobs), "soft"),
+)
+def test_pupils_each_with_a_teacher_of_their_own_stack_too(knobs, tmp_path):
+    pool = {"pool": DistilledTokens} if "token" in knobs else {}
+    run = SHORT.vary(objective=partial(Distill, **knobs), teacher=SHORT.vary(model=SmallCNN), **pool)
+    runs = [run.at_seed(seed) for seed in range(2)]
+    alone = [fit(run, tmp_path / f"alone{run.seed}") for run in runs]
+    together = fit_stacked(runs, [tmp_path / str(run.seed) for run in runs])
+    assert [r["stacked"] for r in together] == [2, 2]
+    for one, other in zip(alone, together):
+        assert [point[1] for point in other["curve"]] == pytest.approx([point[1] for point in one["curve"]], abs=1e-3)
+        assert other["test"]["nll"] == pytest.approx(one["test"]["nll"], abs=1e-3)
 
 
 class Killed(Exception):

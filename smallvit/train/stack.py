@@ -152,7 +152,8 @@ def joined(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:
     """k batches as one with a leading axis."""
-    return Batch(torch.stack([batch.images for batch in batches]), torch.stack([batch.targets for batch in batches]))
+    images, targets, _, taught = zip(*batches)
+    return Batch(torch.stack(images), torch.stack(targets), taught=tuple(torch.stack(said) for said in zip(*taught)))
 
 
 def clip(gradients: Sequence[Tensor], largest: float):

@@ -128,7 +128,11 @@ class Training:
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
         batch = apply(run.augment, Batch(images.pixels(chosen), self.told * images.targets(chosen)), generator)
         normalise = self.spec.normalise
-        return batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
+        batch = batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
+        if not hasattr(self.objective, "prepare"):
+            return batch
+        with self.computing():
+            return self.objective.prepare(batch)
 
     def set_rates(self, optimizer: torch.optim.Optimizer):
         """The learning rates of this step."""
