@@ -23,7 +23,8 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 # Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {"__init__", "compute", "execution", "launch", "pretrained", "recipe", "record", "report", "run", "train"},
+    "__main__": {"__init__", "commands"},
+    "commands": {"__init__", "execution", "launch", "recipe", "record", "report", "run", "train"},
     "launch": {"components", "compute", "execution", "pretrained", "recipe", "record", "run", "train"},
     "train": {
         "augment",
