@@ -1,8 +1,9 @@
 """Records -> verdicts, tables and pictures: what the runs of a recipe say, and how sure one may be of it."""
 
 from .band import band
+from .inference import holm, pairs_needed
 from .page import html, markdown
 from .text import text
-from .verdicts import Comparison, Difference, Row, compare, holm, pairs_needed
+from .verdicts import Comparison, Difference, Row, compare
 
 __all__ = ["Comparison", "Difference", "Row", "band", "compare", "holm", "html", "markdown", "pairs_needed", "text"]

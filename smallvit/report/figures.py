@@ -13,7 +13,8 @@ from statistics import fmean, stdev
 
 from smallvit.record import amount
 
-from .verdicts import TOLERANCE, Comparison, Row
+from .budgets import TOLERANCE
+from .verdicts import Comparison, Row
 
 # Eight hues that stay apart, from each other and from the ink, in all three kinds of colour blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from smallvit.record import RANDOM, amount
 
-from .verdicts import spread
+from .inference import spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from smallvit.record import amount
 
+from .inference import MIN_PAIRS, spread
 from .knobs import choices
-from .verdicts import MIN_PAIRS, Comparison, spread
+from .verdicts import Comparison
 
 COMPUTED = ("device", "precision", "threads", "kernel", "compiled")  # how, as the records say it
 

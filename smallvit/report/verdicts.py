@@ -1,17 +1,16 @@
 """Records -> verdicts: every arm against its baseline, seed by seed. Accuracies are fractions here, percent on the pages."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median, stdev
 
 from smallvit.record import amount
 
-LEVEL = 0.05  # the chance of one or more false verdicts in a recipe
-MIN_PAIRS = 6  # with five pairs even five wins of five have p = 0.0625 in a sign-flip test
+from .budgets import budget, middle, unequal
+from .inference import LEVEL, MIN_PAIRS, holm, pairs_needed, spread
+
 TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
 FORWARD = ("tokens", "macs_sd", "ms", "speedup")  # what the evaluator `cost` may say of a forward pass
-TOLERANCE = 0.05  # budgets closer than this to the baseline's count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +133,7 @@ def compare(records: Sequence[dict]) -> Comparison:
     absent = {cell for cell, of in runs.items() if all(r["status"] == "unavailable" for r in of.values())}
     techniques = {cell: d for cell, d in differences.items() if roles[cell[1]] == "technique" and cell not in absent}
     judged = _judge(techniques, gaps)
-    costs = {cell: _costs(list(of.values())) for cell, of in done.items()}
+    costs = {cell: budget(list(of.values())) for cell, of in done.items()}
     rows = []
     for n, arm in grid:
         own = done[n, arm]
@@ -161,8 +160,8 @@ def compare(records: Sequence[dict]) -> Comparison:
                 verdict=verdict,
                 reason=reason,
                 budget=costs[n, arm],
-                unequal=_unequal(costs[n, arm], costs[n, against[arm]]),
-                forward={name: _median(r["test"].get(name) for r in own.values()) for name in FORWARD},
+                unequal=unequal(costs[n, arm], costs[n, against[arm]]),
+                forward={name: middle(r["test"].get(name) for r in own.values()) for name in FORWARD},
             )
         )
     return Comparison(
@@ -172,36 +171,6 @@ def compare(records: Sequence[dict]) -> Comparison:
         rows=tuple(rows),
         family=len(judged),
     )
-
-
-def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None, float | None]:
-    """Mean, SD (n - 1) and the 95% t interval of the mean; None where there are too few values to say."""
-    from scipy.stats import t
-
-    if len(values) < 2:
-        return (values[0] if values else None), None, None, None
-    mean, sd = fmean(values), stdev(values)
-    half = float(t.isf(0.025, len(values) - 1)) * sd / math.sqrt(len(values))
-    return mean, sd, mean - half, mean + half
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: the smallest of m p-values times m, the next times m - 1, never below the one before."""
-    adjusted, floor = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        floor = max(floor, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = floor
-    return adjusted
-
-
-def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: float = 0.8) -> int:
-    """How many pairs show `effect` with this power, if paired differences scatter by `sd`; at least the six a verdict needs."""
-    from scipy.stats import norm, t
-
-    n = max(MIN_PAIRS, math.ceil(((norm.isf(level / 2) + norm.ppf(power)) * sd / effect) ** 2))
-    while (t.isf(level / 2, n - 1) + t.ppf(power, n - 1)) * sd / math.sqrt(n) > effect:
-        n += 1
-    return n
 
 
 def seeds_text(seeds: Sequence[int], of: int | None = None) -> str:
@@ -317,33 +286,3 @@ def _untestable(d: Difference | None, gaps: str, family: int) -> tuple[str, str]
     if d.p is None:
         return "no verdict", "the same difference in every seed, so there is no spread to hold it against; do the seeds differ?"
     return "", ""
-
-
-def _unequal(own: dict[str, float | None], base: dict[str, float | None]) -> dict[str, float]:
-    both = [name for name in own if own[name] is not None and base[name] is not None]
-    apart = [name for name in both if abs(own[name] - base[name]) > TOLERANCE * base[name]]
-    return {name: own[name] / base[name] - 1 if base[name] else math.inf for name in apart}
-
-
-def _costs(records: list[dict]) -> dict[str, float | None]:
-    """Medians over the seeds, pretraining included; None for what does not apply: a kNN has no parameters.
-
-    MACs are those of test images where the evaluator `cost` has counted them.
-    """
-    records = [r | {"macs": r["test"].get("macs", r.get("macs"))} for r in records]
-    costs = {}
-    for name in ("params", "macs", "images_seen", "seconds"):
-        costs[name] = _median(r[name] + (r.get("pretraining") or {}).get(name, 0) for r in records if r.get(name) is not None)
-    return costs | {"extra_labels": max(map(_extra_labels, records), default=None)}
-
-
-def _extra_labels(record: dict) -> int:
-    """Labels beyond those of its column that a run has had: to choose by, or to train what it starts from."""
-    before = (record.get("pretraining") or {}).get("labels") or 0
-    return (record.get("chosen_on_val") or {}).get("labels", 0) + max(0, before - (record["labels"] or before))
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    """The median of the numbers that there are."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from smallvit.record import amount
 
-from .verdicts import LEVEL, MIN_PAIRS, Comparison, Difference, Row, seeds_text
+from .inference import LEVEL, MIN_PAIRS
+from .verdicts import Comparison, Difference, Row, seeds_text
 
 BUDGETS = {
     "params": "Parameters",
