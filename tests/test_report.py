@@ -472,7 +472,7 @@ def test_accuracy_is_drawn_against_a_knob_with_what_each_value_costs():
 @pytest.mark.parametrize("values, stretched", [((2, 4, 28), True), ((3, 5, 9), False), ((0, 5, 60), False)])
 def test_a_knob_that_doubles_again_and_again_has_a_logarithmic_axis(values, stretched, monkeypatch):
     kept = []
-    monkeypatch.setattr(figures, "_svg", lambda figure, *_: kept.append(figure) or "")
+    monkeypatch.setattr(figures, "svg", lambda figure, *_: kept.append(figure) or "")
     rows = turned(*[(f"{k}", -0.01 * k / 60, {"model.tokenizer.patch": k}) for k in values])
     figures.by_knob(compare(rows), told(rows))
     (ax,) = kept[0].axes
@@ -500,7 +500,7 @@ def test_learning_curves_show_the_loss_and_how_long_an_epoch_is(monkeypatch):
     mixed = change(rows, "width 16", run={"batch": 10})
     assert "an epoch is" not in drawn(mixed, "training loss")
     kept = []
-    monkeypatch.setattr(figures, "_svg", lambda figure, *_: kept.append(figure) or "")
+    monkeypatch.setattr(figures, "svg", lambda figure, *_: kept.append(figure) or "")
     figures.learning_curves(compare(rows), rows)
     assert [ax.get_yscale() for ax in kept[0].axes] == ["function", "function", "log", "log"]
     assert list(kept[0].axes[2].lines[0].get_ydata()) == [2.0 / step for step in (100, 200, 300)]

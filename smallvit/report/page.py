@@ -9,7 +9,7 @@ from typing import Any
 
 from smallvit.record import amount
 
-from . import figures
+from . import canvas, figures
 from .knobs import knobs
 from .probes import Probed, no_better_than_random, probed
 from .provenance import changes, pictures, provenance, warnings
@@ -72,7 +72,7 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters |= {f.__name__: f for f in (amount, percent, points, interval, p_value, mean_sd)}
     page = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    given = {"title": title, "doc": doc.strip(), "light": figures.LIGHT, "dark": figures.DARK, "empty": EMPTY, "c": None}
+    given = {"title": title, "doc": doc.strip(), "light": canvas.LIGHT, "dark": canvas.DARK, "empty": EMPTY, "c": None}
     if not present(records):
         return page.render(given)
     c, records = compare(records), present(records)
@@ -81,7 +81,7 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     draw["curves"] = partial(figures.learning_curves, records=records)
     draw["knobs"] = lambda part: figures.by_knob(part, knobs(part, records))
     drawn = {name: [(part, Markup(svg)) for part in parts if (svg := of(part))] for name, of in draw.items()}
-    looks = {arm: look for part in parts for arm, look in figures.styles(part).items()}
+    looks = {arm: look for part in parts for arm, look in canvas.styles(part).items()}
     given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks, "cost": cost, "zip": zip}
     given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
     return page.render(given | sections(c, records))
