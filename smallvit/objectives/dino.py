@@ -39,9 +39,9 @@ class DINO(nn.Module):
              et al. 2020 (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021
              (NNCLR), arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where
              they are of one class.
-             There is no patch-level term (iBOT, arXiv:2111.07832). Hiding up to half of the 16 tokens of every other digit, with
-             a head of its own, brought nothing that two seeds could show, and cost a fifth more time: on validation images
-             kNN 98.4 for 98.7, 16 of each class 96.8 for 96.8, fine-tuned on 100 labels 96.4 for 96.1.
+             There is no patch-level term (iBOT, arXiv:2111.07832). Hiding up to half of the 16 tokens of every other digit,
+             with a head of its own, brought nothing that two seeds could show, and cost a fifth more time: on validation
+             images kNN 98.4 for 98.7, 16 of each class 96.8 for 96.8, fine-tuned on 100 labels 96.4 for 96.1.
 
     `batch.views` are made by an augmentation, `augment.digit_views()` or `augment.photo_views()`. `model` has `features`, b d,
     and a `head`, which stays as it is. What is saved and evaluated is the teacher.
