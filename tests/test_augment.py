@@ -138,7 +138,7 @@ def test_any_shape_stays_a_batch_of_images_and_distributions(step, shape):
         pytest.skip("needs colours")
     given = batch(*shape)
     kept = given.images.clone(), given.targets.clone()
-    images, targets, _ = step(given, seeded())
+    images, targets, *_ = step(given, seeded())
     assert images.shape == shape and targets.shape == given.targets.shape
     assert images.dtype == targets.dtype == torch.float32
     assert images.min() >= 0 and images.max() <= 1
@@ -336,7 +336,7 @@ def test_erase_can_take_nearly_everything_whatever_its_aspect():
 @pytest.mark.parametrize("b", [1, 2, 33])
 def test_mixup_mixes_pixels_as_it_mixes_targets(b):
     given = Batch(batch(b, 3).images, torch.eye(b))
-    images, targets, _ = Mixup(alpha=1)(given, seeded())
+    images, targets, *_ = Mixup(alpha=1)(given, seeded())
     torch.testing.assert_close(images, torch.einsum("bk,kchw->bchw", targets, given.images))
     assert (targets > 0).sum(dim=1).max() == min(b, 2)
 
@@ -344,7 +344,7 @@ def test_mixup_mixes_pixels_as_it_mixes_targets(b):
 @pytest.mark.parametrize("b", [1, 2, 33])
 def test_cutmix_targets_are_the_pixel_areas_exactly(b):
     given = numbered(b)
-    images, targets, _ = CutMix()(given, seeded())
+    images, targets, *_ = CutMix()(given, seeded())
     areas = torch.stack([(images == given.images[k]).flatten(1).float().mean(dim=1) for k in range(b)], dim=1)
     torch.testing.assert_close(targets, areas, atol=1e-6, rtol=0)
     assert (targets > 0).sum(dim=1).max() == min(b, 2)

@@ -132,7 +132,7 @@ def test_folders_are_made_and_a_file_in_their_place_is_named(tmp_path):
 
 
 def test_every_field_comes_back_as_it_went(tmp_path):
-    assert len(FIELDS) == len(set(FIELDS)) == 39
+    assert len(FIELDS) == len(set(FIELDS)) == 41
     write_record(tmp_path, FULL)
     assert read_record(tmp_path) == FULL and list(read_record(tmp_path)) == list(FIELDS)
     assert type(read_record(tmp_path)["test_reads"]) is int and type(read_record(tmp_path)["curve"][1][2]) is float
