@@ -28,6 +28,13 @@ def test_the_band_is_the_prediction_interval_of_the_mean_of_new_runs():
     assert f"band {low} to {high}%" in lines[0] and "4 committed seeds" in lines[0]
 
 
+def test_a_band_in_which_everything_would_lie_verifies_nothing():
+    wide = records([0.4, 0.9])
+    lines, good = band(wide, records([0.1]))
+    assert not good and "band 0.00 to 100.00% (99%, 2 committed seeds): TOO WIDE" in lines[0]
+    assert band(wide, records([0.4])) == (["scratch at 100 labels: 40.00%, identical to the record"], True)
+
+
 def test_equal_numbers_of_equal_runs_are_identical():
     assert "identical to the record" in band(records(COMMITTED), records(COMMITTED[:2]))[0][0]
     assert "inside" in band(records(COMMITTED), records([COMMITTED[1]]))[0][0]
