@@ -1,6 +1,5 @@
 """timm's Vision Transformers as ours: the names of their weights, their shape, their function."""
 
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -13,15 +12,15 @@ from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, ViT
 
-NAMES = (
-    (r"^pos_embed$", "position.table"),
-    (r"^patch_embed\.", "tokenizer."),
-    (r"\.attn\.", ".attention."),
-    (r"\.ls([12])\.gamma$", r".branch\1.1.factor"),
-    (r"\.mlp\.fc1\.", ".mlp.0."),
-    (r"\.mlp\.fc2\.", ".mlp.3."),
-    (r"^fc_norm\.", "norm."),
-)
+NAMES = {  # parts of timm's names -> ours
+    "pos_embed": "position.table",
+    "patch_embed.": "tokenizer.",
+    ".attn.": ".attention.",
+    ".ls1.gamma": ".branch1.1.factor",
+    ".ls2.gamma": ".branch2.1.factor",
+    ".mlp.fc1.": ".mlp.0.",
+    ".mlp.fc2.": ".mlp.3.",
+}
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -36,8 +35,9 @@ def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if name in ("cls_token", "reg_token"):
             continue
-        for pattern, ours in NAMES:
-            name = re.sub(pattern, ours, name)
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        name = name.removeprefix("fc_")  # timm has two places for the last norm
         renamed[name] = tensor[0] if name == "position.table" else tensor
     return renamed
 

@@ -1,7 +1,5 @@
 """Our ViT as timm's: the way back of `from_timm`, for a project that knows timm's models alone."""
 
-import re
-
 from torch import Tensor, nn
 
 from smallvit.attention import Attention
@@ -10,14 +8,7 @@ from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, ViT
 
-NAMES = (
-    (r"^position\.table$", "pos_embed"),
-    (r"^tokenizer\.", "patch_embed."),
-    (r"\.attention\.", ".attn."),
-    (r"\.branch([12])\.1\.factor$", r".ls\1.gamma"),
-    (r"\.mlp\.0\.", ".mlp.fc1."),
-    (r"\.mlp\.3\.", ".mlp.fc2."),
-)
+from .convert import NAMES
 
 
 def to_timm(model: ViT) -> nn.Module:
@@ -70,9 +61,9 @@ def renamed(model: ViT) -> dict[str, Tensor]:
     state = {"cls_token": prefix[:, :classes], "reg_token": prefix[:, classes:]}
     state = {name: tokens for name, tokens in state.items() if tokens.shape[1]}
     for name, tensor in own.items():
-        for pattern, theirs in NAMES:
-            name = re.sub(pattern, theirs, name)
-        name = re.sub(r"^norm\.", "fc_norm.", name) if model.norm_after_pool else name
+        for theirs, ours in NAMES.items():
+            name = name.replace(ours, theirs)
+        name = f"fc_{name}" if model.norm_after_pool and name.startswith("norm.") else name
         state[name] = tensor[None] if name == "pos_embed" else tensor
     return state
 
