@@ -229,7 +229,7 @@ def test_values_out_of_range_are_refused(build, message):
     ids=["bytes", "no channels", "another count"],
 )
 def test_what_is_no_batch_is_refused(images):
-    with pytest.raises(ValueError, match="expected float images b c h w in"):
+    with pytest.raises(ValueError, match="expected float32 images b c h w in"):
         augment.apply(digits(), Batch(images, torch.ones(2, 1)), seeded())
 
 

@@ -301,6 +301,7 @@ FLOATS = np.zeros((20, 6, 5))
         ({"test_images": FLOATS + 1.5}, "own.npz, test images: expected floats in .* image 0 has 1.5"),
         ({"test_images": FLOATS + np.inf}, "image 0 has inf"),
         ({"train_images": BYTES.astype(np.int64)}, "uint8 or floats .* got int64"),
+        ({"train_images": BYTES + np.eye(6, 5, dtype=np.uint8)}, "training images are bytes of 0 and 1, nearly black; expected 0 to 255"),
         ({"train_images": BYTES[0]}, r"expected n h w or n h w c .* got \(6, 5\)"),
         ({"train_images": np.zeros((20, 3, 6, 5), np.uint8)}, "1, 3 or 4 channels"),
         ({"train_images": BYTES[:0], "train_labels": np.zeros(0, int)}, "at least one image"),
@@ -460,6 +461,14 @@ def test_what_a_notebook_and_a_mac_leave_behind_is_no_class_and_no_image(tmp_pat
     (tmp_path / "train" / "cat" / "notes.txt").write_text("three cats")
     found = data.folder(str(tmp_path))
     assert found.spec.classes == ("cat", "dog") and found.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_path_means_what_it_means_from_where_one_stands(tmp_path, monkeypatch):
+    for name, classes in (("here", ("cat", "dog")), ("there", ("cow", "eel"))):
+        pictures(tmp_path / name / "mine", classes=classes)
+        monkeypatch.chdir(tmp_path / name)
+        assert data.folder("mine").spec.classes == classes
+    assert data.folder("mine", size=[4, 4]) is data.folder(str(tmp_path / "there" / "mine"), (4, 4), channels=None)
 
 
 def test_greys_of_sixteen_bits_are_not_cut_off_by_a_conversion_either(tmp_path):

@@ -146,6 +146,38 @@ def test_nothing_to_score_is_refused(evaluator, vit, splits):
         dict(evaluator(vit, splits._replace(test=splits.test.take(slice(0, 0)))))
 
 
+class Says(nn.Module):
+    def __init__(self, classes, value):
+        super().__init__()
+        self.classes, self.value = classes, value
+
+    def forward(self, x):
+        return torch.full((len(x), self.classes), self.value)
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        (Says(9, 0.0), r"Says gives \(500, 9\) for 500 images; expected a logit for each of 10 classes"),
+        (ViT((8, 8), 1, 0, dim=8, depth=1, heads=1, tokenizer=partial(PatchEmbed, patch=4)), r"ViT gives \(500, 8\) for 500"),
+        (Says(10, float("nan")), "the logits of Says are not finite; expected a model that has not diverged"),
+    ],
+    ids=["too few", "no head", "nan"],
+)
+def test_what_are_no_logits_of_these_classes_is_not_scored(model, said, splits):
+    with pytest.raises(ValueError, match=said):
+        dict(accuracy(model, splits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("evaluator", [accuracy, knn, TIMED], ids=["accuracy", "knn", "cost"])
+def test_a_model_in_another_precision_is_evaluated_in_it(evaluator, dtype, vit, splits):
+    few = splits._replace(test=splits.test.take(slice(50)))
+    plain, found = dict(evaluator(vit, few)), dict(evaluator(copy.deepcopy(vit).to(dtype), few))
+    first = next(iter(plain))
+    assert plain.keys() == found.keys() and found[first] == pytest.approx(plain[first], abs=0.1)
+
+
 # Cost
 
 REDUCTIONS = {

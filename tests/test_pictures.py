@@ -260,8 +260,10 @@ def test_every_class_has_a_colour_of_its_own(k):
         (np.ones((4, 1)), [0] * 4, {}, "d at least 2"),
         (np.ones((2, 3)), [0] * 2, {}, "n at least 3"),
         (np.ones((4, 3)), [0] * 4, {"method": "umap"}, "method is 'umap'; expected 'pca' or 'tsne'"),
+        (np.ones((4, 3)), [0, 1, 0, -1], {"classes": ("cat", "dog")}, "got labels like -1 and 1; expected .*, 0 to 1"),
+        (np.ones((4, 3)), [0, 1, 0, 2], {"classes": ("cat", "dog")}, "got labels like 0 and 2; expected .*, 0 to 1"),
     ],
-    ids=["labels", "channels", "images", "method"],
+    ids=["labels", "channels", "images", "method", "below", "beyond"],
 )
 def test_features_that_cannot_be_seen_are_refused(x, labels, knobs, message):
     with pytest.raises(ValueError, match=message):
@@ -338,7 +340,15 @@ def test_a_gallery_has_every_image_in_reading_order_under_its_title(n, columns, 
 
 
 @pytest.mark.parametrize(
-    "kind", [lambda x: x, lambda x: x.numpy(), lambda x: (255 * x).byte()], ids=["floats", "array", "bytes"]
+    "kind",
+    [
+        lambda x: x,
+        lambda x: x.numpy(),
+        lambda x: (255 * x).byte(),
+        lambda x: x.bfloat16(),
+        lambda x: x.clone().requires_grad_(),
+    ],
+    ids=["floats", "array", "bytes", "bf16", "with a gradient"],
 )
 def test_a_gallery_takes_pixels_and_clips_what_is_out_of_range(kind, caplog, tmp_path):
     pixels = torch.tensor([0.0, 1.0]).expand(1, 1, 2, 2)
@@ -355,6 +365,10 @@ def test_a_gallery_takes_pixels_and_clips_what_is_out_of_range(kind, caplog, tmp
         (lambda: gallery(some(2), columns=0), "columns is 0; expected at least 1"),
         (lambda: gallery(some(0)), r"got pixels of shape \(0, 1, 8, 12\); expected b c h w, at least one"),
         (lambda: gallery(torch.zeros(8, 8)), r"got pixels of shape \(8, 8\); expected b c h w"),
+        (
+            lambda: gallery(torch.ones(1, 1, 8, 8, dtype=torch.int64)),
+            r"got pixels of int64; expected bytes \(uint8\), or floats",
+        ),
         (lambda: gallery(some(1, 2)), r"2 channels; expected grey \(1\) or colour \(3\)"),
         (lambda: attention_figure(made(), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
         (lambda: attention_figure(made(), some(0)), "no images to look at"),
@@ -362,7 +376,7 @@ def test_a_gallery_takes_pixels_and_clips_what_is_out_of_range(kind, caplog, tmp
         (lambda: reconstruction_figure(made(), some()), "got a ViT; expected the MAE that was trained"),
         (lambda: reconstruction_figure(MAE(made()), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
     ],
-    ids=["titles", "columns", "none", "no batch", "channels", "tensor", "no image", "block", "no mae", "mae's tensor"],
+    ids=["titles", "columns", "none", "no batch", "integers", "channels", "tensor", "no image", "block", "no mae", "mae's tensor"],
 )
 def test_sheets_that_cannot_be_drawn_are_refused(call, message):
     with pytest.raises(ValueError, match=message):

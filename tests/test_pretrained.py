@@ -235,6 +235,14 @@ def test_another_model_is_named(name):
 
 
 SMALL = partial(ViT, (28, 14), 3, 5, dim=24, depth=2, heads=3, tokenizer=partial(PatchEmbed, patch=7))
+
+
+class Own(nn.Module):
+    def __init__(self, dim, heads, attention, reduction, drop_path):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(dim), attention(dim, heads)
+
+
 KEPT = {
     "plain": {},
     "linear patches": {"tokenizer": partial(PatchEmbed, patch=7, linear=True)},
@@ -278,6 +286,7 @@ def test_an_exported_model_has_the_precision_and_mode_of_ours():
         ({"block": partial(Block, norm_first=False)}, "norms behind the branches"),
         ({"block": partial(Block, activation="relu")}, "ReLU"),
         ({"depth": 0}, "no blocks"),
+        ({"block": Own}, "Own"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -286,6 +295,24 @@ def test_a_part_that_timm_does_not_have_is_named(choices, part):
         ValueError, match=rf"this ViT has .*{part}.*, which timm's VisionTransformer does not; expected the plain"
     ):
         to_timm(SMALL(**choices))
+
+
+@pytest.mark.parametrize("change", ["head", "block"])
+def test_a_model_that_was_changed_by_hand_is_named_too(change):
+    ours = SMALL()
+    if change == "head":
+        ours.head = nn.Linear(24, 5, bias=False)
+    else:
+        ours.blocks[1] = Block(24, 3, Attention, None, 0.0, mlp_ratio=2.0)
+    with pytest.raises(ValueError, match="a head of its own" if change == "head" else "blocks that differ"):
+        to_timm(ours)
+
+
+def test_no_digit_is_lost_between_us_and_timm():
+    ours = perturbed(SMALL(block=partial(Block, layer_scale=0.0)).double())
+    theirs = to_timm(ours)
+    assert torch.equal(theirs.head.weight, ours.head.weight)
+    assert torch.equal(from_timm(theirs).head.weight, ours.head.weight)
 
 
 def test_what_is_no_vit_is_not_exported():

@@ -234,7 +234,7 @@ def test_without_validation_images_c_is_1_and_nothing_is_chosen():
     probe = LogisticRegression(C=1.0, tol=1e-5, max_iter=5000).fit(scaler.transform(rows[:60]), labels[:60])
     assert found["linear_probe"] == probe.score(scaler.transform(rows[100:]), labels[100:])
     assert found["linear_probe_c"] == 1 and found["linear_probe_edge"] == 0
-    for evaluator in (accuracy, knn, partial(few_shot, shots=5)):
+    for evaluator in (knn, partial(few_shot, shots=5)):
         assert dict(evaluator(model, bare)) == dict(evaluator(model, splits))
     assert "C" in linear_probe.chooses and not any(hasattr(e, "chooses") for e in (knn, accuracy, few_shot))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from smallvit import (
     ConvStem,
+    Learned,
     LearnedPrune,
     LocalityAttention,
     MeanTokens,
@@ -345,6 +346,27 @@ def test_positions_carry_over_to_other_prefix_tokens(files, knobs, kept):
     plain = like(TINY, tokenizer=partial(PatchEmbed, patch=4))((28, 28), 1, 10)
     Weights(name=TINY, file=file).load(plain, *GREY)
     assert torch.equal(ours.position.table[-49:], plain.position.table[-49:]) and "position.table" not in report["new"]
+
+
+def test_a_grid_of_another_shape_with_as_many_places_is_resampled_all_the_same(files):
+    theirs, file = files(TINY)
+    ours = like(TINY)((112, 448), 3, 10)
+    report = Weights(name=TINY, file=file).load(ours, 0.5, 0.5)
+    assert report["resized"] == ["position.table: 14 x 14 to 7 x 28"]
+    square = theirs.pos_embed[0, 1:].detach().T.reshape(1, -1, 14, 14)
+    wanted = nn.functional.interpolate(square, size=(7, 28), mode="bicubic", antialias=True).flatten(2)[0].T
+    assert (ours.position.table[1:] - wanted).abs().max() < 1e-5
+    assert torch.equal(ours.position.table[0], theirs.pos_embed[0, 0])
+
+
+def test_where_prefix_tokens_have_no_positions_they_bring_theirs_along(files):
+    theirs, file = files(TINY)
+    ours = like(TINY, position=partial(Learned, on_prefix=False))((224, 224), 3, 1000).eval()
+    report = Weights(name=TINY, file=file).load(ours, 0.5, 0.5)
+    assert report["adapted"] == ["prefix: 1 tokens with their positions added"] and len(ours.position.table) == 196
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert (ours(x) - theirs.eval()(x)).abs().max() < 1e-4
 
 
 def test_nothing_in_a_file_is_executed(tmp_path):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Generator, Tensor
 
 
@@ -25,12 +26,12 @@ Augmentation = Callable[[Batch, Generator], Batch]
 def apply(steps: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
     """The batch after each step in turn.
 
-    Raises    ValueError: images that are not float `b c h w`, or targets that are not one row for each.
+    Raises    ValueError: images that are not float32 `b c h w`, or targets that are not one row for each.
     """
     images, targets = batch.images, batch.targets
-    if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or not images.is_floating_point():
+    if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or images.dtype != torch.float32:
         got = f"{images.dtype} {tuple(images.shape)} and {tuple(targets.shape)}"
-        raise ValueError(f"expected float images b c h w in [0, 1] and targets b k, got {got}")
+        raise ValueError(f"expected float32 images b c h w in [0, 1] and targets b k, got {got}")
     for step in steps:
         batch = step(batch, generator)
     return batch

@@ -179,6 +179,8 @@ class Dataset:
         Raises: ValueError naming the split whose pixels or labels do not fit.
         """
         pixels = {part: _pixels(images, f"{name}, {part} images") for part, (images, _) in splits.items()}
+        if pixels["train"].max() == 1:
+            raise ValueError(f"{name}: the training images are bytes of 0 and 1, nearly black; expected 0 to 255, or floats")
         mean, std = _statistics(pixels["train"])
         channels, *size = pixels["train"].shape[1:]
         mean = (0.0,) * channels if black else mean

@@ -1,6 +1,8 @@
 """People's own data: a folder of image files, or arrays in an .npz."""
 
 import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,22 @@ import numpy as np
 from .images import Dataset
 
 
-@functools.cache
+def remembered(load: Callable) -> Callable:
+    """Load once, by the place that the path means today and by the choices, however they are written."""
+    cached, signature = functools.cache(load), inspect.signature(load)
+
+    @functools.wraps(load)
+    def loader(*args, **choices):
+        bound = signature.bind(*args, **choices)
+        bound.apply_defaults()
+        chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in bound.arguments.items()}
+        return cached(**chosen | {"path": str(Path(chosen["path"]).expanduser().absolute())})
+
+    loader.cache_clear = cached.cache_clear
+    return loader
+
+
+@remembered
 def folder(path: str, size: int | tuple[int, int] | None = None, channels: int | None = None, digits: bool = False) -> Dataset:
     """Your own image files, in torchvision's ImageFolder layout: `path/train/<class>/*.png`, `path/test`, maybe `path/val`.
 
@@ -19,7 +36,7 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
     size = (size, size) if isinstance(size, int) else size
     if channels not in (None, 1, 3, 4) or (size is not None and (len(size) != 2 or min(size) < 1)):
         raise ValueError(f"expected channels 1, 3 or 4 and a size (height, width), got channels={channels} and size={size}")
-    top = Path(path).expanduser().absolute()
+    top = Path(path)
     parts = ["train", "test"] + ["val"] * (top / "val").is_dir()
     try:
         found = {part: _listed(top / part) for part in parts}
@@ -82,13 +99,13 @@ def _read_image(file: str, size: tuple[int, int] | None, channels: int | None) -
     return np.array(image).reshape(image.height, image.width, channels)
 
 
-@functools.cache
+@remembered
 def arrays(path: str, digits: bool = False) -> Dataset:
     """Your own arrays, an .npz in MedMNIST's layout: train_images, train_labels, test_images, test_labels, maybe val_*.
 
     Images are n h w or n h w c with 1, 3 or 4 channels, uint8 or floats in [0, 1]; labels are integers from 0, n or n 1.
     """
-    file = Path(path).expanduser().absolute()
+    file = Path(path)
     try:
         with np.load(file, allow_pickle=False) as archive:
             found = {key: archive[key] for key in archive.files}

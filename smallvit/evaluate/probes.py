@@ -35,8 +35,8 @@ def knn(
     A k beyond the number of labelled images is left out. Similarities are computed in float64: the features of an untrained
     model all point nearly the same way. Of equally near images, any may be among the k.
     """
-    if min(ks, default=0) < 1:
-        raise ValueError(f"ks is {ks}; expected whole numbers from 1 on")
+    if not isinstance(ks, tuple | list) or min(ks, default=0) < 1:
+        raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
     ks = tuple(k for k in ks if k <= len(splits.train))
     if not ks:
         raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
@@ -44,14 +44,15 @@ def knn(
         F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1)
         for images in (splits.train, splits.test)
     )
-    parts = asked.split(max(1, AT_ONCE // len(known)))
-    neighbours = torch.cat([(part @ known.T).topk(max(ks)).indices for part in parts])
-    votes = F.one_hot(splits.train.labels[neighbours], len(splits.train.spec.classes))
+    classes, right = len(splits.train.spec.classes), dict.fromkeys(ks, 0)
+    slope = torch.linspace(0.5, 0, classes)  # argmax of equal counts is not specified; this settles it
+    many = max(1, AT_ONCE // max(len(known), max(ks) * classes))
+    for part, labels in zip(asked.split(many), splits.test.labels.split(many)):
+        votes = F.one_hot(splits.train.labels[(part @ known.T).topk(max(ks)).indices], classes)
+        for k in ks:
+            right[k] += ((votes[:, :k].sum(1) + slope).argmax(-1) == labels).sum().item()
     for k in ks:
-        # argmax of equal counts is not specified; the small slope settles it
-        slope = torch.linspace(0.5, 0, votes.shape[-1])
-        guess = (votes[:, :k].sum(1) + slope).argmax(-1)
-        yield f"knn_{k}", (guess == splits.test.labels).double().mean().item()
+        yield f"knn_{k}", right[k] / len(asked)
 
 
 def linear_probe(
@@ -73,8 +74,8 @@ def linear_probe(
 
     Raises   RuntimeError if the solver does not converge: such a number is not the probe's. ValueError for no strengths.
     """
-    if not strengths:
-        raise ValueError("strengths is empty; expected at least one inverse strength C, such as 1.0")
+    if not isinstance(strengths, tuple | list) or not strengths:
+        raise ValueError(f"strengths is {strengths!r}; expected a tuple of at least one inverse strength C, such as (1.0,)")
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
     chosen, edge = 1.0, False
 

@@ -1,5 +1,6 @@
 """What a model does as it is: how often it is right, and what that costs."""
 
+import math
 from functools import partial
 
 import torch
@@ -13,13 +14,22 @@ from .taps import frozen
 
 
 def accuracy(model: nn.Module, splits: Splits) -> Named:
-    """`accuracy`: the share of images whose largest logit is the right one; `nll`: mean negative log-likelihood, in nats."""
+    """`accuracy`: the share of images whose largest logit is the right one; `nll`: mean negative log-likelihood, in nats.
+
+    Raises   ValueError for a model that does not give one logit for each class, or gives numbers that are not finite.
+    """
     scored, right, surprise = some(splits.test), 0, 0.0
-    with frozen(model) as device:
-        for images, labels in scored.batches(device=device):
-            logits = model(images).float()
+    expected = len(scored.spec.classes)
+    with frozen(model) as like:
+        for images, labels in scored.batches(device=like.device):
+            logits = model(images.to(like)).float()
+            if logits.shape != (len(images), expected):
+                got = f"{type(model).__name__} gives {tuple(logits.shape)} for {len(images)} images"
+                raise ValueError(f"{got}; expected a logit for each of {expected} classes")
             right += (logits.argmax(-1) == labels).sum().item()
             surprise += F.cross_entropy(logits, labels, reduction="sum").item()
+    if not math.isfinite(surprise):
+        raise ValueError(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")
     yield "accuracy", right / len(scored)
     yield "nll", surprise / len(scored)
 
@@ -34,8 +44,8 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
     alone are not deterministic.
     """
     images = next(iter(some(splits.test).batches(min(batch, len(splits.test)))))[0]
-    with frozen(model) as device:
-        images = images.to(device)
+    with frozen(model) as like:
+        images = images.to(like)
         numbers = reduced_cost(model, splits, images, repeats) if compute.reduces(model) else plain_cost(model, images, repeats)
     yield from numbers.items()
 
@@ -57,7 +67,7 @@ def reduced_cost(model: nn.Module, splits: Splits, images: Tensor, repeats: int)
         macs = sum(compute.closed_form(model, image=size).values()) if compute.has_closed_form(model) else flops / 2
         numbers = {"macs": macs, "flops": flops, "tokens": float(tokens[-1][1])}
     else:
-        scored = next(x for x, _ in splits.test.batches(1_000, device=images.device))
+        scored = next(x for x, _ in splits.test.batches(1_000)).to(images)
         seen = compute.seen_tokens(model, scored)
         each = torch.tensor(compute.macs_of_each(model, scored, seen), dtype=torch.float64)
         numbers = {"macs": each.mean().item(), "macs_sd": each.std(correction=0).item()}

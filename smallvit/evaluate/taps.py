@@ -45,8 +45,8 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
 def gathered(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> "numpy.ndarray":  # noqa: F821
     """What `read` says of these batches, normalised images b c h w, while the model is frozen; n d."""
-    with frozen(model) as device:
-        found = torch.cat([checked(read(x.to(device)), len(x), model).float().cpu() for x in batches])
+    with frozen(model) as like:
+        found = torch.cat([checked(read(x.to(like)), len(x), model).float().cpu() for x in batches])
     wrong = int((~found.isfinite()).any(1).sum())
     if wrong:
         raise ValueError(
@@ -162,12 +162,12 @@ def has_class_token(model: nn.Module) -> bool:
 
 @contextmanager
 def frozen(model: nn.Module):
-    """The model in evaluation mode without gradients, its mode restored after; yields its device."""
+    """The model in evaluation mode without gradients, its mode restored after; yields a tensor of its device and precision."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.inference_mode():
-            yield next(model.parameters(), torch.empty(0)).device
+            yield next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -109,7 +109,8 @@ def feature_view(
 
     feature_view(features(model, images), images.labels, classes=images.spec.classes)
 
-    Raises   ValueError for another method, other than one label for each feature, fewer than 3 images, fewer than 2 channels.
+    Raises   ValueError for another method, other than one label for each feature, fewer than 3 images, fewer than 2 channels,
+             and for a class that has no name.
     """
     import numpy as np
     from matplotlib.figure import Figure
@@ -117,6 +118,8 @@ def feature_view(
     x, labels = np.asarray(features, dtype=np.float64), np.asarray(labels)
     if x.ndim != 2 or len(x) < 3 or x.shape[1] < 2 or labels.shape != x.shape[:1]:
         raise ValueError(f"got features {x.shape} and labels {labels.shape}; expected n d and n, n at least 3 and d at least 2")
+    if classes is not None:
+        refuse_nameless("labels", labels, classes)
     plane, names = flattened(x, method)
 
     found = np.unique(labels)
@@ -166,6 +169,13 @@ def colours(n: int) -> list:
     return [matplotlib.colormaps["turbo"](place / (n - 1)) for place in range(n)]
 
 
+def refuse_nameless(what: str, numbers: "numpy.ndarray", classes: Sequence[str]):  # noqa: F821
+    """Raise ValueError for a class that has no name."""
+    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= len(classes):
+        got = f"{numbers.min()} and {numbers.max()}"
+        raise ValueError(f"got {what} like {got}; expected numbers of classes, 0 to {len(classes) - 1}")
+
+
 def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> "matplotlib.figure.Figure":  # noqa: F821
     """What was taken for what: rows are true classes, columns guesses, numbers count images.
 
@@ -180,9 +190,8 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     guesses, labels, k = np.asarray(guesses), np.asarray(labels), len(classes)
     if guesses.ndim != 1 or guesses.shape != labels.shape or not len(labels):
         raise ValueError(f"got guesses {guesses.shape} and labels {labels.shape}; expected as many of each, at least one")
-    for name, numbers in (("guesses", guesses), ("labels", labels)):
-        if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= k:
-            raise ValueError(f"got {name} like {numbers.min()} and {numbers.max()}; expected numbers of classes, 0 to {k - 1}")
+    refuse_nameless("guesses", guesses, classes)
+    refuse_nameless("labels", labels, classes)
     counts = np.zeros((k, k), dtype=int)
     np.add.at(counts, (labels, guesses), 1)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)

@@ -26,7 +26,12 @@ def coloured(pixels):
     """Pixels b c h w, bytes or floats in [0, 1] -> b h w 3, floats from 0 to 1."""
     import numpy as np
 
+    if hasattr(pixels, "detach"):  # a tensor, which may have a gradient, or a precision that numpy has not
+        pixels = pixels.detach().cpu()
+        pixels = pixels.float() if pixels.is_floating_point() else pixels
     pixels = np.asarray(pixels)
+    if pixels.dtype != np.uint8 and pixels.dtype.kind not in "bf":
+        raise ValueError(f"got pixels of {pixels.dtype}; expected bytes (uint8), or floats in [0, 1]")
     if pixels.ndim != 4 or not len(pixels):
         raise ValueError(f"got pixels of shape {pixels.shape}; expected b c h w, at least one image")
     if pixels.shape[1] not in (1, 3):

@@ -52,8 +52,8 @@ def from_timm(model: nn.Module) -> ViT:
     Raises   ValueError for a model with parts that a `ViT` does not have, naming them.
     """
     ours = shape(model)(tuple(model.patch_embed.img_size), model.patch_embed.proj.in_channels, model.num_classes)
-    ours.load_state_dict(rename(model.state_dict()), strict=True)
-    return ours.to(model.blocks[0].norm1.weight).train(model.training)
+    ours.to(model.blocks[0].norm1.weight).load_state_dict(rename(model.state_dict()), strict=True)
+    return ours.train(model.training)
 
 
 def like(name: str, **knobs) -> Callable[..., ViT]:

@@ -46,12 +46,12 @@ def to_timm(model: ViT) -> nn.Module:
         mlp_ratio=(hidden + 0.5) / dim,  # it is cut to a whole number of channels
         qkv_bias=first.attention.qkv.bias is not None,
         qk_norm=isinstance(first.attention.q_norm, nn.LayerNorm),
-        init_values=first.branch1[1].start,
+        init_values=None if first.branch1[1].start is None else 1.0,  # whatever it starts at is overwritten
         pos_embed="none" if model.position is None else "learn",
         no_embed_class=not positioned(model),
     )
-    timms.load_state_dict(renamed(model), strict=True)
-    return timms.to(weight).train(model.training)
+    timms.to(weight).load_state_dict(renamed(model), strict=True)
+    return timms.train(model.training)
 
 
 def renamed(model: ViT) -> dict[str, Tensor]:
@@ -78,18 +78,22 @@ def strangers(model: ViT) -> list[str]:
     """The parts of our ViT that timm's has no place for."""
     plain = {"tokenizer": (PatchEmbed,), "position": (Learned, type(None)), "pool": (ClassToken, MeanTokens)}
     found = [type(part).__name__ for name, kinds in plain.items() if type(part := getattr(model, name)) not in kinds]
-    for block in model.blocks:
-        parts = {block: Block, block.attention: Attention, block.reduction: type(None), block.mlp[1]: nn.GELU}
+    found += [type(block).__name__ for block in model.blocks if type(block) is not Block]
+    blocks = [block for block in model.blocks if type(block) is Block]
+    for block in blocks:
+        parts = {block.attention: Attention, block.reduction: type(None), block.mlp[1]: nn.GELU}
         found += [type(part).__name__ for part, kind in parts.items() if type(part) is not kind]
+    shapes = {tuple((name, tuple(weight.shape)) for name, weight in block.state_dict().items()) for block in model.blocks}
     odd = {
         "no blocks": not len(model.blocks),
-        "a head of its own": not isinstance(model.head, nn.Linear | nn.Identity),
+        "blocks that differ": len(shapes) > 1,
+        "a head of its own": not isinstance(model.head, nn.Linear | nn.Identity) or getattr(model.head, "bias", 0) is None,
         "overlapping patches": type(model.tokenizer) is PatchEmbed
         and model.tokenizer.proj.kernel_size != model.tokenizer.proj.stride,
-        "norms behind the branches": any(not getattr(block, "norm_first", True) for block in model.blocks),
+        "norms behind the branches": any(not block.norm_first for block in blocks),
         "heads of another width": any(
             type(block.attention) is Attention and block.attention.proj.in_features != block.attention.proj.out_features
-            for block in model.blocks
+            for block in blocks
         ),
     }
     return list(dict.fromkeys(found)) + [part for part, is_there in odd.items() if is_there]

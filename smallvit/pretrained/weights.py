@@ -207,20 +207,29 @@ def as_channels(value: Sequence[float] | float, channels: int) -> Tensor:
 
 
 def places(state: dict[str, Tensor], model: ViT, report: dict):
-    """Fit the positions to the model's grid and its prefix tokens, in place; a prefix token that only it has keeps its own."""
+    """Fit the positions to the model's grid and its prefix tokens, in place; a prefix token that only it has keeps its own.
+
+    Where the model has positions for patches alone, those of the file's prefix tokens are added to the tokens. A table that
+    can be one of a square grid is taken for it, also where the model's, of another shape, has as many places.
+    """
     if "position.table" not in state or not isinstance(model.position, Learned):
         return
     table, (rows, columns) = state["position.table"], model.position.grid
     own, count = model.position.table, len(table)
-    if len(own) == count or own.shape[1] != table.shape[1]:
+    if own.shape[1] != table.shape[1]:
         return
     extra = next((p for p in (len(state["prefix"]), 0) if math.isqrt(count - p) ** 2 == count - p), None)
     if extra is None:
         return  # of another kind; what does not fit is said with all else
     side, mine = math.isqrt(count - extra), len(own) - rows * columns
+    if (side, side, extra) == (rows, columns, mine):
+        return
     if (side, side) != (rows, columns):
         report["resized"].append(f"position.table: {side} x {side} to {rows} x {columns}")
     prefix, grid = table[: min(extra, mine)], resample(table[extra:], (side, side), (rows, columns))
     if mine > extra:
         report["adapted"].append(f"position.table: {mine - extra} prefix tokens with new positions")
+    if mine < extra:
+        report["adapted"].append(f"prefix: {extra - mine} tokens with their positions added")
+        state["prefix"] = torch.cat([state["prefix"][:mine], state["prefix"][mine:] + table[mine:extra]])
     state["position.table"] = torch.cat([prefix, own.detach()[extra:mine].to(table), grid])
