@@ -107,7 +107,7 @@ def placed(run: Run, labels: int | None, seed: int) -> Run:
 
 def depends_on_labels(run: Run) -> bool:
     """Whether the images depend on the number of labels, of this run or of one that is trained before it."""
-    return not run.unlabelled or any(depends_on_labels(other) for other in run.before.values())
+    return not run.unlabelled or run.pseudo_labels is not None or any(depends_on_labels(other) for other in run.before.values())
 
 
 def several(values: Iterable, name: str) -> list:

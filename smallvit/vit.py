@@ -222,7 +222,7 @@ class DropPath(nn.Module):
 def refuse_numbers(**numbers: tuple[int, int]):
     """Raise ValueError for what is no whole number, or less than the least that stands beside it."""
     for name, (number, least) in numbers.items():
-        if not isinstance(number, int) or number < least:
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ValueError(f"{name} is {number!r}; expected a whole number from {least} on")
 
 

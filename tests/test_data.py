@@ -301,7 +301,10 @@ FLOATS = np.zeros((20, 6, 5))
         ({"test_images": FLOATS + 1.5}, "own.npz, test images: expected floats in .* image 0 has 1.5"),
         ({"test_images": FLOATS + np.inf}, "image 0 has inf"),
         ({"train_images": BYTES.astype(np.int64)}, "uint8 or floats .* got int64"),
-        ({"train_images": BYTES + np.eye(6, 5, dtype=np.uint8)}, "training images are bytes of 0 and 1, nearly black; expected 0 to 255"),
+        (
+            {"train_images": BYTES + np.eye(6, 5, dtype=np.uint8)},
+            "training images are bytes of 0 and 1, nearly black; expected 0 to 255",
+        ),
         ({"train_images": BYTES[0]}, r"expected n h w or n h w c .* got \(6, 5\)"),
         ({"train_images": np.zeros((20, 3, 6, 5), np.uint8)}, "1, 3 or 4 channels"),
         ({"train_images": BYTES[:0], "train_labels": np.zeros(0, int)}, "at least one image"),

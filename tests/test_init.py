@@ -1,6 +1,7 @@
 """Runs that start from another run: trained first and once, paired with it, its weights loaded whole, its cost in the budget."""
 
 import hashlib
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from smallvit import (
     cost,
     describe,
     difference,
+    digits,
     fingerprint,
     fit,
     rebuild,
@@ -115,6 +117,12 @@ def test_a_start_that_also_teaches_is_paid_for_once(tmp_path):
     assert record["pretraining"]["steps"] == SHORT.steps
 
 
+def test_what_start_and_teacher_both_came_from_is_paid_for_once(tmp_path):
+    first = SHORT.vary(lr=1e-3)
+    record = fit(SHORT.vary(init=first, teacher=SHORT.vary(init=first, steps=7), objective=Distill, steps=2), tmp_path)
+    assert record["pretraining"]["steps"] == first.steps + 7 and record["pretraining"]["images_seen"] == (first.steps + 7) * 8
+
+
 def test_a_start_takes_the_seed_and_the_labels_of_its_run_unless_it_has_its_own():
     runs = ablate({"a": replace(SHORT, labels=None), "b": replace(SHELF, labels=None, init=replace(SHORT, labels=None))},
                   labels=[10, 20], seeds=[5], floors=False)  # fmt: skip
@@ -195,6 +203,24 @@ def test_labels_that_only_the_start_had_are_counted(tmp_path):
     assert records[1]["pretraining"]["labels"] == 400
     extra = {row.arm: row.budget["extra_labels"] for row in compare(records).rows}
     assert extra == {"base": 0, "more": 350}
+
+
+def test_all_labels_and_those_that_a_start_chose_by_are_counted_too(tmp_path):
+    start = replace(SHORT, labels=None, early_stop=1)
+    record = fit(SHORT.vary(init=start, steps=2), tmp_path)
+    assert record["pretraining"]["labels"] == len(digits().train) - 20 and record["pretraining"]["chosen_labels"] == 20
+    base = fit(SHORT, tmp_path / "base")
+    rows = compare([base | {"role": "baseline", "arm": "a"}, record | {"role": "technique", "arm": "b", "against": "a"}]).rows
+    assert {row.arm: row.budget["extra_labels"] for row in rows} == {"a": 0, "b": len(digits().train) - 20 - 50 + 20}
+
+
+def test_a_start_of_a_start_that_is_gone_is_trained_again(tmp_path):
+    second = SHORT.vary(init=SHORT, steps=4, lr=1e-3)
+    arms = {"base": SHORT.vary(lr=2e-3), "from a": SHELF, "from b": second.vary(init=second, steps=2)}
+    runs = ablate(arms, labels=[50], seeds=[0], floors=False)
+    assert [record["arm"] for record in launch(runs[:2], tmp_path, recipe="t", jobs=1)] == ["base", "from a"]
+    shutil.rmtree(tmp_path / "t" / "50" / "before")
+    assert [record["status"] for record in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 3
 
 
 class Silent(torch.nn.Module):

@@ -376,7 +376,19 @@ def test_a_gallery_takes_pixels_and_clips_what_is_out_of_range(kind, caplog, tmp
         (lambda: reconstruction_figure(made(), some()), "got a ViT; expected the MAE that was trained"),
         (lambda: reconstruction_figure(MAE(made()), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
     ],
-    ids=["titles", "columns", "none", "no batch", "integers", "channels", "tensor", "no image", "block", "no mae", "mae's tensor"],
+    ids=[
+        "titles",
+        "columns",
+        "none",
+        "no batch",
+        "integers",
+        "channels",
+        "tensor",
+        "no image",
+        "block",
+        "no mae",
+        "mae's tensor",
+    ],
 )
 def test_sheets_that_cannot_be_drawn_are_refused(call, message):
     with pytest.raises(ValueError, match=message):

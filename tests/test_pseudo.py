@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smallvit import DINO, PatchEmbed, Pixels, Run, Splits, ViT, ablate, augment, data, digits, knn, spread_labels
+from smallvit import DINO, Distill, PatchEmbed, Pixels, Run, Splits, ViT, ablate, augment, data, digits, knn, spread_labels
 from smallvit.data import Images
 from smallvit.launch.plan import plan
 from smallvit.record import WEIGHTS
@@ -140,6 +140,15 @@ def test_put_down_and_taken_up_again_the_labels_are_the_same(tmp_path, monkeypat
     fit(GUESSED, tmp_path / "broken")
     one, other = (load_file(tmp_path / name / WEIGHTS) for name in ("whole", "broken"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_spreads_labels_has_no_more_of_them_where_it_is_the_start_of_another():
+    guessed = replace(GUESSED, labels=None, init=replace(BEFORE, labels=None))
+    arms = {"base": SHORT, "tuned": SHORT.vary(init=guessed), "taught": SHORT.vary(objective=Distill, teacher=guessed)}
+    runs = ablate(arms, labels=[20, 40], seeds=[0], floors=False)
+    before = {(run.arm, run.labels): (run.init or run.teacher) for run in runs if run.arm != "base"}
+    assert {key: run.labels for key, run in before.items()} == {key: key[1] for key in before} and len(before) == 4
+    assert all(run.init.labels is None for run in before.values()), "what reads no label is one for all"
 
 
 @pytest.mark.parametrize(

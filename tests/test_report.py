@@ -302,8 +302,24 @@ def test_an_arm_that_has_learned_nothing_is_warned_of_and_a_floor_is_not(seeds):
     rows = records({"scratch": 0, "+A": -0.65, "Pixels": -0.7}, seeds=seeds, floors=("Pixels",))  # the levels are about 90%
     assert not facts.warnings([r | {"test_majority": 0.1} for r in rows]) and not facts.warnings(rows)
     (said,) = facts.warnings([r | {"test_majority": 0.3} for r in rows])
-    assert re.match(r"\+A at 1,000 labels: 2\d\.\d\d%, no better than calling every image by the .* class \(30\.00%\)", said)
+    assert re.match(
+        r"\+A at 1,000 labels: 2\d\.\d\d%, not shown to be better than calling every image by the most frequent class \(30\.00%\)",
+        said,
+    )
     assert said in html([r | {"test_majority": 0.3} for r in rows], **WORDS)
+
+
+def test_one_that_always_names_the_same_class_is_told_whatever_the_mean_rounds_to():
+    rows = [r | {"test": {"accuracy": 51 / 500}, "test_majority": 51 / 500} for r in records({"scratch": 0}, seeds=10)]
+    assert len(facts.warnings(rows)) == 1
+
+
+def test_an_empty_slot_that_is_filled_is_one_difference():
+    rows = records({"scratch": 0, "+A": 0})
+    rows = change(rows, "scratch", run={"model": {"reduction": None}})
+    rows = change(rows, "+A", run={"model": {"reduction": {"call": "smallvit.reduction.Merge", "r": 4}}})
+    (said,) = facts.changes(compare(rows), rows).values()
+    assert said == ['model.reduction.call: absent → "smallvit.reduction.Merge"', "model.reduction.r: absent → 4"]
 
 
 def test_data_that_changed_between_runs_are_warned_of():

@@ -614,6 +614,7 @@ def test_weights_start_as_documented():
         (lambda: small(registers=-1), "registers is -1; expected a whole number from 0 on"),
         (lambda: small(dim=0), "dim is 0; expected a whole number from 1 on"),
         (lambda: small(dim=8.0), "dim is 8.0; expected a whole number"),
+        (lambda: small(depth=True), "depth is True; expected a whole number"),
         (lambda: small(depth=-1), "depth is -1; expected a whole number from 0 on"),
         (lambda: small(pool="mean"), "pool is 'mean'; expected a class, its knobs bound by functools.partial"),
         (lambda: small(pool=MeanTokens(8)), "pool is a MeanTokens that is made already; expected a class"),

@@ -10,7 +10,7 @@ def main(chosen: argparse.Namespace) -> int:
     for path in recipe_files():
         try:
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "no question asked"
-        except SyntaxError as error:
-            doc = f"cannot be read: {error.msg} in line {error.lineno}"
+        except (SyntaxError, ValueError) as error:  # no Python, or no text
+            doc = f"cannot be read: {error}"
         print(f"{path.stem:16} {doc.splitlines()[0]}")
     return 0

@@ -33,7 +33,8 @@ def main(chosen: argparse.Namespace) -> int:
         return 0
     if all(record["status"] == "missing" for record in records):
         if not published.exists() or chosen.longer > 1:
-            raise ValueError(f"no runs of {path.stem} in {out}; start them with: smallvit run {chosen.recipe}")
+            longer = f" --longer {chosen.longer}" * (chosen.longer > 1)
+            raise ValueError(f"no runs of {path.stem} in {out}; start them with: smallvit run {chosen.recipe}{longer}")
         records = read_records(published)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
         now = {fingerprint(run) for run in module.RUNS}

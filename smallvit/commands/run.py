@@ -39,7 +39,7 @@ def main(chosen: argparse.Namespace) -> int:
         print("fast: a few steps are tried in every way", file=sys.stderr)
         execution, stack, why = fastest(planned, out / path.stem, chosen.jobs, chosen.device, given)
         print(f"fast: {why}")
-    trained = launch(
+    launch(
         runs,
         out,
         recipe=path.stem,
@@ -54,4 +54,4 @@ def main(chosen: argparse.Namespace) -> int:
     write_report(path, module, gathered(planned, out, path.stem), out / path.stem / "report")
     if chosen.smoke:
         print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
-    return status(trained, len(runs))
+    return status(gathered(runs, out, path.stem), len(runs))

@@ -45,10 +45,10 @@ class Schedule:
         self.found = [recall(run, out, recipe) for run in self.runs]
         unfinished = [run for run, record in zip(self.runs, self.found) if record is None or record["status"] != "finished"]
         self.absent = unavailable(unfinished)
-        todo: list[int] = []
-        for at, record in enumerate(self.found):
-            if (record is None or again(record)) and (at < self.asked or self.needed(at, todo)):
-                todo.append(at)
+        wanted = [at for at, record in enumerate(self.found) if record is None or again(record)]
+        todo = [at for at in wanted if at < self.asked]
+        while more := [at for at in wanted if at not in todo and self.needed(at, todo)]:  # one before may need another
+            todo += more
         announce_strangers(self.found)
         for data in dict.fromkeys(self.runs[at].data for at in todo):
             self.look_at(data)

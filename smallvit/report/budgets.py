@@ -28,8 +28,10 @@ def budget(records: list[dict]) -> dict[str, float | None]:
 
 def extra_labels(record: dict) -> int:
     """Labels beyond those of its column that a run has had: to choose by, or to train what it starts from."""
-    before = (record.get("pretraining") or {}).get("labels") or 0
-    return (record.get("chosen_on_val") or {}).get("labels", 0) + max(0, before - (record["labels"] or before))
+    earlier = record.get("pretraining") or {}
+    before = earlier.get("labels") or 0
+    chosen = max((record.get("chosen_on_val") or {}).get("labels", 0), earlier.get("chosen_labels") or 0)
+    return chosen + max(0, before - (record["labels"] or before))
 
 
 def middle(values: Iterable[float | None]) -> float | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 LEVEL = 0.05  # the chance of one or more false verdicts in a recipe
+TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
 MIN_PAIRS = 6  # with five pairs even five wins of five have p = 0.0625 in a sign-flip test
 
 

@@ -1,4 +1,4 @@
-"""What frozen features already know: one table of every probe's number, and whether an arm beats its own random weights."""
+"""What frozen features already know: one table of every probe's number, and whether an arm beats random weights."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from smallvit.record import amount
 
-from .inference import MIN_PAIRS, spread
+from .inference import MIN_PAIRS, TIE, spread
 from .knobs import choices
 from .verdicts import Comparison
 
@@ -50,10 +50,10 @@ def no_better_than_guessing(records: Sequence[dict]) -> list[str]:
     for (arm, labels), own in cells.items():
         mean, _, low, _ = spread([r["test"]["accuracy"] for r in own])
         majority = own[0]["test_majority"]
-        if (mean if len(own) < MIN_PAIRS else low) <= majority:
+        if (mean if len(own) < MIN_PAIRS else low) <= majority + TIE:
             out.append(
-                f"{arm} at {amount(labels)}: {100 * mean:.2f}%, no better than calling every image by the most frequent class "
-                f"({100 * majority:.2f}%); was it trained long enough?"
+                f"{arm} at {amount(labels)}: {100 * mean:.2f}%, not shown to be better than calling every image by the most "
+                f"frequent class ({100 * majority:.2f}%); was it trained long enough?"
             )
     return out
 
@@ -77,6 +77,7 @@ def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
         fields = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         swapped = tuple(name.removesuffix("call") for name in fields if name.endswith(".call") and name in mine)
         fields = [name for name in fields if name in mine or not name.startswith(swapped)]  # what went with its component
+        fields = [name for name in fields if f"{name}.call" not in mine]  # an empty slot that is filled has its own line
         runs[r["arm"]] += 1
         said = {name: (theirs.get(name, "absent"), mine.get(name, "absent")) for name in fields}
         if "init" in said:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from smallvit.record import amount
 
 from .budgets import budget, middle, unequal
-from .inference import LEVEL, MIN_PAIRS, holm, pairs_needed, spread
+from .inference import LEVEL, MIN_PAIRS, TIE, holm, pairs_needed, spread
 
-TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
 FORWARD = ("tokens", "macs_sd", "ms", "speedup")  # what the evaluator `cost` may say of a forward pass
 
 

@@ -197,7 +197,7 @@ def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
                 if name in found or not (found or 0 <= value <= 1):
                     wanted = "another name" if name in found else "a share from 0 to 1 first, since that judges the run"
                     raise ValueError(f"{function(evaluator).__name__} yields {name!r}, {value:.4g}; expected {wanted}")
-                found[name] = value
+                found[name] = float(value)
         return found
 
     with remembering():
@@ -251,14 +251,27 @@ def save_weights(path: Path, model: nn.Module, record: dict):
     records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"fingerprint": record["fingerprint"]}))
 
 
+COST = ("images_seen", "steps", "seconds")
+
+
 def spent(runs: list[Run], records: list[dict]) -> dict:
-    """What was trained before a run, and before that: its cost, the most labels that any saw, the most unlabelled images."""
-    cost = dict.fromkeys(("images_seen", "steps", "seconds"), 0)
-    labels = unlabelled = 0
-    for run, record in {record["fingerprint"]: (run, record) for run, record in zip(runs, records)}.values():  # each once
+    """What was trained before a run, and before that, each run once: its cost, the most labels that any saw, or chose its
+    weights by, and the most unlabelled images."""
+    made: dict[str, dict] = {}
+    labels = chosen = unlabelled = 0
+    for run, record in zip(runs, records):
         earlier = record["pretraining"] or {}
-        for name in cost:
-            cost[name] += (record[name] or 0) + (earlier.get(name) or 0)
-        labels = max(labels, (record["labels"] or 0) if run.reads_labels else 0, earlier.get("labels") or 0)
+        made |= earlier.get("runs") or ({earlier["fingerprint"]: {name: earlier[name] for name in COST}} if earlier else {})
+        made[record["fingerprint"]] = {name: record[name] or 0 for name in COST}
+        labels = max(labels, labelled(run) if run.reads_labels else 0, earlier.get("labels") or 0)
+        by = record["chosen_on_val"]["labels"] if run.early_stop else 0
+        chosen = max(chosen, by, earlier.get("chosen_labels") or 0)
         unlabelled = max(unlabelled, record["unlabelled"] or 0, earlier.get("unlabelled") or 0)
-    return cost | {"labels": labels or None, "unlabelled": unlabelled or None, "fingerprint": records[0]["fingerprint"]}
+    cost = {name: sum(of[name] for of in made.values()) for name in COST}
+    seen = {"labels": labels or None, "chosen_labels": chosen or None, "unlabelled": unlabelled or None}
+    return cost | seen | {"fingerprint": records[0]["fingerprint"], "runs": made}
+
+
+def labelled(run: Run) -> int:
+    """How many labels a run sees."""
+    return len(drawn(run)[1].train) if run.labels is None else run.labels
