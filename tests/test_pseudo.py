@@ -144,7 +144,8 @@ def test_put_down_and_taken_up_again_the_labels_are_the_same(tmp_path, monkeypat
 
 def test_a_run_that_spreads_labels_has_no_more_of_them_where_it_is_the_start_of_another():
     guessed = replace(GUESSED, labels=None, init=replace(BEFORE, labels=None))
-    arms = {"base": SHORT, "tuned": SHORT.vary(init=guessed), "taught": SHORT.vary(objective=Distill, teacher=guessed)}
+    plain = replace(SHORT, labels=None)
+    arms = {"base": plain, "tuned": plain.vary(init=guessed), "taught": plain.vary(objective=Distill, teacher=guessed)}
     runs = ablate(arms, labels=[20, 40], seeds=[0], floors=False)
     before = {(run.arm, run.labels): (run.init or run.teacher) for run in runs if run.arm != "base"}
     assert {key: run.labels for key, run in before.items()} == {key: key[1] for key in before} and len(before) == 4
