@@ -53,7 +53,9 @@ def load_recipe(path: str | Path) -> ModuleType:
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:
-        module.DEFINITIONS = definitions(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        refuse_doubled(text)
+        module.DEFINITIONS = definitions(text)
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
@@ -75,9 +77,7 @@ def definitions(text: str) -> dict[str, str]:
 
     Blind to comments, and to what else the text says.
     """
-    tree = ast.parse(text)
-    refuse_doubled(tree)
-    nodes = tree.body
+    nodes = ast.parse(text).body
     places: dict[str, list[int]] = {}
     for at, node in enumerate(nodes):
         for name in defined(node):
@@ -94,9 +94,9 @@ def definitions(text: str) -> dict[str, str]:
     return {name: hashlib.sha256("".join(map(ast.dump, reached(name))).encode()).hexdigest()[:16] for name in places}
 
 
-def refuse_doubled(tree: ast.Module):
+def refuse_doubled(text: str):
     """Raise ValueError for a name that stands twice in a dict: Python keeps the last, and an arm is gone without a word."""
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         keys = [key.value for key in node.keys if isinstance(key, ast.Constant)] if isinstance(node, ast.Dict) else []
         for key, times in Counter(keys).items():
             if times > 1:

@@ -51,7 +51,9 @@ def main(chosen: argparse.Namespace) -> int:
         retry=chosen.retry,
         fail_fast=chosen.fail_fast,
     )
-    write_report(path, module, gathered(planned, out, path.stem), out / path.stem / "report")
+    records = gathered(planned, out, path.stem)
+    write_report(path, module, records, out / path.stem / "report")
     if chosen.smoke:
         print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
-    return status(gathered(runs, out, path.stem), len(runs))
+    asked = {(run.arm, run.labels, run.seed) for run in runs}
+    return status([r for r in records if (r["arm"], r["labels"], r["seed"]) in asked], len(runs))

@@ -1,6 +1,7 @@
 """timm's Vision Transformers as ours: the names of their weights, their shape, their function."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -20,7 +21,16 @@ NAMES = {  # parts of timm's names -> ours
     ".ls2.gamma": ".branch2.1.factor",
     ".mlp.fc1.": ".mlp.0.",
     ".mlp.fc2.": ".mlp.3.",
+    "fc_norm.": "norm.",
 }
+
+
+def translated(name: str, words: Iterable[tuple[str, str]]) -> str:
+    """The name with its parts in other words: one without a dot in front begins the name, one without a dot behind ends it."""
+    for old, new in words:
+        begins, ends = "" if old.startswith(".") else "^", "" if old.endswith(".") else "$"
+        name = re.sub(f"{begins}{re.escape(old)}{ends}", new, name)
+    return name
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,9 +45,7 @@ def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if name in ("cls_token", "reg_token"):
             continue
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        name = name.removeprefix("fc_")  # timm has two places for the last norm
+        name = translated(name, NAMES.items())
         renamed[name] = tensor[0] if name == "position.table" else tensor
     return renamed
 

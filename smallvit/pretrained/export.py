@@ -8,7 +8,7 @@ from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, ViT
 
-from .convert import NAMES
+from .convert import NAMES, translated
 
 
 def to_timm(model: ViT) -> nn.Module:
@@ -60,10 +60,10 @@ def renamed(model: ViT) -> dict[str, Tensor]:
     prefix, classes = own.pop("prefix")[None], model.pool.class_tokens
     state = {"cls_token": prefix[:, :classes], "reg_token": prefix[:, classes:]}
     state = {name: tokens for name, tokens in state.items() if tokens.shape[1]}
+    # timm has two places for the last norm
+    words = [(ours, theirs) for theirs, ours in NAMES.items() if theirs != "fc_norm." or model.norm_after_pool]
     for name, tensor in own.items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(ours, theirs)
-        name = f"fc_{name}" if model.norm_after_pool and name.startswith("norm.") else name
+        name = translated(name, words)
         state[name] = tensor[None] if name == "pos_embed" else tensor
     return state
 
