@@ -86,6 +86,17 @@ def test_dry_run_says_how_the_arms_differ_and_trains_nothing(here, capsys):
     assert not (here / "runs").exists()
 
 
+def test_dry_run_counts_what_has_finished_in_that_folder(here, capsys):
+    assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch", "--jobs", "1", "--out", "mine"]) == 0
+    capsys.readouterr()
+    assert main(["run", "mine.py", "--dry-run", "--out", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert "scratch: 4 runs" in out and out.count("; 2 have finished") == 1
+    assert "20 runs, 2 have finished, the others take about" in out
+    assert main(["run", "mine.py", "--dry-run"]) == 0
+    assert "have finished" not in capsys.readouterr().out
+
+
 def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
     import huggingface_hub
 
@@ -129,7 +140,8 @@ def test_runs_of_another_length_have_their_own_place_and_report(here, capsys):
     assert main(["run", "mine.py", "--longer", "2", "--only", "labels=20", "seed=0", "arm=scratch", "--jobs", "1"]) == 0
     (here / "runs" / "longer-2" / "mine" / "report.html").unlink()
     assert main(["report", "mine.py", "--longer", "2"]) == 1, "most runs are missing"
-    assert "| scratch (baseline) |" in (here / "runs" / "longer-2" / "mine" / "report.md").read_text()
+    page = (here / "runs" / "longer-2" / "mine" / "report.md").read_text()
+    assert "| scratch (baseline) |" in page and "smallvit run mine.py --longer 2 (or its path)" in page
     assert (here / "runs" / "longer-2" / "mine" / "report.html").exists() and not (here / "runs" / "mine").exists()
 
 

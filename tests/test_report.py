@@ -263,7 +263,7 @@ def test_a_run_that_starts_from_another_says_so_in_one_line():
     said = facts.changes(compare(rows), [r | {"run": {"init": None} | r["run"]} for r in rows])
     assert said["+A"] == ['model.arm: "scratch" → "+A"', "init: absent → weights of scratch"]
     assert said["+B"][1:] == ["init: absent → weights of elsewhere0 and 7 more"]
-    whence = facts.provenance(rows)["Pretrained weights"]
+    whence = facts.provenance(rows, "")["Pretrained weights"]
     assert "weights of scratch, loaded 53, missing blocks.0.reduction.weight" in whence and "and 9 more (7 runs)" in whence
     assert "weights of elsewhere0 and 7 more, loaded 53, missing none (8 runs)" in whence and len(whence) < 300
 

@@ -33,14 +33,14 @@ def main(chosen: argparse.Namespace) -> int:
         return 0
     if all(record["status"] == "missing" for record in records):
         if not published.exists() or chosen.longer > 1:
-            longer = f" --longer {chosen.longer}" * (chosen.longer > 1)
-            raise ValueError(f"no runs of {path.stem} in {out}; start them with: smallvit run {chosen.recipe}{longer}")
+            start = f"smallvit run {chosen.recipe}{with_words(chosen.longer)}"
+            raise ValueError(f"no runs of {path.stem} in {out}; start them with: {start}")
         records = read_records(published)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
         now = {fingerprint(run) for run in module.RUNS}
         if old := sum(record["fingerprint"] not in now for record in records):
             print(f"note: {old} of {len(records)} are of runs with other choices or defaults than {path.name} has today")
-    write_report(path, module, records, out / path.stem / "report")
+    write_report(path, module, records, out / path.stem / "report", chosen.longer)
     return status(records, len(records))
 
 
@@ -51,16 +51,22 @@ def of_that_length(runs: list, chosen: argparse.Namespace) -> tuple[list, Path]:
     return [with_length(run, lambda steps: steps * chosen.longer) for run in runs], Path(chosen.out) / f"longer-{chosen.longer}"
 
 
+def with_words(longer: int) -> str:
+    """How `--longer` is said on the command line, nothing where it changes nothing."""
+    return f" --longer {longer}" * (longer > 1)
+
+
 def gathered(runs: list, out: Path, recipe: str) -> list[dict]:
     """A record of every run: what it left, or that it is missing, since verdicts pay for all that a recipe compares."""
     unknown = dict.fromkeys(("code", "versions", "cpu"))
     return [recall(run, out, recipe) or blank(run, recipe, status="missing") | unknown for run in runs]
 
 
-def write_report(path: Path, module: ModuleType, records: list[dict], target: Path):
+def write_report(path: Path, module: ModuleType, records: list[dict], target: Path, longer: int = 1):
     """Write `target.md` and `target.html`, then print the verdicts."""
     for suffix, page in ((".md", markdown), (".html", html)):
-        write_text(target.with_suffix(suffix), page(records, title=path.stem, doc=module.__doc__ or ""))
+        said = page(records, title=path.stem, doc=module.__doc__ or "", options=with_words(longer))
+        write_text(target.with_suffix(suffix), said)
     print(text(records))
     print(f"\nreport: {target.with_suffix('.html')}")
 

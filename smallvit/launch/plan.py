@@ -13,25 +13,27 @@ from .schedule import with_those_before
 from .trial import STEPS, a_step, begun
 
 
-def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
-    """The arms, how they differ from the baseline, and a measured estimate of the time. Nothing is trained or downloaded.
+def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[[Run], bool] = lambda run: False) -> str:
+    """The arms, how they differ from the baseline, and a measured estimate of the time that those not `finished` take.
 
-    Raises   ValueError for an arm that cannot be trained, with its name.
+    Nothing is trained or downloaded. Raises ValueError for an arm that cannot be trained, with its name.
     """
     runs, _ = with_those_before(runs)
-    jobs = min(jobs or cores(), len(runs))
+    left = [run for run in runs if not finished(run)]
+    jobs = max(1, min(jobs or cores(), len(left)))
     first = {run.arm: run for run in reversed(runs)}
     tokens = tokens_left(runs)
     seconds, later, lines = 0.0, 0.0, []
     for arm, run in {run.arm: first[run.arm] for run in runs}.items():
-        count = sum(other.arm == arm for other in runs)
+        count, still = (sum(other.arm == arm for other in some) for some in (runs, left))
         try:
             one = estimate(run, device)
             absent = isinstance(run.init, Weights) and run.init.at_hand() is None
         except Exception as error:
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
-        seconds, later = seconds + one * count * (not absent), later + one * count * absent
-        note = f"; {run.init.name} is to be downloaded" if absent else ""
+        seconds, later = seconds + one * still * (not absent), later + one * still * absent
+        note = f"; {count - still} have finished" if still < count else ""
+        note += f"; {run.init.name} is to be downloaded" if absent else ""
         lines.append(f"{arm}: {count} runs of {run.steps} steps, about {one:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
         baseline = next((other for other in runs if other.arm == run.against), runs[0])
@@ -40,7 +42,8 @@ def plan(runs: Sequence[Run], jobs: int | None, device: str) -> str:
             lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
     more = f" (and {clock(later / jobs)} with the weights that are to be downloaded)" if later else ""
     told = f"about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
-    return "\n".join([*lines, f"{len(runs)} runs, {told}"])
+    kept = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
+    return "\n".join([*lines, f"{len(runs)} runs, {kept}{told}"])
 
 
 def estimate(run: Run, device: str) -> float:

@@ -35,14 +35,16 @@ from .words import (
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
 
-def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
-    """The report as Markdown, to be committed beside its recipe. `doc` (the recipe's docstring) stands at the top as it is."""
+def markdown(records: Sequence[dict], *, title: str, doc: str, options: str = "") -> str:
+    """The report as Markdown, to be committed beside its recipe. `doc` (the recipe's docstring) stands at the top as it is;
+    `options` are the words, such as " --longer 2", with which the recipe was run.
+    """
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", doc)), default=0))
     parts = [f"# {_md(title)}", f"{fence}text\n{doc.strip()}\n{fence}"]
     if not present(records):
         return "\n\n".join([*parts, EMPTY]) + "\n"
     c, records = compare(records), present(records)
-    said = sections(c, records)
+    said = sections(c, records, options)
     parts += ["## Verdicts", _md(said["summary"])]
     for n in c.labels:
         judged = sorted((row for row in c.at(n) if row.verdict), key=lambda row: WORDS.index(row.verdict))
@@ -64,7 +66,7 @@ def markdown(records: Sequence[dict], *, title: str, doc: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def html(records: Sequence[dict], *, title: str, doc: str) -> str:
+def html(records: Sequence[dict], *, title: str, doc: str, options: str = "") -> str:
     """The report as one self-contained page: nothing is fetched, no script runs, and it follows the reader's light or dark."""
     import jinja2
     from markupsafe import Markup
@@ -84,13 +86,13 @@ def html(records: Sequence[dict], *, title: str, doc: str) -> str:
     looks = {arm: look for part in parts for arm, look in canvas.styles(part).items()}
     given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks, "cost": cost, "zip": zip}
     given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
-    return page.render(given | sections(c, records))
+    return page.render(given | sections(c, records, options))
 
 
-def sections(c: Comparison, records: Sequence[dict]) -> dict[str, Any]:
+def sections(c: Comparison, records: Sequence[dict], options: str) -> dict[str, Any]:
     """What both pages say, by the names of the functions that say it."""
     of_rows = (summary, how_to_read, failures, unavailable, columns, budgets)
-    said = {f.__name__: f(c) for f in of_rows} | {f.__name__: f(records) for f in (probed, provenance)}
+    said = {f.__name__: f(c) for f in of_rows} | {"probed": probed(records), "provenance": provenance(records, options)}
     said |= {"warnings": warnings(records) + no_better_than_random(records), "changes": changes(c, records)}
     return said | {"how_it_was_timed": how_it_was_timed(records) if c.reduced else ""}
 

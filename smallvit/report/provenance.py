@@ -118,9 +118,9 @@ def unlabelled(records: Sequence[dict]) -> list[str]:
     return [f"{arm}: {count:,}" for arm, count in found.items() if count]
 
 
-def provenance(records: Sequence[dict]) -> dict[str, str]:
+def provenance(records: Sequence[dict], options: str) -> dict[str, str]:
     """Where the numbers come from and how to make them again."""
-    starts = started_from(records)
+    starts, recipe = started_from(records), f"{records[0]['recipe']}.py{options} (or its path)"
 
     def each(values: Iterable[str]) -> str:
         return "; ".join(f"{value} ({k} run{'s' * (k > 1)})" for value, k in Counter(values).items())
@@ -144,8 +144,8 @@ def provenance(records: Sequence[dict]) -> dict[str, str]:
         "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
         "Images seen without labels": "; ".join(unlabelled(records)) or "none",
         "Pretrained weights": each(loaded(r) for r in records if r.get("weights")) or "none",
-        "Run again": f"smallvit run {records[0]['recipe']}.py (or its path)",
-        "Write this page again": f"smallvit report {records[0]['recipe']}.py (or its path)",
+        "Run again": f"smallvit run {recipe}",
+        "Write this page again": f"smallvit report {recipe}",
     }
 
 
