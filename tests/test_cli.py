@@ -52,8 +52,11 @@ def test_help_needs_no_torch():
 def test_list_shows_every_recipe_with_its_question(capsys, here):
     (here / "recipes").mkdir()
     (here / "recipes" / "own.py").write_text(RECIPE)
+    (here / "recipes" / "torn.py").write_bytes(b'"""\xff\x00"""')
+    (here / "recipes" / "half.py").write_text('"""What?')
     assert main(["list"]) == 0
     out = capsys.readouterr().out
+    assert out.count("cannot be read: ") == 2
     assert "own" in out and "Does locality attention help" in out
     assert all(path.stem in out for path in recipe_files()) and "quickstart" in out
 

@@ -88,6 +88,12 @@ def test_between_looks_nothing_is_computed():
         monitor.look(step, None)
 
 
+def test_one_image_alone_is_not_taken_for_a_collapse():
+    monitor = Monitor(50)
+    for step in range(1, 2 * PATIENCE * APART + 1):
+        monitor.look(step, Seen(torch.ones(1, 16)))
+
+
 # In runs
 
 
