@@ -46,9 +46,9 @@ def fast(shape: Shape, data: Dataset, **choices) -> Training:
     return training(shape, data, winner(times, ways), **choices)
 
 
-def step(shape: Shape) -> Callable[[], None]:
+def step(shape: Shape, execution: Execution = AS_IT_IS) -> Callable[[], None]:
     """One step of training; it also picks its images, normalises them and sets its learning rate."""
-    return training(shape, dataset()).advance
+    return training(shape, dataset(), execution).advance
 
 
 def step_among(shape: Shape, images: int) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from benchmarks.memory import growth_of_a_fresh_process
 from benchmarks.peers import AUGMENTATIONS, VITS, LightlyDINO, Shape, version
 from smallvit import DINO, Dataset, augment
 from smallvit.compute import counted, milliseconds
+from smallvit.execution import AS_IT_IS, Execution
 
 Call = Callable[[], object]
 
@@ -88,13 +89,14 @@ def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
 
 
 def memory(shape: Shape = SHAPES[-1], growth: Callable = growth_of_a_fresh_process) -> Iterator[Work]:
-    """How far a fresh process grows by a model and two steps of its training; where Linux tells."""
+    """How far a fresh process grows by a model and two steps of its training, with each kernel; where Linux tells."""
     if sys.platform == "linux":
         check_models(shape)
         steps = {name: partial(peers.step, peer="timm", best=best) for name, best in ways("timm").items()}
         theirs = {"timm": {name: partial(growth, step, shape) for name, step in steps.items()}}
-        name = f"peak memory of a training step, {in_words(shape)}"
-        yield Work(name, partial(growth, ours.step, shape), theirs, "MiB", told)
+        for name, execution in (("", AS_IT_IS), (", fused attention", Execution(kernel="fused"))):
+            call = partial(growth, partial(ours.step, execution=execution), shape)
+            yield Work(f"peak memory of a training step, {in_words(shape)}{name}", call, theirs, "MiB", told)
 
 
 def told(calls: Sequence[Call], repeats: int) -> list[float]:

@@ -92,8 +92,9 @@ def processes(device: str) -> BaseContext:
 
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
-    # with what the first step of an optimizer would load, and this process never needs
-    forkserver.set_forkserver_preload(["smallvit.launch.worker", "torch._dynamo", "torch.utils.flop_counter"])
+    # with what the first step of an optimizer, the first digits and the first probe would load: two seconds of each worker's
+    loaded_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
+    forkserver.set_forkserver_preload(["smallvit.launch.worker", *loaded_once])
     with deaf():
         forkserver.ensure_running()
     return get_context("forkserver")
