@@ -2,11 +2,16 @@
 
 Paper   Touvron et al. 2021 (DeiT), arXiv:2012.12877. Hinton et al. 2015, arXiv:1503.02531.
 Data    MNIST: 100 and 1,000 labelled digits, 10,000 test images.
-Cost    128 runs, the teachers among them: the floor's small CNNs and the baseline; not run yet, some 25 minutes on two cores.
+Cost    128 runs, the teachers among them: the floor's small CNNs and the baseline; some 40 minutes on two CPU cores.
 Expect  At both numbers of labels the soft teacher gives the ViT half of what lies between it and the CNN, the hard one less.
         The token adds nothing: it is there for what two losses would tear apart, and these two agree on almost every image. A
         ViT taught by another one gains a little at 100 labels, from the softness alone. Nobody passes the CNN.
-        Written before the runs; the report says what came.
+        Written before the runs.
+Came    Next to nothing, though the CNN has much to teach. At 100 labels it is 6.1 points above the ViT (95.8, 89.7), and no
+        teacher brings a gain that eight seeds could show. At 1,000 labels, 4.7 points below the CNN (98.3), another ViT brings
+        0.6; the CNN 0.6 by all that it says, 0.4 by its first choice and 0.5 through the token, none of which outlasts paying
+        for 8 comparisons: an eighth of what lies between, not half. A teacher speaks only of the images that the pupil has
+        labels for.
 Chosen  Nothing here: the ViT and its training are those of the recipe `hyperparameters`, weight and temperature DeiT's.
 
 Every teacher has the labels and the steps of its pupil, no others; what it cost stands in the pupil's budget. All see the same
