@@ -61,7 +61,10 @@ def load_recipe(path: str | Path) -> ModuleType:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}") from error
+        advice = ""
+        if isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py").exists():
+            advice = f"; a recipe is one file, so that its records say all of it: write what it takes of {error.name}.py into it"
+        raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}{advice}") from error
     runs = getattr(module, "RUNS", None)
     if not runs or not isinstance(runs, list | tuple) or not all(isinstance(run, Run) for run in runs):
         del sys.modules[name]

@@ -200,6 +200,7 @@ def test_wrong_words_get_one_sentence_and_a_status(words, said, here, capsys):
         ),
         ("ARMS = {\n'a': 1, 'b': 2, 'a': 3}", "broken.py: ValueError: 'a' stands 2 times in the dict of line 1; expected each"),
         ("from smallvit import mnits", "line 1: ImportError: cannot import name 'mnits'"),
+        ("from mine import scratch", "line 1: ModuleNotFoundError: No module named 'mine'; a recipe is one file"),
     ],
 )
 def test_a_broken_recipe_is_named_with_its_line(text, said, here, capsys):
