@@ -63,7 +63,7 @@ def load_recipe(path: str | Path) -> ModuleType:
         where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         advice = ""
         if isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py").exists():
-            advice = f"; a recipe is one file, so that its records say all of it: write what it takes of {error.name}.py into it"
+            advice = f"; a recipe is one file, and its records say all of it: write what it needs of {error.name}.py into it"
         raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}{advice}") from error
     runs = getattr(module, "RUNS", None)
     if not runs or not isinstance(runs, list | tuple) or not all(isinstance(run, Run) for run in runs):
