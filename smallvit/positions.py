@@ -44,10 +44,12 @@ class SinCos2d(nn.Module):
 
     Paper    MAE, arXiv:2111.06377: [sin x, cos x, sin y, cos y], frequencies 10000^(-4k/d). Prefix tokens get nothing.
     Departs  timm's default order is [sin y, sin x, cos y, cos x]; big_vision divides the exponent by d/4 - 1.
-    Raises   ValueError unless 4 divides the width.
+             `temperature` takes the place of 10000 (None), which was made for long sequences: on a grid of 7 x 7 most channels
+             hardly move. One seed of the recipe `explain`, validation images: 76 with 10,000, 81 with 100, 84 with 10.
+    Raises   ValueError unless 4 divides the width, and for a temperature below 1.
     """
 
-    def __init__(self, dim: int, grid: Grid, prefix: int):
+    def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
         super().__init__()
         if dim % 4:
             raise ValueError(
@@ -55,7 +57,8 @@ class SinCos2d(nn.Module):
             )
         self.grid, self.prefix = tuple(grid), prefix
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-        table = torch.cat([sines(columns.flatten(), dim // 2), sines(rows.flatten(), dim // 2)], dim=-1)
+        axes = (sines(place.flatten(), dim // 2, temperature) for place in (columns, rows))
+        table = torch.cat([*axes], dim=-1)
         self.register_buffer("table", table.float(), persistent=False)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
@@ -67,24 +70,28 @@ class SinCos1d(nn.Module):
 
     Paper    Vaswani et al. 2017, arXiv:1706.03762: sine at even, cosine at odd channels, frequencies 10000^(-2k/d). The first
              patch is position 0; prefix tokens get nothing.
-    Raises   ValueError if the width is odd.
+    Departs  `temperature` takes the place of 10000 (None).
+    Raises   ValueError if the width is odd, and for a temperature below 1.
     """
 
-    def __init__(self, dim: int, grid: Grid, prefix: int):
+    def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
         super().__init__()
         if dim % 2:
             raise ValueError(f"width {dim} is odd; sine and cosine come in pairs, take {dim + 1}")
         self.grid, self.prefix = tuple(grid), prefix
-        table = rearrange(sines(torch.arange(grid[0] * grid[1]), dim), "n (two k) -> n (k two)", two=2)
+        table = rearrange(sines(torch.arange(grid[0] * grid[1]), dim, temperature), "n (two k) -> n (k two)", two=2)
         self.register_buffer("table", table.float(), persistent=False)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return add(x, self.table, self.grid, grid, self.prefix)
 
 
-def sines(place: Tensor, dim: int) -> Tensor:
-    """n -> n dim: the sines, then the cosines, of `place` at dim/2 frequencies from 1 down to almost 1/10000."""
-    frequency = 10_000 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
+def sines(place: Tensor, dim: int, temperature: float | None = None) -> Tensor:
+    """n -> n dim: the sines, then the cosines, of `place` at dim/2 frequencies from 1 down to almost 1/temperature."""
+    base = 10_000 if temperature is None else temperature
+    if base < 1:
+        raise ValueError(f"temperature is {temperature}; expected 1 or more, about how many tokens the slowest wave spans")
+    frequency = base ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
     angle = place[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 

@@ -87,25 +87,27 @@ def test_learned_positions_start_with_the_given_spread():
 
 @pytest.mark.parametrize("dim", [4, 16, 64])
 @pytest.mark.parametrize("grid", [(1, 1), (3, 3), (2, 5), (7, 4)])
-def test_sincos2d_tells_column_then_row(dim, grid):
+@pytest.mark.parametrize("temperature", [None, 10])
+def test_sincos2d_tells_column_then_row(dim, grid, temperature):
     expected = torch.zeros(grid[0] * grid[1], dim, dtype=torch.float64)
     for row, column, k in product(range(grid[0]), range(grid[1]), range(dim // 4)):
-        frequency = 10_000 ** (-4 * k / dim)
+        frequency = (temperature or 10_000) ** (-4 * k / dim)
         for quarter, value in enumerate(
             (sin(column * frequency), cos(column * frequency), sin(row * frequency), cos(row * frequency))
         ):
             expected[row * grid[1] + column, quarter * dim // 4 + k] = value
-    assert torch.equal(added(SinCos2d(dim, grid, 0), grid, 0)[0], expected.float())
+    assert torch.equal(added(SinCos2d(dim, grid, 0, temperature=temperature), grid, 0)[0], expected.float())
 
 
 @pytest.mark.parametrize("dim", [4, 16, 64])
 @pytest.mark.parametrize("grid", [(1, 1), (3, 3), (2, 5), (7, 4)])
-def test_sincos1d_is_that_of_the_first_transformer(dim, grid):
+@pytest.mark.parametrize("temperature", [None, 10])
+def test_sincos1d_is_that_of_the_first_transformer(dim, grid, temperature):
     expected = torch.zeros(grid[0] * grid[1], dim, dtype=torch.float64)
     for place, k in product(range(grid[0] * grid[1]), range(dim // 2)):
-        expected[place, 2 * k] = sin(place / 10_000 ** (2 * k / dim))
-        expected[place, 2 * k + 1] = cos(place / 10_000 ** (2 * k / dim))
-    assert torch.equal(added(SinCos1d(dim, grid, 0), grid, 0)[0], expected.float())
+        expected[place, 2 * k] = sin(place / (temperature or 10_000) ** (2 * k / dim))
+        expected[place, 2 * k + 1] = cos(place / (temperature or 10_000) ** (2 * k / dim))
+    assert torch.equal(added(SinCos1d(dim, grid, 0, temperature=temperature), grid, 0)[0], expected.float())
 
 
 @pytest.mark.parametrize("side", [2, 7, 14])
@@ -115,11 +117,12 @@ def test_sincos2d_equals_mae_as_lightly_has_it(side):
 
 
 @pytest.mark.parametrize("grid", [(7, 7), (3, 6)])
-def test_sincos2d_equals_timm_after_the_documented_reorderings(grid):
-    ours = added(SinCos2d(32, grid, 0), grid, 0)[0]
+@pytest.mark.parametrize("temperature", [10_000, 20])
+def test_sincos2d_equals_timm_after_the_documented_reorderings(grid, temperature):
+    ours = added(SinCos2d(32, grid, 0, temperature=temperature), grid, 0)[0]
     sin_x, cos_x, sin_y, cos_y = ours.chunk(4, dim=1)
     for interleaved, halves in ((True, (sin_y, cos_y, sin_x, cos_x)), (False, (sin_y, sin_x, cos_y, cos_x))):
-        theirs = build_sincos2d_pos_embed(grid, 32, interleave_sin_cos=interleaved)
+        theirs = build_sincos2d_pos_embed(grid, 32, temperature=temperature, interleave_sin_cos=interleaved)
         assert (torch.cat(halves, dim=1) - theirs).abs().max() < 2e-6
 
 
@@ -170,3 +173,9 @@ def test_a_width_that_cannot_hold_the_sines_is_named():
         SinCos2d(10, (2, 2), 0)
     with pytest.raises(ValueError, match="width 7 is odd; sine and cosine come in pairs, take 8"):
         SinCos1d(7, (2, 2), 0)
+
+
+@pytest.mark.parametrize("make", [SinCos1d, SinCos2d])
+def test_a_temperature_that_turns_the_waves_round_is_refused(make):
+    with pytest.raises(ValueError, match=r"temperature is 0\.5; expected 1 or more"):
+        make(8, (2, 2), 0, temperature=0.5)
