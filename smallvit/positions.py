@@ -57,8 +57,7 @@ class SinCos2d(nn.Module):
             )
         self.grid, self.prefix = tuple(grid), prefix
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-        axes = (sines(place.flatten(), dim // 2, temperature) for place in (columns, rows))
-        table = torch.cat([*axes], dim=-1)
+        table = torch.cat([sines(place.flatten(), dim // 2, temperature) for place in (columns, rows)], dim=-1)
         self.register_buffer("table", table.float(), persistent=False)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
@@ -88,7 +87,7 @@ class SinCos1d(nn.Module):
 
 def sines(place: Tensor, dim: int, temperature: float | None = None) -> Tensor:
     """n -> n dim: the sines, then the cosines, of `place` at dim/2 frequencies from 1 down to almost 1/temperature."""
-    base = 10_000 if temperature is None else temperature
+    base = 10_000 if temperature is None else temperature  # None: runs from before there was a choice are the same runs
     if base < 1:
         raise ValueError(f"temperature is {temperature}; expected 1 or more, about how many tokens the slowest wave spans")
     frequency = base ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))

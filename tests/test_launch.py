@@ -84,7 +84,7 @@ def children(parent: int) -> list[int]:
 def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
     import threading
 
-    run = SHORT.vary(steps=150)
+    run = SHORT.vary(steps=400)
     place = folder(run, tmp_path, "t")
 
     killed = []
@@ -115,7 +115,7 @@ def interrupted(out: Path, runs: list[Run]):
 
 def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     runs = ablate(ARMS, labels=[50], seeds=range(2), floors=False)
-    runs = [run.vary(steps=80) for run in runs]
+    runs = [run.vary(steps=150) for run in runs]
     process = multiprocessing.get_context("spawn").Process(target=interrupted, args=(tmp_path, runs))
     process.start()
     while not list(tmp_path.rglob(RECORD)) and process.is_alive():

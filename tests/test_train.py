@@ -235,14 +235,14 @@ def child(run: Run, folder: Path) -> multiprocessing.Process:
 
 def test_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
     monkeypatch.setattr("smallvit.train.training.CHECKPOINT_SECONDS", 0.05)
-    run = SHORT.vary(steps=160, attention=partial(Attention, dropout=0.1), early_stop=50)
+    run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)
     whole = fit(run, tmp_path / "whole")
     folder, resumed_at = tmp_path / "killed", [0]
     for attempt in range(4):
         process = child(run, folder)
         while process.is_alive() and step_of(folder) == resumed_at[-1]:
             time.sleep(0.005)
-        time.sleep((stream(attempt, "kill") % 50) / 1000)
+        time.sleep((stream(attempt, "kill") % 100) / 1000)
         process.kill()
         process.join()
         resumed_at.append(step_of(folder))

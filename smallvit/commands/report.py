@@ -33,7 +33,7 @@ def main(chosen: argparse.Namespace) -> int:
         return 0
     if all(record["status"] == "missing" for record in records):
         if not published.exists() or chosen.longer > 1:
-            start = f"smallvit run {chosen.recipe}{with_words(chosen.longer)}"
+            start = f"smallvit run {chosen.recipe}{length_option(chosen.longer)}"
             raise ValueError(f"no runs of {path.stem} in {out}; start them with: {start}")
         records = read_records(published)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
@@ -51,7 +51,7 @@ def of_that_length(runs: list, chosen: argparse.Namespace) -> tuple[list, Path]:
     return [with_length(run, lambda steps: steps * chosen.longer) for run in runs], Path(chosen.out) / f"longer-{chosen.longer}"
 
 
-def with_words(longer: int) -> str:
+def length_option(longer: int) -> str:
     """How `--longer` is said on the command line, nothing where it changes nothing."""
     return f" --longer {longer}" * (longer > 1)
 
@@ -65,7 +65,7 @@ def gathered(runs: list, out: Path, recipe: str) -> list[dict]:
 def write_report(path: Path, module: ModuleType, records: list[dict], target: Path, longer: int = 1):
     """Write `target.md` and `target.html`, then print the verdicts."""
     for suffix, page in ((".md", markdown), (".html", html)):
-        said = page(records, title=path.stem, doc=module.__doc__ or "", options=with_words(longer))
+        said = page(records, title=path.stem, doc=module.__doc__ or "", options=length_option(longer))
         write_text(target.with_suffix(suffix), said)
     print(text(records))
     print(f"\nreport: {target.with_suffix('.html')}")

@@ -3,15 +3,14 @@
 import argparse
 import shutil
 import sys
-from pathlib import Path
 
 from smallvit.execution import Execution, from_words
 from smallvit.launch import launch
 from smallvit.launch.plan import plan, tokens_left
-from smallvit.launch.schedule import recall
+from smallvit.launch.schedule import folder
 from smallvit.launch.trial import fastest
 from smallvit.recipe import find_recipe, load_recipe, only, shortened
-from smallvit.run import Run
+from smallvit.train.fitting import finished
 
 from .report import gathered, of_that_length, status, write_report
 
@@ -26,7 +25,9 @@ def main(chosen: argparse.Namespace) -> int:
         out = out / "smoke"
     given = from_words(chosen.compute)
     if chosen.dry_run:
-        print(plan(runs, chosen.jobs, chosen.device, lambda run: not chosen.smoke and finished(run, out, path.stem)))
+        print(
+            plan(runs, chosen.jobs, chosen.device, lambda run: not chosen.smoke and finished(run, folder(run, out, path.stem)))
+        )
         return 0
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -60,9 +61,3 @@ def main(chosen: argparse.Namespace) -> int:
         print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
     asked = {(run.arm, run.labels, run.seed) for run in runs}
     return status([r for r in records if (r["arm"], r["labels"], r["seed"]) in asked], len(runs))
-
-
-def finished(run: Run, out: Path, recipe: str) -> bool:
-    """Whether it has been trained before."""
-    record = recall(run, out, recipe)
-    return record is not None and record["status"] == "finished"

@@ -13,7 +13,7 @@ from .schedule import with_those_before
 from .trial import STEPS, a_step, begun
 
 
-def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[[Run], bool] = lambda run: False) -> str:
+def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[[Run], object] = lambda run: False) -> str:
     """The arms, how they differ from the baseline, and a measured estimate of the time that those not `finished` take.
 
     Nothing is trained or downloaded. Raises ValueError for an arm that cannot be trained, with its name.
