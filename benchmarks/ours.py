@@ -15,10 +15,10 @@ from benchmarks.digits import batch_of, dataset, splits
 from benchmarks.peers import Shape, native_bf16, predict
 from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
 from smallvit.augment import Batch, apply
-from smallvit.execution import AS_IT_IS, Execution
 from smallvit.launch import launch
-from smallvit.launch.trial import race, ways_to_try, winner
-from smallvit.train.training import Training
+from smallvit.launch.autotune import race, ways_to_try, winner
+from smallvit.numerics import DEFAULT, Numerics
+from smallvit.train.loop import Training
 
 STACK = 4
 
@@ -28,10 +28,10 @@ def vit(shape: Shape) -> Callable:
     return partial(ViT, tokenizer=tokenizer, block=block, dim=shape.dim, depth=shape.depth, heads=shape.heads)
 
 
-def training(shape: Shape, data: Dataset, execution: Execution = AS_IT_IS, **choices) -> Training:
+def training(shape: Shape, data: Dataset, numerics: Numerics = DEFAULT, **choices) -> Training:
     """A training under way, as `fit` starts it; weights are not averaged, since the peers do not either."""
-    run = Run(model=vit(shape), batch=shape.batch, steps=10**6, average=0.0, **choices)
-    started = Training(run, data, data.subset(labels=None, val=0, seed=0), "cpu", execution=execution)
+    run = Run(model=vit(shape), batch=shape.batch, steps=10**6, ema=0.0, **choices)
+    started = Training(run, data, data.subset(labels=None, val=0, seed=0), "cpu", numerics=numerics)
     started.objective.train()
     return started
 
@@ -46,14 +46,14 @@ def fast(shape: Shape, data: Dataset, **choices) -> Training:
     return training(shape, data, winner(times, ways), **choices)
 
 
-def step(shape: Shape, execution: Execution = AS_IT_IS) -> Callable[[], None]:
+def step(shape: Shape, numerics: Numerics = DEFAULT) -> Callable[[], None]:
     """One step of training; it also picks its images, normalises them and sets its learning rate."""
-    return training(shape, dataset(), execution).advance
+    return training(shape, dataset(), numerics).train_step
 
 
 def step_among(shape: Shape, images: int) -> Callable[[], None]:
     """One step of training with so many images to choose from, augmentation included."""
-    return training(shape, dataset(images=images), augment=augment.digits()).advance
+    return training(shape, dataset(images=images), augment=augment.digits()).train_step
 
 
 def inference(shape: Shape) -> Callable[[], Tensor]:
@@ -64,7 +64,7 @@ def inference(shape: Shape) -> Callable[[], Tensor]:
 
 def augmentation(images: Tensor) -> Tensor:
     """Affine, elastic and erase."""
-    steps = (*augment.digits(), augment.Erase())
+    steps = (*augment.digits(), augment.RandomErasing())
     return apply(steps, Batch(images, images.new_ones(len(images), 1)), torch.Generator().manual_seed(0)).images
 
 
@@ -89,7 +89,7 @@ def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"
             augment=augment.digits(),
             steps=steps,
             batch=shape.batch,
-            average=0.0,
+            ema=0.0,
         )
         seeds = [one.vary(seed=seed) for seed in range(number)]
         records = launch(seeds, folder, recipe="benchmark", stack=stack, device=device)

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from benchmarks.digits import batch_of, dataset, splits
 from smallvit import Dataset
-from smallvit.augment import Views
+from smallvit.augment import MultiCrop
 from smallvit.launch import cores
 
 PEERS = ("timm", "vit-pytorch", "torchvision", "kornia", "lightly")
@@ -188,7 +188,7 @@ AUGMENTATIONS = {"torchvision": torchvision_augmentation, "kornia": kornia_augme
 # DINO
 
 
-def views(data: Dataset, steps: Sequence[Views], batch: int) -> Callable[[], list[Tensor]]:
+def views(data: Dataset, steps: Sequence[MultiCrop], batch: int) -> Callable[[], list[Tensor]]:
     """Normalised, view after view, each made of PIL images: as many as ours, in windows of the same sizes and areas.
 
     What else is done to an image is lightly's own: it has nothing for digits, and flips, blurs and solarises what ours bend.

@@ -18,8 +18,8 @@ from benchmarks.digits import dataset
 from benchmarks.memory import growth_of_a_fresh_process
 from benchmarks.peers import AUGMENTATIONS, VITS, LightlyDINO, Shape, version
 from smallvit import DINO, Dataset, augment
-from smallvit.compute import counted, milliseconds
-from smallvit.execution import AS_IT_IS, Execution
+from smallvit.flops import counted, milliseconds
+from smallvit.numerics import DEFAULT, Numerics
 
 Call = Callable[[], object]
 
@@ -77,7 +77,7 @@ def train(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
         check_models(shape)
         theirs = {peer: {name: peers.step(shape, peer, best) for name, best in ways(peer).items()} for peer in VITS}
         training = ours.fast(shape, dataset())
-        yield Work(f"training step, {in_words(shape)}", training.advance, theirs, how=training.execution.in_words())
+        yield Work(f"training step, {in_words(shape)}", training.train_step, theirs, how=training.numerics.in_words())
 
 
 def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
@@ -94,8 +94,8 @@ def memory(shape: Shape = SHAPES[-1], growth: Callable = growth_of_a_fresh_proce
         check_models(shape)
         steps = {name: partial(peers.step, peer="timm", best=best) for name, best in ways("timm").items()}
         theirs = {"timm": {name: partial(growth, step, shape) for name, step in steps.items()}}
-        for name, execution in (("", AS_IT_IS), (", fused attention", Execution(kernel="fused"))):
-            call = partial(growth, partial(ours.step, execution=execution), shape)
+        for name, numerics in (("", DEFAULT), (", fused attention", Numerics(kernel="fused"))):
+            call = partial(growth, partial(ours.step, numerics=numerics), shape)
             yield Work(f"peak memory of a training step, {in_words(shape)}{name}", call, theirs, "MiB", told)
 
 
@@ -172,13 +172,13 @@ def dino(shape: Shape = SMALL) -> Iterator[Work]:
             model = LightlyDINO(ours.vit(shape)(spec.size, spec.channels, len(spec.classes)), shape.dim)
             same("parameters that DINO trains", trained(training.objective), trained(model))
             theirs[flags] = peers.dino(model, look, best)
-        how = training.execution.in_words()
-        yield Work(f"DINO step on {name}, batch {shape.batch}", training.advance, {"lightly": theirs}, how=how)
+        how = training.numerics.in_words()
+        yield Work(f"DINO step on {name}, batch {shape.batch}", training.train_step, {"lightly": theirs}, how=how)
 
 
-def looks() -> Iterator[tuple[str, Dataset, tuple[augment.Views]]]:
+def looks() -> Iterator[tuple[str, Dataset, tuple[augment.MultiCrop]]]:
     """Images, and how they are looked at."""
-    for name, side, channels, steps in (("digits", 28, 1, augment.digit_views()), ("photos", 32, 3, augment.photo_views())):
+    for name, side, channels, steps in (("digits", 28, 1, augment.digit_crops()), ("photos", 32, 3, augment.photo_crops())):
         yield f"{name}, 2 views and {steps[0].local} small ones", dataset(side, channels), steps
 
 

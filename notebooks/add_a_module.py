@@ -46,7 +46,7 @@ LENGTH = "--smoke" if os.environ.get("SMALLVIT_SHORT") else ""  # the tests ask 
 # again. So the next cell is a file, `recipes/talking.py`: the class, and below it the question as a list of runs.
 #
 # An attention is made with `(dim, heads)`; its knobs come after the `*`, with plain values. It is called with tokens `x`, b n d, and returns
-# `Mixed`, of which only the first field is a must. `map` lets pictures see the attention, `key` lets `Merge` find tokens that are alike.
+# `AttentionOutput`, of which only the first field is a must. `map` lets pictures see the attention, `key` lets `Merge` find tokens that are alike.
 # With `reset_parameters` its weights are drawn from streams of their own: `qkv` and `proj` then start equal to those of the baseline's,
 # which bear the same names.
 
@@ -62,7 +62,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from smallvit import Block, Mixed, PatchEmbed, Run, ViT, ablate, augment, digits
+from smallvit import Block, AttentionOutput, PatchEmbed, Run, ViT, ablate, augment, digits
 
 
 class TalkingHeads(nn.Module):
@@ -85,7 +85,7 @@ class TalkingHeads(nn.Module):
         seen = seen if mask is None else seen * mask  # one out of sight not at all: whatever the heads have said
         seen = seen / seen.sum(-1, keepdim=True)
         mixed = (seen @ v).transpose(1, 2).flatten(2)
-        return Mixed(self.proj(mixed), key=lambda: k.mean(1), map=lambda: seen)
+        return AttentionOutput(self.proj(mixed), key=lambda: k.mean(1), map=lambda: seen)
 
 
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), block=partial(Block, mlp_ratio=2.0), dim=48, depth=4, heads=4)
@@ -161,7 +161,7 @@ assert copy.talk.data_ptr() != attention.talk.data_ptr()
 # %% [markdown]
 # ## Compare it
 #
-# The command line trains every arm with every seed, on all cores, and the floors beside them: `smallvit run talking`, here with the
+# The command line trains every arm with every seed, on all cores, and the references beside them: `smallvit run talking`, here with the
 # Python of this notebook. It takes a minute or two on one core. Stopped, it goes on where it was.
 
 # %%

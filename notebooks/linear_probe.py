@@ -35,7 +35,7 @@ from sklearn.preprocessing import StandardScaler
 
 from smallvit import (
     DINO, Block, FeatureExtractor, PatchEmbed, Pixels, Run, Splits, ViT, augment, confusion_figure, digits, feature_view,
-    features, few_shot, fit, gallery, initialise, knn, linear_probe, load,
+    features, few_shot, fit, gallery, initialize, knn, linear_probe, load,
 )
 
 torch.set_num_threads(1)  # as the command line does: the same run then gives the same numbers
@@ -56,14 +56,14 @@ pretrained = Run(
     labels=200,
     model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), block=partial(Block, mlp_ratio=2.0), dim=48, depth=4, heads=4),
     objective=partial(DINO, koleo=0.1),
-    augment=augment.digit_views(local=0),
+    augment=augment.digit_crops(local=0),
     unlabelled=True,
     steps=STEPS,
     batch=64,
     lr=3e-3,
     weight_decay=0.04,
     clip=0.0,
-    average=0.0,
+    ema=0.0,
     evaluators=(linear_probe, knn),
 )
 
@@ -115,7 +115,7 @@ for name, number in found.items():
 # class, drawn five times from all training images; the mean.
 
 # %%
-untrained = initialise(run.model(spec.size, spec.channels, len(spec.classes)), run.seed)
+untrained = initialize(run.model(spec.size, spec.channels, len(spec.classes)), run.seed)
 pixels = Pixels(spec.size, spec.channels, len(spec.classes))
 everything = Splits(data.subset(labels=None, val=run.val, seed=run.seed).train, subset.val, subset.val)
 

@@ -28,7 +28,7 @@ import torch
 
 from smallvit import (
     MAE, Block, Merge, PatchEmbed, Run, Splits, ViT, accuracy, apply, attention_figure, attention_maps, augment, digits, fit,
-    initialise, load, patch_attention, position_similarity, reconstruction_figure, rollout, token_map,
+    initialize, load, patch_attention, position_similarity, reconstruction_figure, rollout, token_map,
 )
 
 torch.set_num_threads(1)  # small models are no faster with more

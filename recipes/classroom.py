@@ -38,13 +38,13 @@ exercise = Run(
     warmup=0.0,
     weight_decay=0.0,
     clip=0.0,
-    average=0.0,
+    ema=0.0,
 )
 lenet = exercise.vary(model=LeNet, lr=1e-3)
 
 few = exercise.vary(steps=100, batch=32, val=100)
 large = Run(
-    data=mnist, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=7)), val=100, steps=100, batch=32, lr=5e-4, average=0.0
+    data=mnist, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=7)), val=100, steps=100, batch=32, lr=5e-4, ema=0.0
 )  # fmt: skip
 
 RUNS = ablate(
@@ -53,7 +53,7 @@ RUNS = ablate(
         "exercise": exercise,
         "LeNet-5": lenet,
     },
-    floors=False,
+    references=False,
 ) + ablate(
     {
         "exercise, 100 steps": few,
@@ -62,6 +62,6 @@ RUNS = ablate(
         "ViT-S, 100 steps": large.vary(dim=384, depth=12, heads=6),
     },
     seeds=range(6),
-    floors=False,
-    yardsticks=imagenet_vit_s(large, patch=7, scratch=False),
+    references=False,
+    extra_references=imagenet_vit_s(large, patch=7, scratch=False),
 )

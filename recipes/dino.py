@@ -50,14 +50,14 @@ pretrained = Run(
     data=mnist,
     model=vit,
     objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbours=10, share=0.9, settle=0.2),
-    augment=augment.digit_views(local=0),
+    augment=augment.digit_crops(local=0),
     unlabelled=True,
     steps=3_000,
     batch=64,
     lr=3e-3,
     weight_decay=0.04,
     clip=0.0,
-    average=0.0,
+    ema=0.0,
     evaluators=(knn,),
 )
 same = pretrained.vary(unlabelled=False, steps=300)
@@ -65,7 +65,7 @@ tuned = scratch.vary(init=pretrained, steps=300, lr=1e-3, layer_decay=0.5)
 taught = tuned.vary(  # by the one that was fine-tuned, on all images
     teacher=tuned, unlabelled=True, objective=partial(Distill, kind="hard", weight=1.0), steps=500, batch=64, layer_decay=None
 )
-frozen = scratch.vary(init=pretrained, steps=0, augment=(), average=0.0, evaluators=(linear_probe, knn))
+frozen = scratch.vary(init=pretrained, steps=0, augment=(), ema=0.0, evaluators=(linear_probe, knn))
 
 # all 59,000 labels for the probes; a logistic regression of so many raw pixels would take long
 known = frozen.vary(evaluators=(partial(linear_probe, strengths=(0.01, 0.1, 1.0)), knn, few_shot))
@@ -82,7 +82,7 @@ RUNS = ablate(
     },
     labels=[10, 100, 1_000],
     seeds=range(6),
-    yardsticks=imagenet_vit_s(scratch, scratch=False),
+    extra_references=imagenet_vit_s(scratch, scratch=False),
 ) + ablate(
     {
         "random weights (all labels)": known.vary(init=None),
@@ -90,5 +90,5 @@ RUNS = ablate(
         "DINO on all digits (all labels)": known,
     },
     seeds=range(4),
-    floors=False,
+    references=False,
 )

@@ -2,7 +2,7 @@
 
 Paper   Touvron et al. 2021 (DeiT), arXiv:2012.12877. Hinton et al. 2015, arXiv:1503.02531.
 Data    MNIST: 100 and 1,000 labelled digits, 10,000 test images.
-Cost    128 runs, the teachers among them: the floor's small CNNs and the baseline; some 40 minutes on two CPU cores.
+Cost    128 runs, the teachers among them: the reference's small CNNs and the baseline; some 40 minutes on two CPU cores.
 Expect  At both numbers of labels the soft teacher gives the ViT half of what lies between it and the CNN, the hard one less.
         The token adds nothing: it is there for what two losses would tear apart, and these two agree on almost every image. A
         ViT taught by another one gains a little at 100 labels, from the softness alone. Nobody passes the CNN.
@@ -44,5 +44,5 @@ RUNS = ablate(
         ),
     },
     labels=[100, 1_000],
-    yardsticks=imagenet_vit_s(scratch, patch=7, scratch=False),
+    extra_references=imagenet_vit_s(scratch, patch=7, scratch=False),
 )

@@ -50,5 +50,5 @@ RUNS = ablate(
         "no positions": learned.vary(position=None),
     },
     labels=[1_000],
-    yardsticks=imagenet_vit_s(learned, scratch=False),
+    extra_references=imagenet_vit_s(learned, scratch=False),
 )

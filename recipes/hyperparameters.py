@@ -53,5 +53,5 @@ RUNS = ablate(
         "post-norm": centre.vary(block=partial(block, norm_first=False)),
     },
     labels=[1_000],
-    yardsticks=imagenet_vit_s(centre, patch=7, scratch=False),
+    extra_references=imagenet_vit_s(centre, patch=7, scratch=False),
 )

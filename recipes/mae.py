@@ -31,12 +31,12 @@ pretrained = scratch.vary(
     unlabelled=True,
     steps=4_000,
     batch=64,
-    average=0.0,
+    ema=0.0,
     evaluators=(knn,),
 )
 same = pretrained.vary(unlabelled=False, steps=300)
 tuned = scratch.vary(init=pretrained)
-frozen = scratch.vary(init=pretrained, steps=0, augment=(), average=0.0, evaluators=(linear_probe, knn))
+frozen = scratch.vary(init=pretrained, steps=0, augment=(), ema=0.0, evaluators=(linear_probe, knn))
 
 RUNS = ablate(
     {
@@ -48,5 +48,5 @@ RUNS = ablate(
     },
     labels=[10, 100, 1_000],
     seeds=range(6),
-    yardsticks=imagenet_vit_s(scratch, scratch=False),
+    extra_references=imagenet_vit_s(scratch, scratch=False),
 )

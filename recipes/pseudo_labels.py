@@ -22,7 +22,7 @@ neighbours'; they are learned as if they were true.
 
 from functools import partial
 
-from smallvit import DINO, Block, ConvStem, Distill, Projected, Run, ViT, ablate, augment, knn, mnist, spread_labels
+from smallvit import DINO, Block, ConvStem, Distill, Projected, Run, ViT, ablate, augment, knn, label_spreading, mnist
 
 block = partial(Block, mlp_ratio=2.0)
 vit = partial(ViT, tokenizer=ConvStem, pool=Projected, block=block, dim=64, depth=4, heads=2)
@@ -32,14 +32,14 @@ pretrained = Run(
     data=mnist,
     model=vit,
     objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbours=10, share=0.9, settle=0.2),
-    augment=augment.digit_views(local=0),
+    augment=augment.digit_crops(local=0),
     unlabelled=True,
     steps=3_000,
     batch=64,
     lr=3e-3,
     weight_decay=0.04,
     clip=0.0,
-    average=0.0,
+    ema=0.0,
     evaluators=(knn,),
 )
 tuned = scratch.vary(init=pretrained, steps=300, lr=1e-3, layer_decay=0.5)
@@ -51,9 +51,9 @@ RUNS = ablate(
         "scratch as long": scratch.vary(steps=scratch.steps + pretrained.steps),
         "DINO": tuned,
         "DINO, then taught": tuned.vary(**on_all, teacher=tuned, objective=partial(Distill, kind="hard", weight=1.0)),
-        "DINO, labels spread": tuned.vary(**on_all, pseudo_labels=partial(spread_labels, of="mean")),
+        "DINO, labels spread": tuned.vary(**on_all, pseudo_labels=partial(label_spreading, of="mean")),
     },
     labels=[10, 100],
     seeds=range(6),
-    floors=False,
+    references=False,
 )

@@ -35,7 +35,7 @@ plain = Run(
     steps=800,
     batch=32,
     lr=2e-3,
-    average=0.0,
+    ema=0.0,
 )
 six = {
     "dropout": {"dropout": 0.1, "block": partial(block, dropout=0.1)},
@@ -43,7 +43,7 @@ six = {
     "label smoothing": {"augment": (augment.SmoothLabels(amount=0.1),)},
     "early stopping": {"early_stop": 3},
     "mixup": {"augment": (augment.Mixup(),)},
-    "weight averaging": {"average": 0.2},
+    "weight averaging": {"ema": 0.2},
 }
 mixed = (augment.Mixup(), augment.SmoothLabels(amount=0.1))
 together = {field: choice for choices in six.values() for field, choice in choices.items()} | {"augment": mixed}
@@ -57,5 +57,5 @@ RUNS = ablate(
         "deformations, all six": plain.vary(**together | {"augment": (*augment.digits(), *mixed)}),
     },
     labels=[100, 1_000],
-    yardsticks=imagenet_vit_s(plain, patch=7, scratch=False),
+    extra_references=imagenet_vit_s(plain, patch=7, scratch=False),
 )

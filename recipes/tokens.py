@@ -41,7 +41,7 @@ from smallvit import (
     cost,
     mnist,
 )  # fmt: skip
-from smallvit.compute import setting
+from smallvit.flops import match_budget
 
 
 def arms(patch: int, steps: int) -> dict[str, Run]:
@@ -49,14 +49,14 @@ def arms(patch: int, steps: int) -> dict[str, Run]:
     vit = partial(
         ViT, tokenizer=partial(ShiftedPatchEmbed, patch=patch), block=partial(Block, mlp_ratio=2.0), dim=64, depth=4, heads=2
     )
-    half = partial(setting, vit, share=0.5)
+    half = partial(match_budget, vit, share=0.5)
     merge = partial(Merge, r=half(Merge, "r", between=(0.0, 0.5)))
     prune = partial(Prune, keep=half(Prune, "keep", between=(0.05, 1.0)))
     learned = partial(LearnedPrune, keep=half(LearnedPrune, "keep", between=(0.05, 1.0)))
 
     name = f"patch {patch}"
     scratch = Run(data=mnist, model=vit, augment=augment.digits(), steps=steps, batch=32, lr=2e-3, evaluators=(accuracy, cost))
-    shelf = scratch.vary(init=scratch, steps=0, augment=(), average=0.0)
+    shelf = scratch.vary(init=scratch, steps=0, augment=(), ema=0.0)
     tuned = scratch.vary(init=scratch, steps=steps * 3 // 20, lr=1e-3)
     return {
         name: scratch,
@@ -75,5 +75,5 @@ def arms(patch: int, steps: int) -> dict[str, Run]:
 RUNS = [
     run
     for patch, steps in ((4, 1_500), (7, 1_500), (2, 500))
-    for run in ablate(arms(patch, steps), labels=[1_000], floors=patch == 4)
+    for run in ablate(arms(patch, steps), labels=[1_000], references=patch == 4)
 ]

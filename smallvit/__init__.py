@@ -9,13 +9,13 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 NAMES = {
-    "vit": ("Block", "ViT", "initialise"),
+    "vit": ("Block", "ViT", "initialize"),
     "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "Resized", "ShiftedPatchEmbed"),
     "positions": ("Learned", "SinCos1d", "SinCos2d"),
-    "attention": ("Attention", "LocalityAttention", "Mixed"),
-    "reduction": ("LearnedPrune", "LearnedThresholds", "Merge", "Place", "Prune"),
+    "attention": ("Attention", "LocalityAttention", "AttentionOutput"),
+    "reduction": ("LearnedPrune", "LearnedThresholds", "Merge", "LayerContext", "Prune"),
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
-    "floors": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
+    "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
         "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
         "mnist", "qmnist", "svhn",
@@ -24,11 +24,11 @@ NAMES = {
     "evaluate": ("FeatureExtractor", "Splits", "accuracy", "cost", "features", "few_shot", "knn", "linear_probe"),
     "explain": (
         "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",
-        "position_similarity", "position_table", "reconstruction_figure", "rollout", "shapes", "token_map", "token_shares",
+        "position_similarity", "position_table", "reconstruction_figure", "rollout", "summary", "token_map", "token_shares",
     ),
     "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer", "to_timm"),
-    "pseudo": ("spread_labels",),
-    "arms": ("ablate", "imagenet_vit_s"),
+    "pseudo_labels": ("label_spreading",),
+    "ablation": ("ablate", "imagenet_vit_s"),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "train": ("fit", "load"),
     "report": ("compare", "html", "markdown"),

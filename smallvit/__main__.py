@@ -1,4 +1,4 @@
-"""The command line: smallvit list | run | report | verify | shapes.
+"""The command line: smallvit list | run | report | verify | summary.
 
 A command is imported when it is called, so `smallvit --help` does not wait for torch.
 """
@@ -51,7 +51,7 @@ def of_a_recipe(command: argparse.ArgumentParser):
 
 def of_length(command: argparse.ArgumentParser):
     longer = "every run N times as long, in a folder of its own"
-    command.add_argument("--longer", type=positive, default=1, metavar="N", help=longer)
+    command.add_argument("--scale-steps", type=positive, default=1, metavar="N", help=longer)
 
 
 def of_training(command: argparse.ArgumentParser):
@@ -63,7 +63,7 @@ def of_run(command: argparse.ArgumentParser):
     add = command.add_argument
     add("--stack", type=positive, metavar="N", help="train N seeds of an arm as one model (default: 1)")
     fast = (
-        "compute steps in the way that a few of them show to be fastest here: attention kernel, half precision, seeds as one, "
+        "compute steps in the way that a few of them show to be autotune here: attention kernel, half precision, seeds as one, "
         "compiled blocks; the choice is kept for the next time"
     )
     add("--fast", action="store_true", help=fast)
@@ -71,8 +71,8 @@ def of_run(command: argparse.ArgumentParser):
         "how the steps are computed, and what --fast does not try: "
         "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no"
     )
-    add("--compute", nargs="+", default=[], metavar="HOW", help=compute)
-    only = "some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (floors: arm=floors)"
+    add("--numerics", nargs="+", default=[], metavar="HOW", help=compute)
+    only = "some runs only: arm=+SPT,+LSA  labels=100,1000  seed=0-3 (references: arm=references)"
     add("--only", nargs="+", default=[], metavar="WHAT", help=only)
     add("--smoke", action="store_true", help="two steps of every arm, to see that all of it works")
     add("--dry-run", action="store_true", help="say what would be run, how the arms differ, and how long it takes")
@@ -90,7 +90,7 @@ def of_verify(command: argparse.ArgumentParser):
     command.add_argument("--labels", help="which number of labels (default: the smallest committed)")
 
 
-def of_shapes(command: argparse.ArgumentParser):
+def of_summary(command: argparse.ArgumentParser):
     command.add_argument("model", help="a recipe, by name or path, or a model of timm's, such as vit_base_patch16_224")
     command.add_argument("--arm", help="which arm of the recipe (default: its first)")
     command.add_argument("--image", type=positive, metavar="PIXELS", help="side of the image (default: the model's own)")
@@ -114,7 +114,7 @@ COMMANDS = {  # what each does, and which words it takes; who does it stands in 
         "train a few committed runs again and hold them against the committed records",
         (of_a_recipe, of_training, of_verify),
     ),
-    "shapes": ("what comes out of a model step by step: shapes, parameters and multiply-adds", (of_shapes,)),
+    "summary": ("what comes out of a model step by step: shapes, parameters and multiply-adds", (of_summary,)),
 }
 
 

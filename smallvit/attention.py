@@ -1,6 +1,6 @@
 """Attention: tokens look at tokens.
 
-Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask) -> Mixed`.
+Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask) -> AttentionOutput`.
 
 - `x` is b n d; any n, also 1. No parameter depends on n.
 - `size`, b n or None, says how many patches each token stands for: a key is weighed by its size (weights proportional to
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Mixed(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What attention returns: the mixed tokens, and three facts about them that a reduction or a picture may ask for.
 
     `key()` is the mean over heads of the keys, b n e. `saliency(queries)` is the attention that each token receives, b n: the
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.k_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.proj = nn.Linear(heads * head_dim, dim)
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, k = self.q_norm(q), self.k_norm(k)
         return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused, self.scale)
@@ -123,7 +123,7 @@ class LocalityAttention(nn.Module):
         elif self.temperature == "per layer":
             nn.init.constant_(self.log_scale, torch.tensor(self.start).log().item())
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> Mixed:
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
         q, k, v = split_heads(self.qkv(x), self.heads)
         if self.temperature == "per head":
             q = q * self.scale[:, None, None]
@@ -183,7 +183,7 @@ def mix(
     dropout: float,
     fused: bool | None,
     scale: float,
-) -> Mixed:
+) -> AttentionOutput:
     """What the tokens see, heads joined and projected."""
     x, seen = attend(q, k, v, size, mask, dropout, fused, scale)
 
@@ -198,7 +198,7 @@ def mix(
     def whole() -> Tensor:
         return weights(q * scale, k, size, mask) if seen is None else seen
 
-    return Mixed(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=whole)
+    return AttentionOutput(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=whole)
 
 
 def attend(

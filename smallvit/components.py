@@ -17,7 +17,7 @@ from typing import Any
 
 # the files, and folders of files, that define components
 ROOMS = (
-    "attention", "augment", "data", "evaluate", "floors", "objectives", "pooling", "positions", "pretrained", "pseudo",
+    "attention", "augment", "data", "evaluate", "references", "objectives", "pooling", "positions", "pretrained", "pseudo_labels",
     "reduction", "tokenizers", "vit",
 )  # fmt: skip
 

@@ -122,7 +122,7 @@ def refuse_incomparable(runs: list, name: str):
     for (arm, labels, seed), times in Counter((run.arm, run.labels, run.seed) for run in runs).items():
         if times > 1:
             raise ValueError(f"{name}: arm {arm!r}, labels={labels}, seed={seed} stands in RUNS {times} times; expected once")
-    arms = dict.fromkeys((run.arm, run.role, run.against) for run in runs)
+    arms = dict.fromkeys((run.arm, run.role, run.baseline) for run in runs)
     baselines = list(dict.fromkeys(arm for arm, role, _ in arms if role == "baseline"))
     if not baselines:
         raise ValueError(f"{name}: the baselines in RUNS are []; expected at least one, as a call of ablate makes")
@@ -138,19 +138,19 @@ def refuse_incomparable(runs: list, name: str):
 
 
 def only(runs: list, words: list[str]) -> list:
-    """The runs that every word admits: `arm=a,b`, `labels=100,1000`, `seed=0-3`; `arm=floors` are all floors."""
+    """The runs that every word admits: `arm=a,b`, `labels=100,1000`, `seed=0-3`; `arm=references` are all references."""
     for word in words:
         key, _, text = word.partition("=")
         if key not in ("arm", "labels", "seed") or not text:
             raise ValueError(f"--only got {word!r}; expected arm=..., labels=... or seed=...")
         offered = {str(value(run, key)): None for run in runs}
         wanted = {one for part in text.split(",") for one in spread(part)} if key != "arm" else arms(text, list(offered))
-        floors = key == "arm" and "floors" in wanted
-        for one in sorted(wanted - {"floors"} - set(offered)):
+        references = key == "arm" and "references" in wanted
+        for one in sorted(wanted - {"references"} - set(offered)):
             near = get_close_matches(one, list(offered), 1, 0.4)
             advice = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(map(repr, offered))}"
             raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
-        runs = [run for run in runs if str(value(run, key)) in wanted or (floors and run.role == "floor")]
+        runs = [run for run in runs if str(value(run, key)) in wanted or (references and run.role == "reference")]
     if not runs:
         raise ValueError(f"no run of this recipe is all of {' '.join(words)}; expected words that some run fits")
     return runs
@@ -188,4 +188,4 @@ def shortened(runs: list) -> list:
 
 def with_length(run, length: Callable[[int], int]):
     """The run with another number of steps, and so whatever is trained before it."""
-    return replace(run, steps=length(run.steps), **{field: with_length(other, length) for field, other in run.before.items()})
+    return replace(run, steps=length(run.steps), **{field: with_length(other, length) for field, other in run.dependencies.items()})

@@ -19,13 +19,13 @@ RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt
 
 # Names once published keep their meaning; a name that came later is None in earlier records.
 FIELDS = (
-    "recipe", "arm", "role", "against", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test",
+    "recipe", "arm", "role", "baseline", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test",
     "test_reads", "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision",
     "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights", "picture",
     "health", "unlabelled", "tokens", "stacked", "kernel", "compiled", "test_repeats", "test_majority",
 )  # fmt: skip
 NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
-RANDOM = "random initialisation"  # the arm that is the floor of what is probed
+RANDOM = "random initialisation"  # the arm that is the reference of what is probed
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]):

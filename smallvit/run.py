@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from smallvit import components
-from smallvit.augment import Views
+from smallvit.augment import MultiCrop
 from smallvit.components import check, function, knobs, known
 from smallvit.data import digits
 from smallvit.evaluate import accuracy, knn, linear_probe
@@ -20,11 +20,11 @@ from smallvit.objectives import Supervised
 from smallvit.pretrained import Weights
 from smallvit.vit import ViT
 
-BEFORE = ("init", "teacher")  # the fields that may hold another run
-NAMING = ("arm", "role", "against")  # the fields of a run that decide nothing
+DEPENDENCIES = ("init", "teacher")  # the fields that may hold another run
+NAMING = ("arm", "role", "baseline")  # the fields of a run that decide nothing
 PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("constant", None)  # None: a cosine to 0
-ROLES = ("baseline", "technique", "floor")
+ROLES = ("baseline", "technique", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Run:
     Start       `init` is the run whose weights this one starts from; it is trained first. What only this model has (a
                 reduction that learns, a head for other classes) starts as in a model without `init`. Or `Weights` that were
                 trained elsewhere.
-    Guessing    `pseudo_labels(model, known, images)`, such as `spread_labels`, gives the images of `unlabelled=True` a label
+    Guessing    `pseudo_labels(model, known, images)`, such as `label_spreading`, gives the images of `unlabelled=True` a label
                 each by what the start says of them and of the labelled ones, before the first step; those are then learned.
     Objective   `objective(model)`; `augment` are the steps that each batch goes through first, each image its own draw.
                 `teacher` is the run whose trained model a `Distill` learns from; it is trained first, and frozen.
@@ -59,7 +59,7 @@ class Run:
 
     arm: str = "scratch"
     role: str = "technique"
-    against: str = ""
+    baseline: str = ""
 
     data: Callable = digits
     labels: int | None = None
@@ -76,7 +76,7 @@ class Run:
     weight_decay: float = 0.05
     warmup: float = 0.1
     clip: float = 1.0
-    average: float = 0.05
+    ema: float = 0.05
     early_stop: int = 0
     precision: str = "fp32"
     evaluators: tuple[Callable, ...] | None = None
@@ -100,8 +100,8 @@ class Run:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, values))}")
         if not isinstance(self.arm, str) or not self.arm.strip():
             raise ValueError(f"arm is {self.arm!r}; expected a name")
-        if not isinstance(self.against, str):
-            raise ValueError(f"against is {self.against!r}; expected the arm of its baseline, or nothing")
+        if not isinstance(self.baseline, str):
+            raise ValueError(f"against is {self.baseline!r}; expected the arm of its baseline, or nothing")
         for name in ("data", "model", "objective"):
             check(getattr(self, name), name)
         if not isinstance(self.init, Run | Weights | None):
@@ -138,7 +138,7 @@ class Run:
                 )
         for name, example in (("augment", "augment.digits()"), ("evaluators", "(accuracy, knn)")):
             object.__setattr__(self, name, checked(getattr(self, name), name, example))
-        if any(isinstance(step, Views) for step in self.augment) and not getattr(
+        if any(isinstance(step, MultiCrop) for step in self.augment) and not getattr(
             function(self.objective), "reads_views", False
         ):
             name = function(self.objective).__name__
@@ -159,12 +159,12 @@ class Run:
 
     def at_seed(self, seed: int) -> "Run":
         """The run, and all that is trained before it, at that seed: what runs have in common that differ in nothing else."""
-        return replace(self, seed=seed, **{field: run.at_seed(seed) for field, run in self.before.items()})
+        return replace(self, seed=seed, **{field: run.at_seed(seed) for field, run in self.dependencies.items()})
 
     @property
-    def before(self) -> "dict[str, Run]":
+    def dependencies(self) -> "dict[str, Run]":
         """The runs that are trained before this one, by the field that asks for them: what it starts from, who teaches it."""
-        return {name: run for name in BEFORE if isinstance(run := getattr(self, name), Run)}
+        return {name: run for name in DEPENDENCIES if isinstance(run := getattr(self, name), Run)}
 
     @property
     def reads_labels(self) -> bool:
@@ -211,7 +211,7 @@ LIMITS = (
     ("weight_decay", 0.0, 10.0),
     ("warmup", 0.0, 1.0),
     ("clip", 0.0, 1e9),
-    ("average", 0.0, 1.0),
+    ("ema", 0.0, 1.0),
     ("early_stop", 0, 10**6),
     ("layer_decay", 0.01, 1.0),
 )

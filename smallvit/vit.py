@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from smallvit.attention import Attention, Mixed
+from smallvit.attention import Attention, AttentionOutput
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
-from smallvit.reduction import Place
-from smallvit.reduction.place import stands_first, take
-from smallvit.streams import stream
+from smallvit.reduction import LayerContext
+from smallvit.reduction.context import stands_first, take
+from smallvit.rng import stream
 from smallvit.tokenizers import PatchEmbed
 
 
@@ -61,8 +61,8 @@ class Block(nn.Module):
         if stands_first(self.reduction):
             x, size = self.reduction(x, size)
         mixed = self.attention(self.norm1(x) if self.norm_first else x, size, mask)
-        if not isinstance(mixed, Mixed):
-            raise ValueError(f"{type(self.attention).__name__} returned a {type(mixed).__name__}; expected Mixed(tokens)")
+        if not isinstance(mixed, AttentionOutput):
+            raise ValueError(f"{type(self.attention).__name__} returned a {type(mixed).__name__}; expected AttentionOutput(tokens)")
         x = x + self.branch1(mixed.x)
         x = x if self.norm_first else self.norm1(x)
         if self.reduction is not None and not stands_first(self.reduction):
@@ -78,7 +78,7 @@ class ViT(nn.Module):
     Paper    Dosovitskiy et al. 2020, arXiv:2010.11929. With the default slots and a timm `vit_*` state dict (see `pretrained`)
              it gives timm's logits.
     Departs  Weights start Xavier-uniform for linear maps (as in MAE and the original JAX code), N(0, 1) for positions and 0.02
-             for prefix tokens and the head, each module's drawn from a stream of its own name (see `initialise`).
+             for prefix tokens and the head, each module's drawn from a stream of its own name (see `initialize`).
 
     `registers` extra tokens follow the class token and are read by nobody (arXiv:2309.16588). `dropout` acts on the tokens
     before the first block (a block has its own: `partial(Block, dropout=0.1)`). `drop_path` is the rate of the last block,
@@ -140,18 +140,18 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         head = self.pool.make_head if hasattr(self.pool, "make_head") else partial(nn.Linear, dim)
         self.head = head(classes) if classes else nn.Identity()
-        initialise(self)
+        initialize(self)
 
     def reset_parameters(self):
         if not isinstance(self.head, nn.Identity):
             nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.trunc_normal_(self.prefix, std=0.02)  # last: how many there are must not move the draw of the head
 
-    def places(self, depth: int, image: tuple[int, int]) -> list[Place]:
+    def places(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
         """What a reduction in each of `depth` blocks is told, for images of that size."""
         rows, columns = self.tokenizer.grid(image)
         prefix, dim = self.prefix.shape
-        return [Place(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
+        return [LayerContext(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """All tokens after the last block, b n d, and how many patches each stands for, b n (None: one each).
@@ -246,7 +246,7 @@ def rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
     return list(drop_path)
 
 
-def initialise(model: nn.Module, seed: int | None = None) -> nn.Module:
+def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
     """Draw all weights anew; with a seed, each module's from the stream of its own name.
 
     Two models that share a module under the same name get the same weights for it, whatever else differs between them, so that

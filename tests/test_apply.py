@@ -9,13 +9,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from smallvit import (
+    LayerContext,
     LearnedPrune,
     LearnedThresholds,
     MeanTokens,
     Merge,
     PatchEmbed,
     Pixels,
-    Place,
     Prune,
     SmallCNN,
     ViT,
@@ -111,9 +111,9 @@ def test_mode_and_precision_are_the_models(kind, training):
 def test_the_reduction_is_told_its_place():
     told = []
     apply(TINY(registers=2), lambda place: told.append(place) or Merge(place, r=1))
-    assert told == [Place(layer, 3, 24, 3, True, 49) for layer in range(3)]
+    assert told == [LayerContext(layer, 3, 24, 3, True, 49) for layer in range(3)]
     apply(TINY(pool=MeanTokens), lambda place: told.append(place) or Merge(place))
-    assert told[-1] == Place(2, 3, 24, 0, False, 49)
+    assert told[-1] == LayerContext(2, 3, 24, 0, False, 49)
 
 
 @reducing
@@ -168,7 +168,7 @@ def test_a_named_timm_model_has_the_tokens_of_the_paper():
 
 def test_a_reduction_that_is_made_already_is_refused():
     with pytest.raises(ValueError, match="reduction is a Merge that is made already; expected a class"):
-        apply(TINY(), Merge(Place(), r=6))
+        apply(TINY(), Merge(LayerContext(), r=6))
 
 
 @pytest.mark.parametrize("make", [partial(Pixels, (8, 8), 1, 3), partial(SmallCNN, (8, 8), 1, 3)], ids=["pixels", "cnn"])

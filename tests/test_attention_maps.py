@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from smallvit.attention import Attention, LocalityAttention, Mixed
+from smallvit.attention import Attention, AttentionOutput, LocalityAttention
 from smallvit.explain import attention_maps, maps, patch_attention, rollout, token_shares, trace
-from smallvit.floors import SmallCNN
 from smallvit.pooling import ClassToken, MeanTokens, SequencePool
 from smallvit.pretrained import timm_attention
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
+from smallvit.references import SmallCNN
 from smallvit.tokenizers import ConvTokenizer, PatchEmbed
 from smallvit.vit import Block, ViT
 
@@ -185,7 +185,7 @@ class Shared(nn.Module):
 
     def forward(self, x, size=None, mask=None):
         seen = x.new_ones(len(x), 3, x.shape[1], x.shape[1]) / x.shape[1]
-        return Mixed(x.mean(1, keepdim=True).expand_as(x), map=lambda: self.weights or seen)
+        return AttentionOutput(x.mean(1, keepdim=True).expand_as(x), map=lambda: self.weights or seen)
 
 
 def test_an_attention_of_ones_own_that_says_its_map_is_shown_also_where_blocks_share_it():
@@ -440,17 +440,17 @@ class MeanAttention(Shared):
     """An attention of one's own that does not say what it looked at."""
 
     def forward(self, x, size=None, mask=None):
-        return Mixed(x.mean(1, keepdim=True).expand_as(x))
+        return AttentionOutput(x.mean(1, keepdim=True).expand_as(x))
 
 
 class Headless(Shared):
     def forward(self, x, size=None, mask=None):
-        return Mixed(x, map=lambda: x @ x.mT)
+        return AttentionOutput(x, map=lambda: x @ x.mT)
 
 
 class Logits(Shared):
     def forward(self, x, size=None, mask=None):
-        return Mixed(x, map=lambda: (x @ x.mT)[:, None])
+        return AttentionOutput(x, map=lambda: (x @ x.mT)[:, None])
 
 
 class Bare(nn.Module):
@@ -488,8 +488,8 @@ def resnet():
         (lambda: SmallCNN(SIZE, 1, 5), "got a SmallCNN; expected a ViT, or a Vision Transformer of timm"),
         (lambda: Attention(8, 2), "got a Attention; expected a ViT"),
         (resnet, "got a ResNet; expected a ViT"),
-        (eva, r"EvaAttention gives no attention map; expected Mixed\(x, map="),
-        (lambda: TINY(attention=MeanAttention), r"MeanAttention gives no attention map; expected Mixed\(x, map="),
+        (eva, r"EvaAttention gives no attention map; expected AttentionOutput\(x, map="),
+        (lambda: TINY(attention=MeanAttention), r"MeanAttention gives no attention map; expected AttentionOutput\(x, map="),
         (lambda: TINY(attention=Headless), r"map of Headless has shape \(3, 25, 25\); expected .* here 3 heads 25 25"),
         (lambda: TINY(attention=Logits), "rows of the map of Logits do not sum to 1"),
         (lambda: TINY(block=Bare), "this ViT has a Bare, in which no attention is found"),

@@ -15,15 +15,15 @@ from smallvit.augment import (
     Batch,
     Blur,
     CutMix,
-    Erase,
     Flip,
     Gray,
     Jitter,
     Mixup,
+    MultiCrop,
     Noise,
+    RandomErasing,
     SmoothLabels,
     Solarize,
-    Views,
     Warp,
     digits,
     mix,
@@ -31,12 +31,12 @@ from smallvit.augment import (
 )
 
 FILES = [import_module(f"smallvit.augment.{file.name}") for file in iter_modules(augment.__path__)]
-# Views is no plain value but has steps, and gives no images but views: tests/test_views.py
-CLASSES = {thing for file in FILES for thing in vars(file).values() if dataclasses.is_dataclass(thing)} - {Views}
+# MultiCrop is no plain value but has steps, and gives no images but views: tests/test_views.py
+CLASSES = {thing for file in FILES for thing in vars(file).values() if dataclasses.is_dataclass(thing)} - {MultiCrop}
 OFF = [
     Warp(),
     Flip(probability=0),
-    Erase(probability=0),
+    RandomErasing(probability=0),
     Mixup(probability=0),
     CutMix(probability=0),
     SmoothLabels(amount=0),
@@ -51,7 +51,7 @@ OFF = [
 ON = [
     Warp(rotate=15, scale=0.15, shear=12, shift=0.07, elastic=0.04, crop=(0.5, 0.9)),
     Flip(),
-    Erase(probability=0.9),
+    RandomErasing(probability=0.9),
     Mixup(probability=0.9),
     CutMix(probability=0.9),
     SmoothLabels(),
@@ -76,7 +76,7 @@ OTHER = {
         fill="edge",
     ),
     Flip: dict(probability=0.9),
-    Erase: dict(area=(0.3, 0.5), probability=0.1, aspect=1),
+    RandomErasing: dict(area=(0.3, 0.5), probability=0.1, aspect=1),
     Mixup: dict(alpha=5, probability=0.1),
     CutMix: dict(alpha=5, probability=0.1),
     SmoothLabels: dict(amount=0.3),
@@ -107,7 +107,7 @@ def numbered(b, h=10, w=14):
 
 
 def test_every_class_of_every_file_is_public_and_held_to_the_contract():
-    public = {thing for name in augment.__all__ if dataclasses.is_dataclass(thing := getattr(augment, name))} - {Views}
+    public = {thing for name in augment.__all__ if dataclasses.is_dataclass(thing := getattr(augment, name))} - {MultiCrop}
     assert len(CLASSES) == len(ON) == 11
     assert CLASSES == public == {type(step) for step in ON} == {type(step) for step in OFF} == set(OTHER)
 
@@ -199,9 +199,9 @@ def test_a_gpu_sees_the_same_pixels(step):
         (lambda: Warp(smooth=0), r"Warp\(smooth=0\)"),
         (lambda: Warp(fill="white"), r"Warp\(fill='white'\): expected \"black\" or \"edge\""),
         (lambda: Flip(probability=1.5), r"Flip\(probability=1.5\)"),
-        (lambda: Erase(area=(0.5, 0.1)), r"Erase\(area=\(0.5, 0.1\)\): expected \(low, high\)"),
-        (lambda: Erase(area=0.3), r"Erase\(area=0.3\): expected \(low, high\)"),
-        (lambda: Erase(aspect=0.5), r"Erase\(aspect=0.5\)"),
+        (lambda: RandomErasing(area=(0.5, 0.1)), r"RandomErasing\(area=\(0.5, 0.1\)\): expected \(low, high\)"),
+        (lambda: RandomErasing(area=0.3), r"RandomErasing\(area=0.3\): expected \(low, high\)"),
+        (lambda: RandomErasing(aspect=0.5), r"RandomErasing\(aspect=0.5\)"),
         (lambda: Mixup(alpha=0), r"Mixup\(alpha=0\)"),
         (lambda: CutMix(probability=-0.1), r"CutMix\(probability=-0.1\)"),
         (lambda: SmoothLabels(amount=2), r"SmoothLabels\(amount=2\)"),
@@ -309,12 +309,12 @@ def test_coarse_matrix_products_hardly_move_a_pixel(step, tolerance):
         torch.set_float32_matmul_precision(precision)
 
 
-# Erase, Mixup, CutMix
+# RandomErasing, Mixup, CutMix
 
 
 def test_erase_blacks_out_one_rectangle_of_the_stated_size():
     b, h, w = 400, 20, 30
-    images = Erase(area=(0.1, 0.3), probability=0.5, aspect=2)(Batch(torch.ones(b, 2, h, w), torch.eye(b)), seeded()).images
+    images = RandomErasing(area=(0.1, 0.3), probability=0.5, aspect=2)(Batch(torch.ones(b, 2, h, w), torch.eye(b)), seeded()).images
     gone = (images == 0).all(dim=1)
     assert torch.equal(images == 0, gone[:, None].expand(-1, 2, -1, -1)) and set(images.unique().tolist()) == {0, 1}
     height, width = gone.any(dim=2).sum(dim=1), gone.any(dim=1).sum(dim=1)
@@ -328,7 +328,7 @@ def test_erase_blacks_out_one_rectangle_of_the_stated_size():
 
 
 def test_erase_can_take_nearly_everything_whatever_its_aspect():
-    images = Erase(area=(0.95, 0.95), probability=1, aspect=50)(batch(50, h=40, w=40), seeded()).images
+    images = RandomErasing(area=(0.95, 0.95), probability=1, aspect=50)(batch(50, h=40, w=40), seeded()).images
     left = (images > 0).flatten(1).float().mean(dim=1)
     assert left.max() < 0.1
 

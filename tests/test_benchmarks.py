@@ -128,8 +128,8 @@ def test_other_views_are_not_timed():
 
 def test_both_sides_of_a_recipe_make_as_many_steps_with_as_many_images(one_process, monkeypatch):
     seen = {"ours": [], "theirs": []}
-    advance, learn = ours.Training.advance, peers.learn
-    monkeypatch.setattr(ours.Training, "advance", lambda self: seen["ours"].append(self.run.batch) or advance(self))
+    train_step, learn = ours.Training.train_step, peers.learn
+    monkeypatch.setattr(ours.Training, "train_step", lambda self: seen["ours"].append(self.run.batch) or train_step(self))
     monkeypatch.setattr(peers, "learn", lambda *words: seen["theirs"].append(len(words[2])) or learn(*words))
     shape, (number, steps, labels) = SHAPE._replace(patch=7), (2, 3, 20)
     ours.runs(shape, number, steps, labels)

@@ -46,7 +46,7 @@ def test_help_needs_no_torch():
     code += "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("list", "run", "report", "verify", "shapes"))
+    assert all(command in done.stdout for command in ("list", "run", "report", "verify", "summary"))
 
 
 def test_list_shows_every_recipe_with_its_question(capsys, here):
@@ -62,7 +62,7 @@ def test_list_shows_every_recipe_with_its_question(capsys, here):
 
 
 def test_a_recipe_run_reported_published_and_verified(here, capsys):
-    assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,floors", "--jobs", "1"]) == 0
+    assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,references", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "20 labels" in out and "not enough seeds" in out and "small CNN" in out
     page = (here / "runs" / "mine" / "report.html").read_text()
@@ -108,7 +108,7 @@ def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *words: None)
     text = (here / "mine.py").read_text()
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    more = f"RUNS = RUNS + ablate({{'tuned': scratch.vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], floors=False)"
+    more = f"RUNS = RUNS + ablate({{'tuned': scratch.vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], references=False)"
     (here / "more.py").write_text(f"from smallvit import Weights\n{text}\n{more}\n")
     assert main(["run", "more.py", "--dry-run"]) == 0
     assert f"{name} is to be downloaded" in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
     ],
 )
 def test_shapes_of_an_arm_and_of_a_model_of_timms(words, model, rows, params, here, capsys):
-    assert main(["shapes", *words]) == 0
+    assert main(["summary", *words]) == 0
     out = capsys.readouterr().out
     assert out.startswith(model) and all(row in out for row in rows)
     assert out.splitlines()[-1].split()[:2] == ["total", f"{params:,}"]
@@ -140,12 +140,12 @@ def test_smoke_takes_every_arm_and_leaves_the_real_runs_alone(here, capsys):
 
 
 def test_runs_of_another_length_have_their_own_place_and_report(here, capsys):
-    assert main(["run", "mine.py", "--longer", "2", "--only", "labels=20", "seed=0", "arm=scratch", "--jobs", "1"]) == 0
-    (here / "runs" / "longer-2" / "mine" / "report.html").unlink()
-    assert main(["report", "mine.py", "--longer", "2"]) == 1, "most runs are missing"
-    page = (here / "runs" / "longer-2" / "mine" / "report.md").read_text()
-    assert "| scratch (baseline) |" in page and "smallvit run mine.py --longer 2 (or its path)" in page
-    assert (here / "runs" / "longer-2" / "mine" / "report.html").exists() and not (here / "runs" / "mine").exists()
+    assert main(["run", "mine.py", "--scale-steps", "2", "--only", "labels=20", "seed=0", "arm=scratch", "--jobs", "1"]) == 0
+    (here / "runs" / "scale-steps-2" / "mine" / "report.html").unlink()
+    assert main(["report", "mine.py", "--scale-steps", "2"]) == 1, "most runs are missing"
+    page = (here / "runs" / "scale-steps-2" / "mine" / "report.md").read_text()
+    assert "| scratch (baseline) |" in page and "smallvit run mine.py --scale-steps 2 (or its path)" in page
+    assert (here / "runs" / "scale-steps-2" / "mine" / "report.html").exists() and not (here / "runs" / "mine").exists()
 
 
 def test_only_chooses_by_arm_labels_and_seed(here):
@@ -153,7 +153,7 @@ def test_only_chooses_by_arm_labels_and_seed(here):
     assert {r.arm for r in only(runs, ["arm=+LSA"])} == {"+LSA"}
     assert {(r.labels, r.seed) for r in only(runs, ["labels=40", "seed=0-1"])} == {(40, 0), (40, 1)}
     assert {r.arm for r in only(runs, ["arm=pixels, logistic regression,+LSA"])} == {"pixels, logistic regression", "+LSA"}
-    assert {r.role for r in only(runs, ["arm=floors"])} == {"floor"}
+    assert {r.role for r in only(runs, ["arm=references"])} == {"reference"}
 
 
 @pytest.mark.parametrize(
@@ -166,19 +166,19 @@ def test_only_chooses_by_arm_labels_and_seed(here):
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
-        (["report", "mine.py", "--longer", "2"], "no runs of mine in runs/longer-2"),
-        (["report", "mine.py", "--longer", "2", "--publish"], "--longer 2 is not what mine.py says"),
+        (["report", "mine.py", "--scale-steps", "2"], "no runs of mine in runs/scale-steps-2"),
+        (["report", "mine.py", "--scale-steps", "2", "--publish"], "--scale-steps 2 is not what mine.py says"),
         (["verify", "mine.py"], "no committed records"),
-        (["run", "mine.py", "--compute", "compiled=yes", "compiled=no"], "compiled twice; expected each choice once"),
+        (["run", "mine.py", "--numerics", "compiled=yes", "compiled=no"], "compiled twice; expected each choice once"),
         (["run", "mine.py", "--out", "mine.py"], "--out mine.py cannot be made"),
         (["run", "mine.py", "--fast", "--out", "mine.py/runs"], "--out mine.py/runs cannot be made"),
         (["run", "mine.py", "--device", "cdua"], "device is 'cdua'; expected cpu, cuda, mps or auto"),
-        (["shapes", "quickstrat"], "did you mean 'quickstart'? (timm has no model of that name either)"),
-        (["shapes", "mine.py", "--arm", "+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
-        (["shapes", "mine.py", "--image", "9"], "patches of 2 pixels do not tile an image of 9 x 9"),
-        (["shapes", "vit_tiny_patch16_224", "--arm", "+LSA"], "is a model of timm's and has no arm '+LSA'"),
-        (["shapes", "vit_tiny_patch16_224", "--image", "28"], "patches of 16 pixels do not tile an image of 28 x 28"),
-        (["shapes", "swin_tiny_patch4_window7_224", "--image", "28"], "does not take images of 3 x 28 x 28"),
+        (["summary", "quickstrat"], "did you mean 'quickstart'? (timm has no model of that name either)"),
+        (["summary", "mine.py", "--arm", "+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
+        (["summary", "mine.py", "--image", "9"], "patches of 2 pixels do not tile an image of 9 x 9"),
+        (["summary", "vit_tiny_patch16_224", "--arm", "+LSA"], "is a model of timm's and has no arm '+LSA'"),
+        (["summary", "vit_tiny_patch16_224", "--image", "28"], "patches of 16 pixels do not tile an image of 28 x 28"),
+        (["summary", "swin_tiny_patch4_window7_224", "--image", "28"], "does not take images of 3 x 28 x 28"),
     ],
 )
 def test_wrong_words_get_one_sentence_and_a_status(words, said, here, capsys):
@@ -236,7 +236,7 @@ def test_a_new_attention_in_a_recipe_file_runs_without_touching_the_package(here
 from functools import partial
 import torch
 from torch import nn
-from smallvit import Mixed, PatchEmbed, Run, ViT, ablate
+from smallvit import AttentionOutput, PatchEmbed, Run, ViT, ablate
 
 class MeanAttention(nn.Module):
     """Every token sees the mean of all tokens."""
@@ -246,7 +246,7 @@ class MeanAttention(nn.Module):
         self.proj, self.gain = nn.Linear(dim, dim), gain
 
     def forward(self, x, size=None, mask=None):
-        return Mixed(self.gain * self.proj(x.mean(1, keepdim=True).expand_as(x)))
+        return AttentionOutput(self.gain * self.proj(x.mean(1, keepdim=True).expand_as(x)))
 
 scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=6, batch=8, labels=20, val=20)
 RUNS = ablate({"scratch": scratch, "mean": scratch.vary(attention=partial(MeanAttention, gain=2.0))}, labels=[20], seeds=[0])
@@ -301,19 +301,19 @@ def two_baselines() -> list:
     for patch in (2, 4):
         base = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=patch)))
         arms = {f"patch {patch}": base, f"+LSA, patch {patch}": base.vary(attention=LocalityAttention)}
-        runs += ablate(arms, seeds=range(2), floors=patch == 2)
+        runs += ablate(arms, seeds=range(2), references=patch == 2)
     return runs
 
 
 def test_a_recipe_may_have_several_baselines_if_every_arm_names_its_own():
     runs = two_baselines()
     refuse_incomparable(runs, "r.py")
-    refuse_incomparable([replace(run, against="") for run in runs if run.against == "patch 2"], "r.py")
+    refuse_incomparable([replace(run, baseline="") for run in runs if run.baseline == "patch 2"], "r.py")
     for spoilt, says in (
-        ([replace(run, against="") for run in runs], r"arm '\+LSA, patch 2' \(technique\) is held against ''"),
+        ([replace(run, baseline="") for run in runs], r"arm '\+LSA, patch 2' \(technique\) is held against ''"),
         ([run for run in runs if run.arm != "patch 4"], r"'patch 4'; expected one of \['patch 2'\]"),
-        ([replace(runs[0], against="patch 4"), *runs[1:]], "'patch 2' stands in several roles or against several"),
-        ([replace(run, against="patch 4") if run.arm == "patch 2" else run for run in runs], r"'patch 2' \(baseline\) is held"),
+        ([replace(runs[0], baseline="patch 4"), *runs[1:]], "'patch 2' stands in several roles or against several"),
+        ([replace(run, baseline="patch 4") if run.arm == "patch 2" else run for run in runs], r"'patch 2' \(baseline\) is held"),
         ([replace(run, role="technique") if run.seed else run for run in runs], "'patch 2' stands in several roles"),
     ):
         with pytest.raises(ValueError, match=says):

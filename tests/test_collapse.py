@@ -74,24 +74,24 @@ def test_the_monitor_stops_after_patience_and_forgets_when_it_has_recovered():
     monitor, flat = Monitor(LOOKS * 20), Seen(torch.ones(64, 16))
     looks = [20 * (i + 1) for i in range(2 * PATIENCE)]
     for step in looks[: PATIENCE - 1]:
-        monitor.look(step, flat)
-    monitor.look(looks[PATIENCE - 1], seen())
+        monitor.check(step, flat)
+    monitor.check(looks[PATIENCE - 1], seen())
     for step in looks[PATIENCE:-1]:
-        monitor.look(step, flat)
+        monitor.check(step, flat)
     with pytest.raises(Collapse, match=f"collapsed by step {looks[-1]}, flat: .*spread "):
-        monitor.look(looks[-1], flat)
+        monitor.check(looks[-1], flat)
 
 
 def test_between_looks_nothing_is_computed():
     monitor = Monitor(50)
     for step in range(1, APART):
-        monitor.look(step, None)
+        monitor.check(step, None)
 
 
 def test_one_image_alone_is_not_taken_for_a_collapse():
     monitor = Monitor(50)
     for step in range(1, 2 * PATIENCE * APART + 1):
-        monitor.look(step, Seen(torch.ones(1, 16)))
+        monitor.check(step, Seen(torch.ones(1, 16)))
 
 
 # In runs
@@ -105,18 +105,18 @@ def dino(**knobs) -> Run:
         data=digits,
         model=VIT,
         objective=partial(DINO, prototypes=64, hidden=64, bottleneck=16, **knobs),
-        augment=augment.digit_views(size=4, local=2),
+        augment=augment.digit_crops(size=4, local=2),
         steps=400,
         batch=32,
         lr=2e-3,
         clip=0.0,
-        average=0.0,
+        ema=0.0,
     )
 
 
 def train(run: Run, alias: bool = False):
     """The run's first 200 steps; with `alias` the teacher is the student itself: no momentum, no copy."""
-    from smallvit.train.training import Training
+    from smallvit.train.loop import Training
 
     data = digits()
     training = Training(run, data, data.subset(labels=None, val=None, seed=0), "cpu")
@@ -125,8 +125,8 @@ def train(run: Run, alias: bool = False):
         objective.model, objective.teacher_head = objective.student, objective.head
     training.objective.train()
     for _ in range(200):
-        training.advance()
-        training.monitor.look(training.step, objective.seen)
+        training.train_step()
+        training.monitor.check(training.step, objective.seen)
 
 
 def test_a_teacher_too_hot_is_caught_within_a_quarter_of_the_run(tmp_path):

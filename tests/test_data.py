@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from smallvit import data
-from smallvit.streams import shuffled
+from smallvit.rng import shuffled
 
 ROOT = Path(os.environ.get("SMALLVIT_DATA") or Path(__file__).parents[2] / "shared" / "data")
 needs_mnist = pytest.mark.skipif(not (ROOT / "MNIST" / "raw").is_dir(), reason=f"needs MNIST and there is none in {ROOT}")
@@ -37,7 +37,7 @@ def toy(counts=(40, 25, 15, 20), val=None):
     labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[mixed]
     spec = data.DataSpec(name="toy", channels=1, size=(1, 2), classes=tuple("abcd"[: len(counts)]), mean=(0.0,), std=(1.0,))
     images = data.Images(torch.cat([number // 256, number % 256], 3).to(torch.uint8), labels, spec)
-    return data.Dataset(spec=spec, train=images, test=data.Sealed(images), val=val and images.take(torch.arange(val)))
+    return data.Dataset(spec=spec, train=images, test=data.HeldOut(images), val=val and images.take(torch.arange(val)))
 
 
 def identity(images):

@@ -22,7 +22,7 @@ from smallvit import (
     ViT,
     augment,
 )
-from smallvit.augment import Batch, Views, Warp
+from smallvit.augment import Batch, MultiCrop, Warp
 from smallvit.objectives import DINO
 
 # no bias in the keys: it moves no softmax, and Adam would make full steps of its rounding
@@ -344,7 +344,7 @@ def test_the_teachers_temperature_rises_in_a_line():
     assert [mine.temperature(p) for p in (0.0, 0.2, 0.4, 1.0)] == pytest.approx([0.02, 0.04, 0.06, 0.06])
 
 
-# Views of several sizes
+# MultiCrop of several sizes
 
 
 def test_views_of_one_size_are_one_forward_and_equal_many():
@@ -367,7 +367,7 @@ def test_views_of_one_size_are_one_forward_and_equal_many():
 def test_every_image(channels, image, tokenizer):
     model = ViT(image, channels, 5, tokenizer=tokenizer, dim=16, depth=1, heads=2, pool=MeanTokens, registers=1)
     mine = DINO(model, **SMALL).train()
-    views = Views(first=(Warp(crop=(0.4, 1.0)),), small=(Warp(crop=(0.2, 0.5), size=(12, 16)),), local=2)
+    views = MultiCrop(first=(Warp(crop=(0.4, 1.0)),), small=(Warp(crop=(0.2, 0.5), size=(12, 16)),), local=2)
     given = views(Batch(torch.rand(3, channels, *image), torch.ones(3, 5) / 5), torch.Generator().manual_seed(0))
     assert [tuple(v.shape) for v in given.views] == [(6, channels, *image), (6, channels, 12, 16)]
     mine(given, 0.0)["loss"].backward()
@@ -395,7 +395,7 @@ def test_a_cnn_can_be_the_model():
 
 
 def test_no_views():
-    with pytest.raises(ValueError, match=r"compares views .* expected augment=augment\.digit_views"):
+    with pytest.raises(ValueError, match=r"compares views .* expected augment=augment\.digit_crops"):
         objective()(batch()._replace(views=()), 0.0)
 
 
@@ -422,7 +422,7 @@ def test_it_can_be_copied_and_loaded():
 
 
 def test_a_run_of_it_reads_no_label():
-    run = Run(objective=DINO, augment=augment.digit_views(size=4), clip=0.0)
+    run = Run(objective=DINO, augment=augment.digit_crops(size=4), clip=0.0)
     assert not run.reads_labels and [e.__name__ for e in run.evaluators] == ["knn", "linear_probe"]
 
 

@@ -12,9 +12,9 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.task import LogitDistillationTask, TokenDistillationTask
 from torch import nn
 
-from smallvit import ClassToken, Distill, DistilledTokens, LeNet, PatchEmbed, Prune, SmallCNN, Supervised, ViT, initialise
+from smallvit import ClassToken, Distill, DistilledTokens, LeNet, PatchEmbed, Prune, SmallCNN, Supervised, ViT, initialize
 from smallvit.augment import Batch
-from smallvit.optimise import decay_groups
+from smallvit.optim import decay_groups
 
 SIDE, CLASSES = 8, 5
 VIT = partial(ViT, (SIDE, SIDE), 1, CLASSES, dim=16, depth=2, heads=2, tokenizer=partial(PatchEmbed, patch=4))
@@ -107,7 +107,7 @@ def test_the_defaults_are_soft_targets_that_count_for_a_half(batch):
 )
 def test_weight_0_is_supervised_bit_for_bit(make, kind, batch):
     def trained(objective):
-        model = initialise(make(), 0)
+        model = initialize(make(), 0)
         objective = objective(model).train()
         optimizer, losses = torch.optim.AdamW([p for p in objective.parameters() if p.requires_grad]), []
         for step in range(3):
@@ -307,7 +307,7 @@ def test_a_student_taken_up_again_goes_on_bit_for_bit(batch):
         return objective.state_dict()
 
     def made():
-        return Distill(initialise(CNN(), 0), master).train()
+        return Distill(initialize(CNN(), 0), master).train()
 
     master = teacher()
     straight, first, second = made(), made(), made()
@@ -337,7 +337,7 @@ def test_in_half_precision_the_loss_is_nearly_the_same(kind, batch):
 @pytest.mark.parametrize("token", [False, True])
 def test_a_student_learns_what_its_teacher_says_without_reading_a_label(knobs, token):
     """With weight 1 the labels, here all wrong, do not count."""
-    master = initialise(LeNet((16, 16), 1, CLASSES, activation="relu"), 0).eval()
+    master = initialize(LeNet((16, 16), 1, CLASSES, activation="relu"), 0).eval()
     images = torch.randn(64, 1, 16, 16)
     with torch.no_grad():
         logits = master(images)
@@ -346,7 +346,7 @@ def test_a_student_learns_what_its_teacher_says_without_reading_a_label(knobs, t
             p.mul_(3 / logits.std(0).mean())
         wanted = master(images).argmax(-1)
     assert len(wanted.unique()) == CLASSES
-    model = initialise(ViT((16, 16), 1, CLASSES, dim=32, depth=1, heads=2, pool=DistilledTokens if token else ClassToken), 0)
+    model = initialize(ViT((16, 16), 1, CLASSES, dim=32, depth=1, heads=2, pool=DistilledTokens if token else ClassToken), 0)
     objective = Distill(model, master, weight=1, token=token, **knobs).train()
     optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
     batch = Batch(images, torch.eye(CLASSES)[(wanted + 1) % CLASSES])

@@ -22,12 +22,12 @@ from smallvit import (
     accuracy,
     cost,
     data,
-    initialise,
+    initialize,
     knn,
     linear_probe,
 )
-from smallvit.compute import closed_form, footprint, seen_tokens, tokens_per_layer
 from smallvit.evaluate import few_shot
+from smallvit.flops import closed_form, footprint, seen_tokens, tokens_per_layer
 
 TIMED = partial(cost, batch=4, repeats=1)
 FEW = partial(few_shot, shots=5)
@@ -45,12 +45,12 @@ def splits() -> Splits:
 @pytest.fixture
 def vit() -> ViT:
     model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2, dropout=0.5, drop_path=0.5)
-    return initialise(model, 0)
+    return initialize(model, 0)
 
 
 @pytest.fixture
 def cnn() -> SmallCNN:
-    return initialise(SmallCNN((8, 8), 1, 10, width=4, hidden=16), 0)
+    return initialize(SmallCNN((8, 8), 1, 10, width=4, hidden=16), 0)
 
 
 # Accuracy
@@ -195,7 +195,7 @@ def reduced(kind) -> ViT:
         (8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2, reduction=REDUCTIONS[kind], dropout=0.5
     )
     with torch.no_grad():
-        for block in initialise(model, 0).blocks:
+        for block in initialize(model, 0).blocks:
             block.attention.qkv.weight.mul_(3)  # images that differ in what can go
     return model
 

@@ -25,7 +25,7 @@ from smallvit import (
     ViT,
     data,
     features,
-    initialise,
+    initialize,
     knn,
     linear_probe,
 )
@@ -553,7 +553,7 @@ def test_it_drops_into_a_pipeline_and_a_search():
     from sklearn.preprocessing import StandardScaler
 
     digits = data.digits().train.take(slice(0, 200))
-    model = initialise(ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2), 0)
+    model = initialize(ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2), 0)
     X, y, before = digits.images.numpy(), digits.labels.numpy(), state(model)
     pipeline = make_pipeline(FeatureExtractor(model, spec=digits.spec), StandardScaler(), LogisticRegression(max_iter=1000))
     assert pipeline.fit(X[:150], y[:150]).score(X[150:], y[150:]) > 0.3
@@ -584,7 +584,7 @@ def test_a_table_is_refused():
             FeatureExtractor(vit(), spec=images().spec).fit(X)
 
 
-# Pixels, as a floor of all of these
+# Pixels, as a reference of all of these
 
 
 def test_pixels_are_probed_as_they_are_and_have_no_tokens():

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from smallvit import (
+    AttentionOutput,
     Distill,
     LearnedPrune,
     LearnedThresholds,
     LearnThresholds,
     LearnToPrune,
     Merge,
-    Mixed,
     PatchEmbed,
     Run,
     SmallCNN,
@@ -33,15 +33,15 @@ from smallvit import (
     fit,
     rebuild,
 )
-from smallvit.data.images import Sealed
+from smallvit.data.images import HeldOut
 from smallvit.launch import launch
-from smallvit.launch.schedule import with_those_before
+from smallvit.launch.scheduler import with_dependencies
 from smallvit.recipe import shortened, with_length
 from smallvit.record import WEIGHTS, read_record
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=4, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
-SHELF = SHORT.vary(init=SHORT, steps=0, augment=(), average=0.0)
+SHELF = SHORT.vary(init=SHORT, steps=0, augment=(), ema=0.0)
 
 
 def test_with_no_step_and_nothing_reduced_it_is_the_run_it_starts_from(tmp_path):
@@ -82,8 +82,8 @@ def test_another_runs_folder_is_no_start(tmp_path):
 def test_starts_are_trained_first_and_once_also_those_that_no_arm_is(tmp_path):
     other = SHORT.vary(lr=3e-3)
     arms = {"scratch": SHORT, "shelf": SHELF, "tuned": SHORT.vary(init=SHORT, steps=4), "other": SHELF.vary(init=other)}
-    runs = ablate(arms, labels=[50], seeds=[3, 4], floors=False)
-    ordered, starts = with_those_before(runs)
+    runs = ablate(arms, labels=[50], seeds=[3, 4], references=False)
+    ordered, starts = with_dependencies(runs)
     assert [ordered[at["init"]].lr for at in starts if at] == [1e-3, 1e-3, 3e-3] * 2 and len(ordered) == 10
     told = []
     records = launch(list(reversed(runs)), tmp_path, recipe="t", jobs=2, show=told.append)
@@ -97,14 +97,14 @@ def test_starts_are_trained_first_and_once_also_those_that_no_arm_is(tmp_path):
 
 
 def test_a_part_of_a_recipe_trains_its_start_where_the_whole_would_look_for_it(tmp_path):
-    runs = ablate({"base, plain": SHORT, "shelf": SHELF}, labels=[50], seeds=[0], floors=False)
+    runs = ablate({"base, plain": SHORT, "shelf": SHELF}, labels=[50], seeds=[0], references=False)
     launch(runs[1:], tmp_path, recipe="t", jobs=1)
     launch(runs, tmp_path, recipe="t", jobs=1, show=lambda record: pytest.fail("the start was trained a second time"))
 
 
 def test_a_start_that_two_comparisons_share_is_trained_once_whichever_comes_first(tmp_path):
-    one = ablate({"a": SHELF}, labels=[50], seeds=[0], floors=False)
-    other = ablate({"b": SHELF.vary(lr=0.5)}, labels=[50], seeds=[0], floors=False)
+    one = ablate({"a": SHELF}, labels=[50], seeds=[0], references=False)
+    other = ablate({"b": SHELF.vary(lr=0.5)}, labels=[50], seeds=[0], references=False)
     assert {run.init.arm for run in one + other} == {"start of a", "start of b"} and one[0].init == other[0].init
     launch(other, tmp_path, recipe="t", jobs=1)
     told = []
@@ -125,11 +125,11 @@ def test_what_start_and_teacher_both_came_from_is_paid_for_once(tmp_path):
 
 def test_a_start_takes_the_seed_and_the_labels_of_its_run_unless_it_has_its_own():
     runs = ablate({"a": replace(SHORT, labels=None), "b": replace(SHELF, labels=None, init=replace(SHORT, labels=None))},
-                  labels=[10, 20], seeds=[5], floors=False)  # fmt: skip
+                  labels=[10, 20], seeds=[5], references=False)  # fmt: skip
     assert [(run.init.labels, run.init.seed) for run in runs if run.init] == [(10, 5), (20, 5)]
-    own = ablate({"a": SHORT.vary(labels=None), "b": SHELF.vary(labels=None)}, labels=[20], seeds=[5], floors=False)
+    own = ablate({"a": SHORT.vary(labels=None), "b": SHELF.vary(labels=None)}, labels=[20], seeds=[5], references=False)
     assert own[1].init.labels == 50
-    assert all(run.init is None for run in ablate({"a": SHELF}, labels=[50], seeds=[0]) if run.role == "floor")
+    assert all(run.init is None for run in ablate({"a": SHELF}, labels=[50], seeds=[0]) if run.role == "reference")
 
 
 def test_a_start_is_a_choice_and_is_written_down():
@@ -168,7 +168,7 @@ def test_learned_reductions_are_trained_from_a_start_and_bitwise_again(tmp_path,
 def test_a_start_that_fails_is_tried_once_and_named_in_what_needed_it(tmp_path, capfd):
     broken = SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))
     arms = {"scratch": SHORT, "broken": broken, "needs": broken.vary(init=broken, steps=2), "shelf": SHELF}
-    records = launch(ablate(arms, labels=[50], seeds=[0], floors=False), tmp_path, recipe="t", jobs=1)
+    records = launch(ablate(arms, labels=[50], seeds=[0], references=False), tmp_path, recipe="t", jobs=1)
     assert [r["status"] for r in records] == ["finished", "failed", "failed", "finished"]
     assert records[2]["error"].startswith("RuntimeError: its start failed: ValueError") and "patch" in records[2]["error"]
     assert capfd.readouterr().err.count("FAILED") == 2
@@ -192,13 +192,13 @@ def test_weights_that_are_not_the_starts_are_refused(tmp_path):
 
 def test_the_start_of_a_start_goes_by_the_name_of_its_arm_too():
     tuned = SHORT.vary(init=SHORT, steps=4)
-    runs = ablate({"base": SHORT, "tuned": tuned, "both": tuned.vary(init=tuned)}, labels=[50], seeds=[0], floors=False)
+    runs = ablate({"base": SHORT, "tuned": tuned, "both": tuned.vary(init=tuned)}, labels=[50], seeds=[0], references=False)
     assert (runs[2].init.arm, runs[2].init.init.arm, runs[1].init.arm) == ("tuned", "base", "base")
 
 
 def test_labels_that_only_the_start_had_are_counted(tmp_path):
     more = SHELF.vary(labels=None, init=SHORT.vary(labels=400))
-    runs = ablate({"base": SHORT.vary(labels=None), "more": more}, labels=[50], seeds=[0], floors=False)
+    runs = ablate({"base": SHORT.vary(labels=None), "more": more}, labels=[50], seeds=[0], references=False)
     records = launch(runs, tmp_path, recipe="t", jobs=1)
     assert records[1]["pretraining"]["labels"] == 400
     extra = {row.arm: row.budget["extra_labels"] for row in compare(records).rows}
@@ -210,14 +210,14 @@ def test_all_labels_and_those_that_a_start_chose_by_are_counted_too(tmp_path):
     record = fit(SHORT.vary(init=start, steps=2), tmp_path)
     assert record["pretraining"]["labels"] == len(digits().train) - 20 and record["pretraining"]["chosen_labels"] == 20
     base = fit(SHORT, tmp_path / "base")
-    rows = compare([base | {"role": "baseline", "arm": "a"}, record | {"role": "technique", "arm": "b", "against": "a"}]).rows
+    rows = compare([base | {"role": "baseline", "arm": "a"}, record | {"role": "technique", "arm": "b", "baseline": "a"}]).rows
     assert {row.arm: row.budget["extra_labels"] for row in rows} == {"a": 0, "b": len(digits().train) - 20 - 50 + 20}
 
 
 def test_a_start_of_a_start_that_is_gone_is_trained_again(tmp_path):
     second = SHORT.vary(init=SHORT, steps=4, lr=1e-3)
     arms = {"base": SHORT.vary(lr=2e-3), "from a": SHELF, "from b": second.vary(init=second, steps=2)}
-    runs = ablate(arms, labels=[50], seeds=[0], floors=False)
+    runs = ablate(arms, labels=[50], seeds=[0], references=False)
     assert [record["arm"] for record in launch(runs[:2], tmp_path, recipe="t", jobs=1)] == ["base", "from a"]
     shutil.rmtree(tmp_path / "t" / "50" / "before")
     assert [record["status"] for record in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 3
@@ -231,7 +231,7 @@ class Silent(torch.nn.Module):
         self.mixing = torch.nn.Linear(dim, dim)
 
     def forward(self, x, size=None, mask=None):
-        return Mixed(self.mixing(x), key=lambda: x, saliency=lambda queries: x.square().mean(-1))
+        return AttentionOutput(self.mixing(x), key=lambda: x, saliency=lambda queries: x.square().mean(-1))
 
 
 class Narrow(torch.nn.Module):
@@ -266,8 +266,8 @@ class Blocky(SmallCNN):
 def test_what_cannot_be_counted_or_drawn_costs_no_run(tmp_path, change, monkeypatch):
     monkeypatch.setattr("smallvit.components.address", lambda thing: f"tests.{thing.__name__}")
     monkeypatch.setattr("smallvit.components.written", lambda thing: {})
-    whole = Sealed.open
-    monkeypatch.setattr(Sealed, "open", lambda self: whole(self).take(slice(10)))  # each is counted on its own
+    whole = HeldOut.open
+    monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(10)))  # each is counted on its own
     record = fit(SHORT.vary(evaluators=(accuracy, partial(cost, repeats=1)), **change), tmp_path)
     assert record["status"] == "finished" and record["macs"] > 0 and record["test"]["macs"] > 0
     if change.get("reduction") is Narrow:

@@ -14,9 +14,9 @@ import pytest
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, arrays, augment
 from smallvit.launch import launch
-from smallvit.launch.schedule import Schedule, failed, folder, in_turn, recall
+from smallvit.launch.scheduler import Scheduler, failed, folder, in_turn, recall
 from smallvit.record import RECORD, WEIGHTS, read_record
-from smallvit.train.fitting import blank
+from smallvit.train.fit import blank
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -28,7 +28,7 @@ def left(out: Path) -> dict[str, bytes]:
 
 
 def test_one_worker_and_two_leave_the_same_weights_and_numbers_and_nothing_is_done_twice(tmp_path):
-    runs = ablate(ARMS, labels=[50], seeds=range(2), floors=False)
+    runs = ablate(ARMS, labels=[50], seeds=range(2), references=False)
     told = []
     one = launch(runs, tmp_path / "1", recipe="t", jobs=1)
     two = launch(runs, tmp_path / "2", recipe="t", jobs=2, show=told.append)
@@ -57,7 +57,7 @@ def test_a_failure_is_shown_and_recorded_the_others_go_on_and_it_is_retried_on_r
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
     broken = replace(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
     records = launch(
-        [broken, *ablate(ARMS, labels=[50], seeds=range(2), floors=False)], tmp_path, recipe="t", jobs=1, fail_fast=True
+        [broken, *ablate(ARMS, labels=[50], seeds=range(2), references=False)], tmp_path, recipe="t", jobs=1, fail_fast=True
     )
     assert [r["status"] for r in records] == ["failed"]
 
@@ -114,7 +114,7 @@ def interrupted(out: Path, runs: list[Run]):
 
 
 def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
-    runs = ablate(ARMS, labels=[50], seeds=range(2), floors=False)
+    runs = ablate(ARMS, labels=[50], seeds=range(2), references=False)
     runs = [run.vary(steps=150) for run in runs]
     process = multiprocessing.get_context("spawn").Process(target=interrupted, args=(tmp_path, runs))
     process.start()
@@ -134,8 +134,8 @@ def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
 # The schedule, without processes
 
 
-def schedule(runs: list[Run], out: Path, **choices) -> Schedule:
-    return Schedule(runs, out, "t", again=lambda record: False, **choices)
+def schedule(runs: list[Run], out: Path, **choices) -> Scheduler:
+    return Scheduler(runs, out, "t", again=lambda record: False, **choices)
 
 
 def finished(run: Run) -> dict:
@@ -143,7 +143,7 @@ def finished(run: Run) -> dict:
 
 
 def test_seeds_go_out_together_as_far_as_there_is_work_for_the_others(tmp_path):
-    runs = ablate(ARMS, labels=[50], seeds=range(6), floors=False)
+    runs = ablate(ARMS, labels=[50], seeds=range(6), references=False)
     waiting = schedule(runs, tmp_path, stack=4)
     groups = [waiting.take(2), waiting.take(2), waiting.take(2), waiting.take(2), waiting.take(2)]
     assert [[(runs[at].arm, runs[at].seed) for at in group] for group in groups[:2]] == [
@@ -157,7 +157,7 @@ def test_seeds_go_out_together_as_far_as_there_is_work_for_the_others(tmp_path):
 
 
 def test_of_a_stack_that_failed_each_is_tried_alone_and_killed_twice_is_a_record(tmp_path):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(2), floors=False)
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(2), references=False)
     waiting = schedule(runs, tmp_path, stack=2)
     waiting.came(waiting.take(1), BrokenProcessPool("killed"))
     assert waiting.take(1) == [0] and waiting.take(1) == [1]
@@ -168,7 +168,7 @@ def test_of_a_stack_that_failed_each_is_tried_alone_and_killed_twice_is_a_record
 
 
 def test_after_the_first_failure_nothing_is_begun_again(tmp_path):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(5), floors=False)
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(5), references=False)
     waiting = schedule(runs, tmp_path, stack=2, fail_fast=True)
     one, other = waiting.take(2), waiting.take(2)
     waiting.came(other, RuntimeError("together they failed"))
@@ -179,7 +179,7 @@ def test_after_the_first_failure_nothing_is_begun_again(tmp_path):
 
 
 def test_a_run_whose_start_is_at_another_process_is_left_to_it_and_its_kin_go_on_together(tmp_path):
-    runs = ablate({"tuned": SHORT.vary(init=SHORT.vary(lr=0.5))}, labels=[50], seeds=range(3), floors=False)
+    runs = ablate({"tuned": SHORT.vary(init=SHORT.vary(lr=0.5))}, labels=[50], seeds=range(3), references=False)
     waiting = schedule(runs, tmp_path, stack=3)
     starts = waiting.take(1)
     assert [waiting.runs[at].lr for at in starts] == [0.5] * 3

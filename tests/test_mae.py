@@ -33,7 +33,7 @@ from smallvit import (
 )
 from smallvit.augment import Batch
 from smallvit.objectives.mae import MAE, cut, patchify, unpatchify
-from smallvit.optimise import decay_groups
+from smallvit.optim import decay_groups
 from smallvit.pretrained.convert import rename
 
 TINY = partial(ViT, (28, 28), 1, 5, dim=24, depth=2, heads=3, tokenizer=partial(PatchEmbed, patch=7))

@@ -134,7 +134,7 @@ def test_a_notebook_runs(path, executed):
 def trained(tmp_path, monkeypatch, capfd) -> dict:
     """The record of the notebook's run, trained as a recipe by the command line."""
     first, *_ = cells(notebook := jupytext.read(ROOT / "notebooks" / "linear_probe.py"))
-    runs = "from smallvit import ablate\nRUNS = ablate({'DINO': pretrained}, labels=[200], seeds=[0], floors=False)\n"
+    runs = "from smallvit import ablate\nRUNS = ablate({'DINO': pretrained}, labels=[200], seeds=[0], references=False)\n"
     (tmp_path / "probed.py").write_text("\n".join([python(first.source), tagged(notebook, "run").source, runs]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SMALLVIT_SHORT", "1")

@@ -27,8 +27,8 @@ from smallvit import (
     objectives,
 )
 from smallvit.augment import Batch
-from smallvit.compute import closed_form, seen_tokens, unreduced
-from smallvit.optimise import decay_groups
+from smallvit.flops import closed_form, seen_tokens, unreduced
+from smallvit.optim import decay_groups
 
 TINY = partial(ViT, (8, 8), 1, 5, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 PRUNED = partial(TINY, reduction=partial(LearnedPrune, keep=0.5))

@@ -22,9 +22,9 @@ from smallvit import (
     ViT,
     position_similarity,
     position_table,
-    shapes,
+    summary,
 )
-from smallvit.compute import counted, tokens_per_layer
+from smallvit.flops import counted, tokens_per_layer
 
 TINY = partial(ViT, (8, 12), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 
@@ -70,7 +70,7 @@ def test_vit_b_16_is_the_one_of_the_textbook():
     """Dosovitskiy et al. 2020, table 1: 86 M parameters; 196 patches of 768, 197 tokens with the class token."""
     with torch.device("meta"):
         model = ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)
-    steps = shapes(model)
+    steps = summary(model)
     assert [step.shape for step in steps[:4]] == [(3, 224, 224), (196, 768), (197, 768), (197, 768)]
     assert [step.name for step in steps[:4]] == ["image", "tokenizer", "prefix", "position"]
     blocks = [step for step in steps if step.kind == "Block"]
@@ -98,7 +98,7 @@ OURS = {
 def test_the_steps_of_a_vit_add_up_and_show_its_tokens(name):
     torch.manual_seed(0)
     model = TINY(**OURS[name]).train()
-    steps, noise = shapes(model), torch.rand(1, 1, 8, 12)
+    steps, noise = summary(model), torch.rand(1, 1, 8, 12)
     assert sum(step.params for step in steps) == sum(p.numel() for p in model.parameters())
     assert sum(step.macs for step in steps) == counted(model.eval(), noise) // 2
     left = [step.shape[0] for step in steps if step.name.startswith("blocks.")]
@@ -111,7 +111,7 @@ def test_the_steps_of_a_vit_add_up_and_show_its_tokens(name):
 
 
 def test_fewer_tokens_are_seen_block_by_block_and_said_by_whom():
-    steps = shapes(TINY(reduction=partial(Merge, r=4)))
+    steps = summary(TINY(reduction=partial(Merge, r=4)))
     assert [(step.shape, step.kind) for step in steps if step.name.startswith("blocks.")] == [
         ((21, 16), "Block, Merge"), ((17, 16), "Block, Merge"), ((13, 16), "Block, Merge"),
     ]  # fmt: skip
@@ -122,8 +122,8 @@ def test_fewer_tokens_are_seen_block_by_block_and_said_by_whom():
 def test_where_the_image_decides_it_is_an_image_of_noise_and_always_the_same():
     torch.manual_seed(0)
     model = TINY(reduction=partial(LearnedThresholds, merge=0.5, prune=0.5))
-    first = shapes(model)
-    assert first == shapes(model) and said(first, "blocks.2").shape[0] < 25
+    first = summary(model)
+    assert first == summary(model) and said(first, "blocks.2").shape[0] < 25
 
 
 def test_the_prefix_is_called_by_what_it_holds():
@@ -134,20 +134,20 @@ def test_the_prefix_is_called_by_what_it_holds():
         ({"pool": MeanTokens, "registers": 2}, "2 registers"),
         ({"pool": DistilledTokens}, "2 class tokens"),
     ):
-        assert said(shapes(TINY(**knobs)), "prefix").kind == words
+        assert said(summary(TINY(**knobs)), "prefix").kind == words
 
 
 def test_any_model_will_do_if_its_images_are_given():
     cnn = SmallCNN((8, 8), 1, 10)
-    steps = shapes(cnn, (1, 8, 8))
+    steps = summary(cnn, (1, 8, 8))
     assert said(steps, "body.0").shape == (16, 8, 8) and said(steps, "body.6").shape == (16, 4, 4)
     assert sum(step.params for step in steps) == sum(p.numel() for p in cnn.parameters())
     assert sum(step.macs for step in steps) == counted(cnn.eval(), torch.zeros(1, 1, 8, 8)) // 2
-    assert shapes(Pixels((8, 8), 1, 10), (1, 8, 8))[-1].shape == (1, 8, 8)
+    assert summary(Pixels((8, 8), 1, 10), (1, 8, 8))[-1].shape == (1, 8, 8)
     with pytest.raises(ValueError, match=r"SmallCNN does not say .* give image=\(channels, height, width\)"):
-        shapes(cnn)
+        summary(cnn)
     with pytest.raises(ValueError, match="expected three numbers: channels, height, width"):
-        shapes(cnn, (8, 8))
+        summary(cnn, (8, 8))
 
 
 class Odd(nn.Module):
@@ -162,7 +162,7 @@ class Odd(nn.Module):
 
 
 def test_what_belongs_to_no_part_is_elsewhere_and_nothing_counts_twice():
-    steps = shapes(Odd(), (1, 2, 2))
+    steps = summary(Odd(), (1, 2, 2))
     assert [(step.name, step.params, step.macs) for step in steps[1:]] == [
         ("flat", 0, 0), ("turn", 20, 16), ("turn", 0, 16), ("elsewhere", 16, 16),
     ]  # fmt: skip
@@ -171,16 +171,16 @@ def test_what_belongs_to_no_part_is_elsewhere_and_nothing_counts_twice():
 def test_the_model_is_as_it_was():
     model = TINY().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    shapes(model)
+    summary(model)
     assert model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="do not tile"):
-        shapes(model, (1, 9, 9))
+        summary(model, (1, 9, 9))
     assert model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_printed_it_is_a_table_with_the_sums_below():
-    lines = str(shapes(TINY())).splitlines()
+    lines = str(summary(TINY())).splitlines()
     assert lines[0].split() == ["step", "what", "output", "parameters", "MACs"]
     assert lines[2].split()[:5] == ["tokenizer", "PatchEmbed", "24", "x", "16"]
     params = sum(p.numel() for p in TINY().parameters())

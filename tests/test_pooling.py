@@ -23,13 +23,13 @@ from smallvit import (
     ViT,
     attention_maps,
     features,
-    initialise,
+    initialize,
     pooling,
     rollout,
 )
 from smallvit.augment import Batch
-from smallvit.compute import closed_form, footprint
 from smallvit.data import DataSpec, Images
+from smallvit.flops import closed_form, footprint
 from smallvit.pooling import TwoHeads
 
 EVERY = [ClassToken, MeanTokens, SequencePool, DistilledTokens]
@@ -198,12 +198,12 @@ def test_the_other_token_as_a_register_is_the_class_token_alone():
 
 
 def test_the_token_and_its_head_move_the_start_of_nothing_else():
-    one, two = (initialise(make(), seed=3).state_dict() for make in (VIT, TWO))
+    one, two = (initialize(make(), seed=3).state_dict() for make in (VIT, TWO))
     assert torch.equal(one["head.weight"], two["head.from_labels.weight"])
     assert torch.equal(one["prefix"], two["prefix"][:1])
     shared = one.keys() & two.keys() - {"prefix", "position.table"}
     assert len(shared) == len(one) - 4 and all(torch.equal(one[name], two[name]) for name in shared)
-    wide = initialise(ViT((8, 8), 1, 100, dim=64, depth=1, heads=2, pool=DistilledTokens), seed=3)
+    wide = initialize(ViT((8, 8), 1, 100, dim=64, depth=1, heads=2, pool=DistilledTokens), seed=3)
     for head in (wide.head.from_labels, wide.head.from_teacher):
         assert abs(head.weight.std() / 0.02 - 1) < 0.1 and (head.bias == 0).all()
     assert not torch.equal(wide.head.from_labels.weight, wide.head.from_teacher.weight)

@@ -30,15 +30,15 @@ from smallvit import (
     load,
     markdown,
 )
-from smallvit.arms import placed
-from smallvit.launch.schedule import with_those_before
+from smallvit.ablation import placed
+from smallvit.launch.scheduler import with_dependencies
 from smallvit.record import RANDOM, WEIGHTS
 from smallvit.report.probes import no_better_than_random, probed
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 HEAD = partial(DINO, prototypes=16, hidden=16, bottleneck=8)
-SHORT = Run(model=TINY, val=50, steps=6, batch=8, augment=augment.digits(), average=0.0)
-VIEWS = SHORT.vary(objective=HEAD, augment=augment.digit_views(local=0), clip=0.0, unlabelled=True)
+SHORT = Run(model=TINY, val=50, steps=6, batch=8, augment=augment.digits(), ema=0.0)
+VIEWS = SHORT.vary(objective=HEAD, augment=augment.digit_crops(local=0), clip=0.0, unlabelled=True)
 FROZEN = SHORT.vary(init=VIEWS, steps=0, augment=(), evaluators=(knn, partial(few_shot, shots=2, draws=2)))
 
 
@@ -108,8 +108,8 @@ def test_a_teacher_alone_is_heard_on_images_without_labels(tmp_path, monkeypatch
 def test_all_images_are_seen_once_and_the_same_images_once_for_each_number_of_labels():
     same = VIEWS.vary(unlabelled=False)
     arms = {"scratch": SHORT, "all": SHORT.vary(init=VIEWS), "frozen": FROZEN, "same": SHORT.vary(init=same)}
-    runs = ablate(arms, labels=[20, 40], seeds=range(3), floors=False)
-    starts = with_those_before(runs)[0][len(runs) :]
+    runs = ablate(arms, labels=[20, 40], seeds=range(3), references=False)
+    starts = with_dependencies(runs)[0][len(runs) :]
     assert len(runs) == 24 and len(starts) == 3 + 2 * 3
     assert sorted(run.labels or 0 for run in starts) == [0] * 3 + [20] * 3 + [40] * 3
     assert {run.seed for run in starts} == {0, 1, 2} and {run.arm for run in starts} == {"start of all", "start of same"}
@@ -158,7 +158,7 @@ def records(**scores) -> list[dict]:
     out = []
     for run in runs:
         value = scores.get(run.arm.split()[0], [0.5] * 6)[run.seed]
-        blank = {"recipe": "r", "arm": run.arm, "role": run.role, "against": run.against, "labels": 20, "seed": run.seed}
+        blank = {"recipe": "r", "arm": run.arm, "role": run.role, "baseline": run.baseline, "labels": 20, "seed": run.seed}
         blank |= {"status": "finished", "fingerprint": "f", "run": {}, "score": "knn_1", "test": {"knn_1": value}}
         out.append(blank | {"params": 1, "macs": 1, "images_seen": 1, "seconds": 1.0})
     return out
@@ -166,8 +166,8 @@ def records(**scores) -> list[dict]:
 
 def test_a_probed_recipe_has_its_random_weights_as_a_floor():
     runs = {run.arm: run for run in ablate({"frozen": FROZEN}, labels=[20], seeds=[0])}
-    floor = runs[RANDOM]
-    assert floor.role == "floor" and floor.steps == 0 and floor.init is None and floor.evaluators == FROZEN.evaluators
+    reference = runs[RANDOM]
+    assert reference.role == "reference" and reference.steps == 0 and reference.init is None and reference.evaluators == FROZEN.evaluators
     assert [e.func for e in runs["pixels, logistic regression"].evaluators] == [linear_probe, few_shot]
     assert RANDOM not in {run.arm for run in ablate({"scratch": SHORT}, seeds=[0])}
 

@@ -11,7 +11,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from smallvit import Images, PatchEmbed, Splits, ViT, accuracy, data, features, initialise, knn, linear_probe
+from smallvit import Images, PatchEmbed, Splits, ViT, accuracy, data, features, initialize, knn, linear_probe
 from smallvit.evaluate import few_shot, probes, remembering
 
 PROBES = [knn, linear_probe, few_shot]
@@ -27,7 +27,7 @@ def splits() -> Splits:
 @pytest.fixture
 def vit() -> ViT:
     model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2, dropout=0.5, drop_path=0.5)
-    return initialise(model, 0)
+    return initialize(model, 0)
 
 
 class Table(nn.Module):
@@ -321,7 +321,7 @@ def test_every_model_gets_the_same_images_and_no_other(vit, splits, monkeypatch)
 
     monkeypatch.setattr(probes, "features", note)
     first = list(few_shot(vit, whole))
-    second = list(few_shot(initialise(vit, 1), whole._replace(val=whole.val.take(slice(0, 0)))))
+    second = list(few_shot(initialize(vit, 1), whole._replace(val=whole.val.take(slice(0, 0)))))
     assert first != second and looked[:6] == looked[6:] and len(set(looked)) == 6
     assert looked[0] == splits.test.sha256 and dict(first)["few_shot"] > 0.3
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from smallvit import Dataset, Weights, compare, compute, fingerprint, fit, html, markdown
-from smallvit.arms import the_floors
-from smallvit.data.images import Sealed
+from smallvit import Dataset, Weights, compare, fingerprint, fit, flops, html, markdown
+from smallvit.ablation import standard_references
+from smallvit.data.images import HeldOut
 from smallvit.launch.plan import plan
 from smallvit.recipe import load_recipe, shortened
 from smallvit.record import read_records
@@ -35,23 +35,23 @@ SMOKED = [pytest.param(path, marks=[] if path.stem in QUICK else pytest.mark.slo
 
 @pytest.mark.parametrize("path", SMOKED, ids=lambda path: path.stem)
 def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path, monkeypatch):
-    whole = Sealed.open
-    monkeypatch.setattr(Sealed, "open", lambda self: whole(self).take(slice(100)))  # ten thousand images take minutes
+    whole = HeldOut.open
+    monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(100)))  # ten thousand images take minutes
     drawn = Dataset.subset
     monkeypatch.setattr(
         Dataset, "subset", lambda self, *, labels, val, seed: drawn(self, labels=labels or 500, val=val, seed=seed)
     )
-    once = compute.milliseconds
-    monkeypatch.setattr(compute, "milliseconds", lambda calls, repeats: once(calls, 1))
+    once = flops.milliseconds
+    monkeypatch.setattr(flops, "milliseconds", lambda calls, repeats: once(calls, 1))
     runs = [run for run in shortened(loaded(path).RUNS) if not isinstance(run.init, Weights)]  # those have their own tests
-    if path.stem != "quickstart":  # the floors are the same everywhere
-        runs = [run for run in runs if run.role != "floor" or run.arm not in the_floors([run])]
+    if path.stem != "quickstart":  # the references are the same everywhere
+        runs = [run for run in runs if run.role != "reference" or run.arm not in standard_references([run])]
     if not MNIST and "mnist" in path.read_text():
         pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
     for at, run in enumerate(runs):
         few = {"val": 20, "labels": run.labels or 200, "batch": min(run.batch, 16)}  # of 59,000 labels a probe takes a minute
-        run = run.vary(**few, **{field: other.vary(**few) for field, other in run.before.items()})
-        start, teacher = ((other := run.before.get(field)) and tmp_path / fingerprint(other) for field in ("init", "teacher"))
+        run = run.vary(**few, **{field: other.vary(**few) for field, other in run.dependencies.items()})
+        start, teacher = ((other := run.dependencies.get(field)) and tmp_path / fingerprint(other) for field in ("init", "teacher"))
         record = fit(run, tmp_path / str(at), recipe=path.stem, start=start, teacher=teacher)
         assert record["status"] == "finished" and 0 <= record["test"][record["score"]] <= 1
     assert len(runs) == len({run.arm for run in runs}) >= 5

@@ -17,13 +17,13 @@ from smallvit import (
     ClassToken,
     ConvStem,
     ConvTokenizer,
+    LayerContext,
     LearnedPrune,
     LearnedThresholds,
     LocalityAttention,
     MeanTokens,
     Merge,
     PatchEmbed,
-    Place,
     Prune,
     SequencePool,
     ShiftedPatchEmbed,
@@ -84,7 +84,7 @@ def test_every_public_reduction_stands_in_both_tables():
 def alone(make, patches, prefix, seed, dim=6, layer=0):
     """A reduction in the first of two blocks, what attention tells it, and tokens b n (d + 3)."""
     g = torch.Generator().manual_seed(seed)
-    module = make(Place(layer, 2, dim, prefix, prefix > 0, patches)).double().eval()
+    module = make(LayerContext(layer, 2, dim, prefix, prefix > 0, patches)).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim:
@@ -260,6 +260,6 @@ class Silent(Attention):
 @pytest.mark.parametrize("made, what", [(Merge, "keys"), (Prune, "saliency"), (LearnedThresholds, "keys and saliency")])
 def test_an_attention_that_does_not_say_what_is_needed_is_refused_with_what_to_do(made, what):
     model = small(attention=Silent, reduction=partial(made, **ON[made][0]))
-    with pytest.raises(ValueError, match=rf"{made.__name__} needs .*{what.split()[0]}.*return Mixed\("):
+    with pytest.raises(ValueError, match=rf"{made.__name__} needs .*{what.split()[0]}.*return AttentionOutput\("):
         model(torch.randn(1, 1, 8, 8))
     assert small(attention=Silent, reduction=LearnedPrune)(torch.randn(1, 1, 8, 8)).isfinite().all()

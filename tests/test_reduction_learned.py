@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smallvit import Attention, ClassToken, LearnedPrune, LocalityAttention, MeanTokens, PatchEmbed, Place, SequencePool, ViT
+from smallvit import (
+    Attention,
+    ClassToken,
+    LayerContext,
+    LearnedPrune,
+    LocalityAttention,
+    MeanTokens,
+    PatchEmbed,
+    SequencePool,
+    ViT,
+)
 
 TINY = partial(ViT, (12, 12), 1, 5, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 
@@ -32,7 +42,7 @@ def drawn(module, std=0.5):
 def test_the_counts_are_the_papers(keep, counts, prefix):
     n, left = prefix + 196, []
     for layer in range(12):
-        n = LearnedPrune(Place(layer, 12, 8, prefix, prefix > 0, 196), keep=keep).left(n)
+        n = LearnedPrune(LayerContext(layer, 12, 8, prefix, prefix > 0, 196), keep=keep).left(n)
         left.append(n - prefix)
     assert left == [196] * 3 + [counts[0]] * 3 + [counts[1]] * 3 + [counts[2]] * 3
 
@@ -40,7 +50,7 @@ def test_the_counts_are_the_papers(keep, counts, prefix):
 def test_at_another_image_size_the_shares_stay():
     n, left = 1 + 784, []
     for layer in (3, 6, 9):
-        n = LearnedPrune(Place(layer, 12, 8, 1, True, 196), keep=0.7).left(n)
+        n = LearnedPrune(LayerContext(layer, 12, 8, 1, True, 196), keep=0.7).left(n)
         left.append(n - 1)
     assert left == pytest.approx([784 * 0.7, 784 * 0.49, 784 * 0.343], abs=6)
 
@@ -77,7 +87,7 @@ def said_by_hand(predictor, x, size):
 @pytest.mark.parametrize("sized", [False, True])
 @torch.no_grad()
 def test_the_best_of_the_predictor_stay_best_first(sized):
-    module = drawn(LearnedPrune(Place(0, 1, 8, 2, True, 10), keep=0.5)).double().eval()
+    module = drawn(LearnedPrune(LayerContext(0, 1, 8, 2, True, 10), keep=0.5)).double().eval()
     x = torch.randn(2, 12, 8, dtype=torch.float64)
     size = torch.randint(1, 4, (2, 12)).double() if sized else None
     got, sizes = module(x, size)
@@ -94,7 +104,7 @@ def test_who_is_kept_was_kept_before():
     x, kept = torch.randn(3, 37, 16), [set(range(36))] * 3
     x = torch.cat([x, torch.arange(-1.0, 36.0).expand(3, -1)[..., None]], -1)  # a channel that says who it is
     for layer, count in zip((3, 6, 9), (25, 17, 12)):
-        x, _ = drawn(LearnedPrune(Place(layer, 12, 16, 1, True, 36))).eval()(x, None)
+        x, _ = drawn(LearnedPrune(LayerContext(layer, 12, 16, 1, True, 36))).eval()(x, None)
         now = [set(row) for row in x[:, 1:, -1].int().tolist()]
         assert all(len(ours) == count and ours < before for ours, before in zip(now, kept))
         kept = now
@@ -107,7 +117,7 @@ def test_who_is_kept_was_kept_before():
 def test_training_moves_no_token_and_a_decision_is_for_good():
     x, before = torch.randn(3, 37, 16), torch.ones(3, 37)
     for layer in (3, 6, 9):
-        module = LearnedPrune(Place(layer, 12, 16, 1, True, 36)).train()
+        module = LearnedPrune(LayerContext(layer, 12, 16, 1, True, 36)).train()
         same, size = module(x, None if layer == 3 else before)
         assert same is x and set(size.unique().tolist()) == {0.0, 1.0} and (size[:, 0] == 1).all()
         assert (size <= before).all() and (size < before).any() and (size[:, 1:] > 0).any()
@@ -115,7 +125,7 @@ def test_training_moves_no_token_and_a_decision_is_for_good():
 
 
 def test_the_draw_follows_the_predictor_and_its_gradient_reaches_it():
-    module = LearnedPrune(Place(0, 1, 8, 0, False, 4000), keep=0.5).train()
+    module = LearnedPrune(LayerContext(0, 1, 8, 0, False, 4000), keep=0.5).train()
     with torch.no_grad():
         module.predictor.decide[-1].weight.zero_()
         module.predictor.decide[-1].bias.copy_(torch.tensor([math.log(3), 0.0]))
@@ -126,7 +136,7 @@ def test_the_draw_follows_the_predictor_and_its_gradient_reaches_it():
 
 
 def test_kept_passes_on_the_decisions_and_target_says_how_many_should_be_left():
-    modules, seen = [LearnedPrune(Place(layer, 12, 16, 1, True, 36), keep=0.6).train() for layer in range(12)], []
+    modules, seen = [LearnedPrune(LayerContext(layer, 12, 16, 1, True, 36), keep=0.6).train() for layer in range(12)], []
     for module in modules:
         module.kept.register_forward_hook(lambda _, given, out: seen.append(out))
         module(torch.randn(2, 37, 16), None)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smallvit import Attention, MeanTokens, Merge, PatchEmbed, Place, SequencePool, ViT
+from smallvit import Attention, LayerContext, MeanTokens, Merge, PatchEmbed, SequencePool, ViT
 from smallvit.reduction.merge import schedule
 
 TINY = partial(ViT, (12, 12), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
@@ -39,7 +39,7 @@ def test_a_merge_is_the_papers_conserves_size_and_mass_and_leaves_the_prefix_alo
     g = torch.Generator().manual_seed(seed)
     x, key = torch.randn(2, n, 6, generator=g, dtype=torch.float64), torch.randn(2, n, 4, generator=g, dtype=torch.float64)
     size = torch.randint(1, 5, (2, n), generator=g).double() if sized else None
-    got, sizes = Merge(Place(prefix=prefix), r=r)(x, size, lambda: key)
+    got, sizes = Merge(LayerContext(prefix=prefix), r=r)(x, size, lambda: key)
     done = min(r, (n - prefix) // 2)
     if done == 0:
         assert got is x and sizes is size
@@ -58,20 +58,20 @@ def test_a_merge_is_the_papers_conserves_size_and_mass_and_leaves_the_prefix_alo
 @pytest.mark.parametrize("r", [1, 5, 9])
 def test_merging_equal_tokens_is_exact(r):
     x, key = torch.randn(1, 1, 6).expand(2, 19, -1), torch.randn(1, 1, 4).expand(2, 19, -1)
-    got, size = Merge(Place(), r=r)(x, None, lambda: key)
+    got, size = Merge(LayerContext(), r=r)(x, None, lambda: key)
     assert torch.equal(got, x[:, : 19 - r]) and size.sum() == 2 * 19
 
 
 def test_every_token_that_came_is_in_exactly_one_that_left():
     """With one channel for each token that came, a token that left shows its members, each by its share."""
     key, came = torch.randn(2, 20, 4), torch.eye(20).expand(2, -1, -1)
-    got, size = Merge(Place(dim=0), r=6)(came, None, lambda: key)
+    got, size = Merge(LayerContext(dim=0), r=6)(came, None, lambda: key)
     assert torch.allclose(size[:, None] @ got, torch.ones(2, 1, 20)) and ((got > 0).sum(1) == 1).all()
     assert torch.equal((got > 0).sum(2).float(), size)
 
 
 def test_a_key_of_zero_length_is_no_nan():
-    got, size = Merge(Place(), r=4)(torch.randn(1, 9, 3), None, lambda: torch.zeros(1, 9, 2))
+    got, size = Merge(LayerContext(), r=4)(torch.randn(1, 9, 3), None, lambda: torch.zeros(1, 9, 2))
     assert got.isfinite().all() and size.sum() == 9
 
 

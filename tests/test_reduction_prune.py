@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from smallvit import Attention, LocalityAttention, MeanTokens, PatchEmbed, Place, Prune, Supervised, ViT
+from smallvit import Attention, LayerContext, LocalityAttention, MeanTokens, PatchEmbed, Prune, Supervised, ViT
 
 TINY = partial(ViT, (12, 12), 1, 5, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 FUSES = ["sum", "mean", "none"]
@@ -30,13 +30,13 @@ def seed():
 def test_the_counts_of_deit_s_are_the_papers(keep, fuse, counts):
     n, left = 197, []
     for layer in range(12):
-        n = Prune(Place(layer, 12, 8, 1, True, 196), keep=keep, fuse=fuse).left(n)
+        n = Prune(LayerContext(layer, 12, 8, 1, True, 196), keep=keep, fuse=fuse).left(n)
         left.append(n)
     assert left == counts
 
 
 def test_a_product_that_floats_miss_by_a_hair_is_not_rounded_up():
-    assert [Prune(Place(), keep=keep, fuse="none").left(21) - 1 for keep in (0.55, 0.35, 0.551, 0.05, 1e-9)] == [
+    assert [Prune(LayerContext(), keep=keep, fuse="none").left(21) - 1 for keep in (0.55, 0.35, 0.551, 0.05, 1e-9)] == [
         11,
         7,
         12,
@@ -127,7 +127,7 @@ def test_every_block_that_prunes_is_the_equations(fuse, slots):
 def test_sizes_that_come_are_kept_and_the_fused_token_counts_as_documented(fuse, last):
     x, size = torch.randn(1, 7, 4), torch.tensor([[1.0, 5, 2, 6, 3, 7, 4]])
     score = torch.tensor([[0.0, 0.5, 0.1, 0.4, 0.05, 0.3, 0.02]])
-    got, sizes = Prune(Place(), keep=0.5, fuse=fuse)(x, size, None, lambda queries: score)
+    got, sizes = Prune(LayerContext(), keep=0.5, fuse=fuse)(x, size, None, lambda queries: score)
     assert torch.equal(sizes, torch.tensor([[1.0, 5, 6, 7, last]])) and torch.equal(got[:, :4], x[:, [0, 1, 3, 5]])
 
 
@@ -135,7 +135,7 @@ def test_sizes_that_come_are_kept_and_the_fused_token_counts_as_documented(fuse,
 def test_the_order_in_which_patches_come_does_not_matter(fuse):
     x, score = torch.randn(3, 12, 4, dtype=torch.float64), torch.rand(3, 12, dtype=torch.float64)
     order = torch.cat([torch.tensor([0, 1]), 2 + torch.randperm(10)])
-    prune = Prune(Place(prefix=2), keep=0.4, fuse=fuse)
+    prune = Prune(LayerContext(prefix=2), keep=0.4, fuse=fuse)
     got, size = prune(x, None, None, lambda queries: score)
     moved, same = prune(x[:, order], None, None, lambda queries: score[:, order])
     assert torch.allclose(moved, got, atol=1e-14) and (size is same is None or torch.equal(size, same))
@@ -144,12 +144,12 @@ def test_the_order_in_which_patches_come_does_not_matter(fuse):
 @pytest.mark.parametrize("class_token, queries", [(True, 1), (False, None)])
 def test_without_a_class_token_all_tokens_are_asked(class_token, queries):
     asked = []
-    Prune(Place(class_token=class_token))(torch.randn(1, 5, 4), None, None, lambda q: asked.append(q) or torch.rand(1, 5))
+    Prune(LayerContext(class_token=class_token))(torch.randn(1, 5, 4), None, None, lambda q: asked.append(q) or torch.rand(1, 5))
     assert asked == [queries]
 
 
 def test_dropout_of_the_map_does_not_touch_the_choice():
-    attention, prune = Attention(16, 2, dropout=0.7), Prune(Place(), keep=0.4, fuse="none")
+    attention, prune = Attention(16, 2, dropout=0.7), Prune(LayerContext(), keep=0.4, fuse="none")
     x, places = torch.randn(2, 20, 16), torch.arange(20.0)[:, None].expand(2, -1, -1)
 
     def chosen(mixed):
@@ -162,7 +162,7 @@ def test_dropout_of_the_map_does_not_touch_the_choice():
 @pytest.mark.parametrize("fuse", FUSES)
 def test_pruning_reaches_the_gradient_of_those_that_stay_and_of_the_fused(fuse):
     x, score = torch.randn(1, 6, 4, requires_grad=True), torch.rand(1, 6).requires_grad_()
-    got, _ = Prune(Place(), keep=0.4, fuse=fuse)(x, None, None, lambda queries: score)
+    got, _ = Prune(LayerContext(), keep=0.4, fuse=fuse)(x, None, None, lambda queries: score)
     got.square().sum().backward()
     kept = 1 + score[0, 1:].topk(2).indices
     reached = (x.grad[0].abs().sum(-1) > 0).tolist()
@@ -189,7 +189,7 @@ def test_training_keeps_less_and_less_while_the_progress_goes_through_shrink():
 
 
 def test_a_model_that_nobody_trains_keeps_what_it_says():
-    prune = Prune(Place(), keep=0.5, shrink=(0.2, 0.6)).train()
+    prune = Prune(LayerContext(), keep=0.5, shrink=(0.2, 0.6)).train()
     assert prune.left(21) == 1 + 10 + 1
 
 
@@ -217,7 +217,7 @@ def test_bad_input_is_named(knobs, said):
 
 def test_the_layers_are_quarters_of_the_depth_or_those_given():
     def pruning(depth, **knobs):
-        return [layer for layer in range(depth) if Prune(Place(layer, depth), **knobs).keep < 1]
+        return [layer for layer in range(depth) if Prune(LayerContext(layer, depth), **knobs).keep < 1]
 
     assert pruning(12) == [3, 6, 9] and pruning(4) == [1, 2, 3] and pruning(6) == [1, 3, 4] and pruning(1) == [0]
     assert pruning(6, layers=(5, 0)) == [0, 5] and pruning(6, layers=()) == []

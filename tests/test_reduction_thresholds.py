@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from smallvit import (
     Attention,
     ClassToken,
+    LayerContext,
     LearnedThresholds,
     LocalityAttention,
     MeanTokens,
     Merge,
     PatchEmbed,
-    Place,
     SequencePool,
     ViT,
-    initialise,
+    initialize,
 )
 
 TINY = partial(ViT, (12, 12), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
@@ -83,7 +83,7 @@ def test_every_image_is_reduced_as_in_the_paper(patches, prefix, merge, prune, s
     x, key = torch.randn(3, n, 5, generator=g).double(), torch.randn(3, n, 3, generator=g).double()
     size = torch.randint(1, 5, (3, n), generator=g).double() if sized else None
     seen = torch.rand(3, n, generator=g).double().softmax(-1)
-    module = LearnedThresholds(Place(prefix=prefix, patches=patches), merge=merge, prune=prune).double().eval()
+    module = LearnedThresholds(LayerContext(prefix=prefix, patches=patches), merge=merge, prune=prune).double().eval()
     got, sizes = module(x, size, lambda: key, lambda queries: seen)
     after = torch.ones(got.shape[:2]).double() if sizes is None else sizes
     assert got.shape[1] == (after > 0).sum(1).max()
@@ -101,7 +101,7 @@ def test_every_image_is_reduced_as_in_the_paper(patches, prefix, merge, prune, s
 
 def test_the_most_important_patch_stays_whatever_the_threshold():
     x, seen = torch.randn(2, 6, 4), torch.tensor([[0.9, 0.1, 0.3, 0.2, 0.1, 0.0], [0.9, 0.0, 0.1, 0.1, 0.1, 0.4]])
-    got, _ = LearnedThresholds(Place(patches=5), merge=None, prune=1e3).eval()(x, None, lambda: x, lambda queries: seen)
+    got, _ = LearnedThresholds(LayerContext(patches=5), merge=None, prune=1e3).eval()(x, None, lambda: x, lambda queries: seen)
     assert torch.equal(got, torch.stack([x[0, [0, 2]], x[1, [0, 5]]]))
 
 
@@ -110,7 +110,7 @@ def test_the_unit_of_the_prune_threshold_is_the_mean_importance(patches):
     n = patches + 1
     x, seen = torch.randn(1, n, 4), torch.full((1, n), 1 / n)
     for prune, left in ((0.99, n), (1.01, 2)):
-        got, _ = LearnedThresholds(Place(patches=patches), merge=None, prune=prune).eval()(x, None, lambda: x, lambda q: seen)
+        got, _ = LearnedThresholds(LayerContext(patches=patches), merge=None, prune=prune).eval()(x, None, lambda: x, lambda q: seen)
         assert got.shape[1] == left
 
 
@@ -119,7 +119,7 @@ def test_exact_duplicates_do_not_merge_at_1():
         g = torch.Generator().manual_seed(seed)
         x, key = torch.randn(4, 33, 4, generator=g), torch.randn(4, 1, 7, generator=g).expand(-1, 33, -1)
         seen = torch.full((4, 33), 1 / 33)
-        got, size = LearnedThresholds(Place(patches=32), merge=1.0).eval()(
+        got, size = LearnedThresholds(LayerContext(patches=32), merge=1.0).eval()(
             x, None, lambda key=key: key, lambda q, seen=seen: seen
         )
         assert torch.equal(got, x) and size is None
@@ -135,7 +135,7 @@ def slope(value, threshold, temperature):
 
 @pytest.mark.parametrize("temperature", [0.1, 0.5])
 def test_decisions_are_hard_and_their_gradient_is_that_of_the_sigmoid(temperature):
-    module = LearnedThresholds(Place(), temperature=temperature)
+    module = LearnedThresholds(LayerContext(), temperature=temperature)
     value = torch.linspace(-1, 2, 31).requires_grad_()
     threshold = torch.tensor(0.45, requires_grad=True)
     decided = module.beyond(value, threshold)
@@ -147,7 +147,7 @@ def test_decisions_are_hard_and_their_gradient_is_that_of_the_sigmoid(temperatur
 
 def test_the_thresholds_get_the_gradient_of_every_decision_they_made():
     n, temperature = 9, 0.2
-    module = LearnedThresholds(Place(patches=n - 1), merge=0.5, prune=0.8, temperature=temperature).train()
+    module = LearnedThresholds(LayerContext(patches=n - 1), merge=0.5, prune=0.8, temperature=temperature).train()
     x, key, seen, kept = torch.randn(1, n, 4), torch.randn(1, n, 3), torch.rand(1, n).softmax(-1), []
     module.kept.register_forward_hook(lambda _, given, out: kept.append(out))
     module(x, None, lambda: key, lambda queries: seen)
@@ -241,14 +241,14 @@ def test_off_is_the_plain_model(training, by, merge):
 
 def test_thresholds_start_where_they_are_told_for_every_seed_and_are_two_scalars_a_block():
     model = TINY(reduction=partial(LearnedThresholds, merge=0.8, prune=0.25))
-    learned = {name: value.item() for name, value in initialise(model, 3).named_parameters() if ".reduction." in name}
+    learned = {name: value.item() for name, value in initialize(model, 3).named_parameters() if ".reduction." in name}
     assert len(learned) == 6
     assert all(value == pytest.approx(0.8 if name.endswith("merge") else 0.25) for name, value in learned.items())
-    assert [name for name, _ in LearnedThresholds(Place(), merge=None).named_parameters()] == ["prune"]
+    assert [name for name, _ in LearnedThresholds(LayerContext(), merge=None).named_parameters()] == ["prune"]
 
 
 def test_clamp_puts_them_back_to_where_they_mean_something():
-    module = LearnedThresholds(Place(patches=16))
+    module = LearnedThresholds(LayerContext(patches=16))
     for prune, merge, after in ((-1.0, -0.5, (0.0, 0.0)), (99.0, 1.5, (17.0, 1.0)), (0.5, 0.5, (0.5, 0.5))):
         with torch.no_grad():
             module.prune.fill_(prune)

@@ -10,7 +10,7 @@ from scipy import stats
 
 from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
 from smallvit.report import provenance as facts
-from smallvit.report.knobs import knobs
+from smallvit.report.choices import knobs
 
 DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
 # what a run that died has not lived to record
@@ -20,13 +20,13 @@ UNKNOWN = dict.fromkeys(
 WORDS = {"title": "demo", "doc": DOC}
 
 
-def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng=0, floors=()) -> list[dict]:
+def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng=0, references=()) -> list[dict]:
     """One finished record per cell: the first arm is the baseline, and each arm's effect comes with its own noise."""
     draw, out = np.random.default_rng(rng), []
     for n in labels:
         level = draw.normal(0.9, 0.003, seeds)
         for place, (arm, effect) in enumerate(arms.items()):
-            role = "baseline" if place == 0 else "floor" if arm in floors else "technique"
+            role = "baseline" if place == 0 else "reference" if arm in references else "technique"
             for seed, accuracy in enumerate(level + effect + draw.normal(0, noise, seeds)):
                 curve = [[step, 1.0, float(accuracy) * step / 300] for step in (100, 200, 300)]
                 out.append(
@@ -55,10 +55,10 @@ def differ(rows: list[dict], arm: str, differences: list[float]) -> list[dict]:
 
 
 def two_baselines(labels=(1000,)) -> list[dict]:
-    """Two recipes in one: patches of 2 and of 4 pixels, each with its own baseline, the floor with the first."""
-    small = records({"patch 2": 0.05, "ToMe, patch 2": 0.03, "kNN": -0.1}, labels=labels, floors=("kNN",))
+    """Two recipes in one: patches of 2 and of 4 pixels, each with its own baseline, the reference with the first."""
+    small = records({"patch 2": 0.05, "ToMe, patch 2": 0.03, "kNN": -0.1}, labels=labels, references=("kNN",))
     large = records({"patch 4": 0, "ToMe, patch 4": 0.02}, labels=labels, rng=1)
-    return [r | {"against": "patch 2"} for r in small] + [r | {"against": "patch 4"} for r in large]
+    return [r | {"baseline": "patch 2"} for r in small] + [r | {"baseline": "patch 4"} for r in large]
 
 
 MS = 3.0  # of a forward pass, in every arm
@@ -102,12 +102,12 @@ def test_holm_by_hand():
 
 
 def test_holm_pays_for_every_technique_at_every_label_count_but_not_for_floors():
-    rows = records({"scratch": 0, "+A": 0.001, "+B": 0.002, "kNN": -0.1}, labels=(100, 1000), floors=("kNN",))
+    rows = records({"scratch": 0, "+A": 0.001, "+B": 0.002, "kNN": -0.1}, labels=(100, 1000), references=("kNN",))
     judged = [row for row in compare(rows).rows if row.verdict]
     assert len(judged) == compare(rows).family == 4
     assert [row.difference.p_holm for row in judged] == holm([row.difference.p for row in judged])
-    floor = row_of(rows, "kNN")
-    assert floor.verdict is None and floor.difference.p_holm is None and floor.difference.high < 0
+    reference = row_of(rows, "kNN")
+    assert reference.verdict is None and reference.difference.p_holm is None and reference.difference.high < 0
 
 
 def test_no_effect_gives_a_false_verdict_in_no_more_than_one_recipe_in_twenty():
@@ -187,12 +187,12 @@ def test_differences_that_do_not_scatter():
     "spoil, says",
     [
         (lambda rows: change(rows, "scratch", role="technique"), "baseline"),
-        (lambda rows: change(rows, "+A", against="+B"), "'\\+A' is held against '\\+B'; expected one of \\['scratch'\\]"),
-        (lambda rows: change(rows, "scratch", against="+A"), "'scratch' is held against '\\+A'"),
+        (lambda rows: change(rows, "+A", baseline="+B"), "'\\+A' is held against '\\+B'; expected one of \\['scratch'\\]"),
+        (lambda rows: change(rows, "scratch", baseline="+A"), "'scratch' is held against '\\+A'"),
         (lambda rows: [*rows, *two_baselines()[:1]], "'\\+A' is held against ''"),
-        (lambda rows: change(two_baselines(), "ToMe, patch 4", 2, against="patch 2"), "the same in all its runs"),
+        (lambda rows: change(two_baselines(), "ToMe, patch 4", 2, baseline="patch 2"), "the same in all its runs"),
         (lambda rows: [*rows, rows[3]], "twice"),
-        (lambda rows: change(rows, "+A", 2, role="floor"), "one role"),
+        (lambda rows: change(rows, "+A", 2, role="reference"), "one role"),
         (lambda rows: change(rows, "+A", 2, score="knn_5"), "one score"),
         (lambda rows: change(rows, "+A", 2, recipe="other"), "one recipe"),
         (lambda rows: change(rows, "+A", 2, status="running"), "status"),
@@ -233,7 +233,7 @@ def test_arms_run_under_other_conditions_are_warned_of(fields):
 
 
 def test_markdown_leads_with_the_verdicts_and_labels_every_plus_minus():
-    rows = records({"scratch": 0, "+A": 0.02, "kNN": -0.1}, labels=(100, None), floors=("kNN",))
+    rows = records({"scratch": 0, "+A": 0.02, "kNN": -0.1}, labels=(100, None), references=("kNN",))
     text, d = markdown(rows, **WORDS), row_of(rows, "+A").difference
     assert f"+A at 100 labels: better by {100 * d.mean:.2f} points [{100 * d.low:.2f}, {100 * d.high:.2f}]" in text
     assert DOC in text and text.index("better by") < text.index("| Arm |") and "smallvit report demo" in text
@@ -299,7 +299,7 @@ def test_test_images_that_were_trained_on_are_warned_of():
 
 @pytest.mark.parametrize("seeds", [2, 8])
 def test_an_arm_that_has_learned_nothing_is_warned_of_and_a_floor_is_not(seeds):
-    rows = records({"scratch": 0, "+A": -0.65, "Pixels": -0.7}, seeds=seeds, floors=("Pixels",))  # the levels are about 90%
+    rows = records({"scratch": 0, "+A": -0.65, "Pixels": -0.7}, seeds=seeds, references=("Pixels",))  # the levels are about 90%
     assert not facts.warnings([r | {"test_majority": 0.1} for r in rows]) and not facts.warnings(rows)
     (said,) = facts.warnings([r | {"test_majority": 0.3} for r in rows])
     assert re.match(
@@ -327,7 +327,7 @@ def test_data_that_changed_between_runs_are_warned_of():
     data = {"run": {"data": {"call": "smallvit.data.folder", "path": "mine", "size": None}}}
     rows = [r | data | {"data_sha256": "new" if r["arm"] == "+A" and r["seed"] == 3 else "old"} for r in rows]
     said = [line for line in facts.warnings(rows) if "content" in line]
-    assert said == ["Mixed content of folder(path=mine): old in scratch, +A; new in +A"]
+    assert said == ["AttentionOutput content of folder(path=mine): old in scratch, +A; new in +A"]
     assert not [line for line in facts.warnings(rows[:-8]) if "content" in line]
 
 
@@ -351,9 +351,9 @@ def test_unusual_numbers_are_drawn():
 
 def test_every_arm_is_held_against_its_own_baseline_and_holm_pays_for_all():
     rows = two_baselines(labels=(100, 1000))
-    c, alone = compare(rows), compare([r for r in rows if r["against"] == "patch 4"])
+    c, alone = compare(rows), compare([r for r in rows if r["baseline"] == "patch 4"])
     row, same = (next(r for r in x.at(1000) if r.arm == "ToMe, patch 4") for x in (c, alone))
-    assert (row.against, row.verdict, c.family) == ("patch 4", "better", 4) and row.difference.values == same.difference.values
+    assert (row.baseline, row.verdict, c.family) == ("patch 4", "better", 4) and row.difference.values == same.difference.values
     judged = [r.difference for r in c.rows if r.verdict]
     assert [d.p_holm for d in judged] == holm([d.p for d in judged])
     assert c.baselines == ("patch 2", "patch 4") and [p.baseline for p in c.parts()] == ["patch 2", "patch 4"]
@@ -369,7 +369,7 @@ def test_budgets_and_gaps_are_those_of_the_own_baseline():
 
 
 def test_each_baseline_has_label_counts_and_seeds_of_its_own():
-    rows = [r for r in two_baselines(labels=(100, 1000)) if r["against"] == "patch 2" or (r["labels"] == 100 and r["seed"] < 7)]
+    rows = [r for r in two_baselines(labels=(100, 1000)) if r["baseline"] == "patch 2" or (r["labels"] == 100 and r["seed"] < 7)]
     c = compare(rows)
     assert not any(row.failures for row in c.rows) and [part.labels for part in c.parts()] == [(100, 1000), (100,)]
     assert "Against patch 4" not in markdown(rows, **WORDS).partition("Results at 1,000 labels")[2]
@@ -377,9 +377,9 @@ def test_each_baseline_has_label_counts_and_seeds_of_its_own():
 
 
 def test_records_from_before_there_were_several_baselines_are_held_against_the_only_one():
-    rows = [r | {"against": None} for r in records({"scratch": 0, "+A": 0.02})]
+    rows = [r | {"baseline": None} for r in records({"scratch": 0, "+A": 0.02})]
     assert markdown(rows, **WORDS) == markdown(records({"scratch": 0, "+A": 0.02}), **WORDS)
-    assert row_of(rows, "+A").against == "scratch" and "Against scratch, 1 comparison" in markdown(rows, **WORDS)
+    assert row_of(rows, "+A").baseline == "scratch" and "Against scratch, 1 comparison" in markdown(rows, **WORDS)
 
 
 def test_with_several_baselines_every_page_says_which():
@@ -388,7 +388,7 @@ def test_with_several_baselines_every_page_says_which():
     assert "Against each arm's own baseline, 2 comparisons: 1 better, 1 worse." in page
     told = f"ToMe, patch 2 at 1,000 labels: worse than patch 2 by {-100 * d.mean:.2f} points"
     assert told in page and told in text(rows) and "ToMe, patch 4 at 1,000 labels: better than patch 4 by" in page
-    assert "### Against patch 2" in page and page.count("kNN (floor)") == 1
+    assert "### Against patch 2" in page and page.count("kNN (reference)") == 1
     assert '- ToMe, patch 4: model.arm: "patch 4" → "ToMe, patch 4"' in page
     short = markdown([r for r in rows if r["seed"] < 3], **WORDS)
     assert "ToMe, patch 4 at 1,000 labels: not enough seeds against patch 4, +" in short
@@ -457,8 +457,8 @@ def test_a_knob_is_the_one_number_in_which_arms_differ_from_their_baseline():
     assert list(told(turned(*WIDTHS, *shallow))) == ["width", "depth"]
     assert told(turned(*shallow[:1])) == {}, "two values are a difference, not a curve"
     assert told(turned(*[(f"{k}", 0, {"model.dim": k}) for k in ("a", None, True)])) == {}
-    floors = [r | {"role": "floor"} if r["arm"].startswith("width") else r for r in rows]
-    assert told(floors) == {}
+    references = [r | {"role": "reference"} if r["arm"].startswith("width") else r for r in rows]
+    assert told(references) == {}
 
 
 def test_tokens_are_a_knob_where_the_records_know_them():

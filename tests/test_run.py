@@ -45,10 +45,10 @@ from smallvit import (
     fingerprint,
     folder,
     knn,
+    label_spreading,
     linear_probe,
     mnist,
     rebuild,
-    spread_labels,
 )
 from smallvit.components import ROOMS, VALUES, component, function, knobs, own_arguments
 from smallvit.recipe import definitions
@@ -146,7 +146,7 @@ def test_a_loader_may_be_given_what_it_needs():
 WRONG = {
     "arm": [3, None, "", "  "],
     "role": ["winner", None, 1],
-    "against": [],
+    "baseline": [],
     "data": [3, None, "digits", digits()],
     "labels": [0, -1, 1.5, "100", True, 10**10, [100]],
     "val": [-1, 0.2, "all", False],
@@ -162,14 +162,14 @@ WRONG = {
     "weight_decay": [-1e-9, float("nan"), None],
     "warmup": [-0.1, 1.1, None],
     "clip": [-1, float("inf"), None],
-    "average": [-0.1, 1.5, None, False],
+    "ema": [-0.1, 1.5, None, False],
     "early_stop": [-1, 0.5, None, True],
     "precision": ["fp16", None, 32, ["fp32"]],
     "evaluators": [(), accuracy, "accuracy", (3,), {accuracy}],
     "teacher": ["resnet", 3, ViT, Run()],
     "schedule": ["linear", "", 1],
     "layer_decay": [0.0, 1.5, "0.75", True],
-    "pseudo_labels": ["spread", 3, spread_labels],
+    "pseudo_labels": ["spread", 3, label_spreading],
 }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_who_learns_from_a_teacher_needs_one_and_nobody_else_takes_one():
 
 @pytest.mark.parametrize("name", [3, None, ["a"]], ids=str)
 def test_the_name_of_the_baseline_is_a_name(name):
-    refused(lambda: Run(against=name), "against")
+    refused(lambda: Run(baseline=name), "baseline")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_vary_takes_a_new_model_and_its_knobs_at_once():
 
 
 def test_vary_keeps_arm_and_role_unless_told():
-    assert Run(arm="a", role="floor").vary(lr=1).arm == "a" and Run(role="floor").vary(lr=1).role == "floor"
+    assert Run(arm="a", role="reference").vary(lr=1).arm == "a" and Run(role="reference").vary(lr=1).role == "reference"
     assert Run(arm="a").vary(arm="b").arm == "b"
 
 
@@ -299,7 +299,7 @@ def test_runs_are_equal_when_they_say_the_same():
         Run(),
         Run(model=partial(ViT)),
         Run(model=partial(partial(ViT, depth=6), dim=64)),
-        Run(lr=0.001, arm="other", role="floor"),
+        Run(lr=0.001, arm="other", role="reference"),
         Run(evaluators=[accuracy], augment=[]),
         Run(clip=1, model=partial(ViT, dropout=0, block=partial(Block, mlp_ratio=4))),
     ]
@@ -350,7 +350,7 @@ SPECIAL |= dict.fromkeys(("first", "second", "small"), (augment.Warp(rotate=3),)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_every_augmentation_comes_back_from_json_as_it_was_made(step):
     assert len(STEPS) >= 12
-    made = partial(step, first=(augment.Warp(),), small=(augment.Warp(size=4),)) if step is augment.Views else step
+    made = partial(step, first=(augment.Warp(),), small=(augment.Warp(size=4),)) if step is augment.MultiCrop else step
     for f in fields(step):
         ours = made(**{f.name: SPECIAL[f.name] if f.name in SPECIAL else another(f.default)})
         again = back(describe(ours))
@@ -377,7 +377,7 @@ def test_a_described_run_spells_out_every_default():
         "linear": False,
         "patch": 4,
     }
-    assert plain["model"]["dim"] == 64 and plain["lr"] == 1e-3 and set(plain) == set(NAMES) - {"arm", "role", "against"}
+    assert plain["model"]["dim"] == 64 and plain["lr"] == 1e-3 and set(plain) == set(NAMES) - {"arm", "role", "baseline"}
 
 
 DEFAULTS = [
@@ -424,17 +424,17 @@ def test_a_choice_of_none_that_is_gone_today_does_not_stop_an_old_record():
 CHANGED = {
     "data": mnist, "labels": 50, "val": 7, "seed": 1, "model": SmallCNN, "init": Run(), "objective": ViT,
     "augment": augment.digits(), "steps": 1,
-    "batch": 1, "lr": 0.5, "weight_decay": 0.5, "warmup": 0.5, "clip": 0.5, "average": 0.5, "early_stop": 1, "precision": "bf16",
+    "batch": 1, "lr": 0.5, "weight_decay": 0.5, "warmup": 0.5, "clip": 0.5, "ema": 0.5, "early_stop": 1, "precision": "bf16",
     "evaluators": (accuracy, knn), "unlabelled": True, "teacher": Run(), "schedule": "constant", "layer_decay": 0.5,
-    "pseudo_labels": spread_labels,
+    "pseudo_labels": label_spreading,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_the_fingerprint_changes_with_every_field(name):
-    assert set(CHANGED) == set(NAMES) - {"arm", "role", "against"}
+    assert set(CHANGED) == set(NAMES) - {"arm", "role", "baseline"}
     starts = {"unlabelled": Run(objective=DINO), "teacher": Run(objective=Distill, teacher=Run(seed=7))}
-    starts |= {"pseudo_labels": Run(unlabelled=True, init=Run(), pseudo_labels=partial(spread_labels, neighbours=3))}
+    starts |= {"pseudo_labels": Run(unlabelled=True, init=Run(), pseudo_labels=partial(label_spreading, neighbours=3))}
     start = starts.get(name, Run())
     changed = start.vary(**{name: CHANGED[name]})
     assert fingerprint(changed) != fingerprint(start) and changed != start
@@ -442,7 +442,7 @@ def test_the_fingerprint_changes_with_every_field(name):
 
 
 def test_arm_role_and_against_decide_nothing():
-    assert fingerprint(Run(arm="a", role="floor", against="b")) == fingerprint(Run()) and not difference(Run(arm="a"), Run())
+    assert fingerprint(Run(arm="a", role="reference", baseline="b")) == fingerprint(Run()) and not difference(Run(arm="a"), Run())
 
 
 def leaves(plain, path=()):
@@ -530,7 +530,7 @@ def test_a_difference_is_told_in_words_and_says_nothing_else():
 
 
 def test_ablate_pairs_every_arm_with_every_seed_and_puts_the_baseline_first():
-    runs = ablate({"base": Run(), "b": Run(lr=0.1)}, labels=(100, None), seeds=(3, 1), floors=False)
+    runs = ablate({"base": Run(), "b": Run(lr=0.1)}, labels=(100, None), seeds=(3, 1), references=False)
     assert [(run.labels, run.seed, run.arm, run.role) for run in runs] == [
         (labels, seed, arm, role)
         for labels in (100, None)
@@ -538,7 +538,7 @@ def test_ablate_pairs_every_arm_with_every_seed_and_puts_the_baseline_first():
         for arm, role in (("base", "baseline"), ("b", "technique"))
     ]
     assert {run.lr for run in runs if run.arm == "b"} == {0.1}
-    assert len(ablate({"base": Run()}, floors=False)) == 8
+    assert len(ablate({"base": Run()}, references=False)) == 8
 
 
 def test_the_floors_stand_in_every_comparison_on_the_data_of_the_baseline():
@@ -546,7 +546,7 @@ def test_the_floors_stand_in_every_comparison_on_the_data_of_the_baseline():
     runs = ablate({"base": base, "b": base.vary(dim=32)}, labels=[100], seeds=[0])
     assert [(run.arm, run.role) for run in runs] == [
         ("base", "baseline"), ("b", "technique"),
-        ("pixels, logistic regression", "floor"), ("pixels, nearest neighbour", "floor"), ("small CNN", "floor"),
+        ("pixels, logistic regression", "reference"), ("pixels, nearest neighbour", "reference"), ("small CNN", "reference"),
     ]  # fmt: skip
     logistic, nearest, small = runs[2:]
     assert {run.data for run in runs} == {mnist} and {run.labels for run in runs} == {100}
@@ -565,10 +565,10 @@ def test_the_floors_stand_in_every_comparison_on_the_data_of_the_baseline():
         (lambda: ablate({"a": Run(), "b": Run(arm="x")}), ("'a' and 'b' are the same run",)),
         (lambda: ablate({"a": Run(), "b": Run(seed=5)}), ("'a' and 'b' are the same run",)),
         (lambda: ablate({"a": Run(), "b": Run().vary(dim=64)}), ("'a' and 'b' are the same run",)),
-        (lambda: ablate({"a": Run(), "cnn": Run(model=SmallCNN)}), ("'cnn' and 'small CNN' are the same run", "floors=False")),
-        (lambda: ablate({"a": Run(), "small CNN": Run(lr=0.1)}), ("'small CNN'", "of a floor and of an arm", "floors=False")),
-        (lambda: ablate({"a": Run()}, yardsticks={"small CNN": Run(lr=0.1)}), ("of a yardstick and of a floor",)),
-        (lambda: ablate({"a": Run()}, floors=False, yardsticks={"a": Run(lr=0.1)}), ("of a yardstick and of an arm",)),
+        (lambda: ablate({"a": Run(), "cnn": Run(model=SmallCNN)}), ("'cnn' and 'small CNN' are the same run", "references=False")),
+        (lambda: ablate({"a": Run(), "small CNN": Run(lr=0.1)}), ("'small CNN'", "of a reference and of an arm", "references=False")),
+        (lambda: ablate({"a": Run()}, extra_references={"small CNN": Run(lr=0.1)}), ("of a reference and of a reference",)),
+        (lambda: ablate({"a": Run()}, references=False, extra_references={"a": Run(lr=0.1)}), ("of a reference and of an arm",)),
         (lambda: ablate({"a": Run(labels=100)}), ("arm 'a' has labels=100", "to ablate alone")),
         (lambda: ablate({"a": Run()}, labels=100), ("labels is 100", "labels=[100]")),
         (lambda: ablate({"a": Run()}, seeds=8), ("seeds is 8",)),
@@ -584,8 +584,8 @@ def test_comparisons_that_would_mislead_are_refused(build, words):
 
 
 def test_an_arm_may_name_the_labels_that_ablate_gives_it():
-    assert len(ablate({"a": Run(labels=100)}, labels=(100, 1000), floors=False)) == 16
-    assert len(ablate({"a": Run()}, seeds=iter(range(3)), labels=iter([10, 20]), floors=False)) == 6
+    assert len(ablate({"a": Run(labels=100)}, labels=(100, 1000), references=False)) == 16
+    assert len(ablate({"a": Run()}, seeds=iter(range(3)), labels=iter([10, 20]), references=False)) == 6
 
 
 # What a record may call
@@ -707,7 +707,7 @@ def test_what_a_record_can_reach_is_public_ours_and_listed():
         {"make": "smallvit.objectives.Supervised", "model": None},
         {"make": "smallvit.augment.digits"},
         {"make": "smallvit.evaluate.Splits", "train": 1, "val": 1, "test": 1},
-        {"make": "smallvit.data.Sealed", "images": 1},
+        {"make": "smallvit.data.HeldOut", "images": 1},
         {"make": "smallvit.augment.Warp", "call": "smallvit.augment.Warp"},
     ],
     ids=lambda plain: plain["make"],
@@ -768,12 +768,12 @@ def test_rebuilding_neither_builds_a_model_nor_reads_data(monkeypatch):
 
 def test_the_small_cnn_is_trained_on_images_or_is_no_floor():
     frozen = ablate({"a": Run(steps=0, init=Run(), evaluators=(knn,))}, seeds=[0])
-    assert [run.arm for run in frozen if run.role == "floor"] == [
+    assert [run.arm for run in frozen if run.role == "reference"] == [
         "pixels, logistic regression",
         "pixels, nearest neighbour",
         "random initialisation",
     ]
-    blind = Run(objective=DINO, augment=(augment.Flip(), *augment.digit_views()), clip=0.0)
+    blind = Run(objective=DINO, augment=(augment.Flip(), *augment.digit_crops()), clip=0.0)
     (cnn,) = [run for run in ablate({"a": blind}, seeds=[0]) if run.arm == "small CNN"]
     assert cnn.augment == (augment.Flip(),)
 
@@ -784,7 +784,7 @@ def test_the_small_cnn_is_trained_on_images_or_is_no_floor():
         ({"evaluators": (accuracy, partial(few_shot, shots=1), partial(few_shot, shots=2))}, ("few_shot twice", "each once")),
         ({"evaluators": (cost, accuracy)}, ("begins with cost", "judges nothing")),
         ({"schedule": "cosine"}, ("'constant', None",)),
-        ({"augment": augment.digit_views()}, ("augment makes views and Supervised reads none",)),
+        ({"augment": augment.digit_crops()}, ("augment makes views and Supervised reads none",)),
         ({"data": partial(folder, path="x", size=[32, 32])}, ("size of folder is [32, 32]", "a tuple")),
     ],
     ids=["twice", "cost first", "schedule", "views", "list"],

@@ -1,5 +1,6 @@
 """Stacked runs: the same training as one by one, to rounding; what cannot be stacked is trained alone and says nothing else."""
 
+import importlib
 from functools import partial
 
 import pytest
@@ -24,14 +25,15 @@ from smallvit import (
     digits,
     linear_probe,
 )
-from smallvit.launch import launch, trial
-from smallvit.optimise import tensors
+from smallvit.launch import autotune as trial
+from smallvit.launch import launch
+from smallvit.optim import tensors
 from smallvit.record import CHECKPOINT, WEIGHTS
 from smallvit.train import fit, fit_stacked
-from smallvit.train import fitting as trainings
+from smallvit.train.loop import Training
 from smallvit.train.stack import NotStackable, Stack
-from smallvit.train.training import Training
 
+trainings = importlib.import_module("smallvit.train.fit")  # the package's name for it is the function
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, clip=0.5, augment=augment.digits())
 KINDS = {
@@ -40,7 +42,7 @@ KINDS = {
     "shifted": SHORT.vary(tokenizer=partial(ShiftedPatchEmbed, patch=2), pool=MeanTokens, registers=2),
     "merged": SHORT.vary(reduction=partial(Merge, r=2)),
     "batch norm": SHORT.vary(pool=Projected),
-    "layer by layer": SHORT.vary(layer_decay=0.5, average=0.0, clip=0.0),
+    "layer by layer": SHORT.vary(layer_decay=0.5, ema=0.0, clip=0.0),
     "cnn": SHORT.vary(model=SmallCNN),
 }
 
@@ -53,8 +55,8 @@ def training(run: Run, seed: int) -> Training:
         if module is not None:
             module.double()
     made.pairs = tensors(made.averaged, made.objective.model) if made.averaged else []
-    draw = made.draw
-    made.draw = lambda: (batch := draw())._replace(images=batch.images.double(), targets=batch.targets.double())
+    draw = made.next_batch
+    made.next_batch = lambda: (batch := draw())._replace(images=batch.images.double(), targets=batch.targets.double())
     return made
 
 
@@ -70,12 +72,12 @@ def test_together_they_take_the_steps_of_each_alone(run, monkeypatch):
     for one in alone:
         one.objective.train()
         for _ in range(6):
-            one.advance()
+            one.train_step()
     stack = Stack(together)
     for one in together:
         one.objective.train()
     for _ in range(6):
-        stack.advance()
+        stack.train_step()
     for before, one, other in zip(start, alone, together):
         assert other.step == 6 and other.stacked == 3
         torch.testing.assert_close(other.loss.double(), one.loss.double(), rtol=1e-6, atol=1e-6)
@@ -140,17 +142,17 @@ class Killed(Exception):
 def put_down(runs, places, monkeypatch):
     """Killed after five steps together."""
 
-    def killed(members, advance, watch):
+    def killed(members, train_step, watch):
         for member in members:
             member.objective.train()
         for _ in range(5):
-            advance()
+            train_step()
         for member in members:
             member.save()
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainings, "go", killed)
+        patch.setattr(trainings, "train", killed)
         with pytest.raises(Killed):
             fit_stacked(runs, places)
 
@@ -179,7 +181,7 @@ def test_one_that_is_further_than_the_others_is_trained_alone(tmp_path):
     runs, places = [SHORT.vary(seed=seed) for seed in range(2)], [tmp_path / "0", tmp_path / "1"]
     with trainings.opened(runs[0], places[0], "", "cpu", None, None) as (ahead, _):
         ahead.objective.train()
-        ahead.advance()
+        ahead.train_step()
         ahead.save()
     assert [r["stacked"] for r in fit_stacked(runs, places)] == [None, None]
     expected = load_file((fit(runs[0], tmp_path / "alone"), tmp_path / "alone" / WEIGHTS)[1])
@@ -194,7 +196,7 @@ def test_one_that_is_further_than_the_others_is_trained_alone(tmp_path):
         (SHORT.vary(drop_path=0.1), "random"),
         (SHORT.vary(early_stop=2), "early_stop"),
         (SHORT.vary(init=SHORT, steps=0), "nothing to train"),
-        (SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_views(local=0)), "DINO does more"),
+        (SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_crops(local=0)), "DINO does more"),
     ],
     ids=["dropout", "drop path", "early stop", "frozen", "objective"],
 )
@@ -221,11 +223,11 @@ def test_runs_that_differ_in_more_than_their_seed_are_trained_alone(change, tmp_
 
 
 def test_a_checkpoint_is_no_larger_for_the_company(tmp_path, monkeypatch):
-    runs = [SHORT.vary(seed=seed, average=0.1) for seed in range(4)]
+    runs = [SHORT.vary(seed=seed, ema=0.1) for seed in range(4)]
     put_down(runs, [tmp_path / str(run.seed) for run in runs], monkeypatch)
     alone = Training(runs[0], digits(), digits().subset(labels=50, val=20, seed=0), "cpu")
     alone.resume(tmp_path / "alone", "")
-    alone.advance()
+    alone.train_step()
     alone.save()
     sizes = [path.stat().st_size for path in (tmp_path / "0" / CHECKPOINT, tmp_path / "alone")]
     assert sizes[0] < 1.1 * sizes[1]
@@ -240,8 +242,8 @@ def test_a_model_that_is_another_for_each_member_is_found_out():
 
 def test_a_recipe_in_stacks_has_the_runs_that_it_has_without(tmp_path):
     arms = {"scratch": SHORT, "dropout": SHORT.vary(dropout=0.1), "tuned": SHORT.vary(init=SHORT.vary(lr=2e-3), lr=5e-4)}
-    arms["frozen"] = SHORT.vary(init=SHORT.vary(lr=2e-3), steps=0, augment=(), average=0.0, evaluators=(linear_probe,))
-    runs = ablate(arms, labels=[50], seeds=range(3), floors=False)
+    arms["frozen"] = SHORT.vary(init=SHORT.vary(lr=2e-3), steps=0, augment=(), ema=0.0, evaluators=(linear_probe,))
+    runs = ablate(arms, labels=[50], seeds=range(3), references=False)
     told = []
     records = launch(runs, tmp_path, recipe="t", jobs=1, stack=3, show=told.append)
     assert [(r["arm"], r["seed"]) for r in records] == [(run.arm, run.seed) for run in runs]
@@ -255,7 +257,7 @@ def test_a_recipe_in_stacks_has_the_runs_that_it_has_without(tmp_path):
 
 def test_one_that_fails_takes_no_other_with_it(tmp_path):
     broken = SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))
-    runs = ablate({"scratch": SHORT, "broken": broken}, labels=[50], seeds=range(2), floors=False)
+    runs = ablate({"scratch": SHORT, "broken": broken}, labels=[50], seeds=range(2), references=False)
     records = launch(runs, tmp_path, recipe="t", jobs=1, stack=2)
     found = {(r["arm"], r["seed"]): (r["status"], r["stacked"]) for r in records}
     assert found == {
@@ -266,32 +268,32 @@ def test_one_that_fails_takes_no_other_with_it(tmp_path):
 
 def test_how_many_are_best_trained_as_one_is_measured(monkeypatch):
     """As if k together took the square root of k times as long as one, and then as if they took k times as long."""
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(9), floors=False)
-    monkeypatch.setattr(trial, "a_step", lambda advance, one: advance() or (one.stacked or 1) ** 0.5)
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(9), references=False)
+    monkeypatch.setattr(trial, "a_step", lambda train_step, one: train_step() or (one.stacked or 1) ** 0.5)
     size, why = trial.stack_size(runs, jobs=2, device="cpu")
     assert size == 4 and "4 together: 500 ms a step of each" in why and "8 together" not in why  # a worker would be idle
     assert trial.stack_size(runs, jobs=1, device="cpu")[0] == 8 and trial.stack_size(runs[:1], jobs=1, device="cpu")[0] == 1
-    random = ablate({"scratch": SHORT.vary(dropout=0.1)}, labels=[50], seeds=range(4), floors=False)
+    random = ablate({"scratch": SHORT.vary(dropout=0.1)}, labels=[50], seeds=range(4), references=False)
     size, why = trial.stack_size(random, jobs=1, device="cpu")
     assert size == 1 and "2 together: NotStackable" in why and "random" in why
-    monkeypatch.setattr(trial, "a_step", lambda advance, one: float(one.stacked or 1))
+    monkeypatch.setattr(trial, "a_step", lambda train_step, one: float(one.stacked or 1))
     assert trial.stack_size(runs, jobs=1, device="cpu")[0] == 1
 
 
 def test_every_kind_of_run_has_a_say_in_how_many_and_one_that_cannot_be_stacked_counts_as_it_is_alone(monkeypatch):
     """As if k together took the square root of k times as long as one; DINO cannot, and takes most of the steps."""
-    before = SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_views(local=0), clip=0.0, average=0.0)
-    monkeypatch.setattr(trial, "a_step", lambda advance, one: advance() or (one.stacked or 1) ** 0.5)
+    before = SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_crops(local=0), clip=0.0, ema=0.0)
+    monkeypatch.setattr(trial, "a_step", lambda train_step, one: train_step() or (one.stacked or 1) ** 0.5)
     for steps, expected, took in ((12, 4, 750), (1_200, 1, 995)):
-        runs = ablate({"from it": SHORT.vary(init=before.vary(steps=steps))}, labels=[50], seeds=range(4), floors=False)
+        runs = ablate({"from it": SHORT.vary(init=before.vary(steps=steps))}, labels=[50], seeds=range(4), references=False)
         size, why = trial.stack_size(runs, jobs=1, device="cpu")
         assert size == expected and f"4 together: {took} ms" in why and "of 2 kinds of runs 1 are trained alone" in why
 
 
 def test_what_keeps_a_stack_from_being_tried_is_said_and_keeps_nothing_else(monkeypatch):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(8), floors=False)
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(8), references=False)
 
-    def step(advance, one):
+    def step(train_step, one):
         if one.stacked == 4:
             raise RuntimeError("out of memory")
         return (one.stacked or 1) ** 0.5

@@ -27,13 +27,13 @@ from smallvit import (
     digits,
     fit,
     linear_probe,
-    optimise,
+    optim,
     record,
 )
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
-from smallvit.streams import stream
-from smallvit.train.fitting import evaluations
-from smallvit.train.training import CHECKS, Training, order
+from smallvit.rng import stream
+from smallvit.train.fit import evaluations
+from smallvit.train.loop import CHECKS, Training, order
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 SHORT = Run(model=TINY, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
@@ -55,7 +55,7 @@ def without_times(record: dict) -> dict:
     "run",
     [
         SHORT,
-        SHORT.vary(attention=partial(Attention, dropout=0.2), drop_path=0.2, dropout=0.1, average=0.0),
+        SHORT.vary(attention=partial(Attention, dropout=0.2), drop_path=0.2, dropout=0.1, ema=0.0),
         SHORT.vary(model=SmallCNN, precision="bf16"),
         SHORT.vary(early_stop=3),
     ],
@@ -86,7 +86,7 @@ def seen_by(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]
     batches = []
     training.objective.register_forward_pre_hook(lambda _, given: batches.append(given[0].images.clone()))
     for _ in range(5):
-        training.advance()
+        training.train_step()
     return batches, start, subset.sha256
 
 
@@ -119,20 +119,20 @@ def test_every_epoch_sees_every_image_once_and_in_another_order():
 
 
 def test_the_rate_rises_in_a_line_and_falls_in_a_cosine():
-    paces = [optimise.pace(step / 100, 0.1, 1 / 100) for step in range(100)]
+    paces = [optim.learning_rate(step / 100, 0.1, 1 / 100) for step in range(100)]
     assert paces[0] == pytest.approx(0.1) and paces[9] == pytest.approx(1) and paces[55] == pytest.approx(0.5)
     assert 0 < paces[-1] < 0.01 and paces[10:] == sorted(paces[10:], reverse=True)
-    assert optimise.pace(0.0, 0.0, 0.01) == 1
+    assert optim.learning_rate(0.0, 0.0, 0.01) == 1
 
 
 def test_averaged_weights_are_the_stated_running_mean(tmp_path):
-    run = SHORT.vary(average=0.25, clip=0.0)
+    run = SHORT.vary(ema=0.25, clip=0.0)
     data = run.data()
     subset = data.subset(labels=run.labels, val=run.val, seed=0)
     training = Training(run, data, subset, "cpu")
     mean = None
     for step in range(1, 13):
-        training.advance()
+        training.train_step()
         now = training.objective.model.head.weight.detach().double()
         weight = 1 / min(step, 0.25 * 24)
         mean = now.clone() if mean is None else mean + weight * (now - mean)
@@ -141,7 +141,7 @@ def test_averaged_weights_are_the_stated_running_mean(tmp_path):
 
 def test_weight_decay_spares_norms_biases_temperatures_tokens_and_positions():
     model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), attention=LocalityAttention, position=Learned)
-    (decayed, spared), paces = optimise.decay_groups(model, 0.1)
+    (decayed, spared), paces = optim.decay_groups(model, 0.1)
     assert [pace(0.3, 0.7) for pace in paces] == [0.7, 0.7]
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
@@ -152,7 +152,7 @@ def test_weight_decay_spares_norms_biases_temperatures_tokens_and_positions():
 
 
 @pytest.mark.parametrize(
-    "field, value", [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("clip", 0.01), ("average", 0.5), ("batch", 9)]
+    "field, value", [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("clip", 0.01), ("ema", 0.5), ("batch", 9)]
 )
 def test_every_choice_of_the_optimizer_matters(field, value, tmp_path):
     fit(SHORT, tmp_path / "1")
@@ -234,7 +234,7 @@ def child(run: Run, folder: Path) -> multiprocessing.Process:
 
 
 def test_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
-    monkeypatch.setattr("smallvit.train.training.CHECKPOINT_SECONDS", 0.05)
+    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.05)
     run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)
     whole = fit(run, tmp_path / "whole")
     folder, resumed_at = tmp_path / "killed", [0]
@@ -263,7 +263,7 @@ def half_way(tmp_path: Path, run: Run = SHORT) -> None:
     data = run.data()
     training = Training(run, data, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
     for _ in range(10):
-        training.advance()
+        training.train_step()
     training.checkpoint, training.made_by = tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256
     training.save()
 
@@ -310,7 +310,7 @@ def test_a_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr("smallvit.train.training.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.0)
     with pytest.raises(ValueError, match=r"could not write checkpoint\.pt.*No space left on device"):
         fit(SHORT, tmp_path)
     monkeypatch.undo()

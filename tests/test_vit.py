@@ -17,13 +17,13 @@ from smallvit import (
     ConvStem,
     ConvTokenizer,
     DistilledTokens,
+    LayerContext,
     Learned,
     LeNet,
     LocalityAttention,
     MeanTokens,
     PatchEmbed,
     Pixels,
-    Place,
     Projected,
     Resized,
     ResNet,
@@ -34,10 +34,10 @@ from smallvit import (
     SmallCNN,
     ViT,
     attention,
-    floors,
-    initialise,
+    initialize,
     pooling,
     positions,
+    references,
     tokenizers,
 )
 from smallvit.vit import DropPath, LayerScale, rates
@@ -267,7 +267,7 @@ OTHER = {
 
 
 def test_the_table_has_every_argument_of_every_public_class():
-    public = {Block, ViT, *(c for module in (tokenizers, positions, attention, pooling, floors) for c in classes(module))}
+    public = {Block, ViT, *(c for module in (tokenizers, positions, attention, pooling, references) for c in classes(module))}
     assert set(OTHER) == set(MAKE) == public
     assert len(public) == 21
     for c in public:
@@ -279,7 +279,7 @@ def behaviour(c, **knobs):
     """What a class does from the weights that are its own: shapes, values, and the output in training."""
     torch.manual_seed(0)
     module, inputs = MAKE[c](c, **BASE.get(c, {}) | knobs)
-    initialise(module, seed=0)
+    initialize(module, seed=0)
     torch.manual_seed(0)
     output = module(*inputs)
     output = output[0] if isinstance(output, tuple) else output
@@ -310,7 +310,7 @@ class Gate(nn.Module):
         nn.init.zeros_(self.proj.weight)
 
     def forward(self, x, size=None, mask=None):
-        return attention.Mixed(self.proj(x))
+        return attention.AttentionOutput(self.proj(x))
 
 
 class Drawn(Gate):
@@ -321,7 +321,7 @@ class Drawn(Gate):
 def test_a_class_from_elsewhere_keeps_its_weights_unless_it_says_how_to_draw_them():
     def weights_of(c, **knobs):
         torch.manual_seed(len(knobs))
-        model = initialise(ViT((8, 8), 1, 3, dim=8, depth=2, heads=2, attention=c, **knobs), seed=0)
+        model = initialize(ViT((8, 8), 1, 3, dim=8, depth=2, heads=2, attention=c, **knobs), seed=0)
         return model.blocks[1].attention.proj.weight, model.blocks[1].mlp[0].weight
 
     assert (weights_of(Gate)[0] == 0).all()
@@ -377,7 +377,7 @@ def test_a_block_is_its_formula(norm_first, activation, layer_scale, make):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_reduction_stands_between_the_branches_and_may_ask_for_keys_and_saliency(norm_first):
-    made, x, size = block(norm_first=norm_first, reduction=Halve(Place())), torch.randn(2, 6, 8).double(), torch.ones(2, 6)
+    made, x, size = block(norm_first=norm_first, reduction=Halve(LayerContext())), torch.randn(2, 6, 8).double(), torch.ones(2, 6)
     plain = block(norm_first=norm_first)
     plain.load_state_dict(made.state_dict())
     got, after = made(x, size)
@@ -500,8 +500,8 @@ def test_a_reduction_is_made_for_each_layer_and_its_sizes_reach_the_pool():
         return Halve(place) if place.layer % 2 else None
 
     model, x = small(depth=4, reduction=every_second, pool=MeanTokens), torch.randn(2, 1, 32, 32)
-    places = [Place(layer, 4, 8, 0, False, 2 * 2) for layer in (1, 3)]
-    assert [made.reduction and made.reduction.place for made in model.blocks] == [None, places[0], None, places[1]]
+    places = [LayerContext(layer, 4, 8, 0, False, 2 * 2) for layer in (1, 3)]
+    assert [made.reduction and made.reduction.context for made in model.blocks] == [None, places[0], None, places[1]]
     tokens, size = model.tokens(x)
     assert tokens.shape == (2, 64 // 4, 8) and size.shape == (2, 16)
     assert model.blocks[1].reduction.seen[0] is None
@@ -548,7 +548,7 @@ ARMS = {
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_arms_start_with_identical_weights_wherever_they_share_a_layer(arm):
-    base, other = initialise(small(), seed=7).state_dict(), initialise(small(**ARMS[arm]), seed=7).state_dict()
+    base, other = initialize(small(), seed=7).state_dict(), initialize(small(**ARMS[arm]), seed=7).state_dict()
     shared = {name for name in base.keys() & other.keys() if base[name].shape == other[name].shape}
     assert all(torch.equal(base[name], other[name]) for name in shared)
     assert shared >= {"head.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp.3.weight"}
@@ -559,7 +559,7 @@ def test_arms_start_with_identical_weights_wherever_they_share_a_layer(arm):
 
 
 def test_seeds_differ_in_every_drawn_tensor_and_agree_with_themselves():
-    one, again, other = (initialise(small(**ARMS["sequence pool"]), seed).state_dict() for seed in (1, 1, 2))
+    one, again, other = (initialize(small(**ARMS["sequence pool"]), seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], again[name]) for name in one)
     drawn = [name for name in one if one[name].numel() > 8 and one[name].unique().numel() > 1]
     assert len(drawn) == 1 + 1 + 2 * 4 + 1  # positions, patches, four maps in each block, head (and no prefix)
@@ -569,12 +569,12 @@ def test_seeds_differ_in_every_drawn_tensor_and_agree_with_themselves():
 
 def test_the_global_generator_is_left_alone_by_a_seed_and_used_without():
     model, state = small(), torch.get_rng_state()
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
-    first = initialise(model).head.weight.clone()
+    first = initialize(model).head.weight.clone()
     assert not torch.equal(torch.get_rng_state(), state)
     torch.set_rng_state(state)
-    assert torch.equal(initialise(model).head.weight, first)
+    assert torch.equal(initialize(model).head.weight, first)
 
 
 @pytest.mark.parametrize("arm", ["other tokenizer", "other block", "qk-norm", "all"])
@@ -583,9 +583,9 @@ def test_nothing_of_the_weights_before_is_left(arm):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    fresh = initialise(small(**ARMS[arm]), seed=0)
+    fresh = initialize(small(**ARMS[arm]), seed=0)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values()))
 
 

@@ -38,9 +38,9 @@ from smallvit import (
     markdown,
     rebuild,
 )
-from smallvit.arms import trained_on
+from smallvit.ablation import trained_on
 from smallvit.launch import launch
-from smallvit.optimise import decay_groups
+from smallvit.optim import decay_groups
 from smallvit.pretrained import Unavailable
 
 TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"  # mean and deviation 0.5
@@ -437,7 +437,7 @@ def test_rates_fall_from_block_to_block_as_timms_do():
 
 
 SHAPE = like(TINY, tokenizer=partial(PatchEmbed, patch=4))
-SHORT = Run(data=digits, model=SHAPE, steps=2, batch=4, labels=20, val=20, average=0.0, lr=1e-4, layer_decay=0.75)
+SHORT = Run(data=digits, model=SHAPE, steps=2, batch=4, labels=20, val=20, ema=0.0, lr=1e-4, layer_decay=0.75)
 
 
 def test_a_run_starts_from_weights_and_its_record_says_which(files, tmp_path):
@@ -468,7 +468,7 @@ def test_without_network_and_file_one_sentence_says_so_and_the_other_arms_are_ru
         data=digits, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=1), steps=2, val=20
     )
     arms = {"scratch": small, "tuned": small.vary(model=SHAPE, init=Weights(name=TINY)), "wider": small.vary(dim=16)}
-    runs = ablate(arms, labels=[20], seeds=range(6), floors=False)
+    runs = ablate(arms, labels=[20], seeds=range(6), references=False)
     records = launch(runs, tmp_path / "out", recipe="t", jobs=1)
     said = capfd.readouterr().err
     assert said.count("unavailable:") == 1 and said.count(TINY) <= 3
@@ -500,8 +500,8 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     scratch = Run(steps=1_000, labels=None)
     arms = imagenet_vit_s(scratch, upsampled=True)
     assert list(arms)[:2] == ["ViT-S from ImageNet-21k (fine-tuned)", "ViT-S from ImageNet-21k (frozen)"] and len(arms) == 5
-    runs = ablate({"scratch": scratch}, seeds=[0], yardsticks=arms)
-    assert {run.role for run in runs if run.arm in arms} == {"floor"} and len(runs) == 1 + 3 + 5
+    runs = ablate({"scratch": scratch}, seeds=[0], extra_references=arms)
+    assert {run.role for run in runs if run.arm in arms} == {"reference"} and len(runs) == 1 + 3 + 5
     assert {run.arm for run in runs if run.init is None and run.arm in arms} == {"ViT-S from scratch"}
     assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
     assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
@@ -514,5 +514,5 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     assert [model.norm.weight.shape[0] for model in models] == [384] * 5 + [192] * 5 + [768] * 5
     ways = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
     assert ways == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as the weights' own config says"
-    with pytest.raises(ValueError, match="is the name of a yardstick and of an arm"):
-        ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, yardsticks=arms)
+    with pytest.raises(ValueError, match="is the name of a reference and of an arm"):
+        ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, extra_references=arms)

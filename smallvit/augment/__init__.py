@@ -2,11 +2,11 @@
 
 batch.py     Batch, Augmentation, apply: what every augmentation takes and gives
 warp.py      Warp: moves the pixels, all ways at once
-pixels.py    Flip, Erase, Noise: one plain change to the pixels
+pixels.py    Flip, RandomErasing, Noise: one plain change to the pixels
 light.py     Jitter, Gray, Solarize, Blur: what light, colour and lens do to a picture
 mix.py       Mixup, CutMix, SmoothLabels: change the targets
-views.py     Views: several looks at each image, for self-supervision
-presets.py   digits, photos, digit_views, photo_views: sets to start from
+views.py     MultiCrop: several looks at each image, for self-supervision
+presets.py   digits, photos, digit_crops, photo_crops: sets to start from
 
 An augmentation is any callable `(batch, generator) -> batch`. The ones here are frozen dataclasses of plain values, so a run
 can be described, compared and rebuilt. Every parameter is drawn on the CPU, from the given generator and nothing else, then
@@ -17,11 +17,11 @@ Shapes: b images, c channels, h x w pixels, k classes.
 """
 
 from .batch import Augmentation, Batch, apply
-from .light import Blur, Gray, Jitter, Solarize
+from .color import Blur, Gray, Jitter, Solarize
 from .mix import CutMix, Mixup, SmoothLabels
-from .pixels import Erase, Flip, Noise
-from .presets import digit_views, digits, photo_views, photos
-from .views import Views
+from .multicrop import MultiCrop
+from .pixels import Flip, Noise, RandomErasing
+from .presets import digit_crops, digits, photo_crops, photos
 from .warp import Warp
 
 __all__ = [
@@ -29,19 +29,19 @@ __all__ = [
     "Batch",
     "Blur",
     "CutMix",
-    "Erase",
     "Flip",
     "Gray",
     "Jitter",
     "Mixup",
+    "MultiCrop",
     "Noise",
+    "RandomErasing",
     "SmoothLabels",
     "Solarize",
-    "Views",
     "Warp",
     "apply",
-    "digit_views",
+    "digit_crops",
     "digits",
-    "photo_views",
+    "photo_crops",
     "photos",
 ]

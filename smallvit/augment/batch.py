@@ -11,13 +11,13 @@ class Batch(NamedTuple):
     """Images `b c h w` with pixels in [0, 1], black = 0 (normalisation comes later), and targets `b k` whose rows sum to 1.
 
     `views` are views of the images for self-supervision, those of one size together: view after view, `(views b) c h w`.
-    `taught` has what a teacher says of the images, logits `b k`, where there is one who has been asked.
+    `teacher_logits` has what a teacher says of the images, logits `b k`, where there is one who has been asked.
     """
 
     images: Tensor
     targets: Tensor
     views: tuple[Tensor, ...] = ()
-    taught: tuple[Tensor, ...] = ()
+    teacher_logits: tuple[Tensor, ...] = ()
 
 
 Augmentation = Callable[[Batch, Generator], Batch]

@@ -1,4 +1,4 @@
-"""Flip, Erase, Noise: one plain change to the pixels."""
+"""Flip, RandomErasing, Noise: one plain change to the pixels."""
 
 from dataclasses import dataclass
 from math import log
@@ -37,7 +37,7 @@ class Flip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Erase:
+class RandomErasing:
     """Black out a rectangle in some of the images.
 
     area      fraction of the image, drawn uniformly between the two

@@ -1,12 +1,12 @@
-"""digits, photos, digit_views, photo_views: sets to start from, with one knob for their strength."""
+"""digits, photos, digit_crops, photo_crops: sets to start from, with one knob for their strength."""
 
 from dataclasses import replace
 
 from .batch import Augmentation
-from .light import Blur, Gray, Jitter, Solarize
+from .color import Blur, Gray, Jitter, Solarize
 from .mix import CutMix, Mixup
-from .pixels import Erase, Flip
-from .views import Views
+from .multicrop import MultiCrop
+from .pixels import Flip, RandomErasing
 from .warp import Warp
 
 
@@ -27,23 +27,23 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
         Flip(probability=0.5 * min(strength, 1)),
         Warp(shift=0.125 * strength, scale=0.1 * strength),
         Jitter(brightness=0.2 * strength, contrast=0.2 * strength),
-        Erase(probability=0.25 * strength),
+        RandomErasing(probability=0.25 * strength),
         Mixup(probability=0.4 * strength),
         CutMix(probability=0.4 * strength),
     )
 
 
-def digit_views(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
-    """Views for self-supervision that leave a digit what it is: bent, slanted, in windows of two sizes; none blank, no flips.
+def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
+    """MultiCrop for self-supervision that leave a digit what it is: bent, slanted, in windows of two sizes; none blank, no flips.
 
     Two windows show 0.7 to 1 of the image, `local` ones 0.2 to 0.5 of it, drawn with `size` pixels. Strength goes from 0 to
     1.5; the windows stay as they are.
     """
     if not 0 <= strength <= 1.5:
-        raise ValueError(f"digit_views(strength={strength}): expected 0 to 1.5, beyond which digits can no longer be read")
+        raise ValueError(f"digit_crops(strength={strength}): expected 0 to 1.5, beyond which digits can no longer be read")
     (bent,) = digits(strength)
     return (
-        Views(
+        MultiCrop(
             first=(replace(bent, crop=(0.7, 1.0), aim="ink"),),
             small=(replace(bent, crop=(0.2, 0.5), aim="ink", size=size),),
             local=local,
@@ -51,7 +51,7 @@ def digit_views(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
     )
 
 
-def photo_views(
+def photo_crops(
     strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
 ) -> tuple[Augmentation, ...]:
     """DINO's views for small photos: windows of two sizes, mirrored, in another light and other colours, blurred, solarised.
@@ -63,7 +63,7 @@ def photo_views(
     Departs   Windows are read bilinearly, not bicubically. Blur is 0.1 to 2 pixels at 32, and in proportion.
     """
     if not 0 <= strength <= 2:
-        raise ValueError(f"photo_views(strength={strength}): expected 0 to 2")
+        raise ValueError(f"photo_crops(strength={strength}): expected 0 to 2")
     often = min(strength, 1)
     tint = {"saturation": 0.2 * strength, "hue": 0.1 * strength} if colour else {}
     light = (
@@ -74,7 +74,7 @@ def photo_views(
     window = Warp(crop=(0.4, 1.0), fill="edge")  # as it lies inside the image, no edge is seen: but black would darken its rim
     part = replace(window, crop=(0.05, 0.4), size=size)
     return (
-        Views(
+        MultiCrop(
             first=(window, *light, Blur(probability=often)),
             second=(window, *light, Blur(probability=0.1 * often), Solarize(probability=0.2 * strength)),
             small=(part, *light, Blur(probability=0.5 * often)),

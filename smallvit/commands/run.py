@@ -4,13 +4,13 @@ import argparse
 import shutil
 import sys
 
-from smallvit.execution import Execution, from_words
 from smallvit.launch import launch
+from smallvit.launch.autotune import autotune
 from smallvit.launch.plan import plan, tokens_left
-from smallvit.launch.schedule import folder
-from smallvit.launch.trial import fastest
+from smallvit.launch.scheduler import folder
+from smallvit.numerics import Numerics, from_words
 from smallvit.recipe import find_recipe, load_recipe, only, shortened
-from smallvit.train.fitting import finished
+from smallvit.train.fit import finished
 
 from .report import gathered, of_that_length, status, write_report
 
@@ -23,7 +23,7 @@ def main(chosen: argparse.Namespace) -> int:
     if chosen.smoke:
         runs = planned = shortened(runs)
         out = out / "smoke"
-    given = from_words(chosen.compute)
+    given = from_words(chosen.numerics)
     if chosen.dry_run:
         print(
             plan(runs, chosen.jobs, chosen.device, lambda run: not chosen.smoke and finished(run, folder(run, out, path.stem)))
@@ -37,11 +37,11 @@ def main(chosen: argparse.Namespace) -> int:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
     for arm, tokens in tokens_left(runs).items():
         print(f"{arm}: {tokens}")
-    execution, stack = Execution(**given), chosen.stack or 1
+    numerics, stack = Numerics(**given), chosen.stack or 1
     if chosen.fast:
         given |= {"stack": chosen.stack} if chosen.stack else {}
         print("fast: a few steps are tried in every way", file=sys.stderr)
-        execution, stack, why = fastest(planned, out / path.stem, chosen.jobs, chosen.device, given)
+        numerics, stack, why = autotune(planned, out / path.stem, chosen.jobs, chosen.device, given)
         print(f"fast: {why}")
     launch(
         runs,
@@ -51,12 +51,12 @@ def main(chosen: argparse.Namespace) -> int:
         jobs=chosen.jobs,
         stack=stack,
         device=chosen.device,
-        execution=execution,
+        numerics=numerics,
         retry=chosen.retry,
         fail_fast=chosen.fail_fast,
     )
     records = gathered(planned, out, path.stem)
-    write_report(path, module, records, out / path.stem / "report", chosen.longer)
+    write_report(path, module, records, out / path.stem / "report", chosen.scale_steps)
     if chosen.smoke:
         print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
     asked = {(run.arm, run.labels, run.seed) for run in runs}

@@ -1,6 +1,6 @@
 """Images in memory as uint8 tensors, the labelled subset that a seed draws, and the line between train, val and test.
 
-images.py       DataSpec, Images, Sealed, Subset, Dataset: what a data set is, and how a seed draws labelled images from it
+images.py       DataSpec, Images, HeldOut, Subset, Dataset: what a data set is, and how a seed draws labelled images from it
 published.py    digits, mnist and its family, cifar10, svhn: the sets that everybody knows, read from disk or downloaded
 own.py          folder, arrays: people's own image files and .npz archives
 
@@ -8,15 +8,15 @@ Every loader returns a `Dataset`, reads once per process so that many runs share
 that a record can name the call.
 """
 
-from .images import Dataset, DataSpec, Images, Sealed, Subset
+from .images import Dataset, DataSpec, HeldOut, Images, Subset
 from .own import arrays, folder
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
 
 __all__ = [
     "DataSpec",
     "Dataset",
+    "HeldOut",
     "Images",
-    "Sealed",
     "Subset",
     "arrays",
     "cifar10",

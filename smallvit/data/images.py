@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smallvit.streams import shuffled
+from smallvit.rng import shuffled
 
 Index = Tensor | slice
 Device = torch.device | str | None
@@ -104,7 +104,7 @@ class Images:
             yield self.spec.normalise(self.pixels(chosen, device)), self.labels[chosen].to(device)
 
 
-class Sealed:
+class HeldOut:
     """The test images behind one door: `open()` hands them out and counts it in `reads`; nothing else reaches them."""
 
     def __init__(self, images: Images):
@@ -154,7 +154,7 @@ class Dataset:
 
     spec: DataSpec
     train: Images
-    test: Sealed
+    test: HeldOut
     val: Images | None = None
 
     @functools.cached_property
@@ -194,7 +194,7 @@ class Dataset:
                 images[part] = Images(pixels[part], torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
             except ValueError as error:
                 raise ValueError(f"{name}, {part}: {error}") from error
-        return cls(spec, images["train"], Sealed(images["test"]), images.get("val"))
+        return cls(spec, images["train"], HeldOut(images["test"]), images.get("val"))
 
     def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
         """`labels` class-balanced training images and `val` validation images, fixed by `seed` alone.

@@ -15,12 +15,12 @@ asked of a model twice is computed once (`memory.py`), so that an evaluator whic
 with `judges = False` cannot come first; one with `needs(splits)` refuses there what it cannot do, before a run is trained.
 """
 
-from .extractor import FeatureExtractor
+from .features import FeatureExtractor
+from .hooks import features, frozen
 from .memory import remembering
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost
 from .splits import Named, Splits, some
-from .taps import features, frozen
 
 __all__ = [
     "FeatureExtractor",

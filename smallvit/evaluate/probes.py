@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.data import Images
-from smallvit.streams import shuffled
+from smallvit.rng import shuffled
 
+from .hooks import features
 from .memory import once
 from .splits import Named, Splits
-from .taps import features
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000

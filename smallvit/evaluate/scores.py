@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smallvit import compute
+from smallvit import flops
 
+from .hooks import frozen
 from .splits import Named, Splits, some
-from .taps import frozen
 
 
 def accuracy(model: nn.Module, splits: Splits) -> Named:
@@ -40,13 +40,13 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
     `macs` for one image: of a model that reduces tokens by the closed form where there is one, else by torch's count, which is
     `flops / 2`; where they depend on the image, the mean over the scored images (at most 1,000) and `macs_sd`. `tokens`: how
     many leave the last block, the mean. `ms`: median milliseconds for a batch of `batch` images. `speedup`: over the same model
-    unreduced with its fastest attention kernel, side by side; below 1 the reduction loses time. Times are what they are: they
+    unreduced with its autotune attention kernel, side by side; below 1 the reduction loses time. Times are what they are: they
     alone are not deterministic.
     """
     images = next(iter(some(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as like:
         images = images.to(like)
-        numbers = reduced_cost(model, splits, images, repeats) if compute.reduces(model) else plain_cost(model, images, repeats)
+        numbers = reduced_cost(model, splits, images, repeats) if flops.reduces(model) else plain_cost(model, images, repeats)
     yield from numbers.items()
 
 
@@ -55,22 +55,22 @@ cost.judges = False
 
 def plain_cost(model: nn.Module, images: Tensor, repeats: int) -> dict[str, float]:
     """Of a model that sees all tokens, or has none."""
-    times = compute.milliseconds([partial(compute.forward(model), images)], repeats)
-    return {"macs": float(compute.footprint(model, images)["macs"]), "ms": times[0]}
+    times = flops.milliseconds([partial(flops.forward(model), images)], repeats)
+    return {"macs": float(flops.footprint(model, images)["macs"]), "ms": times[0]}
 
 
 def reduced_cost(model: nn.Module, splits: Splits, images: Tensor, repeats: int) -> dict[str, float]:
     """Of a model that reduces its tokens."""
     size = tuple(images.shape[-2:])
-    if tokens := compute.tokens_per_layer(model, size):
-        flops = float(compute.counted(model, images[:1]))
-        macs = sum(compute.closed_form(model, image=size).values()) if compute.has_closed_form(model) else flops / 2
-        numbers = {"macs": macs, "flops": flops, "tokens": float(tokens[-1][1])}
+    if tokens := flops.tokens_per_layer(model, size):
+        counted = float(flops.counted(model, images[:1]))
+        macs = sum(flops.closed_form(model, image=size).values()) if flops.has_closed_form(model) else counted / 2
+        numbers = {"macs": macs, "flops": counted, "tokens": float(tokens[-1][1])}
     else:
         scored = next(x for x, _ in splits.test.batches(1_000)).to(images)
-        seen = compute.seen_tokens(model, scored)
-        each = torch.tensor(compute.macs_of_each(model, scored, seen), dtype=torch.float64)
+        seen = flops.seen_tokens(model, scored)
+        each = torch.tensor(flops.macs_of_each(model, scored, seen), dtype=torch.float64)
         numbers = {"macs": each.mean().item(), "macs_sd": each.std(correction=0).item()}
         numbers["tokens"] = seen[:, -1, 1].double().mean().item()
-    ms, times = compute.speedup(model, images, repeats)
+    ms, times = flops.speedup(model, images, repeats)
     return numbers | {"ms": ms, "speedup": times}

@@ -5,13 +5,13 @@ maps.py       attention_maps, token_shares, patch_attention, rollout: what atten
 pictures.py   attention_figure, reconstruction_figure, gallery: sheets of images
 sheet.py      sheet: rows and columns of images
 plots.py      position_similarity, position_table, feature_view, confusion_figure: plots of what was learned
-steps.py      Step, shapes: what comes out of a model step by step, as a table
+summary.py    Step, summary: what comes out of a model step by step, as a table
 """
 
 from .maps import attention_maps, patch_attention, rollout, token_shares
 from .pictures import attention_figure, gallery, reconstruction_figure
 from .plots import confusion_figure, feature_view, position_similarity, position_table
-from .steps import Step, Steps, shapes
+from .summary import Step, Steps, summary
 from .tokens import Trace, draw, plain, token_map, trace
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "position_table",
     "reconstruction_figure",
     "rollout",
-    "shapes",
+    "summary",
     "token_map",
     "token_shares",
     "trace",

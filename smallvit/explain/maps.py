@@ -177,9 +177,9 @@ def watched(model, images, parts: Parts, keep: Callable = lambda weights: weight
 
 def map_of(attention, given, result):
     """The attention map behind this result of one attention, b h n n, or None."""
-    from smallvit.attention import Attention, LocalityAttention, Mixed, split_heads, weights
+    from smallvit.attention import Attention, AttentionOutput, LocalityAttention, split_heads, weights
 
-    if isinstance(result, Mixed):
+    if isinstance(result, AttentionOutput):
         return None if result.map is None else result.map()
     ours = next((kind for kind in (Attention, LocalityAttention) if isinstance(attention, kind)), None)
     if ours:  # under timm's calling convention, see timm_attention
@@ -197,7 +197,7 @@ def checked(attention, weights, result):
     name = type(attention).__name__
     if weights is None:
         raise ValueError(
-            f"{name} gives no attention map; expected Mixed(x, map=...), with a function that makes it, b heads n n"
+            f"{name} gives no attention map; expected AttentionOutput(x, map=...), with a function that makes it, b heads n n"
         )
     b, n = getattr(result, "x", result).shape[:2]
     if weights.ndim != 4 or weights.shape[0] != b or weights.shape[2:] != (n, n):
@@ -219,8 +219,8 @@ def carriers(model, images, parts: Parts) -> list:
     import torch
     import torch.nn.functional as F
 
-    from smallvit.compute import reduces
     from smallvit.evaluate import frozen
+    from smallvit.flops import reduces
 
     patches = parts.grid[0] * parts.grid[1]
     x = images.to(next(model.parameters()))
@@ -237,7 +237,7 @@ def attended(model, carried: list) -> list:
 
 
 def reduces_first(model, block: int) -> bool:
-    from smallvit.reduction.place import stands_first
+    from smallvit.reduction.context import stands_first
 
     return stands_first(getattr(model.blocks[block], "reduction", None))
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from smallvit.components import knobs
-from smallvit.execution import AS_IT_IS
+from smallvit.numerics import DEFAULT
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
 
-from .pool import cores
-from .schedule import with_those_before
-from .trial import STEPS, a_step, begun
+from .autotune import STEPS, a_step, begun
+from .local import cores
+from .scheduler import with_dependencies
 
 
 def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[[Run], object] = lambda run: False) -> str:
@@ -18,7 +18,7 @@ def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[
 
     Nothing is trained or downloaded. Raises ValueError for an arm that cannot be trained, with its name.
     """
-    runs, _ = with_those_before(runs)
+    runs, _ = with_dependencies(runs)
     left = [run for run in runs if not finished(run)]
     jobs = max(1, min(jobs or cores(), len(left)))
     first = {run.arm: run for run in reversed(runs)}
@@ -36,7 +36,7 @@ def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[
         note += f"; {run.init.name} is to be downloaded" if absent else ""
         lines.append(f"{arm}: {count} runs of {run.steps} steps, about {one:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
-        baseline = next((other for other in runs if other.arm == run.against), runs[0])
+        baseline = next((other for other in runs if other.arm == run.baseline), runs[0])
         if arm != baseline.arm:
             changes = difference(baseline.vary(labels=run.labels, seed=run.seed), run)
             lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
@@ -51,20 +51,20 @@ def estimate(run: Run, device: str) -> float:
     import torch
 
     torch.set_num_threads(1)
-    training = begun(run, AS_IT_IS, device)  # a step takes as long from whichever weights
+    training = begun(run, DEFAULT, device)  # a step takes as long from whichever weights
     steps = min(STEPS, run.steps)
-    return run.steps * a_step(training.advance, training, steps) if steps else 0.0
+    return run.steps * a_step(training.train_step, training, steps) if steps else 0.0
 
 
 def tokens_left(runs: Sequence[Run]) -> dict[str, str]:
     """For each arm that reduces tokens, how many are left behind which block."""
     # where the slot is seen to be empty, as in most recipes, no model is built to find that out
-    reducing = [run for run in {run.arm: run for run in runs}.values() if run.role != "floor" and may_reduce(run.model)]
+    reducing = [run for run in {run.arm: run for run in runs}.values() if run.role != "reference" and may_reduce(run.model)]
     if not reducing:
         return {}
     import torch
 
-    from smallvit.compute import in_words, reduces
+    from smallvit.flops import in_words, reduces
 
     found = {}
     for run in reducing:

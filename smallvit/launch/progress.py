@@ -29,7 +29,7 @@ class Bar:
         self.move()
 
     def count(self, record: dict | None):
-        if record is not None and record["status"] == "finished" and record["role"] != "floor" and record["val"]:
+        if record is not None and record["status"] == "finished" and record["role"] != "reference" and record["val"]:
             self.scores.setdefault((record["arm"], record["labels"]), []).append(record["val"][record["score"]])
 
     def tell(self, run: Run, record: dict | None):

@@ -14,7 +14,7 @@ from threading import Thread
 import torch
 
 from smallvit import record as records
-from smallvit.execution import Execution
+from smallvit.numerics import Numerics
 from smallvit.recipe import load_recipe
 from smallvit.run import rebuild
 from smallvit.train import fit_stacked
@@ -24,7 +24,7 @@ PROGRESS = None  # where this worker tells its steps
 
 
 def prepare(progress, environment: dict[str, str]):
-    """Make a worker: one thread, deaf to Ctrl-C (its parent decides), gone when its parent is, in its parent's environment."""
+    """Make a worker: one thread, ignore_sigint to Ctrl-C (its parent decides), gone when its parent is, in its parent's environment."""
     global PROGRESS
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
@@ -38,7 +38,7 @@ Task = tuple[dict, dict, Path, dict[str, Path]]
 """A run as plain JSON, its names, its folder, and the folders of those before it, by the fields that ask for them."""
 
 
-def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str, execution: Execution) -> list[dict]:
+def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str, numerics: Numerics) -> list[dict]:
     """Train a run, or several that differ only in their seed, and return their records."""
 
     def watch(step: int, accuracy: float | None):
@@ -46,6 +46,6 @@ def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str,
 
     if source is not None:
         load_recipe(source)
-    plains, namings, folders, before = zip(*tasks)
+    plains, namings, folders, dependencies = zip(*tasks)
     runs = [replace(rebuild(plain), **naming) for plain, naming in zip(plains, namings)]
-    return fit_stacked(runs, folders, recipe=recipe, device=device, watch=watch, before=before, execution=execution)
+    return fit_stacked(runs, folders, recipe=recipe, device=device, watch=watch, dependencies=dependencies, numerics=numerics)

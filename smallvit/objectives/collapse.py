@@ -68,7 +68,7 @@ class Monitor:
     def __init__(self, steps: int):
         self.every, self.in_a_row = max(APART, steps // LOOKS), 0
 
-    def look(self, step: int, seen: Seen):
+    def check(self, step: int, seen: Seen):
         """Look at what was seen last, if it is time; at one image alone there is nothing to see. Raises `Collapse`."""
         if step % self.every or len(seen.features) == 1:
             return

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.optimise import average, tensors
+from smallvit.optim import ema_update, tensors
 from smallvit.pooling import Projected
 
 from .collapse import Seen
@@ -43,7 +43,7 @@ class DINO(nn.Module):
              with a head of its own, brought nothing that two seeds could show, and cost a fifth more time: on validation
              images kNN 98.4 for 98.7, 16 of each class 96.8 for 96.8, fine-tuned on 100 labels 96.4 for 96.1.
 
-    `batch.views` are made by an augmentation, `augment.digit_views()` or `augment.photo_views()`. `model` has `features`, b d,
+    `batch.views` are made by an augmentation, `augment.digit_crops()` or `augment.photo_crops()`. `model` has `features`, b d,
     and a `head`, which stays as it is. What is saved and evaluated is the teacher.
 
     Raises   ValueError for a batch without views, or momentum, temperatures or fractions out of range.
@@ -128,7 +128,7 @@ class DINO(nn.Module):
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         if not batch.views:
             raise ValueError(
-                "DINO compares views and the batch has none; expected augment=augment.digit_views() or photo_views()"
+                "DINO compares views and the batch has none; expected augment=augment.digit_crops() or photo_crops()"
             )
         tell(self.paced, progress)
         b = len(batch.images)
@@ -204,7 +204,7 @@ class DINO(nn.Module):
         """Move the teacher."""
         if not self.pairs:
             self.pairs = tensors(self.model, self.student) + tensors(self.teacher_head, self.head)
-        average(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
+        ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
 
 
 def exact(x: Tensor) -> Tensor:

@@ -86,16 +86,16 @@ class Distill(nn.Module):
             logits = taught = self.model(batch.images)
         loss = cross_entropy(logits, batch.targets)
         if self.weight:
-            (wanted,) = batch.taught or (self.told(batch),)
+            (wanted,) = batch.teacher_logits or (self.ask_teacher(batch),)
             loss = (1 - self.weight) * loss + self.weight * self.gap(taught.float(), wanted)
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch with what the teacher says of it: asked before the step, each run of a stack hears its own."""
-        return batch._replace(taught=(self.told(batch),)) if self.weight else batch
+        return batch._replace(teacher_logits=(self.ask_teacher(batch),)) if self.weight else batch
 
     @torch.no_grad()
-    def told(self, batch: Batch) -> Tensor:
+    def ask_teacher(self, batch: Batch) -> Tensor:
         """What the teacher says of these images: logits b k."""
         here = next(self.teacher.parameters(), batch.images)
         if (here.device, here.dtype) != (batch.images.device, batch.images.dtype):  # what moves the objective leaves it alone

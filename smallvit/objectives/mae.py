@@ -9,11 +9,11 @@ from torch import Generator, Tensor, nn
 
 from smallvit.attention import Attention
 from smallvit.augment import Batch
-from smallvit.compute import reduces
 from smallvit.evaluate import frozen
+from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
-from smallvit.reduction.place import take, wide
-from smallvit.vit import Block, ViT, initialise
+from smallvit.reduction.context import take, wide
+from smallvit.vit import Block, ViT, initialize
 
 from .collapse import Seen
 
@@ -97,7 +97,7 @@ class MAE(nn.Module):
         visible(ratio, prod(grid))
         self.model, self.ratio, self.normalise, self.patch = model, ratio, normalise, patch
         self.decoder = Decoder(model.prefix.shape, grid, values, decoder_dim, decoder_depth, decoder_heads)
-        initialise(self.decoder)
+        initialize(self.decoder)
         self.seen: Seen | None = None  # of the last batch
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:

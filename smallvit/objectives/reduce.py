@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.compute import block_macs, has_closed_form, unreduced
+from smallvit.flops import block_macs, has_closed_form, unreduced
 from smallvit.reduction import LearnedPrune, LearnedThresholds
 
 from .supervised import cross_entropy

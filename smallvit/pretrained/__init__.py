@@ -5,7 +5,7 @@ same function as a `ViT`, `to_timm` is the way back, and `like` names the `ViT` 
 finished model, ours or timm's. `timm_attention` and `timm_tokenizer` make of our slots what timm's constructors ask for.
 """
 
-from .applied import apply
+from .apply_reduction import apply
 from .convert import VIT_S, from_timm, like
 from .export import to_timm
 from .slots import timm_attention, timm_tokenizer

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .place import Place, fraction, stages, take
+from .context import LayerContext, fraction, stages, take
 
 
 class LearnedPrune(nn.Module):
@@ -29,7 +29,7 @@ class LearnedPrune(nn.Module):
 
     first = True
 
-    def __init__(self, place: Place, *, keep: float = 0.7, layers: tuple | None = None):
+    def __init__(self, place: LayerContext, *, keep: float = 0.7, layers: tuple | None = None):
         super().__init__()
         blocks = stages(layers, place.depth)
         self.dim, self.prefix, self.patches = place.dim, place.prefix, place.patches

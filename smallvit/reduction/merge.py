@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .place import Place, take, wide
+from .context import LayerContext, take, wide
 
 
 class Merge(nn.Module):
@@ -27,7 +27,7 @@ class Merge(nn.Module):
              [-1, 1].
     """
 
-    def __init__(self, place: Place, *, r: int | float | tuple = 0, inflect: float = 0.0):
+    def __init__(self, place: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()
         self.prefix = place.prefix
         self.r = schedule(r, inflect, place.depth)[place.layer]
@@ -52,7 +52,7 @@ class Merge(nn.Module):
         if r == 0:
             return x, size
         if key is None:
-            raise ValueError("Merge needs the keys of the attention and this attention gives none; return Mixed(x, key=...)")
+            raise ValueError("Merge needs the keys of the attention and this attention gives none; return AttentionOutput(x, key=...)")
         k = F.normalize(key().detach(), dim=-1)
         first = p + p % 2  # where the sources begin; the destinations begin at the other parity
         score, match = (k[:, first::2] @ k[:, p + 1 - p % 2 :: 2].transpose(1, 2)).max(-1)

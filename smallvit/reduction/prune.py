@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .place import Place, fraction, stages, take
+from .context import LayerContext, fraction, stages, take
 
 
 class Prune(nn.Module):
@@ -30,7 +30,7 @@ class Prune(nn.Module):
 
     def __init__(
         self,
-        place: Place,
+        place: LayerContext,
         *,
         keep: float = 0.7,
         fuse: str = "sum",
@@ -68,7 +68,7 @@ class Prune(nn.Module):
         if kept == n - p:
             return x, size
         if saliency is None:
-            raise ValueError("Prune needs the saliency of the attention and this one gives none; return Mixed(x, saliency=...)")
+            raise ValueError("Prune needs the saliency of the attention and this one gives none; return AttentionOutput(x, saliency=...)")
         score = saliency(self.queries)[:, p:]
         order = p + score.argsort(dim=-1, descending=True, stable=True)
         stay, gone = order[:, :kept], order[:, kept:]

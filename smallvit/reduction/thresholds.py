@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .place import Place, take, wide
+from .context import LayerContext, take, wide
 
 
 class LearnedThresholds(nn.Module):
@@ -31,7 +31,7 @@ class LearnedThresholds(nn.Module):
     Raises   ValueError for a `merge` beyond [-1, 1], a negative `prune`, or a temperature of 0 or less.
     """
 
-    def __init__(self, place: Place, *, merge: float | None = 0.9, prune: float = 0.0, temperature: float = 0.1):
+    def __init__(self, place: LayerContext, *, merge: float | None = 0.9, prune: float = 0.0, temperature: float = 0.1):
         super().__init__()
         if merge is not None and not -1 <= merge <= 1:
             raise ValueError(f"merge is {merge}; expected a cosine from -1 (merge all you can) to 1 (nothing), or None")
@@ -65,7 +65,7 @@ class LearnedThresholds(nn.Module):
 
     def forward(self, x: Tensor, size: Tensor | None, key=None, saliency=None) -> tuple[Tensor, Tensor | None]:
         if key is None or saliency is None:
-            raise ValueError("LearnedThresholds needs keys and saliency of attention; return Mixed(x, key=..., saliency=...)")
+            raise ValueError("LearnedThresholds needs keys and saliency of attention; return AttentionOutput(x, key=..., saliency=...)")
         given, size = size, x.new_ones(x.shape[:2]) if size is None else size
         patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
         with torch.no_grad():  # what is measured is given; the thresholds learn from what they decide

@@ -1,8 +1,8 @@
 """Records -> verdicts, tables and pictures: what the runs of a recipe say, and how sure one may be of it."""
 
-from .band import band
-from .inference import holm, pairs_needed
 from .page import html, markdown
+from .reproduce import band
+from .statistics import holm, pairs_needed
 from .text import text
 from .verdicts import Comparison, Difference, Row, compare
 

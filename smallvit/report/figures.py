@@ -5,8 +5,8 @@ from statistics import fmean, stdev
 
 from smallvit.record import amount
 
+from .axes import FAINT, INK, beside, name_lines, stretch, strip, style, styles, subplots, svg
 from .budgets import TOLERANCE
-from .canvas import FAINT, INK, beside, name_lines, stretch, strip, style, styles, subplots, svg
 from .verdicts import Comparison, Row
 
 
@@ -48,7 +48,7 @@ def by_macs(comparison: Comparison) -> str:
         spent = [r.budget["macs"] for r in rows if r.role == "technique"]
         return len(spent) < len(rows) and max(spent, default=0) > (1 + TOLERANCE) * min(spent, default=0)
 
-    known = {n: [r for r in comparison.at(n) if r.role != "floor" and r.values and r.budget["macs"]] for n in comparison.labels}
+    known = {n: [r for r in comparison.at(n) if r.role != "reference" and r.values and r.budget["macs"]] for n in comparison.labels}
     rows = {n: of for n, of in known.items() if comparison.reduced and told_apart(of)}
     figure, panels = subplots(list(rows), height=3.9)
     looks = styles(comparison)
@@ -80,7 +80,7 @@ def by_labels(comparison: Comparison) -> str:
     apart = (sizes[-1] / sizes[0]) ** 0.007  # neighbours stand side by side, so that no interval hides another
     for place, (arm, of) in enumerate((arm, of) for arm, of in lines.items() if of):
         x = [r.labels * apart ** (place - len(lines) / 2) for r in of]
-        dashes = ":" if comparison.arms[arm] == "floor" else "-"
+        dashes = ":" if comparison.arms[arm] == "reference" else "-"
         ax.plot(x, [r.mean for r in of], dashes, marker=looks[arm]["marker"], color=looks[arm]["colour"])
         for at, r in zip(x, of):
             ax.plot([at, at], [r.mean, r.mean] if r.low is None else [r.low, r.high], color=looks[arm]["colour"])

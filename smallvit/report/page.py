@@ -9,12 +9,9 @@ from typing import Any
 
 from smallvit.record import amount
 
-from . import canvas, figures
-from .knobs import knobs
-from .probes import Probed, no_better_than_random, probed
-from .provenance import changes, pictures, provenance, warnings
-from .verdicts import Comparison, compare
-from .words import (
+from . import axes, figures
+from .choices import knobs
+from .format import (
     WORDS,
     budgets,
     columns,
@@ -31,13 +28,16 @@ from .words import (
     summary,
     unavailable,
 )
+from .probes import Probed, no_better_than_random, probed
+from .provenance import changes, pictures, provenance, warnings
+from .verdicts import Comparison, compare
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
 
 def markdown(records: Sequence[dict], *, title: str, doc: str, options: str = "") -> str:
     """The report as Markdown, to be committed beside its recipe. `doc` (the recipe's docstring) stands at the top as it is;
-    `options` are the words, such as " --longer 2", with which the recipe was run.
+    `options` are the words, such as " --scale-steps 2", with which the recipe was run.
     """
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", doc)), default=0))
     parts = [f"# {_md(title)}", f"{fence}text\n{doc.strip()}\n{fence}"]
@@ -74,7 +74,7 @@ def html(records: Sequence[dict], *, title: str, doc: str, options: str = "") ->
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters |= {f.__name__: f for f in (amount, percent, points, interval, p_value, mean_sd)}
     page = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    given = {"title": title, "doc": doc.strip(), "light": canvas.LIGHT, "dark": canvas.DARK, "empty": EMPTY, "c": None}
+    given = {"title": title, "doc": doc.strip(), "light": axes.LIGHT, "dark": axes.DARK, "empty": EMPTY, "c": None}
     if not present(records):
         return page.render(given)
     c, records = compare(records), present(records)
@@ -83,7 +83,7 @@ def html(records: Sequence[dict], *, title: str, doc: str, options: str = "") ->
     draw["curves"] = partial(figures.learning_curves, records=records)
     draw["knobs"] = lambda part: figures.by_knob(part, knobs(part, records))
     drawn = {name: [(part, Markup(svg)) for part in parts if (svg := of(part))] for name, of in draw.items()}
-    looks = {arm: look for part in parts for arm, look in canvas.styles(part).items()}
+    looks = {arm: look for part in parts for arm, look in axes.styles(part).items()}
     given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks, "cost": cost, "zip": zip}
     given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
     return page.render(given | sections(c, records, options))

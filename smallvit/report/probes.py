@@ -7,7 +7,7 @@ from statistics import fmean
 
 from smallvit.record import RANDOM, amount
 
-from .inference import spread
+from .statistics import spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,12 @@ class Probed:
 
 
 def probed(records: Sequence[dict]) -> list[Probed]:
-    """One table for each number of labels at which a probe has looked at an arm that is not a floor."""
+    """One table for each number of labels at which a probe has looked at an arm that is not a reference."""
     done = [r for r in records if r["status"] == "finished"]
     out = []
     for labels in dict.fromkeys(r["labels"] for r in done):
         here = [r for r in done if r["labels"] == labels and probes([r])]
-        if all(r["role"] == "floor" for r in here):
+        if all(r["role"] == "reference" for r in here):
             continue
         names = probes(here)
         rows = {}
@@ -46,7 +46,7 @@ def probes(records: Iterable[dict]) -> tuple[str, ...]:
 def no_better_than_random(records: Sequence[dict]) -> list[str]:
     """Every arm, labels and probe whose interval over seeds, paired with that of random weights, does not lie above 0."""
     done = {(r["arm"], r["labels"], r["seed"]): r for r in records if r["status"] == "finished"}
-    cells = dict.fromkeys((r["arm"], r["labels"]) for r in done.values() if r["role"] != "floor")
+    cells = dict.fromkeys((r["arm"], r["labels"]) for r in done.values() if r["role"] != "reference")
     names, out = probes(done.values()), []
     for arm, labels in cells:
         pairs = [

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from smallvit.record import amount
 
-from .inference import MIN_PAIRS, TIE, spread
-from .knobs import choices
+from .choices import choices
+from .statistics import MIN_PAIRS, TIE, spread
 from .verdicts import Comparison
 
 COMPUTED = ("device", "precision", "threads", "kernel", "compiled")  # how, as the records say it
@@ -26,8 +26,8 @@ def warnings(records: Sequence[dict]) -> list[str]:
             if value is not None:
                 facts.setdefault(name, {}).setdefault(str(value), {})[r["arm"]] = None
     mixed = {name: of for name, of in facts.items() if len(of) > 1}
-    out = [f"Mixed {name}: " + "; ".join(f"{v} in {', '.join(arms)}" for v, arms in of.items()) for name, of in mixed.items()]
-    scores = dict.fromkeys(r["score"] for r in records if r["score"] and r["role"] != "floor")
+    out = [f"AttentionOutput {name}: " + "; ".join(f"{v} in {', '.join(arms)}" for v, arms in of.items()) for name, of in mixed.items()]
+    scores = dict.fromkeys(r["score"] for r in records if r["score"] and r["role"] != "reference")
     dirty = sum(bool((r.get("code") or {}).get("dirty")) for r in records)
     reads = sum((r.get("test_reads") or 0) > 1 for r in records)
     elsewhere = list(dict.fromkeys(r["arm"] for r in records if "make" in ((r.get("run") or {}).get("init") or {})))
@@ -44,7 +44,7 @@ def no_better_than_guessing(records: Sequence[dict]) -> list[str]:
     """Every arm that is not shown to do better than calling each test image by the most frequent class."""
     cells: dict[tuple, list[dict]] = {}
     for r in records:
-        if r["status"] == "finished" and r.get("test_majority") and r["role"] != "floor" and r["score"] == "accuracy":
+        if r["status"] == "finished" and r.get("test_majority") and r["role"] != "reference" and r["score"] == "accuracy":
             cells.setdefault((r["arm"], r["labels"]), []).append(r)
     out = []
     for (arm, labels), own in cells.items():
@@ -66,7 +66,7 @@ def loader(data: dict) -> str:
 
 def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
     """Arm -> the fields of its runs that differ from its baseline's run with the same labels and seed."""
-    against, starts = {row.arm: row.against for row in c.rows}, started_from(records)
+    against, starts = {row.arm: row.baseline for row in c.rows}, started_from(records)
     base = {(r["arm"], r["labels"], r["seed"]): choices(r["run"]) for r in records if r["role"] == "baseline" and r.get("run")}
     runs, seen = Counter(), {}
     for r in records:

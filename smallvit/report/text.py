@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from smallvit.record import amount
 
+from .format import mean_sd, sentence
 from .verdicts import compare
-from .words import mean_sd, sentence
 
 
 def text(records: Sequence[dict]) -> str:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from smallvit.record import amount
 
 from .budgets import budget, middle, unequal
-from .inference import LEVEL, MIN_PAIRS, TIE, holm, pairs_needed, spread
+from .statistics import LEVEL, MIN_PAIRS, TIE, holm, pairs_needed, spread
 
 FORWARD = ("tokens", "macs_sd", "ms", "speedup")  # what the evaluator `cost` may say of a forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Arm minus baseline, seed by seed, with a paired t-test; no `p_holm` for floors and for what cannot be tested."""
+    """Arm minus baseline, seed by seed, with a paired t-test; no `p_holm` for references and for what cannot be tested."""
 
     seeds: tuple[int, ...]
     values: tuple[float, ...]
@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One arm at one number of labels. Baselines and floors are not judged: their `verdict` is None.
+    """One arm at one number of labels. Baselines and references are not judged: their `verdict` is None.
 
     against   the arm of its baseline; a baseline's own
     failures  seed -> what became of it (failed, unavailable or missing), for each seed that left no number
@@ -42,7 +42,7 @@ class Row:
     labels: int | None
     arm: str
     role: str
-    against: str
+    baseline: str
     score: str
     seeds: tuple[int, ...]
     values: tuple[float, ...]
@@ -93,7 +93,7 @@ class Comparison:
 
     def parts(self) -> tuple["Comparison", ...]:
         """One comparison for each baseline; the family stays the recipe's."""
-        groups = {baseline: tuple(row for row in self.rows if row.against == baseline) for baseline in self.baselines}
+        groups = {baseline: tuple(row for row in self.rows if row.baseline == baseline) for baseline in self.baselines}
         return tuple(
             replace(
                 self,
@@ -146,7 +146,7 @@ def compare(records: Sequence[dict]) -> Comparison:
                 labels=n,
                 arm=arm,
                 role=roles[arm],
-                against=against[arm],
+                baseline=against[arm],
                 score=score,
                 seeds=tuple(own),
                 values=values,
@@ -193,7 +193,7 @@ def _roles(records: Sequence[dict]) -> dict[str, str]:
         cell = f"{r['arm']!r} at {amount(r['labels'])}, seed {r['seed']}"
         if r["recipe"] != records[0]["recipe"]:
             raise ValueError(f"records of {records[0]['recipe']!r} and of {r['recipe']!r}: report one recipe at a time")
-        if r["role"] not in ("baseline", "technique", "floor") or r["status"] not in (
+        if r["role"] not in ("baseline", "technique", "reference") or r["status"] not in (
             "finished",
             "failed",
             "unavailable",
@@ -223,7 +223,7 @@ def _against(records: Sequence[dict], roles: dict[str, str]) -> dict[str, str]:
     against = {}
     for r in records:
         possible = [r["arm"]] if r["role"] == "baseline" else baselines
-        name = r.get("against") or (possible[0] if len(possible) == 1 else "")
+        name = r.get("baseline") or (possible[0] if len(possible) == 1 else "")
         if name not in possible or against.setdefault(r["arm"], name) != name:
             raise ValueError(f"{r['arm']!r} is held against {name!r}; expected one of {possible}, and the same in all its runs")
     return {arm: baseline for baseline in baselines for arm in against if against[arm] == baseline}

@@ -6,6 +6,6 @@ stack.py       Stack: runs that differ only in their seed, trained as one model
 starts.py      begin: the objective before its first step, with its own weights or those that another run left
 """
 
-from .fitting import fit, fit_stacked, load
+from .fit import fit, fit_stacked, load
 
 __all__ = ["fit", "fit_stacked", "load"]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from smallvit.augment import Batch
-from smallvit.optimise import average
+from smallvit.optim import ema_update
 from smallvit.run import fingerprint
 
-from .training import Training
+from .loop import Training
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: what a batched product may round otherwise
 
@@ -43,7 +43,7 @@ class Stack:
             raise NotStackable("the runs differ in more than their seed")
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
-        if len({member.execution for member in members}) > 1 or first.execution.compiled:
+        if len({member.numerics for member in members}) > 1 or first.numerics.compiled:
             raise NotStackable("the runs are computed in different ways, or compiled")
         if first.run.early_stop:
             raise NotStackable("early_stop ends each run at a step of its own")
@@ -74,7 +74,7 @@ class Stack:
         """Raise NotStackable unless the losses are those of each member alone. Nothing is moved, nor drawn from any stream."""
         for member in self.members:
             member.objective.train()
-        batches = [member.draw() for member in self.members]
+        batches = [member.next_batch() for member in self.members]
         states = [{name: t.detach().clone() for name, t in state_of(member.objective).items()} for member in self.members]
         try:
             with torch.no_grad():
@@ -110,12 +110,12 @@ class Stack:
                 member.optimizer.state[own[name]] = {"step": state["step"]} | moments
         return optimizer
 
-    def advance(self):
+    def train_step(self):
         """One optimizer step of all members."""
         run = self.first.run
         self.first.set_rates(self.optimizer)
         self.optimizer.zero_grad()
-        losses = self.losses(self.weights, side_by_side([member.draw() for member in self.members]))
+        losses = self.losses(self.weights, side_by_side([member.next_batch() for member in self.members]))
         losses.sum().backward()
         if run.clip:
             clip([p.grad for p in self.parameters.values()], run.clip)
@@ -123,7 +123,7 @@ class Stack:
         for member, loss in zip(self.members, losses.detach()):
             member.count(loss)
         if self.pairs:
-            average(self.pairs, self.first.share)
+            ema_update(self.pairs, self.first.share)
 
 
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -152,8 +152,8 @@ def joined(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:
     """k batches as one with a leading axis."""
-    images, targets, _, taught = zip(*batches)
-    return Batch(torch.stack(images), torch.stack(targets), taught=tuple(torch.stack(said) for said in zip(*taught)))
+    images, targets, _, teacher_logits = zip(*batches)
+    return Batch(torch.stack(images), torch.stack(targets), teacher_logits=tuple(torch.stack(said) for said in zip(*teacher_logits)))
 
 
 def clip(gradients: Sequence[Tensor], largest: float):

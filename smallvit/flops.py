@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from smallvit.reduction.place import stands_first
+from smallvit.reduction.context import stands_first
 from smallvit.vit import ViT
 
 
@@ -193,7 +193,7 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
 
 def speedup(model: nn.Module, images: Tensor, repeats: int = 9) -> tuple[float, float]:
     """Milliseconds of one forward pass over the images, and how often that goes into the time of the same model unreduced,
-    with whichever attention kernel makes that fastest. Below 1 the reduction loses time."""
+    with whichever attention kernel makes that autotune. Below 1 the reduction loses time."""
     kernels = [unreduced(model) for _ in range(2)]
     for kernel, fused in zip(kernels, (False, True)):
         for module in kernel.modules():
@@ -204,7 +204,7 @@ def speedup(model: nn.Module, images: Tensor, repeats: int = 9) -> tuple[float, 
     return mine, min(theirs) / mine
 
 
-def setting(
+def match_budget(
     model: Callable,
     reduction: Callable,
     knob: str,

@@ -1,4 +1,4 @@
-"""Execution: how the steps of a run are computed. What they compute is the run's own affair, but for rounding."""
+"""Numerics: how the steps of a run are computed. What they compute is the run's own affair, but for rounding."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ CHOICES = {  # by the words of the command line
 VARIANTS = 64  # of a block that are compiled in a process; after that torch goes on without
 
 
-class Execution(NamedTuple):
+class Numerics(NamedTuple):
     """How steps are computed; None leaves the precision to the run, and the kernel to the rule of `smallvit.attention.attend`.
 
     precision   of the products: "fp32" or "bf16", whatever the run says
@@ -36,40 +36,40 @@ class Execution(NamedTuple):
         return ", ".join(filter(None, said)) or "as it is"
 
 
-AS_IT_IS = Execution()
+DEFAULT = Numerics()
 
 
-def refuse_unknown(execution: Execution, stack: int = 1):
+def refuse_unknown(numerics: Numerics, stack: int = 1):
     """Refuse what is no choice of that name, and to compile what is trained as one."""
     for name, values in CHOICES.items():
-        if getattr(execution, name) not in (None, *values.values()):
+        if getattr(numerics, name) not in (None, *values.values()):
             expected = " or ".join(repr(value) for value in values.values() if value is not None)
-            raise ValueError(f"{name} of the execution is {getattr(execution, name)!r}; expected {expected}")
-    if execution.compiled and stack > 1:
+            raise ValueError(f"{name} of the numerics is {getattr(numerics, name)!r}; expected {expected}")
+    if numerics.compiled and stack > 1:
         raise ValueError(f"got {stack} runs as one and compiled; expected one or the other, since a stack is not compiled")
 
 
 def from_words(words: Iterable[str]) -> dict:
-    """`precision=bf16 compiled=no` as fields of an `Execution`. Raises ValueError for what is no choice."""
+    """`precision=bf16 compiled=no` as fields of an `Numerics`. Raises ValueError for what is no choice."""
     found = {}
     for word in words:
         name, _, said = word.partition("=")
         if said not in CHOICES.get(name, ()):
             expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
-            raise ValueError(f"--compute got {word!r}; expected some of {expected}")
+            raise ValueError(f"--numerics got {word!r}; expected some of {expected}")
         if name in found:
-            raise ValueError(f"--compute got {name} twice; expected each choice once")
+            raise ValueError(f"--numerics got {name} twice; expected each choice once")
         found[name] = CHOICES[name][said]
     return found
 
 
 class Computed:
-    """The models in an objective, with the kernel and the compiled blocks of an execution within `here()`."""
+    """The models in an objective, with the kernel and the compiled blocks of an numerics within `here()`."""
 
-    def __init__(self, objective: "nn.Module", execution: Execution):
-        self.fused = execution.kernel == "fused"
-        self.attention = [module for module in objective.modules() if hasattr(module, "fused")] if execution.kernel else []
-        self.calls = compiled_blocks(objective) if execution.compiled else []
+    def __init__(self, objective: "nn.Module", numerics: Numerics):
+        self.fused = numerics.kernel == "fused"
+        self.attention = [module for module in objective.modules() if hasattr(module, "fused")] if numerics.kernel else []
+        self.calls = compiled_blocks(objective) if numerics.compiled else []
 
     @contextmanager
     def here(self) -> Iterator[None]:

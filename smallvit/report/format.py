@@ -7,7 +7,7 @@ from itertools import groupby
 
 from smallvit.record import amount
 
-from .inference import LEVEL, MIN_PAIRS
+from .statistics import LEVEL, MIN_PAIRS
 from .verdicts import Comparison, Difference, Row, seeds_text
 
 BUDGETS = {
@@ -84,7 +84,7 @@ def sentence(c: Comparison, row: Row) -> str:
     d, why = row.difference, f" ({row.reason})" if row.reason else ""
     found = row.verdict in ("better", "worse")
     start = f"{row.arm} at {amount(row.labels)}: {row.verdict}"
-    start += f" {'than' if found else 'against'} {row.against}" if len(c.baselines) > 1 else ""
+    start += f" {'than' if found else 'against'} {row.baseline}" if len(c.baselines) > 1 else ""
     if d is None:
         return start + why
     if found:
@@ -108,7 +108,7 @@ def how_to_read(c: Comparison) -> str:
         "Differences are paired: the same seed means the same images in the same order. Brackets are the 95% t interval of "
         f"one paired difference, in points of test accuracy. A verdict also pays for all {c.family} comparisons of this recipe "
         f"(Holm, {LEVEL:.0%}) and takes at least {MIN_PAIRS} pairs and no missing run. Inconclusive means not shown, not "
-        "equal. Floors are yardsticks and get no verdict. Intervals are over seeds on one fixed set of test images: they say "
+        "equal. References are extra_references and get no verdict. Intervals are over seeds on one fixed set of test images: they say "
         "nothing of other images."
     )
 
@@ -121,7 +121,7 @@ def how_it_was_timed(records: Sequence[dict]) -> str:
     return (
         "Tokens left are those that leave the last block, MACs those of test images; where they depend on the image they are "
         "means, and the SD beside the MACs is over images. Speed-up is the time of a forward pass of the same model unreduced, "
-        f"at its fastest attention kernel, over that of the reduced one, in the same process{on} (median over seeds). A value "
+        f"at its autotune attention kernel, over that of the reduced one, in the same process{on} (median over seeds). A value "
         "under 1 means that the reduction loses time. The milliseconds of different arms come from different processes, with "
         "other runs beside them: go by the speed-up where there is one."
     )
@@ -129,7 +129,7 @@ def how_it_was_timed(records: Sequence[dict]) -> str:
 
 def budgets(c: Comparison) -> list[str]:
     """Which budgets every technique shares with its baseline (within 5%), and which it does not."""
-    rows, out = [row for row in c.rows if row.role != "floor"], []
+    rows, out = [row for row in c.rows if row.role != "reference"], []
     for name, title in BUDGETS.items():
         said = [f"{arm} (not recorded)" for arm in dict.fromkeys(row.arm for row in rows if row.budget[name] is None)]
         for arm in dict.fromkeys(row.arm for row in rows if name in row.unequal):

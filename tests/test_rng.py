@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smallvit import streams
-from smallvit.streams import shuffled, stream
+from smallvit import rng
+from smallvit.rng import shuffled, stream
 
 # Committed records rest on these: a change makes every published number irreproducible.
 GOLDEN = {
@@ -83,7 +83,7 @@ def test_shuffles_differ_by_seed_and_by_name_and_prefer_no_place():
 
 def test_the_docstring_lists_the_names_in_use():
     place, used = {"stream": 1, "shuffled": 2, "draw": 3}, set()
-    for path in Path(streams.__file__).parent.rglob("*.py"):
+    for path in Path(rng.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and place.get(node.func.id)
             named = (
@@ -91,4 +91,4 @@ def test_the_docstring_lists_the_names_in_use():
             )  # explain has a draw of its own
             used |= {node.args[name].value} if named else set()
     assert used >= {"subset", "val", "order", "augment", "init", "dropout", "digits/test"}
-    assert not [name for name in used if f"`{name}`" not in streams.__doc__]
+    assert not [name for name in used if f"`{name}`" not in rng.__doc__]

@@ -1,4 +1,4 @@
-"""Views: what self-supervision compares, several looks at each image."""
+"""MultiCrop: what self-supervision compares, several looks at each image."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .warp import Warp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Views:
+class MultiCrop:
     """Look at each image several times: two global views and `local` smaller ones (multi-crop), each its own draw.
 
     first     steps that make the first global view
@@ -35,11 +35,11 @@ class Views:
         for name in ("first", "second", "small"):
             steps = getattr(self, name)
             if not (isinstance(steps, tuple) and all(map(callable, steps))) and (name, steps) != ("second", None):
-                raise ValueError(f"Views({name}={steps!r}): expected a tuple of steps, such as (Warp(crop=(0.4, 1.0)),)")
+                raise ValueError(f"MultiCrop({name}={steps!r}): expected a tuple of steps, such as (Warp(crop=(0.4, 1.0)),)")
         if not whole(self.local, 0):
-            raise ValueError(f"Views(local={self.local!r}): expected how many local views, 0 or more")
+            raise ValueError(f"MultiCrop(local={self.local!r}): expected how many local views, 0 or more")
         if self.local and not self.small:
-            raise ValueError(f"Views(local={self.local}) has no steps for them: expected small=(Warp(crop=..., size=...),)")
+            raise ValueError(f"MultiCrop(local={self.local}) has no steps for them: expected small=(Warp(crop=..., size=...),)")
 
     @property
     def unsafe_for_digits(self) -> str | None:

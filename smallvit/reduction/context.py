@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Place(NamedTuple):
+class LayerContext(NamedTuple):
     """What the model tells a reduction: its block and the tokens that come to it.
 
     It stands in block `layer`, from 0, of `depth`. Tokens are `dim` wide; `prefix` of them, first in the sequence, are no

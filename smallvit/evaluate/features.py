@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from smallvit.data import DataSpec, Images
 
+from .hooks import gathered, tap
 from .splits import some
-from .taps import gathered, tap
 
 
 class FeatureExtractor:

@@ -9,15 +9,15 @@ from torch import nn
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.compute import reduces
 from smallvit.data import Dataset, DataSpec, Images, Subset
 from smallvit.evaluate import Splits, remembering
-from smallvit.execution import AS_IT_IS, Execution
+from smallvit.flops import reduces
+from smallvit.numerics import DEFAULT, Numerics
 from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
 
+from .initialize import weights
+from .loop import Training, Watch, train
 from .stack import NotStackable, Stack
-from .starts import weights
-from .training import Training, Watch, go
 
 
 def fit(
@@ -29,12 +29,12 @@ def fit(
     watch: Watch = lambda step, accuracy: None,
     start: str | Path | None = None,
     teacher: str | Path | None = None,
-    execution: Execution = AS_IT_IS,
+    numerics: Numerics = DEFAULT,
 ) -> dict:
     """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
 
     `start` is the folder of the run that `run.init` asks for, `teacher` that of `run.teacher`; without them those are trained
-    first, in `folder/init` and `folder/teacher`. `execution` is how the steps are computed; what
+    first, in `folder/init` and `folder/teacher`. `numerics` is how the steps are computed; what
     was put down goes on as it began.
 
     A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
@@ -45,9 +45,9 @@ def fit(
     """
     if done := finished(run, Path(folder)):
         return done
-    with opened(run, Path(folder), recipe, device, start, teacher, execution) as (training, close):
+    with opened(run, Path(folder), recipe, device, start, teacher, numerics) as (training, close):
         if training is not None:
-            go([training], training.advance, watch)
+            train([training], training.train_step, watch)
         return close()
 
 
@@ -58,8 +58,8 @@ def fit_stacked(
     recipe: str = "",
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
-    before: Sequence[dict[str, Path]] = (),
-    execution: Execution = AS_IT_IS,
+    dependencies: Sequence[dict[str, Path]] = (),
+    numerics: Numerics = DEFAULT,
 ) -> list[dict]:
     """`fit` for runs that differ only in their seed, trained as one model with a leading axis; their records, in order.
 
@@ -69,15 +69,15 @@ def fit_stacked(
     """
     with ExitStack() as held:
         works = [
-            held.enter_context(opened(run, Path(at), recipe, device, places.get("init"), places.get("teacher"), execution))
-            for run, at, places in zip(runs, folders, before or [{}] * len(runs))
+            held.enter_context(opened(run, Path(at), recipe, device, places.get("init"), places.get("teacher"), numerics))
+            for run, at, places in zip(runs, folders, dependencies or [{}] * len(runs))
         ]
         members = [training for training, _ in works if training is not None]
         with suppress(NotStackable):
             if len(members) > 1:
-                go(members, Stack(members).advance, watch)
+                train(members, Stack(members).train_step, watch)
         for member in members:
-            go([member], member.advance, watch)  # no step is left to those that were stacked
+            train([member], member.train_step, watch)  # no step is left to those that were stacked
         return [close() for _, close in works]
 
 
@@ -89,7 +89,7 @@ def opened(
     device: str,
     start: str | Path | None,
     teacher: str | Path | None,
-    execution: Execution = AS_IT_IS,
+    numerics: Numerics = DEFAULT,
 ):
     """A run under its lock: its training, taken up where it was put down (None if it has finished), and `close()`, which
     evaluates it, leaves its record and returns that. Trains first what the run starts from or is taught by."""
@@ -105,9 +105,9 @@ def opened(
             stray.unlink()
         places, before = {"init": start, "teacher": teacher}, []
         for field, place in places.items():
-            if field in run.before:
+            if field in run.dependencies:
                 places[field] = Path(place or folder / field)
-                before.append(fit(run.before[field], places[field], recipe=recipe, device=device, execution=execution))
+                before.append(fit(run.dependencies[field], places[field], recipe=recipe, device=device, numerics=numerics))
             elif place is not None:
                 raise ValueError(f"got the folder {str(place)!r} for a run without {field}; expected it to have {field}=a run")
         record = blank(run, recipe)  # first of all, so that it names the code that runs
@@ -120,12 +120,12 @@ def opened(
             if hasattr(function(evaluator), "needs"):
                 known = Splits(subset.train, subset.val, subset.val)
                 function(evaluator).needs(known, **getattr(evaluator, "keywords", {}))
-        training = Training(run, data, subset, device, *places.values(), execution)
+        training = Training(run, data, subset, device, *places.values(), numerics)
         training.resume(checkpoint, "".join([record["code"]["sha256"], data.sha256, *training.made_of]))
 
         def close() -> dict:
             record.update(training.facts() | evaluations(run, training.model, subset, data.test))
-            record.update({"pretraining": spent(list(run.before.values()), before)} if before else {})
+            record.update({"pretraining": spent(list(run.dependencies.values()), before)} if before else {})
             record["picture"] = picture(training.model, subset)
             record.update({"subset_sha256": subset.sha256, "data_sha256": data.sha256, "test_repeats": data.repeats})
             record["status"] = "finished"
@@ -221,7 +221,7 @@ def blank(run: Run, recipe: str, status: str = "failed", error: str | None = Non
         "recipe": recipe,
         "arm": run.arm,
         "role": run.role,
-        "against": run.against,
+        "baseline": run.baseline,
         "labels": run.labels,
         "seed": run.seed,
         "status": status,

@@ -18,7 +18,7 @@ from smallvit.run import NAMING, Run, describe, fingerprint
 from .progress import Bar
 
 
-class Schedule:
+class Scheduler:
     """The runs of a recipe in turn, by their records and by what they need.
 
     `again(record)` says whether a run that has a record is to be trained once more. With `stack` > 1 runs that differ in their
@@ -41,7 +41,7 @@ class Schedule:
     ):
         self.out, self.recipe, self.stack, self.fail_fast, self.show = out, recipe, stack, fail_fast, show
         self.asked = len(runs)
-        self.runs, self.before = with_those_before(runs)
+        self.runs, self.dependencies = with_dependencies(runs)
         self.found = [recall(run, out, recipe) for run in self.runs]
         unfinished = [run for run, record in zip(self.runs, self.found) if record is None or record["status"] != "finished"]
         self.absent = unavailable(unfinished)
@@ -49,12 +49,12 @@ class Schedule:
         todo = [at for at in wanted if at < self.asked]
         while more := [at for at in wanted if at not in todo and self.needed(at, todo)]:  # one before may need another
             todo += more
-        announce_strangers(self.found)
+        warn_other_version(self.found)
         for data in dict.fromkeys(self.runs[at].data for at in todo):
             self.look_at(data)
         for reason in self.absent.values():
             print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
-        self.queue, self.under_way = in_turn(todo, self.before), set()
+        self.queue, self.under_way = in_turn(todo, self.dependencies), set()
         self.stopped = False  # at the first failure
         self.alone: set[int] = set()  # to be trained so, since something went wrong in company
         self.kin = [fingerprint(run.at_seed(0)) if stack > 1 else at for at, run in enumerate(self.runs)]
@@ -80,14 +80,14 @@ class Schedule:
 
     def needed(self, at: int, todo: Sequence[int]) -> bool:
         """Whether any of those is to be trained from this one, and can be."""
-        return any(at in self.before[one].values() and self.runs[one].init not in self.absent for one in todo)
+        return any(at in self.dependencies[one].values() and self.runs[one].init not in self.absent for one in todo)
 
     def take(self, workers: int) -> list[int]:
         """What one of so many workers is to train now: one run, or a stack; nothing where all that is left must wait."""
         while ready := self.ready():
             at = ready[0]
-            earlier = self.records_before(at)
-            stop = self.absent.get(self.runs[at].init) or obstacle(earlier)
+            earlier = self.dependency_records(at)
+            stop = self.absent.get(self.runs[at].init) or blocked_by(earlier)
             if stop or None in earlier.values():  # None: another process is at it
                 self.queue.remove(at)
                 self.ended(at, stop and failed(self.runs[at], self.out, self.recipe, stop))
@@ -103,19 +103,19 @@ class Schedule:
     def ready(self) -> list[int]:
         """Of those in the queue the ones that wait for nothing."""
         unfinished = {*self.queue, *self.under_way}
-        return [at for at in self.queue if unfinished.isdisjoint(self.before[at].values())]
+        return [at for at in self.queue if unfinished.isdisjoint(self.dependencies[at].values())]
 
     def free(self, at: int) -> bool:
         """Whether all that the run needs has finished."""
-        earlier = self.records_before(at)
-        return None not in earlier.values() and not obstacle(earlier)
+        earlier = self.dependency_records(at)
+        return None not in earlier.values() and not blocked_by(earlier)
 
-    def records_before(self, at: int) -> dict[str, dict | None]:
-        return {field: self.found[one] for field, one in self.before[at].items()}
+    def dependency_records(self, at: int) -> dict[str, dict | None]:
+        return {field: self.found[one] for field, one in self.dependencies[at].items()}
 
     def task(self, at: int) -> tuple:
         """A run as a worker takes it: see `smallvit.launch.worker.Task`."""
-        run, places = self.runs[at], {field: self.folder(one) for field, one in self.before[at].items()}
+        run, places = self.runs[at], {field: self.folder(one) for field, one in self.dependencies[at].items()}
         return describe(run), {name: getattr(run, name) for name in NAMING}, self.folder(at), places
 
     def folder(self, at: int) -> Path:
@@ -150,23 +150,23 @@ class Schedule:
 NEEDS = {"init": "start", "teacher": "teacher"}
 
 
-def with_those_before(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, int]]]:
+def with_dependencies(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, int]]]:
     """The runs, behind them those that must be trained before and that are not among them; and for each where its own are."""
     runs = list(runs)
     place = {fingerprint(run): at for at, run in enumerate(runs)}
     for run in runs:  # grows while it is walked: a start may have a start
-        for other in run.before.values():
+        for other in run.dependencies.values():
             if place.setdefault(fingerprint(other), len(runs)) == len(runs):
                 runs.append(other)
-    return runs, [{field: place[fingerprint(other)] for field, other in run.before.items()} for run in runs]
+    return runs, [{field: place[fingerprint(other)] for field, other in run.dependencies.items()} for run in runs]
 
 
-def in_turn(todo: Sequence[int], before: Sequence[dict[str, int]]) -> list[int]:
+def in_turn(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
     """What is to be done in the order given, each right behind what it needs: so a comparison fills up evenly."""
     wanted, turn = set(todo), {}  # a dict keeps the order
 
     def add(at: int):
-        for one in before[at].values():
+        for one in dependencies[at].values():
             add(one)
         if at in wanted:
             turn[at] = None
@@ -176,7 +176,7 @@ def in_turn(todo: Sequence[int], before: Sequence[dict[str, int]]) -> list[int]:
     return list(turn)
 
 
-def obstacle(before: dict[str, dict | None]) -> Exception | None:
+def blocked_by(before: dict[str, dict | None]) -> Exception | None:
     """What keeps a run from being trained, by the records of those before it; the first that has not finished decides."""
     for field, record in before.items():
         if record is None:
@@ -202,7 +202,7 @@ def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict
     """Leave a record of a run that raised, and return it; None where another process is at it. A finished record stays."""
     from filelock import FileLock, Timeout
 
-    from smallvit.train.fitting import blank
+    from smallvit.train.fit import blank
 
     killed = isinstance(error, BrokenProcessPool)
     reason = "the worker was killed twice (out of memory?)" if killed else f"{type(error).__name__}: {error}"
@@ -240,7 +240,7 @@ def recall(run: Run, out: str | Path, recipe: str) -> dict | None:
     return record | {"recipe": recipe} | {name: getattr(run, name) for name in NAMING}
 
 
-def announce_strangers(found: Sequence[dict | None]):
+def warn_other_version(found: Sequence[dict | None]):
     """Say how many finished runs come from another version of the library: they are kept, and shown as they are."""
     now = records.code()["sha256"]
     strange = sum(record is not None and record["code"]["sha256"] != now for record in found)

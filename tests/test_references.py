@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smallvit import LeNet, Pixels, ResNet, SmallCNN, initialise
-from smallvit.compute import footprint
+from smallvit import LeNet, Pixels, ResNet, SmallCNN, initialize
+from smallvit.flops import footprint
 from smallvit.objectives.dino import width
 
 
@@ -58,7 +58,7 @@ def test_making_the_cnn_leaves_no_trace_in_its_running_statistics():
 
 
 def test_seeds_decide_the_weights():
-    one, again, other = (initialise(SmallCNN((8, 8), 1, 5), seed).state_dict() for seed in (0, 0, 1))
+    one, again, other = (initialize(SmallCNN((8, 8), 1, 5), seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(one[name], again[name]) for name in one)
     drawn = [name for name in one if one[name].unique().numel() > 1 and name.endswith("weight")]
     assert len(drawn) == 4 + 2
@@ -220,7 +220,7 @@ def test_the_global_seed_decides_a_resnets_weights_and_initialise_leaves_its_bod
     assert all(torch.equal(one[name], again[name]) for name in one)
     drawn = [name for name in one if one[name].ndim > 1]
     assert len(drawn) > 10 and not any(torch.equal(one[name], other[name]) for name in drawn)
-    kept = initialise(made(0), seed=5).state_dict()
+    kept = initialize(made(0), seed=5).state_dict()
     assert all(torch.equal(one[name], kept[name]) for name in one if name.startswith("body."))
 
 

@@ -17,10 +17,10 @@ from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from smallvit.execution import AS_IT_IS, Execution, refuse_unknown
+from smallvit.numerics import DEFAULT, Numerics, refuse_unknown
 from smallvit.run import Run
 
-from .schedule import Schedule
+from .scheduler import Scheduler
 
 
 def launch(
@@ -32,7 +32,7 @@ def launch(
     jobs: int | None = None,
     stack: int = 1,
     device: str = "cpu",
-    execution: Execution = AS_IT_IS,
+    numerics: Numerics = DEFAULT,
     retry: bool = False,
     fail_fast: bool = False,
     show: Callable[[dict], None] | None = None,
@@ -41,8 +41,8 @@ def launch(
 
     `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
     there. With `stack` > 1 so many runs that differ only in their seed are trained as one model, which is faster where models
-    are small: they agree with those trained alone to rounding, and their records say so. All steps are computed as `execution`
-    says, which `smallvit.launch.trial.fastest` finds; the records say that too. A failed run is reported at once,
+    are small: they agree with those trained alone to rounding, and their records say so. All steps are computed as `numerics`
+    says, which `smallvit.launch.autotune.autotune` finds; the records say that too. A failed run is reported at once,
     leaves a record that says why, and is tried again only with `retry=True`; one whose weights were not to be had is tried
     again every time. A worker that is killed has its run taken up once more from its checkpoint. `show(record)` is called for
     every record as it comes.
@@ -50,7 +50,7 @@ def launch(
     refuse_absent(device)
     if stack < 1:
         raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
-    refuse_unknown(execution, stack)
+    refuse_unknown(numerics, stack)
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
 
@@ -58,9 +58,9 @@ def launch(
         return record["status"] == "unavailable" or (retry and record["status"] != "finished")
 
     context = processes(device)
-    schedule = Schedule(runs, out, recipe, again=again, stack=stack, fail_fast=fail_fast, show=show)
-    slots = [Slot(context, source, device, execution) for _ in range(min(jobs or cores(), len(schedule.queue)))]
-    busy: dict[Future, Slot] = {}
+    schedule = Scheduler(runs, out, recipe, again=again, stack=stack, fail_fast=fail_fast, show=show)
+    slots = [Worker(context, source, device, numerics) for _ in range(min(jobs or cores(), len(schedule.queue)))]
+    busy: dict[Future, Worker] = {}
     try:
         while schedule.queue or busy:
             for slot in slots:
@@ -95,13 +95,13 @@ def processes(device: str) -> BaseContext:
     # with what the first step of an optimizer, the first digits and the first probe would load: two seconds of each worker's
     loaded_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
     forkserver.set_forkserver_preload(["smallvit.launch.worker", *loaded_once])
-    with deaf():
+    with ignore_sigint():
         forkserver.ensure_running()
     return get_context("forkserver")
 
 
 @contextmanager
-def deaf() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """A process that is started meanwhile does not hear Ctrl-C, not while it loads either; its parent decides."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -113,11 +113,11 @@ def deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class Slot:
+class Worker:
     """A worker process of its own, so that when it dies it is known which run died with it."""
 
-    def __init__(self, context: BaseContext, source: str | Path | None, device: str, execution: Execution):
-        self.context, self.settings = context, (source, device, execution)
+    def __init__(self, context: BaseContext, source: str | Path | None, device: str, numerics: Numerics):
+        self.context, self.settings = context, (source, device, numerics)
         self.at: list[int] = []  # which runs it is at
         self.replace()
 

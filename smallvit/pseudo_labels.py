@@ -13,7 +13,7 @@ from smallvit.data import Images
 from smallvit.evaluate import features
 
 
-def spread_labels(
+def label_spreading(
     model: nn.Module,
     known: Images,
     images: Images,

@@ -1,16 +1,16 @@
-"""Arms: what stands in a comparison; every technique at every number of labels and every seed, and the floors to beat."""
+"""Arms: what stands in a comparison; every technique at every number of labels and every seed, and the references to beat."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from smallvit.augment import Views
+from smallvit.augment import MultiCrop
 from smallvit.components import function
 from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
-from smallvit.floors import Pixels, SmallCNN
 from smallvit.objectives import Supervised
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
 from smallvit.record import RANDOM
+from smallvit.references import Pixels, SmallCNN
 from smallvit.run import Run, fingerprint
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import ViT
@@ -33,17 +33,17 @@ def ablate(
     *,
     labels: Iterable[int | None] = (None,),
     seeds: Iterable[int] = range(8),
-    floors: bool = True,
-    yardsticks: dict[str, Run] | None = None,
+    references: bool = True,
+    extra_references: dict[str, Run] | None = None,
 ) -> list[Run]:
     """Every arm for every number of labels and every seed; the first arm is the baseline of all differences.
 
-    The floors stand in every comparison unless `floors=False`: raw pixels under logistic regression and under kNN, a small CNN
-    trained as the baseline is, and where an arm is judged by a probe the same probe of its random weights. `yardsticks` are
+    The references stand in every comparison unless `references=False`: raw pixels under logistic regression and under kNN, a small CNN
+    trained as the baseline is, and where an arm is judged by a probe the same probe of its random weights. `extra_references` are
     more of them, such as `imagenet_vit_s(baseline)`: they stand in the tables and get no verdict. Seeds come outermost within
     a number of labels, so that a half-finished recipe already compares all arms.
 
-    Raises ValueError if two arms are the same run under two names, if an arm bears a floor's name or asks for another number of
+    Raises ValueError if two arms are the same run under two names, if an arm bears a reference's name or asks for another number of
     labels, and if a seed or a number of labels is given twice: one run is not two.
     """
     labels, seeds = several(labels, "labels"), several(seeds, "seeds")
@@ -55,42 +55,42 @@ def ablate(
                 f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
             )
     named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
-    for kind, more in (("a floor", the_floors(list(arms.values())) if floors else {}), ("a yardstick", yardsticks or {})):
+    for kind, more in (("a reference", standard_references(list(arms.values())) if references else {}), ("a reference", extra_references or {})):
         for name, run in more.items():
             if name in named:
-                other = "an arm" if name in arms else "a floor"
-                raise ValueError(f"{name!r} is the name of {kind} and of {other}; give one of them another, or floors=False")
-            named[name] = (run, "floor")
+                other = "an arm" if name in arms else "a reference"
+                raise ValueError(f"{name!r} is the name of {kind} and of {other}; give one of them another, or references=False")
+            named[name] = (run, "reference")
     same: dict[str, str] = {}
     for name, (run, _) in named.items():
         other = same.setdefault(fingerprint(placed(run, None, 0)), name)
         if other != name:
-            advice = "; one is a floor, leave the floors out by floors=False" if named[name][1] == "floor" else ""
+            advice = "; one is a reference, leave the references out by references=False" if named[name][1] == "reference" else ""
             raise ValueError(
                 f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice{advice}"
             )
     runs = [
-        placed(replace(run, arm=name, role=role, against=next(iter(arms))), count, seed)
+        placed(replace(run, arm=name, role=role, baseline=next(iter(arms))), count, seed)
         for count in labels
         for seed in seeds
         for name, (run, role) in named.items()
     ]
     names = {fingerprint(run): run.arm for run in runs}
     for run in runs:
-        name_before(run, run.arm, names)
+        name_dependencies(run, run.arm, names)
     return [called(run, names) for run in runs]
 
 
-def name_before(run: Run, arm: str, names: dict[str, str]):
+def name_dependencies(run: Run, arm: str, names: dict[str, str]):
     """Give what is trained before a run of that arm a name, unless it is an arm itself."""
-    for field, before in run.before.items():
+    for field, before in run.dependencies.items():
         names.setdefault(fingerprint(before), f"{'start' if field == 'init' else 'teacher'} of {arm}")
-        name_before(before, arm, names)
+        name_dependencies(before, arm, names)
 
 
 def called(run: Run, names: dict[str, str]) -> Run:
     """The run by its name, and so all that is trained before it: by its arm's if it is one, so that it is trained once."""
-    return replace(run, arm=names[fingerprint(run)], **{field: called(before, names) for field, before in run.before.items()})
+    return replace(run, arm=names[fingerprint(run)], **{field: called(before, names) for field, before in run.dependencies.items()})
 
 
 def placed(run: Run, labels: int | None, seed: int) -> Run:
@@ -100,14 +100,14 @@ def placed(run: Run, labels: int | None, seed: int) -> Run:
     """
     before = {
         field: placed(other, other.labels or (labels if depends_on_labels(other) else None), seed)
-        for field, other in run.before.items()
+        for field, other in run.dependencies.items()
     }
     return replace(run, labels=labels, seed=seed, **before)
 
 
 def depends_on_labels(run: Run) -> bool:
     """Whether the images depend on the number of labels, of this run or of one that is trained before it."""
-    return not run.unlabelled or run.pseudo_labels is not None or any(depends_on_labels(other) for other in run.before.values())
+    return not run.unlabelled or run.pseudo_labels is not None or any(depends_on_labels(other) for other in run.dependencies.values())
 
 
 def several(values: Iterable, name: str) -> list:
@@ -120,26 +120,26 @@ def several(values: Iterable, name: str) -> list:
     return values
 
 
-def the_floors(arms: list[Run]) -> dict[str, Run]:
+def standard_references(arms: list[Run]) -> dict[str, Run]:
     """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights.
 
     The small CNN is trained as the baseline is, so there is none where the baseline is not trained.
     """
     baseline = arms[0]
-    untrained = SUPERVISED | {"steps": 0, "augment": (), "average": 0.0, "early_stop": 0}
+    untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
     pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
     few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
     asked = {name: knob for name, knob in getattr(few, "keywords", {}).items() if name in ("shots", "draws", "strength")}
     few = () if few is None else (partial(few_shot, **asked),)  # pixels have neither layers nor a class token
-    floors = {
+    references = {
         "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
         "pixels, nearest neighbour": pixels,
     }
     if baseline.steps:
-        seen = tuple(step for step in baseline.augment if not isinstance(step, Views))
-        floors["small CNN"] = replace(baseline, model=SmallCNN, augment=seen, **SUPERVISED, evaluators=(accuracy,))
+        seen = tuple(step for step in baseline.augment if not isinstance(step, MultiCrop))
+        references["small CNN"] = replace(baseline, model=SmallCNN, augment=seen, **SUPERVISED, evaluators=(accuracy,))
     probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
-    return floors if probed is None else floors | {RANDOM: replace(probed, **untrained)}
+    return references if probed is None else references | {RANDOM: replace(probed, **untrained)}
 
 
 def imagenet_vit_s(
@@ -151,7 +151,7 @@ def imagenet_vit_s(
     upsampled: bool = False,
     scratch: bool = True,
 ) -> dict[str, Run]:
-    """A ViT-S from ImageNet on the data of the baseline, as yardsticks for `ablate`: fine-tuned, frozen, and from scratch.
+    """A ViT-S from ImageNet on the data of the baseline, as extra_references for `ablate`: fine-tuned, frozen, and from scratch.
 
     At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to what
     the weights were trained on (224 pixels, 196 patches). Fine-tuned are `FINE_TUNING` steps, with a rate that falls
@@ -167,14 +167,14 @@ def imagenet_vit_s(
     own = dict(
         model=partial(vit, drop_path=0.1),
         init=weights,
-        augment=tuple(step for step in baseline.augment if not isinstance(step, Views)),
+        augment=tuple(step for step in baseline.augment if not isinstance(step, MultiCrop)),
         schedule=None,
         steps=min(baseline.steps, FINE_TUNING),
         lr=5e-4,
         weight_decay=0.05,
         layer_decay=0.75,
         clip=1.0,
-        average=0.0,
+        ema=0.0,
         evaluators=None,
     )
     tuned = baseline.vary(**SUPERVISED | own)

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from smallvit import record as records
 from smallvit.augment import Batch, apply
-from smallvit.compute import footprint
 from smallvit.data import Dataset, Images, Subset
 from smallvit.evaluate import Splits, accuracy, frozen, knn
-from smallvit.execution import AS_IT_IS, Computed, Execution
+from smallvit.flops import footprint
+from smallvit.numerics import DEFAULT, Computed, Numerics
 from smallvit.objectives.collapse import Monitor, measure
-from smallvit.optimise import average, decay_groups, pace, tensors
+from smallvit.optim import decay_groups, ema_update, learning_rate, tensors
+from smallvit.rng import stream
 from smallvit.run import Run, fingerprint
-from smallvit.streams import stream
 from smallvit.vit import ViT
 
-from .starts import begin
+from .initialize import begin
 
 CHECKS = 12  # how often a run looks at its loss and its validation images
 CHECKPOINT_SECONDS = 10.0
@@ -48,15 +48,15 @@ class Training:
         device: str,
         start: Path | None = None,
         teacher: Path | None = None,
-        execution: Execution = AS_IT_IS,
+        numerics: Numerics = DEFAULT,
     ):
         self.run, self.spec, self.subset = run, data.spec, subset
         self.device = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
         self.device = self.device or torch.device("cpu")
         objective, self.weights, self.made_of = begin(run, data.spec, start, teacher)
         self.objective = objective.to(self.device)
-        self.execution = execution
-        self.averaged = copy.deepcopy(self.objective.model).requires_grad_(False) if run.average else None
+        self.numerics = numerics
+        self.averaged = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
         self.optimizer = None
         if run.steps:
             groups, self.paces = decay_groups(self.objective, run.weight_decay, run.layer_decay)
@@ -64,7 +64,7 @@ class Training:
         started = time.perf_counter()
         self.images = self.to_train_on(data)
         self.trained = [p for p in self.objective.parameters() if p.requires_grad]
-        self.pairs = tensors(self.averaged, self.objective.model) if run.average else []
+        self.pairs = tensors(self.averaged, self.objective.model) if run.ema else []
         self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
         self.curve: list[list] = []  # step, mean loss since the last check, validation accuracy
         self.best: dict[str, Tensor] | None = None
@@ -82,7 +82,7 @@ class Training:
         return Images(images.images.to(self.device), labels.to(self.device), self.spec)
 
     @property
-    def told(self) -> float:
+    def label_mask(self) -> float:
         """By this the targets are multiplied: what is not known cannot be read."""
         return 0.0 if self.run.unlabelled and not self.run.pseudo_labels else 1.0
 
@@ -99,11 +99,11 @@ class Training:
     @property
     def share(self) -> float:
         """By how much the averaged weights move towards those of this step."""
-        return 1 / min(self.step, max(self.run.average * self.run.steps, 1))
+        return 1 / min(self.step, max(self.run.ema * self.run.steps, 1))
 
-    def advance(self):
+    def train_step(self):
         """One optimizer step."""
-        run, batch = self.run, self.draw()
+        run, batch = self.run, self.next_batch()
         self.set_rates(self.optimizer)
         self.optimizer.zero_grad()  # before the forward pass, which needs the room
         with self.computing():
@@ -118,15 +118,15 @@ class Training:
         if hasattr(self.objective, "after_step"):
             self.objective.after_step(self.progress)
         if self.averaged is not None:
-            average(self.pairs, self.share)
+            ema_update(self.pairs, self.share)
 
-    def draw(self) -> Batch:
+    def next_batch(self) -> Batch:
         """The batch of this step: chosen, augmented and normalised. What draws without a generator, dropout too, is set up."""
         run, images, step = self.run, self.images, self.step
         torch.manual_seed(stream(run.seed, "dropout", step))
         chosen = order(len(images), run.batch, step, run.seed).to(images.labels.device)
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
-        batch = apply(run.augment, Batch(images.pixels(chosen), self.told * images.targets(chosen)), generator)
+        batch = apply(run.augment, Batch(images.pixels(chosen), self.label_mask * images.targets(chosen)), generator)
         normalise = self.spec.normalise
         batch = batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
         if not hasattr(self.objective, "prepare"):
@@ -138,12 +138,12 @@ class Training:
         """The learning rates of this step."""
         run = self.run
         for group, own in zip(optimizer.param_groups, self.paces):
-            group["lr"] = run.lr * own(self.progress, pace(self.progress, run.warmup, 1 / run.steps, run.schedule))
+            group["lr"] = run.lr * own(self.progress, learning_rate(self.progress, run.warmup, 1 / run.steps, run.schedule))
 
     @property
     def precision(self) -> str:
-        """Of the products: what the execution says, or else the run."""
-        return self.execution.precision or self.run.precision
+        """Of the products: what the numerics says, or else the run."""
+        return self.numerics.precision or self.run.precision
 
     @contextmanager
     def computing(self):
@@ -153,7 +153,7 @@ class Training:
 
     @functools.cached_property
     def computed(self) -> Computed:
-        return Computed(self.objective, self.execution)
+        return Computed(self.objective, self.numerics)
 
     def count(self, loss: Tensor):
         """A step has been taken."""
@@ -164,7 +164,7 @@ class Training:
     def checks(self) -> set[int]:
         return {round(self.run.steps * check / CHECKS) for check in range(1, CHECKS + 1)}
 
-    def look(self):
+    def validate(self):
         """Put a point on the curve; where the run chooses, keep the weights if they are the best so far."""
         since = self.step - (self.curve[-1][0] if self.curve else 0)
         loss = self.loss.item() / since
@@ -203,8 +203,8 @@ class Training:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
-            "kernel": self.execution.kernel or "rule",
-            "compiled": self.execution.compiled,
+            "kernel": self.numerics.kernel or "rule",
+            "compiled": self.numerics.compiled,
             "stacked": self.stacked,
             "weights": self.weights,
             "tokens": self.model.places(1, self.model.image)[0].tokens if isinstance(self.model, ViT) else None,
@@ -233,7 +233,7 @@ class Training:
             "averaged": self.averaged and self.averaged.state_dict(),
             "best": self.best,
             "stacked": self.stacked,
-            "execution": [*self.execution],
+            "numerics": [*self.numerics],
         }
         state = whole(state) if self.stacked else state
         records.write_atomic(self.checkpoint, lambda new: torch.save(state, new))
@@ -261,26 +261,26 @@ class Training:
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
         self.curve, self.best, self.stacked = state["curve"], state["best"], state["stacked"]
         self.health, self.monitor.in_a_row = state["health"], state["in_a_row"]
-        self.execution = Execution(*state["execution"])  # as it began, whatever is chosen today
+        self.numerics = Numerics(*state["numerics"])  # as it began, whatever is chosen today
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
 
 
-def go(members: Sequence[Training], advance: Callable[[], None], watch: Watch):
-    """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`. `advance` takes a step of all members."""
+def train(members: Sequence[Training], train_step: Callable[[], None], watch: Watch):
+    """Train to the end, with a checkpoint every `CHECKPOINT_SECONDS`. `train_step` takes a step of all members."""
     first = members[0]
     for member in members:
         member.objective.train()
     saved = last = time.perf_counter()
     while first.step < first.run.steps and not first.stopped_early():
-        advance()
+        train_step()
         if not first.run.reads_labels:
-            first.monitor.look(first.step, first.objective.seen)
+            first.monitor.check(first.step, first.objective.seen)
         if first.step in first.checks:
             for member in members:
-                member.look()
+                member.validate()
             watch(first.step, first.curve[-1][2])
         now = time.perf_counter()
         for member in members:

@@ -11,7 +11,7 @@ from scipy.stats import kstest, uniform
 from sklearn.datasets import load_digits
 
 from smallvit import augment
-from smallvit.augment import Batch, Flip, Mixup, Noise, Views, Warp, digit_views, photo_views
+from smallvit.augment import Batch, Flip, Mixup, MultiCrop, Noise, Warp, digit_crops, photo_crops
 from smallvit.components import describe, rebuild
 from smallvit.data import mnist
 
@@ -19,9 +19,9 @@ MNIST = Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw"
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs MNIST and there is none in {MNIST}")
 STRENGTHS = (0.0, 0.5, 1.0, 1.5)
 PRESETS = {
-    "digits": digit_views(local=3, size=7),
-    "photos": photo_views(local=3, size=7),
-    "photos without colour": photo_views(local=3, size=7, colour=False),
+    "digits": digit_crops(local=3, size=7),
+    "photos": photo_crops(local=3, size=7),
+    "photos without colour": photo_crops(local=3, size=7, colour=False),
 }
 
 
@@ -156,7 +156,7 @@ def peak(images):
 )
 def test_every_view_of_a_digit_shows_ink_half_as_bright_as_its_brightest(name, size, strength):
     images = handwritten(name)
-    for seen in views(digit_views(strength, local=2, size=size), Batch(images, torch.ones(len(images), 1))):
+    for seen in views(digit_crops(strength, local=2, size=size), Batch(images, torch.ones(len(images), 1))):
         assert (peak(seen) >= peak(images).repeat(2) / 2 - 1e-5).all()
 
 
@@ -185,10 +185,10 @@ def test_only_blank_windows_are_moved(monkeypatch):
 
 def test_a_black_image_is_no_error():
     given = Batch(torch.zeros(4, 1, 28, 28), torch.ones(4, 1))
-    assert all((seen == 0).all() for seen in views(digit_views(), given))
+    assert all((seen == 0).all() for seen in views(digit_crops(), given))
 
 
-# Views
+# MultiCrop
 
 
 def test_views_come_view_after_view_each_its_own_draw_and_leave_the_batch_alone():
@@ -196,7 +196,7 @@ def test_views_come_view_after_view_each_its_own_draw_and_leave_the_batch_alone(
     level = torch.arange(1, b + 1).reshape(b, 1, 1, 1) / b
     given = Batch(level.expand(b, 1, 12, 12).contiguous(), torch.eye(b))
     window, part = Warp(crop=(0.4, 1.0), fill="edge"), Warp(crop=(0.1, 0.4), fill="edge", size=6)
-    step = Views(first=(window,), small=(part,), local=3)
+    step = MultiCrop(first=(window,), small=(part,), local=3)
     out = step(given, seeded())
     assert out.images is given.images and out.targets is given.targets
     whole, small = out.views
@@ -225,7 +225,7 @@ def test_views_of_any_channels_and_rectangles(name, c, h, w):
     assert torch.equal(torch.get_rng_state(), state), "something is drawn elsewhere"
 
 
-@pytest.mark.parametrize("preset", [digit_views, photo_views])
+@pytest.mark.parametrize("preset", [digit_crops, photo_crops])
 def test_without_local_views_the_global_ones_are_the_same(preset):
     given = batch(6, 3)
     (alone,) = views(preset(local=0), given)
@@ -235,25 +235,25 @@ def test_without_local_views_the_global_ones_are_the_same(preset):
 
 def test_the_second_view_and_steps_of_other_kinds_are_used():
     given = batch(6)
-    (seen,) = views(Views(first=(), second=(Flip(probability=1),)), given)
+    (seen,) = views(MultiCrop(first=(), second=(Flip(probability=1),)), given)
     assert torch.equal(seen, torch.cat([given.images, given.images.flip(-1)]))
-    (seen,) = views(Views(first=(Noise(std=0.1), Warp(crop=(0.5, 0.9)))), given)
+    (seen,) = views(MultiCrop(first=(Noise(std=0.1), Warp(crop=(0.5, 0.9)))), given)
     assert not torch.equal(seen[:6], seen[6:])
-    kept = Mixup()(Views(first=())(given, seeded()), seeded()).views
-    assert len(kept) == 1, "a step after Views lost them"
+    kept = Mixup()(MultiCrop(first=())(given, seeded()), seeded()).views
+    assert len(kept) == 1, "a step after MultiCrop lost them"
 
 
 def test_the_table_says_what_a_model_will_see():
-    (step,) = digit_views(local=4, size=16)
+    (step,) = digit_crops(local=4, size=16)
     assert step.table(28) == [("global", 2, (28, 28)), ("local", 4, (16, 16))]
     assert step.table((24, 40)) == [("global", 2, (24, 40)), ("local", 4, (16, 16))]
-    assert Views(first=()).table(28) == [("global", 2, (28, 28))]
-    step = Views(first=(Warp(size=(20, 24)), Flip()), small=(Flip(), Warp(size=8)), local=1)
+    assert MultiCrop(first=()).table(28) == [("global", 2, (28, 28))]
+    step = MultiCrop(first=(Warp(size=(20, 24)), Flip()), small=(Flip(), Warp(size=8)), local=1)
     assert step.table(28) == [("global", 2, (20, 24)), ("local", 1, (8, 8))]
     assert [tuple(one.shape[2:]) for one in views(step, batch(2))] == [size for _, _, size in step.table(12)]
 
 
-@pytest.mark.parametrize("preset", [digit_views, photo_views])
+@pytest.mark.parametrize("preset", [digit_crops, photo_crops])
 def test_views_are_values_that_a_record_can_hold(preset):
     (step,) = preset()
     assert rebuild(describe(step)) == step and hash(rebuild(describe(step))) == hash(step)
@@ -264,18 +264,18 @@ def test_views_are_values_that_a_record_can_hold(preset):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Views(first=Warp()), r"Views\(first=Warp\(.*expected a tuple of steps"),
-        (lambda: Views(first=None), r"Views\(first=None\): expected a tuple of steps"),
-        (lambda: Views(first=(), small=(3,)), r"Views\(small=\(3,\)\): expected a tuple of steps"),
-        (lambda: Views(first=(), local=-1), r"Views\(local=-1\): expected how many"),
-        (lambda: Views(first=(), small=(Flip(),), local=2.0), r"Views\(local=2.0\): expected how many"),
-        (lambda: Views(first=(), local=2), r"Views\(local=2\) has no steps for them"),
-        (lambda: Views(first=()).table("28"), r"image_size is '28'; expected a side"),
-        (lambda: Views(first=(Warp(size=8),), second=(Warp(size=9),))(batch(), seeded()), r"\(8, 8\) and \(9, 9\) pixels"),
-        (lambda: digit_views(1.6), r"digit_views\(strength=1.6\): expected 0 to 1.5"),
-        (lambda: photo_views(-1), r"photo_views\(strength=-1\): expected 0 to 2"),
-        (lambda: digit_views(size=0), r"Warp\(size=0\)"),
-        (lambda: photo_views(local=True), r"Views\(local=True\)"),
+        (lambda: MultiCrop(first=Warp()), r"MultiCrop\(first=Warp\(.*expected a tuple of steps"),
+        (lambda: MultiCrop(first=None), r"MultiCrop\(first=None\): expected a tuple of steps"),
+        (lambda: MultiCrop(first=(), small=(3,)), r"MultiCrop\(small=\(3,\)\): expected a tuple of steps"),
+        (lambda: MultiCrop(first=(), local=-1), r"MultiCrop\(local=-1\): expected how many"),
+        (lambda: MultiCrop(first=(), small=(Flip(),), local=2.0), r"MultiCrop\(local=2.0\): expected how many"),
+        (lambda: MultiCrop(first=(), local=2), r"MultiCrop\(local=2\) has no steps for them"),
+        (lambda: MultiCrop(first=()).table("28"), r"image_size is '28'; expected a side"),
+        (lambda: MultiCrop(first=(Warp(size=8),), second=(Warp(size=9),))(batch(), seeded()), r"\(8, 8\) and \(9, 9\) pixels"),
+        (lambda: digit_crops(1.6), r"digit_crops\(strength=1.6\): expected 0 to 1.5"),
+        (lambda: photo_crops(-1), r"photo_crops\(strength=-1\): expected 0 to 2"),
+        (lambda: digit_crops(size=0), r"Warp\(size=0\)"),
+        (lambda: photo_crops(local=True), r"MultiCrop\(local=True\)"),
     ],
 )  # fmt: skip
 def test_what_is_no_set_of_views_is_refused(build, message):
@@ -287,12 +287,12 @@ def test_what_is_no_set_of_views_is_refused(build, message):
 
 
 def test_digits_are_safe_in_digit_views_and_not_in_photo_views():
-    assert all(step.unsafe_for_digits is None for strength in STRENGTHS for step in digit_views(strength))
-    assert "mirror" in photo_views()[0].unsafe_for_digits
-    assert "mirror" in Views(first=(), small=(Flip(),), local=1).unsafe_for_digits
+    assert all(step.unsafe_for_digits is None for strength in STRENGTHS for step in digit_crops(strength))
+    assert "mirror" in photo_crops()[0].unsafe_for_digits
+    assert "mirror" in MultiCrop(first=(), small=(Flip(),), local=1).unsafe_for_digits
 
 
-@pytest.mark.parametrize(("preset", "most"), [(digit_views, 1.5), (photo_views, 2)])
+@pytest.mark.parametrize(("preset", "most"), [(digit_crops, 1.5), (photo_crops, 2)])
 def test_strength_changes_what_is_in_the_windows_and_not_the_windows(preset, most):
     sets = (off,), _, _ = preset(0), preset(), preset(most)
     crops = [[steps[0].crop for steps in (one.first, one.small)] for (one,) in sets]
@@ -307,7 +307,7 @@ def test_strength_changes_what_is_in_the_windows_and_not_the_windows(preset, mos
 
 def test_photo_views_are_dinos():
     """Caron et al. 2021, appendix, and its published code."""
-    (step,) = photo_views()
+    (step,) = photo_crops()
     chances = {
         name: {type(part).__name__: getattr(part, "probability", 1) for part in getattr(step, name)}
         for name in ("first", "second", "small")

@@ -1,8 +1,8 @@
-"""smallvit shapes: what comes out of a model, step by step."""
+"""smallvit summary: what comes out of a model, step by step."""
 
 import argparse
 
-from smallvit import like, shapes
+from smallvit import like, summary
 from smallvit.recipe import find_recipe, load_recipe, only
 
 
@@ -19,7 +19,7 @@ def main(chosen: argparse.Namespace) -> int:
         model = run.model(size, image[0], len(spec.classes))
         print(f"{path.stem}, {run.arm}:")
     try:
-        print(shapes(model, image))
+        print(summary(model, image))
     except (AssertionError, RuntimeError) as error:  # of a model that is not ours
         raise ValueError(f"{chosen.model} does not take images of {' x '.join(map(str, image))}: {error}") from error
     return 0

@@ -29,15 +29,15 @@ STYLE = {
 
 
 def styles(comparison: Comparison) -> dict[str, dict]:
-    """Arm -> its `colour` (for matplotlib), `css`, `marker` and `glyph`: the baseline in ink, floors faint, techniques in hues.
+    """Arm -> its `colour` (for matplotlib), `css`, `marker` and `glyph`: the baseline in ink, references faint, techniques in hues.
 
     Nine markers over eight hues keep 72 techniques apart.
     """
-    turns, out = {"baseline": 0, "technique": 0, "floor": 0}, {}
+    turns, out = {"baseline": 0, "technique": 0, "reference": 0}, {}
     for arm, role in comparison.arms.items():
         turn = turns[role]
         turns[role] += 1
-        colour = {"baseline": INK, "floor": FAINT, "technique": ARM.format(turn % len(LIGHT))}[role]
+        colour = {"baseline": INK, "reference": FAINT, "technique": ARM.format(turn % len(LIGHT))}[role]
         marker = "o" if role == "baseline" else list(GLYPHS)[(turn + 1) % len(GLYPHS)]
         out[arm] = {"colour": colour, "css": css(colour), "marker": marker, "glyph": GLYPHS[marker]}
     return out

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smallvit import DINO, Distill, PatchEmbed, Pixels, Run, Splits, ViT, ablate, augment, data, digits, knn, spread_labels
+from smallvit import DINO, Distill, PatchEmbed, Pixels, Run, Splits, ViT, ablate, augment, data, digits, knn, label_spreading
 from smallvit.data import Images
 from smallvit.launch.plan import plan
 from smallvit.record import WEIGHTS
 from smallvit.train import fit
-from smallvit.train import training as trainings
+from smallvit.train import loop as trainings
 
 PIXELS = Pixels((1, 2), 1, 3)  # whose features are those of any image
 
@@ -44,7 +44,7 @@ def test_labels_are_the_papers(neighbours, alpha):
     y[range(9), known.labels] = 1
     f = (1 - alpha) * np.linalg.solve(np.eye(n) - alpha * root @ w @ root, y)
     told = f.max(1) > np.sort(f, 1)[:, -2] + 1e-9  # with one neighbour some images are reached by nobody
-    found = spread_labels(PIXELS, known, asked, neighbours=neighbours, alpha=alpha, steps=3_000).numpy()
+    found = label_spreading(PIXELS, known, asked, neighbours=neighbours, alpha=alpha, steps=3_000).numpy()
     assert told[9:].sum() >= 15 and (found == f.argmax(1)[9:])[told[9:]].all()
 
 
@@ -54,13 +54,13 @@ def test_labels_follow_a_chain_where_the_nearest_labelled_image_is_of_another_cl
     )
     known = images([chain[0], others[4]], [0, 1])
     asked = images([*chain[1:], *others[:4], *others[5:]], [0] * 47)
-    found = spread_labels(PIXELS, known, asked, neighbours=2, steps=1_000)
+    found = label_spreading(PIXELS, known, asked, neighbours=2, steps=1_000)
     assert found.tolist() == [0] * 39 + [1] * 8  # the chain ends at 1, nearer to 1.4 than to 0
 
 
 def test_of_real_digits_more_are_right_than_by_the_nearest_that_is_known():
     drawn, all_of_them = digits().subset(labels=50, val=0, seed=0), digits().train
-    spread = spread_labels(PIXELS, drawn.train, all_of_them)
+    spread = label_spreading(PIXELS, drawn.train, all_of_them)
     nearest = next(knn(PIXELS, Splits(drawn.train, drawn.train, all_of_them)))[1]
     assert (spread == all_of_them.labels).double().mean() > nearest + 0.05
 
@@ -69,30 +69,30 @@ def test_what_the_images_are_called_changes_nothing_and_an_image_that_is_known_k
     drawn = digits().subset(labels=50, val=50, seed=0)
     model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
     asked = digits().train.take(slice(300))
-    found = [spread_labels(model, drawn.train, part) for part in (asked, replace(asked, labels=asked.labels.flip(0)))]
+    found = [label_spreading(model, drawn.train, part) for part in (asked, replace(asked, labels=asked.labels.flip(0)))]
     assert torch.equal(*found) and found[0].dtype == torch.int64 and len(found[0].unique()) > 3
-    again = spread_labels(model, drawn.train, drawn.train, neighbours=1, alpha=0.01)
+    again = label_spreading(model, drawn.train, drawn.train, neighbours=1, alpha=0.01)
     assert torch.equal(again, drawn.train.labels)
 
 
 @pytest.mark.parametrize("knobs", [{"neighbours": 0}, {"neighbours": 49}, {"alpha": 1.0}, {"alpha": 0.0}, {"steps": 0}])
 def test_numbers_out_of_range_are_refused(knobs):
     with pytest.raises(ValueError, match="expected"):
-        spread_labels(PIXELS, images(scattered(9, 0), [0, 1, 2] * 3), images(scattered(40, 1), [0] * 40), **knobs)
+        label_spreading(PIXELS, images(scattered(9, 0), [0, 1, 2] * 3), images(scattered(40, 1), [0] * 40), **knobs)
 
 
 # In a run
 
 TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
 SHORT = Run(model=TINY, labels=50, val=100, steps=12, batch=8, augment=augment.digits())
-BEFORE = SHORT.vary(
+DEPENDENCIES = SHORT.vary(
     objective=partial(DINO, prototypes=16, hidden=16, bottleneck=8),
-    augment=augment.digit_views(local=0),
+    augment=augment.digit_crops(local=0),
     unlabelled=True,
     clip=0.0,
-    average=0.0,
+    ema=0.0,
 )
-GUESSED = SHORT.vary(init=BEFORE, unlabelled=True, pseudo_labels=partial(spread_labels, neighbours=5))
+GUESSED = SHORT.vary(init=DEPENDENCIES, unlabelled=True, pseudo_labels=partial(label_spreading, neighbours=5))
 
 
 def test_a_run_learns_what_it_was_told_of_all_images_and_reads_no_label(tmp_path, monkeypatch):
@@ -102,11 +102,11 @@ def test_a_run_learns_what_it_was_told_of_all_images_and_reads_no_label(tmp_path
         given.append((len(known), len(others), others.labels.unique().tolist()))
         return (others.images.sum((1, 2, 3)) % 10).long()
 
-    monkeypatch.setattr("smallvit.pseudo.spread_labels", told)
-    told.__module__, told.__qualname__ = "smallvit.pseudo", "spread_labels"
-    run = SHORT.vary(init=BEFORE, unlabelled=True, pseudo_labels=told)
+    monkeypatch.setattr("smallvit.pseudo_labels.label_spreading", told)
+    told.__module__, told.__qualname__ = "smallvit.pseudo_labels", "label_spreading"
+    run = SHORT.vary(init=DEPENDENCIES, unlabelled=True, pseudo_labels=told)
     set_up = {}
-    before = trainings.Training.draw
+    before = trainings.Training.next_batch
 
     def draw(self):
         batch = before(self)
@@ -115,7 +115,7 @@ def test_a_run_learns_what_it_was_told_of_all_images_and_reads_no_label(tmp_path
             assert (batch.targets.sum(1) == 1).all()
         return batch
 
-    monkeypatch.setattr(trainings.Training, "draw", draw)
+    monkeypatch.setattr(trainings.Training, "next_batch", draw)
     record = fit(run, tmp_path)
     total = len(digits().train) - 100
     assert given == [(50, total, [0])] and record["unlabelled"] == total and record["labels"] == 50
@@ -126,16 +126,16 @@ def test_a_run_learns_what_it_was_told_of_all_images_and_reads_no_label(tmp_path
 def test_put_down_and_taken_up_again_the_labels_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(trainings, "CHECKPOINT_SECONDS", 0.0)
     fit(GUESSED, tmp_path / "whole")
-    advance, steps = trainings.Training.advance, []
+    train_step, steps = trainings.Training.train_step, []
 
     def until(self):
         if self.run.pseudo_labels and len(steps) == 5:
             raise KeyboardInterrupt
-        advance(self)
+        train_step(self)
         steps.extend([1] * bool(self.run.pseudo_labels))
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trainings.Training, "advance", until)
+        patch.setattr(trainings.Training, "train_step", until)
         fit(GUESSED, tmp_path / "broken")
     fit(GUESSED, tmp_path / "broken")
     one, other = (load_file(tmp_path / name / WEIGHTS) for name in ("whole", "broken"))
@@ -143,10 +143,10 @@ def test_put_down_and_taken_up_again_the_labels_are_the_same(tmp_path, monkeypat
 
 
 def test_a_run_that_spreads_labels_has_no_more_of_them_where_it_is_the_start_of_another():
-    guessed = replace(GUESSED, labels=None, init=replace(BEFORE, labels=None))
+    guessed = replace(GUESSED, labels=None, init=replace(DEPENDENCIES, labels=None))
     plain = replace(SHORT, labels=None)
     arms = {"base": plain, "tuned": plain.vary(init=guessed), "taught": plain.vary(objective=Distill, teacher=guessed)}
-    runs = ablate(arms, labels=[20, 40], seeds=[0], floors=False)
+    runs = ablate(arms, labels=[20, 40], seeds=[0], references=False)
     before = {(run.arm, run.labels): (run.init or run.teacher) for run in runs if run.arm != "base"}
     assert {key: run.labels for key, run in before.items()} == {key: key[1] for key in before} and len(before) == 4
     assert all(run.init.labels is None for run in before.values()), "what reads no label is one for all"
@@ -158,7 +158,7 @@ def test_a_run_that_spreads_labels_has_no_more_of_them_where_it_is_the_start_of_
         {"unlabelled": False},
         {"init": None},
         {"steps": 0},
-        {"objective": partial(DINO, prototypes=16), "augment": augment.digit_views()},
+        {"objective": partial(DINO, prototypes=16), "augment": augment.digit_crops()},
         {"pseudo_labels": "spread"},
         {"pseudo_labels": None},
     ],
@@ -171,7 +171,7 @@ def test_pseudo_labels_that_make_no_sense_are_refused(changes):
 def test_it_stands_in_a_recipe_beside_the_others():
     runs = ablate({"scratch": SHORT, "guessed": GUESSED}, labels=[50], seeds=range(2))
     said = plan(runs, 1, "cpu")
-    assert "pseudo_labels: None -> spread_labels(" in said and "guessed: 2 runs of 12 steps" in said
+    assert "pseudo_labels: None -> label_spreading(" in said and "guessed: 2 runs of 12 steps" in said
     assert all(run.pseudo_labels is None for run in runs if run.arm != "guessed")
 
 
@@ -181,4 +181,4 @@ def test_an_image_that_no_label_reaches_has_that_of_the_nearest_labelled_one():
 
     known = images([around(0.2, 4)[0], around(0.6, 4)[0]], [0, 1])
     asked = images([*around(0.2, 4)[1:], *around(0.6, 4)[1:], *around(1.4, 6)], [0] * 12)  # the last are an island
-    assert spread_labels(PIXELS, known, asked, neighbours=2).tolist() == [0] * 3 + [1] * 9
+    assert label_spreading(PIXELS, known, asked, neighbours=2).tolist() == [0] * 3 + [1] * 9

@@ -22,10 +22,10 @@ def spread(values: Sequence[float]) -> tuple[float | None, float | None, float |
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjustment: the smallest of m p-values times m, the next times m - 1, never below the one before."""
-    adjusted, floor = [1.0] * len(p_values), 0.0
+    adjusted, largest = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        floor = max(floor, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = floor
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
     return adjusted
 
 

@@ -32,7 +32,7 @@ class Steps(list):
         return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def shapes(model: "torch.nn.Module", image: tuple[int, int, int] | None = None) -> Steps:  # noqa: F821
+def summary(model: "torch.nn.Module", image: tuple[int, int, int] | None = None) -> Steps:  # noqa: F821
     """The parts of a model as an image goes through them, each with the shape that leaves it, n d for tokens.
 
     `image` is channels, height and width, by default those that a `ViT` was built for. Any model will do; lists of layers are
@@ -40,7 +40,7 @@ def shapes(model: "torch.nn.Module", image: tuple[int, int, int] | None = None) 
     image, they are those of an image of noise. Parameters and multiply-adds (as torch counts them: products alone) of all rows
     add up to the model's. A model on torch's device "meta" costs neither memory nor time. Printed, it is a table.
 
-    print(shapes(ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)))
+    print(summary(ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)))
 
     Raises   ValueError without `image` for a model that does not say which images it was built for.
     """

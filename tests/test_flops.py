@@ -10,6 +10,7 @@ from torch import nn
 
 from smallvit import (
     Attention,
+    AttentionOutput,
     ConvStem,
     ConvTokenizer,
     LearnedPrune,
@@ -17,7 +18,6 @@ from smallvit import (
     LocalityAttention,
     MeanTokens,
     Merge,
-    Mixed,
     PatchEmbed,
     Pixels,
     Projected,
@@ -25,9 +25,9 @@ from smallvit import (
     ShiftedPatchEmbed,
     SmallCNN,
     ViT,
-    compute,
+    flops,
 )
-from smallvit.compute import (
+from smallvit.flops import (
     block_macs,
     closed_form,
     counted,
@@ -36,10 +36,10 @@ from smallvit.compute import (
     forward,
     in_words,
     macs_of_each,
+    match_budget,
     milliseconds,
     reduces,
     seen_tokens,
-    setting,
     speedup,
     tokens_per_layer,
     unreduced,
@@ -180,7 +180,7 @@ class Pure(nn.Module):
         super().__init__()
 
     def forward(self, x, size=None, mask=None):
-        return Mixed(x)
+        return AttentionOutput(x)
 
 
 def test_what_has_no_closed_form_is_said_and_can_still_be_counted():
@@ -344,7 +344,7 @@ def test_speedup_is_over_both_kernels_and_leaves_the_model_alone(monkeypatch):
         kernels.extend({block.attention.fused for block in call.func.blocks} for call in calls)
         return [2.0, 8.0, 5.0]
 
-    monkeypatch.setattr(compute, "milliseconds", watched)
+    monkeypatch.setattr(flops, "milliseconds", watched)
     model = SMALL(reduction=partial(Merge, r=5)).eval()
     before = copy.deepcopy(model.state_dict())
     assert speedup(model, torch.randn(2, 1, 28, 28)) == (2.0, 2.5)
@@ -363,7 +363,7 @@ def test_speedup_is_over_both_kernels_and_leaves_the_model_alone(monkeypatch):
 )
 def test_a_setting_meets_its_share_of_the_macs(reduction, knob, between, share):
     model = partial(ViT, dim=64, depth=6, tokenizer=partial(PatchEmbed, patch=2))
-    value = setting(model, reduction, knob, share, between)
+    value = match_budget(model, reduction, knob, share, between)
     made = [model((28, 28), 1, 10, reduction=chosen) for chosen in (None, partial(reduction, **{knob: value}))]
     whole, left = (sum(closed_form(each).values()) for each in made)
     assert between[0] <= value <= between[1] and value == round(value, 3) and left / whole == pytest.approx(share, abs=0.02)
@@ -374,26 +374,26 @@ def test_a_setting_meets_its_share_of_the_macs(reduction, knob, between, share):
 )
 def test_a_setting_meets_its_share_of_the_last_tokens(reduction, knob, between):
     model = partial(ViT, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
-    value = setting(model, reduction, knob, 0.25, between, of="tokens")
+    value = match_budget(model, reduction, knob, 0.25, between, of="tokens")
     made = model((28, 28), 1, 10, reduction=partial(reduction, **{knob: value}))
     assert tokens_per_layer(made)[-1][1] / 197 == pytest.approx(0.25, abs=0.02)
     with pytest.raises(ValueError, match="of is 'time'; expected 'macs' or 'tokens'"):
-        setting(model, reduction, knob, 0.25, between, of="time")
+        match_budget(model, reduction, knob, 0.25, between, of="time")
 
 
 def test_a_share_out_of_reach_is_refused():
     with pytest.raises(ValueError, match=r"r from 0\.0 to 0\.1 comes to 0\.\d+ of the macs at best; expected 0\.3"):
-        setting(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1))
+        match_budget(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1))
 
 
 def test_a_tokenizer_that_was_counted_is_not_counted_again(monkeypatch):
     model = SMALL(reduction=partial(Merge, r=4))
     whole, embed = closed_form(model), embed_macs(model, (28, 28))
     assert whole["embed"] == embed > 0
-    monkeypatch.setattr(compute, "counted", lambda *words: pytest.fail("something was counted"))
+    monkeypatch.setattr(flops, "counted", lambda *words: pytest.fail("something was counted"))
     assert closed_form(model, embed=embed) == whole
 
 
 def test_every_public_function_is_tested_here():
-    found = {name for name, made in vars(compute).items() if inspect.isfunction(made) and made.__module__ == compute.__name__}
+    found = {name for name, made in vars(flops).items() if inspect.isfunction(made) and made.__module__ == flops.__name__}
     assert found - {"linear_macs", "has_closed_form"} <= set(globals())

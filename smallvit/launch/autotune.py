@@ -1,4 +1,4 @@
-"""The trial: how this machine trains the runs of a recipe fastest, found out by a few steps in every way that there is.
+"""The trial: how this machine trains the runs of a recipe autotune, found out by a few steps in every way that there is.
 
 One choice for the whole recipe, so that its arms stay comparable, and made once: it is kept beside the runs.
 """
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.execution import AS_IT_IS, CHOICES, Execution, refuse_unknown
+from smallvit.numerics import CHOICES, DEFAULT, Numerics, refuse_unknown
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
 
-from .pool import cores, refuse_absent
-from .schedule import with_those_before
+from .local import cores, refuse_absent
+from .scheduler import with_dependencies
 
 if TYPE_CHECKING:
-    from smallvit.train.training import Training
+    from smallvit.train.loop import Training
 
 STEPS, FEWEST = 8, 3  # timed of each; the fewest where they take long
 LONG_ENOUGH = 20.0  # seconds
@@ -38,15 +38,15 @@ Shapes = list[tuple[Run, int]]
 """Runs that stand for all that are alike in model and objective, and how many steps those take."""
 
 
-def fastest(
+def autotune(
     runs: Sequence[Run], folder: Path, jobs: int | None, device: str, given: dict | None = None
-) -> tuple[Execution, int, str]:
+) -> tuple[Numerics, int, str]:
     """How to compute the steps of these runs here, how many seeds to train as one, and in words why.
 
-    What is `given`, fields of an `Execution` and `stack`, is settled; the rest is tried: kernels of attention, half precision
+    What is `given`, fields of an `Numerics` and `stack`, is settled; the rest is tried: kernels of attention, half precision
     where all runs are in full precision, seeds as one, and compiling where the recipe is long enough for that to pay. The
     choice is kept in `folder` for this machine and what was given, and taken the next time, also for arms that came since: all
-    of a recipe is computed alike. Floors have no say in it.
+    of a recipe is computed alike. References have no say in it.
 
     Raises   ValueError for a device that is not there, and for what is given and is no choice.
     """
@@ -62,31 +62,31 @@ def fastest(
         with suppress(OSError, ValueError):  # none yet, or none that can be read
             kept = json.loads(path.read_text(encoding="utf-8"))
         if key in kept:
-            execution, stack, why = kept[key]
-            return Execution(*execution), stack, f"{why} (as tried before; without {path} it is tried again)"
+            numerics, stack, why = kept[key]
+            return Numerics(*numerics), stack, f"{why} (as tried before; without {path} it is tried again)"
         if not (shapes := shapes_of(runs)):
             return settled(given), given.get("stack", 1), "nothing is trained"
-        execution, stack, why = tried(runs, shapes, jobs, device, given)
-        records.write_text(path, json.dumps(kept | {key: (execution, stack, why)}, indent=1) + "\n")
-    return execution, stack, why
+        numerics, stack, why = tried(runs, shapes, jobs, device, given)
+        records.write_text(path, json.dumps(kept | {key: (numerics, stack, why)}, indent=1) + "\n")
+    return numerics, stack, why
 
 
-def settled(given: dict) -> Execution:
+def settled(given: dict) -> Numerics:
     """What is given, and else as it is."""
-    return Execution(**{name: value for name, value in given.items() if name in CHOICES})
+    return Numerics(**{name: value for name, value in given.items() if name in CHOICES})
 
 
-def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, given: dict) -> tuple[Execution, int, str]:
+def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
     """The choice by trial: first kernel and precision, then how many as one, then whether to compile."""
     import torch
 
     torch.set_num_threads(1)  # as a worker has it
 
-    def begin(way: Execution) -> list["Training"]:
+    def begin(way: Numerics) -> list["Training"]:
         return [begun(run, way, device) for run, _ in shapes]
 
     counts = [steps for _, steps in shapes]
-    ways = ways_to_try(given, full=all(run.precision == "fp32" for run in with_those_before(runs)[0]))
+    ways = ways_to_try(given, full=all(run.precision == "fp32" for run in with_dependencies(runs)[0]))
     times, said = race(ways, begin, counts)
     best = winner(times, ways)
     stack = given.get("stack", 1 if given.get("compiled") else None)
@@ -108,16 +108,16 @@ def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, gi
     return best, stack, f"{best.in_words()}, {stack} as one; {'; '.join(said)}"
 
 
-def ways_to_try(given: dict, full: bool = True) -> list[Execution]:
+def ways_to_try(given: dict, full: bool = True) -> list[Numerics]:
     """What is given as it is, and what is not in every way; half precision only for runs in `full` precision."""
     kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
     precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if full else [None]
-    return [Execution(precision, kernel) for precision in precisions for kernel in kernels]
+    return [Numerics(precision, kernel) for precision in precisions for kernel in kernels]
 
 
 def race(
-    ways: Sequence[Execution], begin: Callable[[Execution], list["Training"]], counts: Sequence[int]
-) -> tuple[dict[Execution, float], list[str]]:
+    ways: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
+) -> tuple[dict[Numerics, float], list[str]]:
     """The seconds that so many steps of each training take in each way, and the same in words.
 
     They take turns, so that what disturbs one disturbs all. Left out is who fails, who comes to other losses than the first,
@@ -127,15 +127,15 @@ def race(
 
     from smallvit.train.stack import TOLERANCE
 
-    field: dict[Execution, list[Training]] = {}
-    warmed: dict[Execution, float] = {}
-    times: dict[Execution, list[float]] = {}
-    out: dict[Execution, str] = {}
+    field: dict[Numerics, list[Training]] = {}
+    warmed: dict[Numerics, float] = {}
+    times: dict[Numerics, list[float]] = {}
+    out: dict[Numerics, str] = {}
     first: list[float] = []
     for way in ways:
         try:
             field[way] = begin(way)
-            warmed[way] = sum(a_step(one.advance, one, 1) for one in field[way])  # it also loads things, most for the first
+            warmed[way] = sum(a_step(one.train_step, one, 1) for one in field[way])  # it also loads things, most for the first
             losses = [training.loss.item() for training in field[way]]
         except Exception as error:  # what is wrong with a run its record will say
             out[way] = in_words(error)
@@ -154,31 +154,31 @@ def race(
         if turn >= FEWEST and time.perf_counter() - began > LONG_ENOUGH:
             break
         for way in [way for way in times if way not in out]:
-            times[way].append(sum(count * a_step(one.advance, one, 1) for one, count in zip(field[way], counts)))
+            times[way].append(sum(count * a_step(one.train_step, one, 1) for one, count in zip(field[way], counts)))
             if min(times[way]) > HOPELESS * min(min(of) for of in times.values() if of):
                 out[way] = HOPELESS_IN_WORDS
     found = {way: sorted(of)[len(of) // 2] for way, of in times.items() if way not in out}
     return found, [f"{way.in_words()}: {out.get(way) or f'{1e3 * found[way] / sum(counts):.3g} ms a step'}" for way in ways]
 
 
-def winner(times: dict[Execution, float], ways: Sequence[Execution]) -> Execution:
-    """The fastest; the first of all if nobody gains enough on it."""
+def winner(times: dict[Numerics, float], ways: Sequence[Numerics]) -> Numerics:
+    """The autotune; the first of all if nobody gains enough on it."""
     best = min(times, key=times.get, default=ways[0])
     return ways[0] if times.get(ways[0], float("inf")) * GAIN < times.get(best, 0) else best
 
 
-def begun(run: Run, execution: Execution, device: str) -> "Training":
+def begun(run: Run, numerics: Numerics, device: str) -> "Training":
     """A training before its first step, with more steps than are tried, where it has any."""
-    from smallvit.train.fitting import drawn
-    from smallvit.train.training import Training
+    from smallvit.train.fit import drawn
+    from smallvit.train.loop import Training
 
     run = replace(unstarted(run), steps=max(run.steps, 2 * STEPS) if run.steps else 0)
-    training = Training(run, *drawn(run), device, execution=execution)
+    training = Training(run, *drawn(run), device, numerics=numerics)
     training.objective.train()
     return training
 
 
-def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Execution = AS_IT_IS) -> tuple[int, str]:
+def stack_size(runs: Sequence[Run], jobs: int | None, device: str, numerics: Numerics = DEFAULT) -> tuple[int, str]:
     """How many seeds are best trained as one, and in words why; measured by a few steps of every kind of run.
 
     One choice for the whole recipe. It is 1 unless that many together take a tenth less for all steps, and never so many that a
@@ -198,9 +198,9 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Ex
         each = list(alone)
         for at in (at for at in range(len(shapes)) if at not in refused):
             try:
-                members = [begun(replace(shapes[at][0], seed=seed), execution, device) for seed in seeds[:size]]
-                advance = members[0].advance if size == 1 else Stack(members).advance
-                each[at] = a_step(advance, members[0]) / size
+                members = [begun(replace(shapes[at][0], seed=seed), numerics, device) for seed in seeds[:size]]
+                train_step = members[0].train_step if size == 1 else Stack(members).train_step
+                each[at] = a_step(train_step, members[0]) / size
             except Exception as error:
                 refused[at] = in_words(error)
         if len(refused) == len(shapes):
@@ -214,12 +214,12 @@ def stack_size(runs: Sequence[Run], jobs: int | None, device: str, execution: Ex
     return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(said)
 
 
-def a_step(advance: Callable[[], None], training: "Training", steps: int = STEPS) -> float:
+def a_step(train_step: Callable[[], None], training: "Training", steps: int = STEPS) -> float:
     """The seconds that a step of this training takes, alone or among others: the median of so many."""
     times = []
     for _ in range(steps):
         started = time.perf_counter()
-        advance()
+        train_step()
         training.loss.item()  # an accelerator is waited for
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2]
@@ -234,8 +234,8 @@ def unstarted(run: Run) -> Run:
 def shapes_of(runs: Sequence[Run]) -> Shapes:
     """One run for each model, objective and batch among the arms and what they start from: those with the most steps."""
     found: dict[tuple, tuple[Run, int]] = {}
-    for run in with_those_before(runs)[0]:
-        if run.steps and run.role != "floor":
+    for run in with_dependencies(runs)[0]:
+        if run.steps and run.role != "reference":
             key = json.dumps(describe(run)["model"], sort_keys=True), function(run.objective), run.batch
             first, steps = found.get(key, (run, 0))
             found[key] = first, steps + run.steps

@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import pytest
 from scipy.stats import t
 
-from smallvit.report.band import band
+from smallvit.report.reproduce import band
 
 COMMITTED = (0.90, 0.92, 0.91, 0.93)
 

@@ -52,7 +52,7 @@ def blocks_behind(model: nn.Module) -> dict[int, int]:
     return found
 
 
-def pace(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
+def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
     """The learning rate as a fraction of its peak: up in a line, down in a cosine; never 0 on a step that is taken."""
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)
@@ -67,7 +67,7 @@ def tensors(mean: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def average(pairs: list[tuple[Tensor, Tensor]], weight: float):
+def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
     """Move the first of each pair towards the second by `weight`; what is not a real number (a counter) is copied."""
     moving = [pair for pair in pairs if pair[0].is_floating_point()]
     torch._foreach_lerp_([mean for mean, _ in moving], [now for _, now in moving], weight)

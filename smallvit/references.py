@@ -1,4 +1,4 @@
-"""Floors: what a Vision Transformer has to beat. Raw pixels, a small CNN, LeNet-5 and the ResNets.
+"""References: what a Vision Transformer has to beat. Raw pixels, a small CNN, LeNet-5 and the ResNets.
 
 They are called as a ViT is, `model(image, channels, classes)`, and offer the same `features`.
 """
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor, nn
 
-from smallvit.vit import initialise
+from smallvit.vit import initialize
 
 
 class Pixels(nn.Module):
@@ -50,7 +50,7 @@ class SmallCNN(nn.Module):
             size = nn.Sequential(*layers)(torch.zeros(2, channels, *image)).flatten(1).shape[1]
         self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(size, hidden), nn.ReLU())
         self.head = nn.Linear(hidden, classes)
-        initialise(self)
+        initialize(self)
 
     def features(self, x: Tensor) -> Tensor:
         return self.body(fitting(x, self.image))
@@ -95,7 +95,7 @@ class LeNet(nn.Module):
             *(nn.Linear(16 * rows * columns, 120), squash(), nn.Linear(120, 84), squash()),
         )
         self.head = nn.Linear(84, classes)
-        initialise(self)
+        initialize(self)
 
     def features(self, x: Tensor) -> Tensor:
         return self.body(fitting(x, self.image))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from smallvit.compute import speedup, unreduced
+from smallvit.flops import speedup, unreduced
 from smallvit.vit import ViT, refuse_slots
 
 from .convert import from_timm

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from smallvit import record as records
 from smallvit.data import DataSpec
 from smallvit.pretrained import Weights
+from smallvit.rng import stream
 from smallvit.run import Run, fingerprint
-from smallvit.streams import stream
-from smallvit.vit import initialise
+from smallvit.vit import initialize
 
 
 def begin(run: Run, spec: DataSpec, start: Path | None, teacher: Path | None) -> tuple[nn.Module, dict | None, list[str]]:
@@ -22,7 +22,7 @@ def begin(run: Run, spec: DataSpec, start: Path | None, teacher: Path | None) ->
     torch.manual_seed(stream(run.seed, "init"))
     model = run.model(spec.size, spec.channels, len(spec.classes))
     if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
-        initialise(model, run.seed)
+        initialize(model, run.seed)
     given = None
     if isinstance(run.init, Weights):
         given = run.init.load(model, spec.mean, spec.std)
