@@ -10,6 +10,13 @@ beside = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "SMALLVIT_DATA" not in os.environ and beside.exists():
     os.environ["SMALLVIT_DATA"] = str(beside)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """Every test starts from the same state of torch's generator."""
+    torch.manual_seed(0)

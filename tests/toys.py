@@ -1,0 +1,37 @@
+"""What many test files share: a small ViT, random weights, and comparison of tensors."""
+
+from functools import partial
+
+import torch
+
+from smallvit import PatchEmbed, ViT
+
+TINY_VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
+
+
+def tiny_vit(image=(12, 12), channels=1, classes=5, **options) -> ViT:
+    """A ViT of width 16 with 2 blocks and patches of 2 pixels, unless the options say otherwise."""
+    return TINY_VIT(image, channels, classes, **options)
+
+
+def randomize(module, std=0.1):
+    """Add N(0, std) to every parameter, so that no zero or one that a parameter starts with can hide a mistake."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * std)
+    return module
+
+
+def assert_close(one, other, atol=1e-10):
+    """Equal shapes, and no two elements further apart than `atol`."""
+    assert one.shape == other.shape
+    assert (one - other).abs().max() <= atol
+
+
+def option_id(component) -> str:
+    """A test id for a component or a partial of one: `Prune(keep=0.5)`."""
+    if component is None:
+        return "none"
+    name = getattr(getattr(component, "func", component), "__name__", str(component))
+    options = ", ".join(f"{key}={value}" for key, value in getattr(component, "keywords", {}).items())
+    return f"{name}({options})" if options else name
