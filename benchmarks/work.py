@@ -77,7 +77,7 @@ def train(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
         check_models(shape)
         theirs = {peer: {name: peers.step(shape, peer, best) for name, best in ways(peer).items()} for peer in VITS}
         training = ours.fast(shape, dataset())
-        yield Work(f"training step, {in_words(shape)}", training.train_step, theirs, how=training.numerics.in_words())
+        yield Work(f"training step, {in_words(shape)}", training.train_step, theirs, how=training.numerics.describe())
 
 
 def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Work]:
@@ -172,7 +172,7 @@ def dino(shape: Shape = SMALL) -> Iterator[Work]:
             model = LightlyDINO(ours.vit(shape)(spec.size, spec.channels, len(spec.classes)), shape.dim)
             same("parameters that DINO trains", trained(training.objective), trained(model))
             theirs[flags] = peers.dino(model, look, best)
-        how = training.numerics.in_words()
+        how = training.numerics.describe()
         yield Work(f"DINO step on {name}, batch {shape.batch}", training.train_step, {"lightly": theirs}, how=how)
 
 

@@ -31,7 +31,7 @@ class Numerics(NamedTuple):
     kernel: str | None = None
     compiled: bool = False
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         said = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
         return ", ".join(filter(None, said)) or "as it is"
 
@@ -39,7 +39,7 @@ class Numerics(NamedTuple):
 DEFAULT = Numerics()
 
 
-def refuse_unknown(numerics: Numerics, stack: int = 1):
+def check_numerics(numerics: Numerics, stack: int = 1):
     """Refuse what is no choice of that name, and to compile what is trained as one."""
     for name, values in CHOICES.items():
         if getattr(numerics, name) not in (None, *values.values()):
@@ -49,7 +49,7 @@ def refuse_unknown(numerics: Numerics, stack: int = 1):
         raise ValueError(f"got {stack} runs as one and compiled; expected one or the other, since a stack is not compiled")
 
 
-def from_words(words: Iterable[str]) -> dict:
+def parse_numerics(words: Iterable[str]) -> dict:
     """`precision=bf16 compiled=no` as fields of an `Numerics`. Raises ValueError for what is no choice."""
     found = {}
     for word in words:
@@ -63,8 +63,8 @@ def from_words(words: Iterable[str]) -> dict:
     return found
 
 
-class Computed:
-    """The models in an objective, with the kernel and the compiled blocks of an numerics within `here()`."""
+class NumericsContext:
+    """The models in an objective, with the kernel and the compiled blocks of an numerics within `active()`."""
 
     def __init__(self, objective: "nn.Module", numerics: Numerics):
         self.fused = numerics.kernel == "fused"
@@ -72,7 +72,7 @@ class Computed:
         self.calls = compiled_blocks(objective) if numerics.compiled else []
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         before = [module.fused for module in self.attention]
         for module in self.attention:
             module.fused = self.fused

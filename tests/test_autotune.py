@@ -161,7 +161,7 @@ def test_compiling_must_pay_for_itself(tmp_path, monkeypatch):
     def race(ways, begin, counts):
         tried.append(ways)
         spent[0] += took if any(way.compiled for way in ways) else 0
-        return {way: 60.0 if way.compiled else 100.0 for way in ways}, [way.in_words() for way in ways]
+        return {way: 60.0 if way.compiled else 100.0 for way in ways}, [way.describe() for way in ways]
 
     monkeypatch.setattr(trial, "race", race)
     assert not trial.autotune(runs, tmp_path / "a", 1, "cpu")[0].compiled and len(tried) == 1  # too short to try

@@ -8,7 +8,7 @@ from smallvit.launch import launch
 from smallvit.launch.autotune import autotune
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.scheduler import folder
-from smallvit.numerics import Numerics, from_words
+from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, shortened
 from smallvit.train.fit import finished
 
@@ -23,7 +23,7 @@ def main(chosen: argparse.Namespace) -> int:
     if chosen.smoke:
         runs = planned = shortened(runs)
         out = out / "smoke"
-    given = from_words(chosen.numerics)
+    given = parse_numerics(chosen.numerics)
     if chosen.dry_run:
         print(
             plan(runs, chosen.jobs, chosen.device, lambda run: not chosen.smoke and finished(run, folder(run, out, path.stem)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.numerics import CHOICES, DEFAULT, Numerics, refuse_unknown
+from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
 
@@ -54,7 +54,7 @@ def autotune(
 
     refuse_absent(device)
     given = given or {}
-    refuse_unknown(settled(given), given.get("stack", 1))
+    check_numerics(settled(given), given.get("stack", 1))
     path, kept = Path(folder) / KEPT, {}
     key = json.dumps([machine(device), sorted(given.items())])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, gi
             best = compiled
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return best, stack, f"{best.in_words()}, {stack} as one; {'; '.join(said)}"
+    return best, stack, f"{best.describe()}, {stack} as one; {'; '.join(said)}"
 
 
 def ways_to_try(given: dict, full: bool = True) -> list[Numerics]:
@@ -158,7 +158,7 @@ def race(
             if min(times[way]) > HOPELESS * min(min(of) for of in times.values() if of):
                 out[way] = HOPELESS_IN_WORDS
     found = {way: sorted(of)[len(of) // 2] for way, of in times.items() if way not in out}
-    return found, [f"{way.in_words()}: {out.get(way) or f'{1e3 * found[way] / sum(counts):.3g} ms a step'}" for way in ways]
+    return found, [f"{way.describe()}: {out.get(way) or f'{1e3 * found[way] / sum(counts):.3g} ms a step'}" for way in ways]
 
 
 def winner(times: dict[Numerics, float], ways: Sequence[Numerics]) -> Numerics:

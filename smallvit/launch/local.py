@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from smallvit.numerics import DEFAULT, Numerics, refuse_unknown
+from smallvit.numerics import DEFAULT, Numerics, check_numerics
 from smallvit.run import Run
 
 from .scheduler import Scheduler
@@ -50,7 +50,7 @@ def launch(
     refuse_absent(device)
     if stack < 1:
         raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
-    refuse_unknown(numerics, stack)
+    check_numerics(numerics, stack)
     for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
         os.environ[f"{library}_NUM_THREADS"] = "1"
 

@@ -22,7 +22,7 @@ from smallvit.augment import Batch, apply
 from smallvit.data import Dataset, Images, Subset
 from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
-from smallvit.numerics import DEFAULT, Computed, Numerics
+from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Monitor, measure
 from smallvit.optim import decay_groups, ema_update, learning_rate, tensors
 from smallvit.rng import stream
@@ -148,12 +148,12 @@ class Training:
     @contextmanager
     def computing(self):
         """The context in which the objective is computed."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.computed.here():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.computed.active():
             yield
 
     @functools.cached_property
-    def computed(self) -> Computed:
-        return Computed(self.objective, self.numerics)
+    def computed(self) -> NumericsContext:
+        return NumericsContext(self.objective, self.numerics)
 
     def count(self, loss: Tensor):
         """A step has been taken."""
