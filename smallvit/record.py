@@ -1,8 +1,8 @@
-"""Records: what a run leaves on disk, and reading it back.
+"""Records: one JSON file for each run, with its settings, its results and what produced them.
 
-A run's folder holds `record.json` (everything a table needs), `model.safetensors` (the weights that were evaluated) and, until
-it has ended, `checkpoint.pt`. Every file is written beside itself first and then moved into place, so that a kill or a full
-disk leaves the earlier one whole. `<recipe>.jsonl` holds the records of a recipe, one a line.
+The folder of a run holds `record.json`, `model.safetensors` (the weights that were evaluated) and, until the run has ended,
+`checkpoint.pt`. Every file is written under a temporary name and then moved into place, so a kill or a full disk never
+damages an existing file. `<recipe>.jsonl` holds all records of a recipe, one per line.
 """
 
 import functools
@@ -11,27 +11,123 @@ import json
 import os
 import platform
 import subprocess
+import types
+import typing
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt"
+FORMAT = 2  # of a record; raised when the meaning of a field changes
+RANDOM = "random initialisation"  # the reference arm that probes an untrained model
 
-# Names once published keep their meaning; a name that came later is None in earlier records.
-FIELDS = (
-    "recipe", "arm", "role", "baseline", "labels", "seed", "status", "error", "fingerprint", "run", "score", "val", "test",
-    "test_reads", "chosen_on_val", "params", "macs", "images_seen", "steps", "seconds", "pretraining", "device", "precision",
-    "threads", "cpu", "subset_sha256", "data_sha256", "test_images", "curve", "code", "versions", "weights", "picture",
-    "health", "unlabelled", "tokens", "stacked", "kernel", "compiled", "test_repeats", "test_majority",
-)  # fmt: skip
+ROLES = ("baseline", "technique", "reference", "dependency")
+STATUSES = ("finished", "failed", "unavailable", "missing")
+
+
+@dataclass(kw_only=True)
+class Record:
+    """The settings, results and origin of one run. A field is None where it does not apply or was not measured.
+
+    Raises ValueError when a value has the wrong type, or when the role or the status is unknown.
+    """
+
+    # What ran, and its place in the comparison
+    recipe: str  # name of the recipe
+    arm: str  # name of the arm
+    role: str  # "baseline", "technique", "reference", or "dependency" (trained only because another run needs it)
+    baseline: str = ""  # the arm it is compared with; "" if the recipe has only one baseline
+    labels: int | None  # number of labelled images; None for all
+    seed: int  # random seed
+    fingerprint: str  # hash of `run`: equal for equal settings
+    run: dict  # all settings, as `describe` writes them
+    status: str  # "finished", "failed", "unavailable" (weights could not be downloaded) or "missing" (has not run)
+    error: str | None = None  # why it failed or is unavailable
+    traceback: str | None = None  # the full Python traceback of a failed run
+    superseded: str | None = None  # why the recipe no longer contains this run, in a committed record
+    format: int = FORMAT  # version of this list of fields
+
+    # Results
+    score: str | None = None  # name of the number in `test` that the arm is judged by
+    val: dict | None = None  # results on the validation images, name -> number
+    test: dict | None = None  # results on the test images, name -> number
+    probes: list | None = None  # names in `test` that come from probes of frozen features
+    test_reads: int | None = None  # how often this run read the test images
+    test_images: int | None = None  # number of test images
+    test_majority: float | None = None  # share of the most frequent class in the test images
+    test_repeats: int | None = None  # test images that are also training or validation images, pixel by pixel
+    chosen_on_val: dict | None = None  # what was chosen on validation images, and how many labels that used
+    curve: list | None = None  # [step, mean training loss, validation accuracy] at each check
+    health: list | None = None  # collapse statistics at each check, for runs without labels
+    picture: dict | None = None  # what a token reduction did to the patches of three images
+
+    # Costs
+    params: int | None = None  # number of parameters
+    macs: int | float | None = None  # multiply-adds of one forward pass on one image
+    tokens: int | None = None  # tokens that enter the first block
+    images_seen: int | None = None  # training steps x batch size
+    unlabelled: int | None = None  # number of images used without their labels
+    steps: int | None = None  # optimizer steps taken
+    seconds: float | int | None = None  # training time
+    pretraining: dict | None = None  # the same costs, summed over the runs that had to be trained first
+
+    # Model and data
+    preprocess: dict | None = None  # how an image becomes model input: size, channels, mean, std, classes
+    init_weights: dict | None = None  # which external or earlier weights were loaded
+    weights_sha256: str | None = None  # hash of model.safetensors
+    subset_sha256: str | None = None  # hash of the indices of the labelled images
+    data_sha256: str | None = None  # hash of all pixels and labels of the data set
+
+    # Machine and software
+    device: str | None = None  # "cpu", or the name of the GPU
+    cpu: str | None = None  # name of the processor
+    threads: int | None = None  # torch threads
+    precision: str | None = None  # "fp32" or "bf16"
+    kernel: str | None = None  # attention kernel: "rule", "explicit" or "fused"
+    compiled: bool | None = None  # whether blocks were compiled
+    stacked: int | None = None  # how many runs were trained together as one model
+    code: dict | None = None  # hash of the library's files, git commit, whether files differ from it
+    versions: dict | None = None  # versions of Python and of the main libraries
+
+    def __post_init__(self):
+        for name, allowed in TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+                raise ValueError(f"{name} is {value!r:.80}; expected {expected}")
+        for name, allowed in (("role", ROLES), ("status", STATUSES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, allowed))}")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run was trained and evaluated."""
+        return self.status == "finished"
+
+    @property
+    def result(self) -> float:
+        """The number on the test images that the arm is judged by, between 0 and 1. Raises ValueError if there is none."""
+        value = (self.test or {}).get(self.score)
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"{self.arm!r}, seed {self.seed}: test has no {self.score!r} between 0 and 1; train it again")
+        return value
+
+
+def allowed_types(hint: Any) -> tuple[type, ...]:
+    """The classes of a type hint: `int | None` -> (int, NoneType)."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+TYPES = {name: allowed_types(hint) for name, hint in typing.get_type_hints(Record).items()}
 NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
-RANDOM = "random initialisation"  # the arm that is the reference of what is probed
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]):
-    """Let `write` make the file under another name, then move it into place; a failure leaves what was there.
+    """Call `write(temporary path)`, then move the file to `path`. If writing fails, an existing file at `path` stays unchanged.
 
-    Raises ValueError, with the folder and the reason, when the disk does not take it.
+    Raises ValueError, with the folder and the reason, when the file cannot be written.
     """
     path = Path(path)
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -41,10 +137,10 @@ def write_atomic(path: Path, write: Callable[[Path], None]):
         with open(new, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(new, path)
-    except Exception as error:  # for a full disk torch and safetensors each have their own
+    except Exception as error:  # torch and safetensors raise their own errors when a disk is full
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(
-            f"could not write {path.name} in {path.parent}: {reason}; what was there is untouched, make room and start again"
+            f"could not write {path.name} in {path.parent}: {reason}; an earlier file is untouched; make room and start again"
         ) from error
     finally:
         with suppress(OSError):
@@ -52,69 +148,102 @@ def write_atomic(path: Path, write: Callable[[Path], None]):
 
 
 def write_text(path: Path, text: str):
+    """Write a text file; an existing one stays whole if that fails."""
     write_atomic(path, lambda new: new.write_text(text, encoding="utf-8"))
 
 
-def write_record(folder: Path, record: dict):
-    write_text(Path(folder) / RECORD, dumped(record, indent=1) + "\n")
+def write_record(folder: Path, record: Record):
+    """Write `record.json` into the folder of a run."""
+    write_text(Path(folder) / RECORD, to_json(record, indent=1) + "\n")
 
 
-def read_record(folder: Path) -> dict | None:
-    """The record in that folder, None where there is none yet."""
+def read_record(folder: Path) -> Record | None:
+    """Read `record.json` from the folder of a run; None if there is none.
+
+    Raises ValueError, naming the file, if it is damaged or was written by another version.
+    """
     path = Path(folder) / RECORD
     return parse(path.read_bytes(), str(path)) if path.exists() else None
 
 
-def write_records(path: Path, records: Iterable[dict]):
-    """One line for each record."""
-    write_text(path, "".join(dumped(record) + "\n" for record in records))
+def write_records(path: Path, records: Iterable[Record]):
+    """Write records to a `.jsonl` file, one per line."""
+    write_text(path, "".join(to_json(record) + "\n" for record in records))
 
 
-def read_records(path: Path) -> list[dict]:
-    """The records of a `.jsonl` file. Raises ValueError, naming the line, where one is torn or is no record."""
+def read_records(path: Path) -> list[Record]:
+    """Read the records of a `.jsonl` file. Raises ValueError, naming the line, if one is damaged or of another version."""
     lines = Path(path).read_bytes().splitlines()
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def one_picture_each(records: Iterable[dict]) -> list[dict]:
-    """The records, with a picture in the first of each arm alone: the others say the same of other seeds, at length."""
+def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
+    """The records with `picture` kept only for the first seed of each arm and number of labels, to keep the file small."""
     seen: set[tuple] = set()
-    out = []
+    kept = []
     for record in records:
-        cell = record["arm"], record["labels"]
-        out.append(record | {"picture": None} if cell in seen else record)
+        cell = record.arm, record.labels
+        kept.append(replace(record, picture=None) if cell in seen else record)
         seen.add(cell)
-    return out
+    return kept
 
 
-def dumped(record: dict, indent: int | None = None) -> str:
-    """The record as JSON, which knows no NaN and no infinity. Raises ValueError, naming the field, where there is one."""
-    for name, value in record.items():
+def to_json(record: Record, indent: int | None = None) -> str:
+    """The record as JSON. Raises ValueError, naming the field, for NaN and infinity, which JSON does not have."""
+    plain = asdict(record)
+    for name, value in plain.items():
         try:
             json.dumps(value, allow_nan=False)
         except ValueError as error:
-            raise ValueError(
-                f"{name} of {record.get('arm')!r} is {value}; expected finite numbers, the run has diverged"
-            ) from error
-    return json.dumps(record, indent=indent)
+            raise ValueError(f"{name} of {record.arm!r} is {value}; expected finite numbers, the run has diverged") from error
+    return json.dumps(plain, indent=indent)
 
 
-def parse(text: bytes, where: str) -> dict:
+def parse(text: bytes, source: str) -> Record:
+    """The record in a JSON text. `source` names the file in error messages.
+
+    Raises ValueError if the text is damaged, is no record, or has another format.
+    """
     try:
-        record = json.loads(text)
+        plain = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where} is torn or no JSON ({error}); the other records are intact: delete it and start the recipe again"
+            f"{source} is damaged or is not JSON ({error}); the other records are intact: delete it and run the recipe again"
         ) from error
-    missing = [name for name in NEEDED if name not in record] if isinstance(record, dict) else NEEDED
+    missing = [name for name in NEEDED if name not in plain] if isinstance(plain, dict) else NEEDED
     if missing:
-        raise ValueError(f"{where} is no record: it lacks {', '.join(missing)}; expected the file as smallvit wrote it")
-    return dict.fromkeys(FIELDS) | record
+        raise ValueError(f"{source} is not a record: it lacks {', '.join(missing)}; expected the file as smallvit wrote it")
+    if plain.get("format", 1) != FORMAT:
+        raise ValueError(
+            f"{source} has record format {plain.get('format', 1)!r:.20}, and this version of smallvit reads format {FORMAT}; "
+            "run the recipe again in another --out folder, or read it with the version that wrote it (format 1: smallvit 0.1)"
+        )
+    known = {field.name for field in fields(Record)}
+    if unknown := sorted(plain.keys() - known):
+        raise ValueError(f"{source} has unknown fields {', '.join(unknown[:5])}; expected a record of this smallvit version")
+    try:
+        return Record(**plain)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} is not a valid record: {error}") from error
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 hash of a file, as hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damaged_weights(folder: Path, record: Record) -> str | None:
+    """A sentence that says the weights of a finished run differ from its record; None if they agree or are not there."""
+    path = Path(folder) / WEIGHTS
+    if record.weights_sha256 is None or not path.exists() or file_sha256(path) == record.weights_sha256:
+        return None
+    return f"{path} is damaged: its hash differs from the one in {RECORD}"
 
 
 @functools.cache
 def code() -> dict:
-    """Which code this is: a hash of the library's files and, in a clone, the commit and whether the files differ from it."""
+    """Identify the running code: a hash of the library's files and, in a git clone, its commit and whether files differ."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -130,7 +259,7 @@ def code() -> dict:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # a wheel inside somebody's repository must not be taken for that repository's commit
+    # a package installed inside another git repository must not report the commit of that repository
     tracked = git("ls-files", "--error-unmatch", "record.py") is not None
     return {
         "sha256": digest.hexdigest(),
@@ -141,6 +270,7 @@ def code() -> dict:
 
 @functools.cache
 def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries that affect results."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
@@ -152,14 +282,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def amount(labels: int | None) -> str:
-    """`1,000 labels`, or `all labels`."""
+def format_labels(labels: int | None) -> str:
+    """A number of labels as text: `1,000 labels`, `1 label`, or `all labels` for None."""
     return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
 
 
 @functools.cache
 def cpu() -> str:
-    """The processor's own name."""
+    """The name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

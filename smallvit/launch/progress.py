@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 from smallvit.run import Run
 
 
@@ -38,9 +38,9 @@ class Bar:
         self.done += run.steps
         self.count(record)
         if record is None:
-            self.bar.write(f"{run.arm}, {amount(run.labels)}, seed {run.seed} is trained by another process", file=sys.stderr)
+            self.bar.write(f"{run.arm}, {format_labels(run.labels)}, seed {run.seed} is trained by another process", file=sys.stderr)
         elif record["status"] == "failed":
-            self.bar.write(f"FAILED {run.arm}, {amount(run.labels)}, seed {run.seed}: {record['error']}", file=sys.stderr)
+            self.bar.write(f"FAILED {run.arm}, {format_labels(run.labels)}, seed {run.seed}: {record['error']}", file=sys.stderr)
         elif not self.watched and self.ended % max(self.todo // 10, 1) == 0:
             print(self.headline(), file=sys.stderr, flush=True)
 
@@ -48,7 +48,7 @@ class Bar:
         """How many runs have ended, and the mean validation accuracies at the number of labels that is being trained."""
         labels = list(self.scores)[-1][1] if self.scores else None
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
-        return f"{self.ended}/{len(self.runs)} runs" + (f", {amount(labels)}: {'  '.join(means)}" if means else "")
+        return f"{self.ended}/{len(self.runs)} runs" + (f", {format_labels(labels)}: {'  '.join(means)}" if means else "")
 
     def move(self, steps: Sequence[float] = ()):
         """Show how far it is, with the steps done of runs that have not ended."""

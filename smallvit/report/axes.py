@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from .verdicts import Comparison
 
@@ -62,7 +62,7 @@ def subplots(names: list, arms: Sequence[str] = (), *, height: float = 0, width:
     panels = {}
     for place, name in enumerate(names):
         ax = panels[name] = figure.add_subplot(lines, columns, place + 1)
-        ax.set(title=amount(name) if isinstance(name, int | None) else name)
+        ax.set(title=format_labels(name) if isinstance(name, int | None) else name)
         if arms:
             first = place % columns == 0
             ax.set_yticks(range(len(arms)), arms if first else [""] * len(arms))

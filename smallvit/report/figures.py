@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from .axes import FAINT, INK, beside, name_lines, stretch, strip, style, styles, subplots, svg
 from .budgets import TOLERANCE
@@ -105,7 +105,7 @@ def by_knob(comparison: Comparison, knobs: dict[str, dict[str, float]]) -> str:
         for knob, values in knobs.items():
             rows = sorted((r for r in comparison.at(n) if r.arm in values and r.values), key=lambda r: values[r.arm])
             if len(rows) > 1:
-                cells[f"{knob}, {amount(n)}" if len(comparison.labels) > 1 else knob] = n, knob, rows
+                cells[f"{knob}, {format_labels(n)}" if len(comparison.labels) > 1 else knob] = n, knob, rows
     figure, panels = subplots(list(cells), height=3.4)
     looks = styles(comparison)
     for title, ax in panels.items():

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from .statistics import LEVEL, MIN_PAIRS
 from .verdicts import Comparison, Difference, Row, seeds_text
@@ -83,7 +83,7 @@ def sentence(c: Comparison, row: Row) -> str:
     """A verdict in words: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`; of several baselines it names its own."""
     d, why = row.difference, f" ({row.reason})" if row.reason else ""
     found = row.verdict in ("better", "worse")
-    start = f"{row.arm} at {amount(row.labels)}: {row.verdict}"
+    start = f"{row.arm} at {format_labels(row.labels)}: {row.verdict}"
     start += f" {'than' if found else 'against'} {row.baseline}" if len(c.baselines) > 1 else ""
     if d is None:
         return start + why
@@ -146,7 +146,7 @@ def failures(c: Comparison) -> list[str]:
         if row.unavailable:
             continue
         by_reason = groupby(sorted(row.failures, key=row.failures.get), key=row.failures.get)
-        out += [f"{row.arm} at {amount(row.labels)}, {seeds_text(list(seeds))}: {why}" for why, seeds in by_reason]
+        out += [f"{row.arm} at {format_labels(row.labels)}, {seeds_text(list(seeds))}: {why}" for why, seeds in by_reason]
     return out
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from importlib import resources
 from typing import Any
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from . import axes, figures
 from .choices import knobs
@@ -48,17 +48,17 @@ def markdown(records: Sequence[dict], *, title: str, doc: str, options: str = ""
     parts += ["## Verdicts", _md(said["summary"])]
     for n in c.labels:
         judged = sorted((row for row in c.at(n) if row.verdict), key=lambda row: WORDS.index(row.verdict))
-        parts += _section(amount(n).capitalize(), [sentence(c, row) for row in judged], level=3)
+        parts += _section(format_labels(n).capitalize(), [sentence(c, row) for row in judged], level=3)
     parts += [_md(said["how_to_read"])] if c.family else []
     parts += _section("Warnings", said["warnings"]) + _section("Failures", said["failures"])
     parts += _section("Unavailable here", said["unavailable"])
     for n in c.labels:
-        parts += [f"## Results at {amount(n)}"]
+        parts += [f"## Results at {format_labels(n)}"]
         for part in c.parts():
             parts += [f"### Against {_md(part.baseline)}"] if n in part.labels and len(c.baselines) > 1 else []
             parts += [_table(part, n, said["columns"])] if n in part.labels else []
     for table in said["probed"]:
-        parts += [f"## Probes at {amount(table.labels)}", _probes(table)]
+        parts += [f"## Probes at {format_labels(table.labels)}", _probes(table)]
     parts += [_md(said["how_it_was_timed"])] if said["how_it_was_timed"] else []
     parts += _section("Budgets", said["budgets"])
     parts += _section("What differs from the baseline", [f"{arm}: {'; '.join(of)}" for arm, of in said["changes"].items()])
@@ -72,7 +72,7 @@ def html(records: Sequence[dict], *, title: str, doc: str, options: str = "") ->
     from markupsafe import Markup
 
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    env.filters |= {f.__name__: f for f in (amount, percent, points, interval, p_value, mean_sd)}
+    env.filters |= {f.__name__: f for f in (format_labels, percent, points, interval, p_value, mean_sd)}
     page = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     given = {"title": title, "doc": doc.strip(), "light": axes.LIGHT, "dark": axes.DARK, "empty": EMPTY, "c": None}
     if not present(records):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from smallvit.record import RANDOM, amount
+from smallvit.record import RANDOM, format_labels
 
 from .statistics import spread
 
@@ -60,5 +60,5 @@ def no_better_than_random(records: Sequence[dict]) -> list[str]:
             if gains and (mean if low is None else low) <= 0:
                 sure = "" if low is None else f", 95% interval from {100 * low:+.2f}"
                 gain = f"{100 * mean:+.2f} points{sure}".replace("-", "−")
-                out.append(f"{arm} at {amount(labels)}, {probe}: not better than random initialisation ({gain})")
+                out.append(f"{arm} at {format_labels(labels)}, {probe}: not better than random initialisation ({gain})")
     return out

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from .choices import choices
 from .statistics import MIN_PAIRS, TIE, spread
@@ -52,7 +52,7 @@ def no_better_than_guessing(records: Sequence[dict]) -> list[str]:
         majority = own[0]["test_majority"]
         if (mean if len(own) < MIN_PAIRS else low) <= majority + TIE:
             out.append(
-                f"{arm} at {amount(labels)}: {100 * mean:.2f}%, not shown to be better than calling every image by the most "
+                f"{arm} at {format_labels(labels)}: {100 * mean:.2f}%, not shown to be better than calling every image by the most "
                 f"frequent class ({100 * majority:.2f}%); was it trained long enough?"
             )
     return out

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean, stdev
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 LEVEL = 0.99  # of the prediction interval: one arm in a hundred falls out by chance
 WIDEST = 0.6  # of a band that tells anything: in a wider one nearly every run would lie
@@ -22,7 +22,7 @@ def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], b
         mine = [r for r in again if (r["arm"], r["labels"]) == (arm, labels)]
         old = [r for r in committed if (r["arm"], r["labels"], r["status"]) == (arm, labels, "finished")]
         said, good = held(old, mine)
-        lines.append(f"{arm} at {amount(labels)}: {said}")
+        lines.append(f"{arm} at {format_labels(labels)}: {said}")
         found += [] if good is None else [good]
     return lines, bool(found) and all(found)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from .format import mean_sd, sentence
 from .verdicts import compare
@@ -17,7 +17,7 @@ def text(records: Sequence[dict]) -> str:
     width = max(len(row.arm) for row in rows)
     lines = []
     for labels in dict.fromkeys(row.labels for row in rows):
-        lines.append(f"{amount(labels)}: test accuracy, mean and SD over seeds")
+        lines.append(f"{format_labels(labels)}: test accuracy, mean and SD over seeds")
         lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.labels == labels]
     lines += ["", *(sentence(comparison, row) for row in rows if row.role == "technique")]
     return "\n".join(lines)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from smallvit.record import amount
+from smallvit.record import format_labels
 
 from .budgets import budget, middle, unequal
 from .statistics import LEVEL, MIN_PAIRS, TIE, holm, pairs_needed, spread
@@ -190,7 +190,7 @@ def _roles(records: Sequence[dict]) -> dict[str, str]:
     """The role of every arm in order of appearance, once the records are known to be one comparable set."""
     seen, roles, scores = set(), {}, {}
     for r in records:
-        cell = f"{r['arm']!r} at {amount(r['labels'])}, seed {r['seed']}"
+        cell = f"{r['arm']!r} at {format_labels(r['labels'])}, seed {r['seed']}"
         if r["recipe"] != records[0]["recipe"]:
             raise ValueError(f"records of {records[0]['recipe']!r} and of {r['recipe']!r}: report one recipe at a time")
         if r["role"] not in ("baseline", "technique", "reference") or r["status"] not in (
