@@ -12,18 +12,17 @@ Pace = Callable[[float, float], float]
 def decay_groups(objective: nn.Module, weight_decay: float, layer_decay: float | None = None) -> tuple[list[dict], list[Pace]]:
     """Groups of what is trained, and the pace of each: (progress, the run's pace) -> fraction of the peak rate.
 
-    Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions. An objective
-    whose parameters learn at different paces says so in `paces()`. With `layer_decay=k` a block that has i blocks behind it
+    Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions. With
+    `layer_decay=k` a block that has i blocks behind it
     learns k^(i + 1) times as fast as the head, and what lies before the blocks k times as fast as the first of them. The last
     norm goes with the head, as in BEiT; timm counts it with the last block.
 
     Raises   ValueError for `layer_decay` on a model without blocks.
     """
     spared = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
-    kinds = objective.paces() if hasattr(objective, "paces") else [(objective.parameters(), lambda progress, pace: pace)]
-    behind = {} if layer_decay is None else blocks_behind(getattr(objective, "student", objective.model))
+    behind = {} if layer_decay is None else blocks_behind(objective.trained_model)
     groups, paces = [], []
-    for parameters, own in kinds:
+    for parameters, own in objective.learning_rates():
         trained = [p for p in parameters if p.requires_grad]
         for depth in sorted({behind.get(id(p), 0) for p in trained}):
             here = [p for p in trained if behind.get(id(p), 0) == depth]

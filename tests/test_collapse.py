@@ -8,15 +8,15 @@ import torch
 
 from smallvit import Block, PatchEmbed, Run, ViT, augment, digits, fit
 from smallvit.objectives import DINO
-from smallvit.objectives.collapse import APART, LOOKS, PATIENCE, Collapse, Monitor, Seen, entropy, measure, mode
+from smallvit.objectives.collapse import APART, LOOKS, PATIENCE, Collapse, Monitor, Observation, entropy, measure, mode
 
 GENERATOR = torch.Generator().manual_seed(0)
 SPREAD_OUT = torch.randn(64, 16, generator=GENERATOR)
 SURE = torch.eye(8)[torch.arange(64) % 8]
 
 
-def seen(features=SPREAD_OUT, targets=SURE) -> Seen:
-    return Seen(features, targets)
+def seen(features=SPREAD_OUT, targets=SURE) -> Observation:
+    return Observation(features, targets)
 
 
 # The numbers
@@ -24,18 +24,18 @@ def seen(features=SPREAD_OUT, targets=SURE) -> Seen:
 
 def test_numbers_of_features_that_point_all_ways():
     axes = torch.cat([torch.eye(16), -torch.eye(16)])
-    numbers = measure(Seen(axes))
+    numbers = measure(Observation(axes))
     assert numbers == pytest.approx({"spread": 1.0, "rank": 16.0}, abs=1e-4)
 
 
 def test_numbers_of_features_that_are_one():
-    numbers = measure(Seen(torch.ones(8, 16)))
+    numbers = measure(Observation(torch.ones(8, 16)))
     assert numbers["spread"] == pytest.approx(0, abs=1e-6) and numbers["rank"] <= 2
 
 
 def test_rank_counts_directions():
     axes = torch.cat([torch.eye(16)[:3], -torch.eye(16)[:3]])
-    assert measure(Seen(axes))["rank"] == pytest.approx(3, abs=1e-4)
+    assert measure(Observation(axes))["rank"] == pytest.approx(3, abs=1e-4)
 
 
 def test_the_teachers_numbers():
@@ -57,7 +57,7 @@ def test_entropy_by_hand():
         (seen(targets=torch.full((64, 8), 1 / 8)), "uniform", "lower teacher_temp"),
         (seen(targets=torch.eye(8)[:1].expand(64, -1)), "one-hot", "raise teacher_temp"),
         (seen(features=torch.ones(64, 16) + 1e-4 * SPREAD_OUT), "flat", "learning rate"),
-        (Seen(torch.ones(64, 16)), "flat", "learning rate"),
+        (Observation(torch.ones(64, 16)), "flat", "learning rate"),
     ],
     ids=["uniform", "one-hot", "flat", "flat without a teacher"],
 )
@@ -65,13 +65,13 @@ def test_every_mode_has_a_name_and_a_first_knob(what, word, knob):
     assert mode(measure(what)).startswith(f"{word}: ") and knob in mode(measure(what))
 
 
-@pytest.mark.parametrize("what", [seen(), Seen(SPREAD_OUT)], ids=["with a teacher", "without"])
+@pytest.mark.parametrize("what", [seen(), Observation(SPREAD_OUT)], ids=["with a teacher", "without"])
 def test_a_healthy_batch_has_no_mode(what):
     assert mode(measure(what)) is None
 
 
 def test_the_monitor_stops_after_patience_and_forgets_when_it_has_recovered():
-    monitor, flat = Monitor(LOOKS * 20), Seen(torch.ones(64, 16))
+    monitor, flat = Monitor(LOOKS * 20), Observation(torch.ones(64, 16))
     looks = [20 * (i + 1) for i in range(2 * PATIENCE)]
     for step in looks[: PATIENCE - 1]:
         monitor.check(step, flat)
@@ -91,7 +91,7 @@ def test_between_looks_nothing_is_computed():
 def test_one_image_alone_is_not_taken_for_a_collapse():
     monitor = Monitor(50)
     for step in range(1, 2 * PATIENCE * APART + 1):
-        monitor.check(step, Seen(torch.ones(1, 16)))
+        monitor.check(step, Observation(torch.ones(1, 16)))
 
 
 # In runs
@@ -126,7 +126,7 @@ def train(run: Run, alias: bool = False):
     training.objective.train()
     for _ in range(200):
         training.train_step()
-        training.monitor.check(training.step, objective.seen)
+        training.monitor.check(training.step, objective.observed)
 
 
 def test_a_teacher_too_hot_is_caught_within_a_quarter_of_the_run(tmp_path):
@@ -157,4 +157,4 @@ def test_a_healthy_run_goes_on_and_its_record_says_how_it_fared(tmp_path):
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_features_that_are_no_numbers_are_not_measured(number):
     with pytest.raises(FloatingPointError, match="not finite any more; try a smaller lr"):
-        measure(Seen(torch.tensor([[1.0, number], [0.0, 1.0]])))
+        measure(Observation(torch.tensor([[1.0, number], [0.0, 1.0]])))

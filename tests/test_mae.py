@@ -377,7 +377,7 @@ def test_with_every_patch_shown_the_encoder_is_the_model(pool, position, name):
         assert mae.decoder.position.grid == mae.grid(images)
         loss = mae(batch_of(images), 0.0)["loss"]
         loss.backward()
-        assert loss.isfinite() and mae.seen.features.shape == (2, 24) and not mae.seen.features.requires_grad
+        assert loss.isfinite() and mae.observed.features.shape == (2, 24) and not mae.observed.features.requires_grad
         idle = {name.partition(".")[0] for name, p in mae.model.named_parameters() if p.grad is None}
         assert idle == {"head"} | ({"pool"} if pool is SequencePool else set()) | ({"norm"} if registers else set())
         assert all(p.grad.isfinite().all() for p in mae.parameters() if p.grad is not None)
@@ -419,11 +419,11 @@ def test_only_visible_tokens_go_through_the_blocks():
 def test_what_the_blocks_saw_is_kept_for_whoever_looks():
     mae = MAE(TINY(pool=MeanTokens), **SMALL)
     images = images_for(mae.model)
-    assert mae.seen is None
+    assert mae.observed is None
     torch.manual_seed(5)
     mae(batch_of(images), 0.0)
     torch.manual_seed(5)
-    close(mae.seen.features, mae.encode(images, mae.hide(images)[0]).mean(1), 1e-6)
+    close(mae.observed.features, mae.encode(images, mae.hide(images)[0]).mean(1), 1e-6)
 
 
 # Sizes and channels

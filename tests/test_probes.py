@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from smallvit import Images, PatchEmbed, Splits, ViT, accuracy, data, features, initialize, knn, linear_probe
-from smallvit.evaluate import few_shot, probes, remembering
+from smallvit.evaluate import declaration, few_shot, probes, remembering
 
 PROBES = [knn, linear_probe, few_shot]
 
@@ -236,7 +236,7 @@ def test_without_validation_images_c_is_1_and_nothing_is_chosen():
     assert found["linear_probe_c"] == 1 and found["linear_probe_edge"] == 0
     for evaluator in (knn, partial(few_shot, shots=5)):
         assert dict(evaluator(model, bare)) == dict(evaluator(model, splits))
-    assert "C" in linear_probe.chooses and not any(hasattr(e, "chooses") for e in (knn, accuracy, few_shot))
+    assert "C" in declaration(linear_probe).chooses and not any(declaration(e).chooses for e in (knn, accuracy, few_shot))
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])

@@ -15,6 +15,7 @@ asked of a model twice is computed once (`memory.py`), so that an evaluator whic
 with `judges = False` cannot come first; one with `needs(splits)` refuses there what it cannot do, before a run is trained.
 """
 
+from .declare import Declaration, declaration, evaluator
 from .features import FeatureExtractor
 from .hooks import features, frozen
 from .memory import remembering
@@ -23,11 +24,14 @@ from .scores import accuracy, cost
 from .splits import Named, Splits, some
 
 __all__ = [
+    "Declaration",
     "FeatureExtractor",
     "Named",
     "Splits",
     "accuracy",
     "cost",
+    "declaration",
+    "evaluator",
     "features",
     "few_shot",
     "frozen",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from smallvit.data import Images
 from smallvit.rng import shuffled
 
+from .declare import evaluator
 from .hooks import features
 from .memory import once
 from .splits import Named, Splits
@@ -21,6 +22,7 @@ ITERATIONS = 5_000
 SHOTS = 16  # labelled images of each class
 
 
+@evaluator(probe=True)
 def knn(
     model: nn.Module,
     splits: Splits,
@@ -55,6 +57,7 @@ def knn(
         yield f"knn_{k}", right[k] / len(asked)
 
 
+@evaluator(probe=True, chooses="C of the linear probe")
 def linear_probe(
     model: nn.Module,
     splits: Splits,
@@ -97,9 +100,12 @@ def linear_probe(
     yield "linear_probe_iterations", float(probe[-1].n_iter_.max())
 
 
-linear_probe.chooses = "C of the linear probe"
+def enough(splits: Splits, *, shots: int = SHOTS, **others):
+    """Raise ValueError if a class has too few labelled images."""
+    balanced(splits.train, shots, 0)
 
 
+@evaluator(probe=True, needs=enough, pixel_options=("shots", "draws", "strength"))
 def few_shot(
     model: nn.Module,
     splits: Splits,
@@ -135,14 +141,6 @@ def few_shot(
     yield "few_shot", found.mean().item()
     if draws > 1:
         yield "few_shot_sd", found.std().item()
-
-
-def enough(splits: Splits, *, shots: int = SHOTS, **others):
-    """Raise ValueError if a class has too few labelled images."""
-    balanced(splits.train, shots, 0)
-
-
-few_shot.needs = enough
 
 
 def balanced(images: Images, shots: int, draw: int) -> Tensor:

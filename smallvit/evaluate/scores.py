@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from smallvit import flops
 
+from .declare import evaluator
 from .hooks import frozen
 from .splits import Named, Splits, some
 
@@ -34,6 +35,7 @@ def accuracy(model: nn.Module, splits: Splits) -> Named:
     yield "nll", surprise / len(scored)
 
 
+@evaluator(judges=False)
 def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> Named:
     """What a forward pass costs, on the device and threads at hand, and what a reduction in the model buys.
 
@@ -48,9 +50,6 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
         images = images.to(like)
         numbers = reduced_cost(model, splits, images, repeats) if flops.reduces(model) else plain_cost(model, images, repeats)
     yield from numbers.items()
-
-
-cost.judges = False
 
 
 def plain_cost(model: nn.Module, images: Tensor, repeats: int) -> dict[str, float]:

@@ -21,7 +21,8 @@ from another trained model says `needs_teacher`, and is made `objective(model, t
 from .dino import DINO
 from .distill import Distill
 from .mae import MAE
+from .objective import Objective
 from .reduce import LearnThresholds, LearnToPrune
 from .supervised import Supervised
 
-__all__ = ["DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Supervised"]
+__all__ = ["DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"]

@@ -1,4 +1,4 @@
-"""Collapse: when a model without labels has learned to say the same of every image. Seen early, named, and stopped."""
+"""Collapse: when a model without labels has learned to say the same of every image. Observation early, named, and stopped."""
 
 from math import log
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SAME = 0.05  # nats that the teacher's targets tell one image from another by; a
 FLAT = 0.01  # feature spread: 1 where features point all ways, about 0.1 in an untrained ViT
 
 
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """What an objective saw of its last batch: features b d and, where there is a teacher, its targets b k, which sum to 1."""
 
     features: Tensor
@@ -24,7 +24,7 @@ class Collapse(RuntimeError):
     """The run has collapsed; the message says how, and which knob to turn first."""
 
 
-def measure(seen: Seen) -> dict[str, float]:
+def measure(seen: Observation | None) -> dict[str, float]:
     """Four numbers of a batch. All of them fall when a model collapses, but for `entropy`, which may also rise to 1.
 
     `spread`: the standard deviation of the normalised features over the batch, times the root of their width: 1 if they point
@@ -34,6 +34,8 @@ def measure(seen: Seen) -> dict[str, float]:
 
     Raises FloatingPointError for features that are not finite.
     """
+    if seen is None:
+        return {}
     if not seen.features.isfinite().all():
         raise FloatingPointError("the features are not finite any more; try a smaller lr")
     x = F.normalize(seen.features.float(), dim=-1)
@@ -68,11 +70,11 @@ class Monitor:
     def __init__(self, steps: int):
         self.every, self.in_a_row = max(APART, steps // LOOKS), 0
 
-    def check(self, step: int, seen: Seen):
+    def check(self, step: int, observation: Observation | None):
         """Look at what was seen last, if it is time; at one image alone there is nothing to see. Raises `Collapse`."""
-        if step % self.every or len(seen.features) == 1:
+        if step % self.every or observation is None or len(observation.features) == 1:
             return
-        numbers = measure(seen)
+        numbers = measure(observation)
         how = mode(numbers)
         self.in_a_row = self.in_a_row + 1 if how else 0
         if self.in_a_row >= PATIENCE:

@@ -10,11 +10,11 @@ from smallvit.augment import Batch
 from smallvit.optim import ema_update, tensors
 from smallvit.pooling import Projected
 
-from .collapse import Seen
-from .paced import paced, tell
+from .collapse import Observation
+from .objective import Objective
 
 
-class DINO(nn.Module):
+class DINO(Objective):
     """Self-distillation without labels: a student sees all views, its teacher the two global ones, and they shall agree.
 
     Paper    Caron et al. 2021, arXiv:2104.14294. Teacher: starts equal to the student, has no gradient and neither dropout nor
@@ -50,7 +50,7 @@ class DINO(nn.Module):
     """
 
     needs_labels = False
-    reads_views = True
+    needs_views = True
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class DINO(nn.Module):
         share: float = 0.8,
         settle: float = 0.25,
     ):
-        super().__init__()
+        super().__init__(copy.deepcopy(model).requires_grad_(False))
+        self.student = model
         from lightly.loss import DINOLoss, KoLeoLoss
         from lightly.models.modules import DINOProjectionHead
 
@@ -90,8 +91,6 @@ class DINO(nn.Module):
                 raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that keeps the hidden ones")
-        self.student, self.model = model, copy.deepcopy(model).requires_grad_(False)
-        self.paced = paced(self.student)  # the teacher reduces as it will when it is evaluated
 
         def head() -> nn.Module:  # twice: what a norm of weights has computed cannot be copied
             made = DINOProjectionHead(
@@ -116,7 +115,11 @@ class DINO(nn.Module):
             self.register_buffer("bank_images", torch.zeros(bank, dtype=torch.float64))  # a number for each
             self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.seen: Seen | None = None  # of the last batch
+
+    @property
+    def trained_model(self) -> nn.Module:
+        """The student."""
+        return self.student
 
     def train(self, mode: bool = True):
         super().train(mode)
@@ -130,7 +133,7 @@ class DINO(nn.Module):
             raise ValueError(
                 "DINO compares views and the batch has none; expected augment=augment.digit_crops() or photo_crops()"
             )
-        tell(self.paced, progress)
+        self.set_progress(progress)
         b = len(batch.images)
         whole = batch.views[0]
         with torch.no_grad():
@@ -140,7 +143,7 @@ class DINO(nn.Module):
         temperature = self.temperature(progress)
         with torch.no_grad():
             center = self.loss.center.clone()
-            self.seen = Seen(found[0].detach(), ((wanted - center[0]) / temperature).softmax(-1))
+            self.observed = Observation(found[0].detach(), ((wanted - center[0]) / temperature).softmax(-1))
             shared = self.with_neighbours(batch.images, wanted, center[0], temperature, progress) if self.neighbours else wanted
         loss = self.loss(list(shared.split(b)), list(said.split(b)), teacher_temp=temperature)
         if shared is not wanted:  # the centre is that of what the teacher itself said

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 
-from .paced import paced, tell
+from .objective import Objective
 from .supervised import cross_entropy
 
 TEMPERATURE = 3.0  # of DeiT's soft distillation
 
 
-class Distill(nn.Module):
+class Distill(Objective):
     """Knowledge distillation: learn what the labels say, and what a trained teacher says of the same images.
 
     Paper    "soft": Hinton et al. 2015, arXiv:1503.02531, section 2, as DeiT writes it: (1 - weight) CE(labels)
@@ -54,7 +54,7 @@ class Distill(nn.Module):
         temperature: float = TEMPERATURE,
         token: bool = False,
     ):
-        super().__init__()
+        super().__init__(model)
         if kind not in ("soft", "hard"):
             raise ValueError(f"kind is {kind!r}; expected 'soft' (all that the teacher says) or 'hard' (its first choice)")
         if not 0 <= weight <= 1:
@@ -69,17 +69,15 @@ class Distill(nn.Module):
             raise ValueError(
                 f"token=True trains two heads and this {type(model).__name__} has not got them; expected pool=DistilledTokens"
             )
-        self.model = model
         self.kind, self.weight, self.temperature, self.token = kind, weight, temperature, token
         self.beside = [copy.deepcopy(teacher).eval().requires_grad_(False)]  # in a list, so that no module finds its weights
-        self.paced = paced(model)
 
     @property
     def teacher(self) -> nn.Module:
         return self.beside[0]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        tell(self.paced, progress)
+        self.set_progress(progress)
         if self.token:
             logits, taught = self.model.head.apart(self.model.features(batch.images))
         else:

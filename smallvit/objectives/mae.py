@@ -15,7 +15,8 @@ from smallvit.positions import SinCos2d
 from smallvit.reduction.context import take, wide
 from smallvit.vit import Block, ViT, initialize
 
-from .collapse import Seen
+from .collapse import Observation
+from .objective import Objective
 
 Grid = tuple[int, int]
 Image = tuple[int, int]
@@ -39,7 +40,7 @@ class Reconstruction(NamedTuple):
     helped: Tensor
 
 
-class MAE(nn.Module):
+class MAE(Objective):
     """Masked autoencoder: the model sees few patches of each image, and a small decoder guesses the pixels of the others.
 
     Paper    He et al. 2021, arXiv:2111.06377. A share `ratio` of the patches is hidden, drawn for each image on its own; the
@@ -63,7 +64,7 @@ class MAE(nn.Module):
     learned. Pixels as they are came to 91%, normalised ones to 88%.
 
     When evaluated the model sees all tokens. What only its head and its pool have (the scores of `SequencePool`, a norm behind
-    the pool) learns nothing here. After each forward `seen` has the pooled features of the visible tokens.
+    the pool) learns nothing here. After each forward `observed` has the pooled features of the visible tokens.
 
     Raises   ValueError for a model that is no `ViT` or reduces tokens, a grid of tokens that does not cut the image into equal
              patches, a ratio that shows none, patches of one value with `normalise`, and a decoder that cannot be built.
@@ -81,7 +82,7 @@ class MAE(nn.Module):
         decoder_heads: int = 4,
         normalise: bool = True,
     ):
-        super().__init__()
+        super().__init__(model)
         if not isinstance(model, ViT):
             raise ValueError(f"MAE hides patches from a ViT; got a {type(model).__name__}, expected model=partial(ViT, ...)")
         if reduces(model):
@@ -95,17 +96,16 @@ class MAE(nn.Module):
         if normalise and values < 2:
             raise ValueError("a patch of 1 pixel and 1 channel has no variance; expected normalise=False, or larger patches")
         visible(ratio, prod(grid))
-        self.model, self.ratio, self.normalise, self.patch = model, ratio, normalise, patch
+        self.ratio, self.normalise, self.patch = ratio, normalise, patch
         self.decoder = Decoder(model.prefix.shape, grid, values, decoder_dim, decoder_depth, decoder_heads)
         initialize(self.decoder)
-        self.seen: Seen | None = None  # of the last batch
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         images = batch.images
         shown, hidden = self.hide(images)  # the first draw of a step, so that no dropout moves it
         tokens = self.encode(images, shown)
         with torch.no_grad():
-            self.seen = Seen(self.model.pooled(tokens.detach(), None))
+            self.observed = Observation(self.model.pooled(tokens.detach(), None))
         return {"loss": self.error(self.decoder(tokens, shown, hidden, self.grid(images)), images, hidden)}
 
     def grid(self, images: Tensor) -> Grid:

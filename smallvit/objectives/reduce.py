@@ -1,6 +1,6 @@
 """Learning to reduce tokens: the objectives that teach `LearnedPrune` and `LearnedThresholds`, from a trained model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,10 +11,11 @@ from smallvit.augment import Batch
 from smallvit.flops import block_macs, has_closed_form, unreduced
 from smallvit.reduction import LearnedPrune, LearnedThresholds
 
+from .objective import LearningRate, Objective
 from .supervised import cross_entropy
 
 
-class LearnToPrune(nn.Module):
+class LearnToPrune(Objective):
     """Teach a trained model with `LearnedPrune` to decide with fewer patches, held to its own words when it had them all.
 
     Paper    Rao et al. 2021 (DynamicViT), arXiv:2106.02034, section 3.3: cross-entropy, plus `ratio` times the squared gap
@@ -32,9 +33,9 @@ class LearnToPrune(nn.Module):
     def __init__(
         self, model: nn.Module, *, ratio: float = 2.0, distil: float = 0.5, distil_tokens: float = 0.5, backbone: float = 0.01
     ):
-        super().__init__()
+        super().__init__(model)
         self.pruning = deciding(model, LearnedPrune, "predictor")
-        self.model, self.teacher = model, unreduced(model).eval().requires_grad_(False)
+        self.teacher = unreduced(model).eval().requires_grad_(False)
         self.ratio, self.distil, self.distil_tokens, self.backbone = ratio, distil, distil_tokens, backbone
 
     def train(self, mode: bool = True):
@@ -58,19 +59,19 @@ class LearnToPrune(nn.Module):
         loss = cross_entropy(logits, batch.targets) + self.ratio * (shares - targets).square().mean()
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 
-    def paces(self) -> list[tuple[list[nn.Parameter], Callable[[float, float], float]]]:
+    def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
         learned = [p for module in self.pruning for p in module.parameters()]
         mine = set(map(id, learned))
         return [
-            (learned, lambda progress, pace: pace),
+            (learned, lambda progress, rate: rate),
             ([p for p in self.model.parameters() if id(p) not in mine], self.rest_then_follow),
         ]
 
-    def rest_then_follow(self, progress: float, pace: float) -> float:
-        return 0.0 if progress < 1 / 6 else min(self.backbone, pace)
+    def rest_then_follow(self, progress: float, rate: float) -> float:
+        return 0.0 if progress < 1 / 6 else min(self.backbone, rate)
 
 
-class LearnThresholds(nn.Module):
+class LearnThresholds(Objective):
     """Find thresholds for a trained model with `LearnedThresholds` that meet a budget of compute; all else stays as it is.
 
     Paper    Bonnaerens, Dambre 2023 (LTMP), arXiv:2305.17328, section 3.3: cross-entropy plus `weight` times the squared gap
@@ -86,10 +87,10 @@ class LearnThresholds(nn.Module):
     needs_init = True
 
     def __init__(self, model: nn.Module, *, budget: float = 0.75, weight: float = 10.0):
-        super().__init__()
+        super().__init__(model)
         if not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; expected a fraction of the unreduced compute, above 0 and up to 1")
-        self.model, self.budget, self.weight = model, budget, weight
+        self.budget, self.weight = budget, weight
         self.thresholds = deciding(model, LearnedThresholds, "kept")
         if not has_closed_form(model):
             raise ValueError(

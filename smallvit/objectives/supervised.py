@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 
-from .paced import paced, tell
+from .objective import Objective
 
 
-class Supervised(nn.Module):
+class Supervised(Objective):
     """Cross-entropy between the model's softmax and the targets, which may be mixed or smoothed; the mean over the batch.
 
     `softmax_first=True` is a mistake, here to be measured: a softmax at the end of the model, before a loss that has one of its
@@ -21,14 +21,13 @@ class Supervised(nn.Module):
     """
 
     def __init__(self, model: nn.Module, *, softmax_first: bool | None = None):
-        super().__init__()
+        super().__init__(model)
         if softmax_first not in (None, False, True):
             raise ValueError(f"softmax_first is {softmax_first!r}; expected True for the mistake, False for none")
-        self.model, self.softmax_first = model, softmax_first
-        self.paced = paced(model)
+        self.softmax_first = softmax_first
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        tell(self.paced, progress)
+        self.set_progress(progress)
         logits = self.model(batch.images)
         if self.softmax_first:
             logits = logits.float().softmax(-1)
