@@ -7,6 +7,7 @@ data from somewhere: `component` is the one door from a name in a record to some
 import functools
 import importlib
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -100,6 +101,54 @@ def in_words(plain: Any) -> str:
         if key not in ("call", "make", "recipe_sha256") and not isinstance(knob, dict) and knob is not None
     ]
     return f"{name}({', '.join(knobs)})" if knobs else name
+
+
+def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Where two described runs differ: dotted path of the option -> (its value in `plain`, its value in `other`).
+
+    A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
+    """
+    if isinstance(plain, dict) and isinstance(other, dict) and name_of(plain) == name_of(other):
+        pairs = {f"{path}.{key}".lstrip("."): (plain.get(key), other.get(key)) for key in plain | other}
+    elif isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
+        pairs = {f"{path}[{index}]": pair for index, pair in enumerate(zip(plain, other))}
+    else:
+        return {} if plain == other else {path: (plain, other)}
+    return {name: values for key, pair in pairs.items() for name, values in differences(*pair, key).items()}
+
+
+def describe_value(plain: Any) -> str:
+    """A described value as a person writes it in a recipe: `ShiftedPatchEmbed(patch=2)`.
+
+    Options at their default are left out if the component can be looked up. A run is shortened to its model, objective and
+    number of steps.
+    """
+    if isinstance(plain, list):
+        return f"[{', '.join(map(describe_value, plain))}]"
+    if not isinstance(plain, dict):
+        return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain)
+    if not name_of(plain):
+        parts = {key: name_of(value).rpartition(".")[2] or value for key, value in plain.items()}
+        options = {key: parts[key] for key in ("model", "objective", "steps") if key in parts}
+        return f"Run({', '.join(f'{key}={value}' for key, value in options.items())})"
+    defaults = described_defaults(name_of(plain))
+    options = {key: value for key, value in plain.items() if key not in ("call", "make", "recipe_sha256")}
+    shown = [f"{key}={describe_value(value)}" for key, value in options.items() if value != defaults.get(key)]
+    return name_of(plain).rpartition(".")[2] + f"({', '.join(shown)})" * bool(shown)
+
+
+def name_of(plain: Any) -> str:
+    """The public name of the class or function of a described component; empty for a run or a plain value."""
+    return (plain.get("call") or plain.get("make") or "") if isinstance(plain, dict) else ""
+
+
+def described_defaults(name: str) -> dict[str, Any]:
+    """The defaults of a component as `describe` writes them; empty if this version or the loaded recipes do not have it."""
+    try:
+        options = knobs(component(name))
+    except ValueError:
+        return {}
+    return {key: describe(option.default) for key, option in options.items() if option.default is not option.empty}
 
 
 def written(thing: Callable) -> dict[str, str]:
