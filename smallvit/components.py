@@ -1,7 +1,7 @@
-"""Components in plain JSON, and back: what a recipe may bind, how it is written down, and what a record may call.
+"""Components as plain JSON and back: which options a recipe may set, how they are written, and what a record may call.
 
-A component is a public class or function of a slot file or of a recipe, its knobs bound by `functools.partial`. Records are
-data from somewhere: `component` is the one door from a name in a record to something that can be called.
+A component is a public class or function of a component file or of a recipe, with its options bound by `functools.partial`.
+Records may come from anywhere, so `component` is the only place where a name in a record becomes something callable.
 """
 
 import functools
@@ -10,47 +10,48 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-# the files, and folders of files, that define components
-ROOMS = (
-    "attention", "augment", "data", "evaluate", "references", "objectives", "pooling", "positions", "pretrained", "pseudo_labels",
-    "reduction", "tokenizers", "vit",
+# modules of smallvit that define components
+MODULES = (
+    "attention", "augment", "data", "evaluate", "objectives", "pooling", "positions", "pretrained", "pseudo_labels",
+    "reduction", "references", "tokenizers", "vit",
 )  # fmt: skip
-
-
-VALUES = ("pretrained",)  # of these a record may make values, weights to start from, and call nothing
+VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (weights to load), but call no function
 
 
 def describe(value: Any) -> Any:
-    """A component, or a plain value, in JSON, every default spelled out, so that it is the same when a default changes.
+    """Write a component or a plain value as JSON, with every default spelled out.
 
-    A component is `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; one that is already made (an augmentation) is
-    `{"make": ..., ...}`.
+    A component becomes `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; an instance of a dataclass, such as a
+    transform, becomes `{"make": "smallvit.augment.Warp", ...}`.
     """
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {"make": address(type(value)), **written(type(value))} | {
+        return {"make": address(type(value)), **definition_hash(type(value))} | {
             f.name: describe(getattr(value, f.name)) for f in fields(value)
         }
     if callable(value):
-        chosen = {name: p.default for name, p in sorted(knobs(value).items()) if p.default is not p.empty}
-        made_of = function(value)
-        return {"call": address(made_of), **written(made_of)} | {name: describe(knob) for name, knob in chosen.items()}
+        values = {name: p.default for name, p in sorted(options(value).items()) if p.default is not p.empty}
+        called = function(value)
+        return {"call": address(called), **definition_hash(called)} | {name: describe(value) for name, value in values.items()}
     raise ValueError(f"cannot describe {value!r}; expected a plain value, a function or class, or a partial of one")
 
 
 def rebuild(plain: Any) -> Any:
-    """The value that `describe` wrote down. Only names of components in `smallvit` and in loaded recipes are looked up.
+    """The component or value that `describe` wrote. Only components of smallvit and of loaded recipes are looked up.
 
-    Raises ValueError for any other name, and for `make` of anything but an augmentation, since that is called here and now.
+    Options that were added after the description was written get the value of the old behavior (see `added_options`).
+
+    Raises ValueError for any other name, for a component of a recipe that has changed since, and for `make` of anything but a
+    dataclass, because `make` calls it at once.
     """
     if isinstance(plain, list):
         return tuple(rebuild(item) for item in plain)
@@ -59,100 +60,58 @@ def rebuild(plain: Any) -> Any:
     if not plain.keys() & {"call", "make"}:
         raise ValueError(f"{plain} names no component; expected 'call' or 'make' in it, as describe writes")
     made = component(plain.get("make", plain.get("call")))
-    rest = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make", "recipe_sha256")}
-    # None counts as not made (see `canonical`), also where there is no such choice any more
-    rest = {name: value for name, value in rest.items() if value is not None or name in arguments(made)}
-    if plain.get("recipe_sha256") != written(made).get("recipe_sha256"):
-        raise ValueError(f"{plain.get('make', plain.get('call'))} is not the one of the record: its recipe has changed since")
+    values = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make", "recipe_sha256")}
+    # an option of None counts as absent (see `canonical`), even if the option no longer exists
+    values = {name: value for name, value in values.items() if value is not None or name in arguments(made)}
+    values = added_options(made) | values
+    if plain.get("recipe_sha256") != definition_hash(made).get("recipe_sha256"):
+        raise ValueError(f"{plain.get('make', plain.get('call'))} has changed in its recipe since the record was written")
     if "make" in plain:
         if "call" in plain or not (isinstance(made, type) and is_dataclass(made)):
             raise ValueError(
-                f"{plain['make']} cannot be made from a record; expected a dataclass, as augmentations are, and no call"
+                f"{plain['make']} cannot be created from a record; expected a dataclass, such as a transform, and no call"
             )
         try:
-            return made(**rest)
+            return made(**values)
         except TypeError as error:
-            raise ValueError(f"{plain['make']} cannot be made of {rest}: {error}; expected what describe wrote") from error
-    return partial(made, **rest) if rest else made
+            raise ValueError(f"{plain['make']} does not accept {values}: {error}; expected what describe wrote") from error
+    return partial(made, **values) if values else made
 
 
-def unequal(here: Any, there: Any, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    same_kind = isinstance(here, dict) and isinstance(there, dict)
-    if same_kind and all(here.get(kind) == there.get(kind) for kind in ("call", "make")):
-        for key in here | there:
-            yield from unequal(here.get(key), there.get(key), f"{name}.{key}".lstrip("."))
-    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        for at, pair in enumerate(zip(here, there)):
-            yield from unequal(*pair, f"{name}[{at}]")
-    elif here != there:
-        yield name, (in_words(here), in_words(there))
+def differences(plain: Any, other: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """The values in which two descriptions differ: dotted name -> (value of `plain`, value of `other`); None if absent.
 
-
-def in_words(plain: Any) -> str:
-    """A described value as one would say it: `ShiftedPatchEmbed(norm=True, patch=7)`."""
-    if isinstance(plain, list):
-        return ", ".join(map(in_words, plain)) or "none"
-    if not isinstance(plain, dict):
-        return repr(plain) if isinstance(plain, str) else str(plain)
-    name = (plain.get("call") or plain.get("make") or "Run").rpartition(".")[2]
-    knobs = [
-        f"{key}={in_words(knob)}"
-        for key, knob in plain.items()
-        if key not in ("call", "make", "recipe_sha256") and not isinstance(knob, dict) and knob is not None
-    ]
-    return f"{name}({', '.join(knobs)})" if knobs else name
-
-
-def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Where two described runs differ: dotted path of the option -> (its value in `plain`, its value in `other`).
-
-    A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
+    A component that was replaced by another one counts as one difference; its options are not listed.
     """
-    if isinstance(plain, dict) and isinstance(other, dict) and name_of(plain) == name_of(other):
-        pairs = {f"{path}.{key}".lstrip("."): (plain.get(key), other.get(key)) for key in plain | other}
-    elif isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
-        pairs = {f"{path}[{index}]": pair for index, pair in enumerate(zip(plain, other))}
-    else:
-        return {} if plain == other else {path: (plain, other)}
-    return {name: values for key, pair in pairs.items() for name, values in differences(*pair, key).items()}
+    comparable = isinstance(plain, dict) and isinstance(other, dict)
+    if comparable and all(plain.get(key) == other.get(key) for key in ("call", "make")):
+        found = {}
+        for key in plain | other:
+            found |= differences(plain.get(key), other.get(key), f"{name}.{key}".lstrip("."))
+        return found
+    if isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
+        return {k: v for i, pair in enumerate(zip(plain, other)) for k, v in differences(*pair, f"{name}[{i}]").items()}
+    return {} if plain == other else {name: (plain, other)}
 
 
 def describe_value(plain: Any) -> str:
-    """A described value as a person writes it in a recipe: `ShiftedPatchEmbed(patch=2)`.
-
-    Options at their default are left out if the component can be looked up. A run is shortened to its model, objective and
-    number of steps.
-    """
+    """A description as a person writes it: `ShiftedPatchEmbed(patch=7, norm=True)`. Nested components are left out."""
     if isinstance(plain, list):
-        return f"[{', '.join(map(describe_value, plain))}]"
+        return ", ".join(map(describe_value, plain)) or "none"
     if not isinstance(plain, dict):
-        return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain)
-    if not name_of(plain):
-        parts = {key: name_of(value).rpartition(".")[2] or value for key, value in plain.items()}
-        options = {key: parts[key] for key in ("model", "objective", "steps") if key in parts}
-        return f"Run({', '.join(f'{key}={value}' for key, value in options.items())})"
-    defaults = described_defaults(name_of(plain))
-    options = {key: value for key, value in plain.items() if key not in ("call", "make", "recipe_sha256")}
-    shown = [f"{key}={describe_value(value)}" for key, value in options.items() if value != defaults.get(key)]
-    return name_of(plain).rpartition(".")[2] + f"({', '.join(shown)})" * bool(shown)
+        return repr(plain) if isinstance(plain, str) else str(plain)
+    name = (plain.get("call") or plain.get("make") or "Run").rpartition(".")[2]
+    skipped = ("call", "make", "recipe_sha256")
+    shown = [
+        f"{key}={describe_value(value)}"
+        for key, value in plain.items()
+        if key not in skipped and not isinstance(value, dict) and value is not None
+    ]
+    return f"{name}({', '.join(shown)})" if shown else name
 
 
-def name_of(plain: Any) -> str:
-    """The public name of the class or function of a described component; empty for a run or a plain value."""
-    return (plain.get("call") or plain.get("make") or "") if isinstance(plain, dict) else ""
-
-
-def described_defaults(name: str) -> dict[str, Any]:
-    """The defaults of a component as `describe` writes them; empty if this version or the loaded recipes do not have it."""
-    try:
-        options = knobs(component(name))
-    except ValueError:
-        return {}
-    return {key: describe(option.default) for key, option in options.items() if option.default is not option.empty}
-
-
-def written(thing: Callable) -> dict[str, str]:
-    """For a component of a recipe, a hash of its definition and of what that uses, as its file was loaded: it may change."""
+def definition_hash(thing: Callable) -> dict[str, str]:
+    """`{"recipe_sha256": hash}` of the source code of a recipe's component and of all it uses; empty for other components."""
     if not thing.__module__.startswith("recipes."):
         return {}
     sha256 = getattr(sys.modules.get(thing.__module__), "DEFINITIONS", {}).get(thing.__qualname__)
@@ -160,122 +119,146 @@ def written(thing: Callable) -> dict[str, str]:
 
 
 def address(thing: Callable) -> str:
-    """The public name under which a component is found again: `smallvit.<room>.Name`, however many files the room has."""
-    own = getattr(thing, "__qualname__", None)
-    if own is None:
+    """The name under which a record can look a component up: `smallvit.<module>.<Name>` or `recipes.<file>.<Name>`.
+
+    Raises ValueError for lambdas, local functions and instances, which have no such name.
+    """
+    qualified = getattr(thing, "__qualname__", None)
+    if qualified is None:
         raise ValueError(
-            f"{repr(thing)[:60]} is neither a function nor a class and cannot stand in a record; give the class itself,"
-            " its knobs bound by functools.partial"
+            f"{repr(thing)[:60]} is neither a function nor a class and cannot be written to a record; give the class itself,"
+            " with its options bound by functools.partial"
         )
-    if "<" in own:
+    if "<" in qualified:
         raise ValueError(
-            f"{own} is a lambda or a local function and cannot stand in a record; define it at the top level of the recipe"
+            f"{qualified} is a lambda or a local function and cannot be written to a record; define it at the top level of the"
+            " recipe"
         )
-    name = ".".join([*str(thing.__module__).split(".")[:2], own])
+    name = ".".join([*str(thing.__module__).split(".")[:2], qualified])
     if component(name) is not thing:
-        raise ValueError(f"{name} is not what its name leads to; define it once, at the top level of its file")
+        raise ValueError(f"the name {name} refers to something else; define it once, at the top level of its file")
     return name
 
 
 def component(name: str) -> Callable:
-    """The class or function of that name. A record must not reach anything else: it is data from somewhere.
+    """Look up the class or function with that name. Records can name only public components, because they may be untrusted.
 
-    Raises ValueError for all but the public classes and functions of the component files and of the loaded recipes.
+    Raises ValueError for anything but a public class or function of the component modules and of the loaded recipes.
     """
     package, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
-    room, _, attribute = rest.partition(".")
-    module = f"{package}.{room}"
-    if not (package == "smallvit" and room in ROOMS) and not (package == "recipes" and module in sys.modules):
+    file, _, attribute = rest.partition(".")
+    module = f"{package}.{file}"
+    if not (package == "smallvit" and file in MODULES) and not (package == "recipes" and module in sys.modules):
         raise ValueError(
-            f"{name!r} is outside the component files of smallvit and the loaded recipes; expected"
-            f" smallvit.<{'|'.join(ROOMS)}>.Name or recipes.<file>.Name"
+            f"{name!r} is not in a component module of smallvit nor in a loaded recipe; expected"
+            f" smallvit.<{'|'.join(MODULES)}>.Name, or recipes.<file>.Name after load_recipe(path)"
         )
     found = vars(importlib.import_module(module)).get(attribute)
     home = getattr(found, "__module__", None) or ""
-    own = getattr(found, "__qualname__", None) == attribute and f"{home}.".startswith(f"{module}.")
-    own = own and (room not in VALUES or is_dataclass(found))
-    if not own or attribute.startswith("_"):
+    defined_here = getattr(found, "__qualname__", None) == attribute and f"{home}.".startswith(f"{module}.")
+    defined_here = defined_here and (file not in VALUE_MODULES or is_dataclass(found))
+    if found is None or not defined_here or attribute.startswith("_"):
         raise ValueError(
             f"{module} has no component {attribute!r}; expected a public class or function defined at its top level, no lambda"
         )
     return found
 
 
-def check(component: Any, where: str):
-    """Hold every knob of a component, however deep, against its signature."""
+def check(component: Any, name: str):
+    """Check a component and all components among its options against their signatures. `name` is the name of its setting.
+
+    Raises ValueError for something that is not callable, an unknown option, an option bound by position, a missing option, and
+    a text in place of a number.
+    """
     if not callable(component):
         shown = repr(component) if len(repr(component)) < 80 else f"an object of class {type(component).__name__}"
-        raise ValueError(f"{where} is {shown}; expected a function or class, or functools.partial of one with its knobs")
+        raise ValueError(f"{name} is {shown}; expected a function or class, or functools.partial of one with its options")
     if is_dataclass(component) and not isinstance(component, type):
         describe(component)
         return
-    address(function(component))
-    taken = arguments if where == "data" else knobs  # a loader is called with nothing: all that it takes is a choice
+    called = function(component)
+    address(called)
+    accepted = arguments if name == "data" else options  # a loader is called without arguments: all of them are options
     if isinstance(component, partial):
         if component.args:
-            raise ValueError(f"{where} binds {component.args!r} by position; expected every knob by name")
-        defaults = taken(function(component))
-        for name, knob in component.keywords.items():
-            known(name, defaults, function(component).__name__)
-            text, number = isinstance(knob, str), isinstance(defaults[name].default, int | float)
-            if text and number:
-                raise ValueError(f"{name} of {function(component).__name__} is {knob!r}; expected a number, without quotes")
-            if where == "data" and isinstance(knob, list | dict | set):  # loaders remember what they loaded
-                raise ValueError(f"{name} of {function(component).__name__} is {knob!r}; expected a tuple, or a plain value")
-    for name, p in taken(component).items():
+            raise ValueError(f"{name} binds {component.args!r} by position; expected every option by name")
+        defaults = accepted(called)
+        for option, value in component.keywords.items():
+            known(option, defaults, called.__name__)
+            if isinstance(value, str) and isinstance(defaults[option].default, int | float):
+                raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a number, without quotes")
+            if name == "data" and isinstance(value, list | dict | set):  # loaders cache their result by their options
+                raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a tuple, or a plain value")
+    for option, p in accepted(component).items():
         if p.default is p.empty:
-            raise ValueError(f"{where} has no {name!r}; expected partial({function(component).__name__}, {name}=...)")
+            raise ValueError(f"{name} has no {option!r}; expected partial({called.__name__}, {option}=...)")
         if callable(p.default):
-            check(p.default, f"{where}.{name}")
+            check(p.default, f"{name}.{option}")
     describe(component)
 
 
-def function(component: Callable) -> Callable:
-    """The class or function under any number of partials."""
+def function(component: Any) -> Any:
+    """The class or function inside any number of partials."""
     while isinstance(component, functools.partial):
         component = component.func
     return component
 
 
+def added_options(component: Any) -> dict[str, Any]:
+    """Options that a component got after version 0.2.0, each with the value at which it behaves as it did before.
+
+    A component declares them in its attribute `added_options`. They keep the fingerprints of older runs valid.
+    """
+    return getattr(component, "added_options", {})
+
+
 def arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """All that a component takes by name, with the defaults in force."""
+    """All parameters that a component accepts by name, with the defaults that partials have set."""
     if not isinstance(component, partial):
         return dict(own_arguments(component))
-    taken = arguments(component.func)
+    accepted = arguments(component.func)
     if component.args:
         raise ValueError(
-            f"{function(component).__name__} has {component.args!r} bound by position; expected every knob by name"
+            f"{function(component).__name__} has {component.args!r} bound by position; expected every option by name"
         )
-    for name, knob in component.keywords.items():
-        known(name, taken, function(component).__name__)
-        taken[name] = taken[name].replace(default=knob, kind=inspect.Parameter.KEYWORD_ONLY)
-    return taken
+    for name, value in component.keywords.items():
+        known(name, accepted, function(component).__name__)
+        accepted[name] = accepted[name].replace(default=value, kind=inspect.Parameter.KEYWORD_ONLY)
+    return accepted
 
 
-@functools.cache  # a recipe asks for the same few a hundred thousand times, which takes seconds
+@functools.cache  # a recipe needs the same few signatures 100,000 times
 def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
+    """The parameters of a class or function that can be given by name."""
     parameters = inspect.signature(component).parameters
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def knobs(component: Callable) -> dict[str, inspect.Parameter]:
-    """What a recipe may choose of a component: all but the shapes, which have no default."""
+def options(component: Callable) -> dict[str, inspect.Parameter]:
+    """The parameters that a recipe may set: all but the shapes, which have no default and are given by the model."""
     return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def known(name: str, names: Iterable[str], owner: str):
+    """Raise ValueError unless `name` is one of `names`, with the most similar name as advice."""
     names = list(names)
     if name not in names:
-        swapped = [other for other in names if sorted(other) == sorted(name)]
-        near = swapped or get_close_matches(name, names, 1, 0.5)
-        advice = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(names))}"
-        raise ValueError(f"{owner} has no choice {name!r}; {advice}")
+        anagrams = [other for other in names if sorted(other) == sorted(name)]
+        similar = anagrams or get_close_matches(name, names, 1, 0.5)
+        advice = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(sorted(names))}"
+        raise ValueError(f"{owner} has no option {name!r}; {advice}")
 
 
 def canonical(plain: Any) -> Any:
-    """A described value in one spelling: choices of None left out, and 2.0 as 2."""
+    """A description in the form that is hashed: without options of None and without added options at their old value.
+
+    Whole numbers are integers: 2.0 becomes 2.
+    """
     if isinstance(plain, dict):
-        return {name: canonical(value) for name, value in plain.items() if value is not None}
+        name = plain.get("call") or plain.get("make")
+        old = {option: describe(value) for option, value in added_options(component(name)).items()} if name else {}
+        same = [option for option in old if option in plain and plain[option] == old[option]]
+        return {option: canonical(value) for option, value in plain.items() if value is not None and option not in same}
     if isinstance(plain, list):
         return [canonical(item) for item in plain]
     return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
