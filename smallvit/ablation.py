@@ -1,12 +1,12 @@
-"""Arms: what stands in a comparison; every technique at every number of labels and every seed, and the references to beat."""
+"""Comparisons: every arm at every number of labels and every seed, and the reference models beside them."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from smallvit.augment import MultiCrop
 from smallvit.components import function
-from smallvit.evaluate import accuracy, few_shot, knn, linear_probe
+from smallvit.evaluate import accuracy, declaration, knn, linear_probe
 from smallvit.objectives import Supervised
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
 from smallvit.record import RANDOM
@@ -15,9 +15,9 @@ from smallvit.run import Run, fingerprint
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import ViT
 
-FINE_TUNING = 300  # steps of what was trained elsewhere
+FINE_TUNING = 300  # steps for models with external weights
 
-# from nothing but the labels, whatever the baseline starts from and learns
+# settings of a run that learns from its labels only, whatever the baseline does
 SUPERVISED = {
     "init": None,
     "teacher": None,
@@ -28,6 +28,47 @@ SUPERVISED = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ArmRun:
+    """One run of a comparison: what is trained, and which arm it belongs to. The name and role do not change the training.
+
+    run         the settings
+    arm         the name of the arm
+    role        "baseline", "technique" (gets a verdict), "reference" (for orientation, without a verdict) or "dependency"
+                (trained only because another run needs it)
+    baseline    the arm it is compared with; "" if there is only one baseline
+
+    Raises ValueError for an empty name or an unknown role.
+    """
+
+    run: Run
+    arm: str
+    role: str = "technique"
+    baseline: str = ""
+
+    def __post_init__(self):
+        if not isinstance(self.run, Run):
+            raise ValueError(f"run is {self.run!r:.60}; expected a smallvit.Run")
+        if not isinstance(self.arm, str) or not self.arm.strip() or not isinstance(self.baseline, str):
+            raise ValueError(f"arm is {self.arm!r} and baseline {self.baseline!r}; expected two names")
+        if self.role not in ("baseline", "technique", "reference", "dependency"):
+            raise ValueError(f"role is {self.role!r}; expected 'baseline', 'technique' or 'reference'")
+
+    @property
+    def labels(self) -> int | None:
+        """The number of labelled images; None for all."""
+        return self.run.labels
+
+    @property
+    def seed(self) -> int:
+        """The random seed."""
+        return self.run.seed
+
+    def with_steps(self, change) -> "ArmRun":
+        """The same arm with another number of training steps: see `Run.with_steps`."""
+        return replace(self, run=self.run.with_steps(change))
+
+
 def ablate(
     arms: dict[str, Run],
     *,
@@ -35,85 +76,90 @@ def ablate(
     seeds: Iterable[int] = range(8),
     references: bool = True,
     extra_references: dict[str, Run] | None = None,
-) -> list[Run]:
-    """Every arm for every number of labels and every seed; the first arm is the baseline of all differences.
+) -> list[ArmRun]:
+    """List the runs of a comparison: every arm for every number of labels and every seed. The first arm is the baseline.
 
-    The references stand in every comparison unless `references=False`: raw pixels under logistic regression and under kNN, a small CNN
-    trained as the baseline is, and where an arm is judged by a probe the same probe of its random weights. `extra_references` are
-    more of them, such as `imagenet_vit_s(baseline)`: they stand in the tables and get no verdict. Seeds come outermost within
-    a number of labels, so that a half-finished recipe already compares all arms.
+    With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression and
+    with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model.
+    `extra_references` adds more, such as `imagenet_vit_s(baseline)`. Seeds are in the outer loop, so that a comparison that was
+    stopped early already contains all arms.
 
-    Raises ValueError if two arms are the same run under two names, if an arm bears a reference's name or asks for another number of
-    labels, and if a seed or a number of labels is given twice: one run is not two.
+    Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, and if
+    a seed or a number of labels occurs twice.
     """
-    labels, seeds = several(labels, "labels"), several(seeds, "seeds")
+    labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
-        raise ValueError(f"ablate got the arms {arms!r}; expected a dict from names to runs, the baseline first")
+        raise ValueError(f"ablate got the arms {arms!r}; expected a dict from names to runs, with the baseline first")
     for name, run in arms.items():
         if run.labels not in (None, *labels):
-            raise ValueError(
-                f"arm {name!r} has labels={run.labels}, ablate labels={labels}; give the numbers of labels to ablate alone"
-            )
-    named = {name: (run, "technique" if at else "baseline") for at, (name, run) in enumerate(arms.items())}
-    for kind, more in (("a reference", standard_references(list(arms.values())) if references else {}), ("a reference", extra_references or {})):
+            raise ValueError(f"arm {name!r} has labels={run.labels}, but ablate has labels={labels}; set labels in ablate only")
+    baseline = next(iter(arms))
+    named = {name: (run, "baseline" if name == baseline else "technique") for name, run in arms.items()}
+    standard = standard_references(list(arms.values())) if references else {}
+    for kind, more in (("a standard reference", standard), ("an extra reference", extra_references or {})):
         for name, run in more.items():
             if name in named:
-                other = "an arm" if name in arms else "a reference"
-                raise ValueError(f"{name!r} is the name of {kind} and of {other}; give one of them another, or references=False")
+                other = "an arm" if name in arms else "a standard reference"
+                raise ValueError(f"{name!r} is the name of {kind} and of {other}; rename one, or set references=False")
             named[name] = (run, "reference")
-    same: dict[str, str] = {}
-    for name, (run, _) in named.items():
-        other = same.setdefault(fingerprint(placed(run, None, 0)), name)
+    equal: dict[str, str] = {}
+    for name, (run, role) in named.items():
+        other = equal.setdefault(fingerprint(at_cell(run, None, 0)), name)
         if other != name:
-            advice = "; one is a reference, leave the references out by references=False" if named[name][1] == "reference" else ""
-            raise ValueError(
-                f"the arms {other!r} and {name!r} are the same run; expected them to differ in at least one choice{advice}"
-            )
-    runs = [
-        placed(replace(run, arm=name, role=role, baseline=next(iter(arms))), count, seed)
+            advice = "; the second one is a reference: set references=False" if role == "reference" else ""
+            raise ValueError(f"the arms {other!r} and {name!r} have equal settings; expected at least one difference{advice}")
+    return [
+        ArmRun(run=at_cell(run, count, seed), arm=name, role=role, baseline=baseline)
         for count in labels
         for seed in seeds
         for name, (run, role) in named.items()
     ]
-    names = {fingerprint(run): run.arm for run in runs}
-    for run in runs:
-        name_dependencies(run, run.arm, names)
-    return [called(run, names) for run in runs]
 
 
-def name_dependencies(run: Run, arm: str, names: dict[str, str]):
-    """Give what is trained before a run of that arm a name, unless it is an arm itself."""
-    for field, before in run.dependencies.items():
-        names.setdefault(fingerprint(before), f"{'start' if field == 'init' else 'teacher'} of {arm}")
-        name_dependencies(before, arm, names)
+def with_dependencies(
+    entries: Iterable[ArmRun], recipe: Iterable[ArmRun] = ()
+) -> tuple[list[ArmRun], list[dict[str, int]]]:
+    """Add the runs that must be trained first, after the given ones; each different run is listed once.
 
-
-def called(run: Run, names: dict[str, str]) -> Run:
-    """The run by its name, and so all that is trained before it: by its arm's if it is one, so that it is trained once."""
-    return replace(run, arm=names[fingerprint(run)], **{field: called(before, names) for field, before in run.dependencies.items()})
-
-
-def placed(run: Run, labels: int | None, seed: int) -> Run:
-    """The run at that seed and number of labels, and so what is trained before it, unless that has labels of its own.
-
-    One that needs no label, nor anything before it, is one for all numbers of labels.
+    A dependency that is itself an arm of the `recipe` keeps the name of that arm. Returns the extended list and, for each
+    entry, the position of each of its dependencies, by field ("init", "teacher").
     """
-    before = {
-        field: placed(other, other.labels or (labels if depends_on_labels(other) else None), seed)
+    entries = list(entries)
+    arms = {fingerprint(entry.run): entry for entry in recipe}
+    position = {fingerprint(entry.run): index for index, entry in enumerate(entries)}
+    for entry in entries:  # grows during the loop: a dependency may have dependencies
+        for field, run in entry.run.dependencies.items():
+            key = fingerprint(run)
+            if position.setdefault(key, len(entries)) == len(entries):
+                name = f"{'initialization' if field == 'init' else 'teacher'} of {entry.arm}"
+                entries.append(arms.get(key) or ArmRun(run=run, arm=name, role="dependency", baseline=entry.baseline))
+    return entries, [
+        {field: position[fingerprint(run)] for field, run in entry.run.dependencies.items()} for entry in entries
+    ]
+
+
+def at_cell(run: Run, labels: int | None, seed: int) -> Run:
+    """The run at one number of labels and one seed, with its dependencies at the same ones.
+
+    A dependency keeps a number of labels of its own. One that uses no labels is the same run for all numbers of labels.
+    """
+    dependencies = {
+        field: at_cell(other, other.labels or (labels if depends_on_labels(other) else None), seed)
         for field, other in run.dependencies.items()
     }
-    return replace(run, labels=labels, seed=seed, **before)
+    return replace(run, labels=labels, seed=seed, **dependencies)
 
 
 def depends_on_labels(run: Run) -> bool:
-    """Whether the images depend on the number of labels, of this run or of one that is trained before it."""
-    return not run.unlabelled or run.pseudo_labels is not None or any(depends_on_labels(other) for other in run.dependencies.values())
+    """Whether the number of labels changes which images the run or one of its dependencies is trained on."""
+    return not run.unlabelled or run.pseudo_labels is not None or any(map(depends_on_labels, run.dependencies.values()))
 
 
-def several(values: Iterable, name: str) -> list:
-    """The values as a list, each there once."""
+def as_list(values: Iterable, name: str) -> list:
+    """The values as a list. Raises ValueError for a single value, for none, and for one that occurs twice."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is {values!r}; expected several, such as {name}=[{values!r}]")
+        several = f"range({values})" if name == "seeds" and isinstance(values, int) else f"[{values!r}]"
+        raise ValueError(f"{name} is {values!r}; expected several values, such as {name}={several}")
     values = list(values)
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} are {values}; expected at least one, and each once")
@@ -121,25 +167,35 @@ def several(values: Iterable, name: str) -> list:
 
 
 def standard_references(arms: list[Run]) -> dict[str, Run]:
-    """What a ViT has to beat, on the data of the baseline, the first arm; where an arm is probed, also its random weights.
+    """The reference models of a comparison, on the data of its baseline (the first of `arms`).
 
-    The small CNN is trained as the baseline is, so there is none where the baseline is not trained.
+    Raw pixels under two classifiers; a small CNN with the training settings of the baseline, if that is trained; and an untrained
+    model, if an arm is judged by a probe.
     """
     baseline = arms[0]
     untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
     pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
-    few = next((e for run in arms for e in run.evaluators if function(e) is few_shot), None)
-    asked = {name: knob for name, knob in getattr(few, "keywords", {}).items() if name in ("shots", "draws", "strength")}
-    few = () if few is None else (partial(few_shot, **asked),)  # pixels have neither layers nor a class token
-    references = {
-        "pixels, logistic regression": replace(pixels, evaluators=(partial(linear_probe, standardise=False), *few)),
-        "pixels, nearest neighbour": pixels,
-    }
+    probes = (linear_probe_of_pixels, *probes_for_pixels(arms))
+    references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbour": pixels}
     if baseline.steps:
-        seen = tuple(step for step in baseline.augment if not isinstance(step, MultiCrop))
-        references["small CNN"] = replace(baseline, model=SmallCNN, augment=seen, **SUPERVISED, evaluators=(accuracy,))
-    probed = next((run for run in arms if function(run.evaluators[0]) in (knn, linear_probe, few_shot)), None)
+        transforms = tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop))
+        references["small CNN"] = replace(baseline, model=SmallCNN, augment=transforms, **SUPERVISED, evaluators=(accuracy,))
+    probed = next((run for run in arms if declaration(run.evaluators[0]).probe), None)
     return references if probed is None else references | {RANDOM: replace(probed, **untrained)}
+
+
+linear_probe_of_pixels = partial(linear_probe, standardise=False)
+
+
+def probes_for_pixels(arms: list[Run]) -> tuple[partial, ...]:
+    """The further probes that arms use and that also work on raw pixels, with the options that have a meaning there."""
+    found = {}
+    for evaluator in (evaluator for run in arms for evaluator in run.evaluators):
+        names = declaration(evaluator).pixel_options
+        if names:
+            chosen = {name: value for name, value in getattr(evaluator, "keywords", {}).items() if name in names}
+            found.setdefault(function(evaluator), partial(function(evaluator), **chosen))
+    return tuple(found.values())
 
 
 def imagenet_vit_s(
@@ -151,24 +207,24 @@ def imagenet_vit_s(
     upsampled: bool = False,
     scratch: bool = True,
 ) -> dict[str, Run]:
-    """A ViT-S from ImageNet on the data of the baseline, as extra_references for `ablate`: fine-tuned, frozen, and from scratch.
+    """A ViT-S pretrained on ImageNet, on the data of the baseline: fine-tuned, frozen, and the same model from scratch.
 
-    At the data's own resolution, the patch kernel and the positions resized; `upsampled=True` adds the images enlarged to what
-    the weights were trained on (224 pixels, 196 patches). Fine-tuned are `FINE_TUNING` steps, with a rate that falls
-    by a quarter from block to block, and as many from scratch, unless `scratch=False`. Frozen it is judged by a logistic
-    regression on the labels. The arms say what the weights were trained on; `name` and `file` are those of `Weights`, and
-    another name of timm's is another ViT.
+    Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions are
+    resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at
+    most 300 steps, with a learning rate that falls by a quarter from block to block; so does training from scratch, which
+    `scratch=False` leaves out. Frozen features are judged by logistic regression. `name` (of a timm model) and `file` are
+    those of `Weights`. The names of the arms say what the weights were trained on.
     """
     kind = name.partition(".")[0]
-    # the shape of the usual one is known, so that a recipe need not load timm
+    # the shape of the default model is written here, so that a recipe need not import timm
     shape = partial(ViT, dim=384, depth=12, heads=6) if kind == VIT_S.partition(".")[0] else like(name)
-    vit, called = partial(shape, tokenizer=partial(PatchEmbed, patch=patch)), "ViT-S" if "_small_" in kind else kind
-    weights, of = Weights(name=name, file=file), f"{called} from {trained_on(name)}"
-    own = dict(
+    vit, title = partial(shape, tokenizer=partial(PatchEmbed, patch=patch)), "ViT-S" if "_small_" in kind else kind
+    arm = f"{title} from {training_data(name)}"
+    settings = dict(
         model=partial(vit, drop_path=0.1),
-        init=weights,
-        augment=tuple(step for step in baseline.augment if not isinstance(step, MultiCrop)),
-        schedule=None,
+        init=Weights(name=name, file=file),
+        augment=tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop)),
+        schedule="cosine",
         steps=min(baseline.steps, FINE_TUNING),
         lr=5e-4,
         weight_decay=0.05,
@@ -177,23 +233,24 @@ def imagenet_vit_s(
         ema=0.0,
         evaluators=None,
     )
-    tuned = baseline.vary(**SUPERVISED | own)
+    tuned = baseline.vary(**SUPERVISED | settings)
     frozen = tuned.vary(model=vit, steps=0, augment=(), layer_decay=None, early_stop=0, evaluators=(linear_probe, knn))
-    arms = {f"{of} (fine-tuned)": tuned, f"{of} (frozen)": frozen}
+    arms = {f"{arm} (fine-tuned)": tuned, f"{arm} (frozen)": frozen}
     if upsampled:
         large = enlarged(name)
-        at = f"{of} at {large.keywords['size']} pixels"
-        arms |= {f"{at} (fine-tuned)": tuned.vary(tokenizer=large), f"{at} (frozen)": frozen.vary(tokenizer=large)}
-    return arms | ({f"{called} from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
+        title_large = f"{arm} at {large.keywords['size']} pixels"
+        arms[f"{title_large} (fine-tuned)"] = tuned.vary(tokenizer=large)
+        arms[f"{title_large} (frozen)"] = frozen.vary(tokenizer=large)
+    return arms | ({f"{title} from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
 
 
-def trained_on(name: str) -> str:
-    """What the weights of that name were trained on, as its tag says; the name itself where it does not."""
+def training_data(name: str) -> str:
+    """The data set that timm's weights of that name were trained on, read from the tag; the name itself if it is unknown."""
     tag = name.partition(".")[2]
-    said = {
+    known = {
         "augreg_in21k": "ImageNet-21k",
         "augreg_in1k": "ImageNet-1k",
         "fb_in1k": "ImageNet-1k",
         "dino": "ImageNet-1k by DINO",
     }
-    return next((text for start, text in said.items() if tag.startswith(start)), name)
+    return next((text for start, text in known.items() if tag.startswith(start)), name)

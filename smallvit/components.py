@@ -78,36 +78,53 @@ def rebuild(plain: Any) -> Any:
     return partial(made, **values) if values else made
 
 
-def differences(plain: Any, other: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
-    """The values in which two descriptions differ: dotted name -> (value of `plain`, value of `other`); None if absent.
+def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Where two described runs differ: dotted path of the option -> (its value in `plain`, its value in `other`).
 
-    A component that was replaced by another one counts as one difference; its options are not listed.
+    A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
     """
-    comparable = isinstance(plain, dict) and isinstance(other, dict)
-    if comparable and all(plain.get(key) == other.get(key) for key in ("call", "make")):
-        found = {}
-        for key in plain | other:
-            found |= differences(plain.get(key), other.get(key), f"{name}.{key}".lstrip("."))
-        return found
-    if isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
-        return {k: v for i, pair in enumerate(zip(plain, other)) for k, v in differences(*pair, f"{name}[{i}]").items()}
-    return {} if plain == other else {name: (plain, other)}
+    if isinstance(plain, dict) and isinstance(other, dict) and name_of(plain) == name_of(other):
+        pairs = {f"{path}.{key}".lstrip("."): (plain.get(key), other.get(key)) for key in plain | other}
+    elif isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
+        pairs = {f"{path}[{index}]": pair for index, pair in enumerate(zip(plain, other))}
+    else:
+        return {} if plain == other else {path: (plain, other)}
+    return {name: values for key, pair in pairs.items() for name, values in differences(*pair, key).items()}
 
 
 def describe_value(plain: Any) -> str:
-    """A description as a person writes it: `ShiftedPatchEmbed(patch=7, norm=True)`. Nested components are left out."""
+    """A described value as a person writes it in a recipe: `ShiftedPatchEmbed(patch=2)`.
+
+    Options at their default are left out if the component can be looked up. A run is shortened to its model, objective and
+    number of steps.
+    """
     if isinstance(plain, list):
-        return ", ".join(map(describe_value, plain)) or "none"
+        return f"[{', '.join(map(describe_value, plain))}]"
     if not isinstance(plain, dict):
-        return repr(plain) if isinstance(plain, str) else str(plain)
-    name = (plain.get("call") or plain.get("make") or "Run").rpartition(".")[2]
+        return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain)
+    if not name_of(plain):
+        parts = {key: name_of(value).rpartition(".")[2] or value for key, value in plain.items()}
+        shown = {key: parts[key] for key in ("model", "objective", "steps") if key in parts}
+        return f"Run({', '.join(f'{key}={value}' for key, value in shown.items())})"
+    defaults = described_defaults(name_of(plain))
     skipped = ("call", "make", "recipe_sha256")
-    shown = [
-        f"{key}={describe_value(value)}"
-        for key, value in plain.items()
-        if key not in skipped and not isinstance(value, dict) and value is not None
-    ]
-    return f"{name}({', '.join(shown)})" if shown else name
+    changed = {key: value for key, value in plain.items() if key not in skipped and value != defaults.get(key)}
+    shown = [f"{key}={describe_value(value)}" for key, value in changed.items()]
+    return name_of(plain).rpartition(".")[2] + f"({', '.join(shown)})" * bool(shown)
+
+
+def name_of(plain: Any) -> str:
+    """The public name of the class or function of a described component; empty for a run or a plain value."""
+    return (plain.get("call") or plain.get("make") or "") if isinstance(plain, dict) else ""
+
+
+def described_defaults(name: str) -> dict[str, Any]:
+    """The defaults of a component as `describe` writes them; empty if this version or the loaded recipes do not have it."""
+    try:
+        accepted = options(component(name))
+    except ValueError:
+        return {}
+    return {key: describe(p.default) for key, p in accepted.items() if p.default is not p.empty}
 
 
 def definition_hash(thing: Callable) -> dict[str, str]:

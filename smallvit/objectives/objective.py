@@ -101,10 +101,10 @@ class Objective(nn.Module):
         if cls.needs_teacher and run.teacher is None:
             raise ValueError(f"teacher is None and {name} learns from one; give the run teacher=..., another run")
         if run.teacher is not None and not cls.needs_teacher:
-            raise ValueError(f"teacher is {run.teacher.arm!r} and {name} takes none; remove teacher, or use Distill")
+            raise ValueError(f"the run has a teacher and {name} takes none; remove teacher, or use Distill")
         if run.teacher is not None and not (run.teacher.reads_labels and (run.teacher.steps or run.teacher.init)):
             raise ValueError(
-                f"teacher {run.teacher.arm!r} has a head that learned from no labels; expected a run that trains on labels"
+                "the head of the teacher was not trained with labels; expected a teacher run that trains on labels"
             )
         if run.unlabelled and cls.needs_labels and run.teacher is None and run.pseudo_labels is None:
             raise ValueError(
