@@ -1,17 +1,17 @@
-"""Augmentation: a batch in, a changed batch out, on the batch's own device and with another draw for each image.
+"""Transforms that change a batch of training images at random, with independent parameters for each image.
 
-batch.py     Batch, Augmentation, apply: what every augmentation takes and gives
-warp.py      Warp: moves the pixels, all ways at once
-pixels.py    Flip, RandomErasing, Noise: one plain change to the pixels
-light.py     Jitter, Gray, Solarize, Blur: what light, colour and lens do to a picture
-mix.py       Mixup, CutMix, SmoothLabels: change the targets
-views.py     MultiCrop: several looks at each image, for self-supervision
-presets.py   digits, photos, digit_crops, photo_crops: sets to start from
+batch.py       Batch, Augmentation, apply: the input and output of every transform
+warp.py        Warp: rotate, zoom, shear, shift, deform and crop in one resampling
+pixels.py      Flip, RandomErasing, Noise
+color.py       Jitter, Gray, Solarize, Blur
+mix.py         Mixup, CutMix, SmoothLabels: these also change the targets
+multicrop.py   MultiCrop: several views of each image, for self-supervised learning
+presets.py     digits, photos, digit_crops, photo_crops: ready-made tuples of transforms
 
-An augmentation is any callable `(batch, generator) -> batch`. The ones here are frozen dataclasses of plain values, so a run
-can be described, compared and rebuilt. Every parameter is drawn on the CPU, from the given generator and nothing else, then
-moved: one seed gives the same pixels on every device, up to rounding. `unsafe_for_digits` is None, or a sentence that says
-why a digit's label would no longer be true.
+A transform is any callable `(batch, generator) -> batch`. The transforms here are frozen dataclasses of plain values, so that
+a run can be described, compared and rebuilt. They work on the device of the batch. All random numbers are drawn on the CPU,
+only from the given generator: one seed gives the same pixels on every device, up to rounding. The attribute
+`unsafe_for_digits` is None, or a sentence that says why the transform can make the label of a digit wrong.
 
 Shapes: b images, c channels, h x w pixels, k classes.
 """
@@ -25,23 +25,6 @@ from .presets import digit_crops, digits, photo_crops, photos
 from .warp import Warp
 
 __all__ = [
-    "Augmentation",
-    "Batch",
-    "Blur",
-    "CutMix",
-    "Flip",
-    "Gray",
-    "Jitter",
-    "Mixup",
-    "MultiCrop",
-    "Noise",
-    "RandomErasing",
-    "SmoothLabels",
-    "Solarize",
-    "Warp",
-    "apply",
-    "digit_crops",
-    "digits",
-    "photo_crops",
-    "photos",
-]
+    "Augmentation", "Batch", "Blur", "CutMix", "Flip", "Gray", "Jitter", "Mixup", "MultiCrop", "Noise", "RandomErasing",
+    "SmoothLabels", "Solarize", "Warp", "apply", "digit_crops", "digits", "photo_crops", "photos",
+]  # fmt: skip

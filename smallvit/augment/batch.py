@@ -1,17 +1,20 @@
-"""What every augmentation takes and gives: a batch of images with their targets."""
+"""The batch that every transform takes and returns, and the checks of the transforms' options."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 
 class Batch(NamedTuple):
-    """Images `b c h w` with pixels in [0, 1], black = 0 (normalisation comes later), and targets `b k` whose rows sum to 1.
+    """A batch of training images, `b c h w`, and their target probabilities, `b k`.
 
-    `views` are views of the images for self-supervision, those of one size together: view after view, `(views b) c h w`.
-    `teacher_logits` has what a teacher says of the images, logits `b k`, where there is one who has been asked.
+    images           float32 pixels in [0, 1], where 0 is black; they are normalized after all transforms
+    targets          one row for each image; each row sums to 1
+    views            for self-supervised learning: one tensor for each size of view, `(views b) c h w`, all images' first views
+                     first, then all images' second views, and so on
+    teacher_logits   logits of teacher models, `b k` each; empty without a teacher
     """
 
     images: Tensor
@@ -23,42 +26,42 @@ class Batch(NamedTuple):
 Augmentation = Callable[[Batch, Generator], Batch]
 
 
-def apply(steps: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
-    """The batch after each step in turn.
+def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
+    """Return the batch after all transforms, applied one after the other.
 
-    Raises    ValueError: images that are not float32 `b c h w`, or targets that are not one row for each.
+    Raises    ValueError if the images are not float32 `b c h w`, or if there is not one row of targets for each image.
     """
     images, targets = batch.images, batch.targets
     if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or images.dtype != torch.float32:
         got = f"{images.dtype} {tuple(images.shape)} and {tuple(targets.shape)}"
         raise ValueError(f"expected float32 images b c h w in [0, 1] and targets b k, got {got}")
-    for step in steps:
-        batch = step(batch, generator)
+    for transform in transforms:
+        batch = transform(batch, generator)
     return batch
 
 
-def expect(step: Augmentation, **ranges: tuple[float, float]) -> None:
-    """Refuse a step with a value that is no number in its range, the ends included."""
+def check_range(transform: object, **ranges: tuple[float, float]) -> None:
+    """Raise ValueError unless each named option of the transform is a number from low to high, both included."""
     for name, (low, high) in ranges.items():
-        value = getattr(step, name)
+        value = getattr(transform, name)
         if not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"{type(step).__name__}({name}={value!r}): expected a number from {low} to {high}")
+            raise ValueError(f"{type(transform).__name__}({name}={value!r}): expected a number from {low} to {high}")
 
 
-def expect_span(step: Augmentation, name: str, low: float, high: float) -> None:
-    """Refuse a step with a value that is no tuple of two numbers in that range, the lower one first."""
-    value = getattr(step, name)
+def check_interval(transform: object, name: str, low: float, high: float) -> None:
+    """Raise ValueError unless the named option of the transform is a pair (a, b) of numbers with low <= a <= b <= high."""
+    value = getattr(transform, name)
     pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value)
     if not (pair and low <= value[0] <= value[1] <= high):
-        raise ValueError(f"{type(step).__name__}({name}={value!r}): expected (low, high), two numbers from {low} to {high}")
+        raise ValueError(f"{type(transform).__name__}({name}={value!r}): expected (a, b) with {low} <= a <= b <= {high}")
 
 
-def whole(value: object, least: int = 1) -> bool:
-    """Whether that is a whole number, and no less."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole_number(value: Any, minimum: int = 1) -> bool:
+    """Return whether the value is an integer of at least `minimum`. True and False do not count as integers."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def height_width(size: object) -> tuple[int, int] | None:
-    """Height and width in pixels of a size, which is a side or both; None of anything else."""
+def height_width(size: Any) -> tuple[int, int] | None:
+    """Return (height, width) in pixels for a size that is one side or (height, width); None for anything else."""
     pair = (size, size) if isinstance(size, int) else size
-    return tuple(pair) if isinstance(pair, tuple) and len(pair) == 2 and all(map(whole, pair)) else None
+    return (pair[0], pair[1]) if isinstance(pair, tuple) and len(pair) == 2 and all(map(is_whole_number, pair)) else None

@@ -1,4 +1,4 @@
-"""Jitter, Gray, Solarize, Blur: what light, colour and lens do to a picture."""
+"""Transforms of color, brightness and sharpness: Jitter, Gray, Solarize and Blur."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,25 +8,31 @@ import torch
 from einops import rearrange
 from torch import Generator, Tensor
 
-from .batch import Batch, expect, expect_span
+from .batch import Batch, check_interval, check_range
 
-# A pixel is its grey and its colour, GREY x + COLOUR x. QUARTER x is its colour after a quarter turn, red towards green.
-GREY = torch.tensor([0.299, 0.587, 0.114]).expand(3, 3)  # ITU-R BT.601
-COLOUR = torch.eye(3) - GREY
-QUARTER = COLOUR @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]]) / 3**0.5
+# Matrices for an RGB pixel x. GRAY x: its gray value (ITU-R BT.601), three times. CHROMA x: the rest, x - GRAY x.
+# QUARTER_TURN x: the chroma, rotated by 90 degrees from red towards green.
+GRAY = torch.tensor([0.299, 0.587, 0.114]).expand(3, 3)
+CHROMA = torch.eye(3) - GRAY
+QUARTER_TURN = CHROMA @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]]) / 3**0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """Change some images' brightness, contrast and saturation, by factors between 1 minus and 1 plus the stated value, and hue.
+    """Change brightness, contrast, saturation and hue of random images by random amounts, as torchvision's ColorJitter does.
 
-    Contrast is about the image's mean, saturation about each pixel's grey (ITU-R BT.601). Hue turns the colours by up to the
-    stated part of a full turn either way; grey stays grey, and every pixel keeps its luma. What leaves [0, 1] is cut off, once.
+    probability   share of the images that are changed
+    brightness, contrast, saturation   each is multiplied by a factor drawn uniformly from 1 - value to 1 + value. Contrast is
+                  relative to the mean of the image, saturation to the gray value of each pixel (ITU-R BT.601)
+    hue           colors are rotated by at most this part of a full turn, in either direction; gray pixels stay as they are, and
+                  every pixel keeps its gray value
+
+    Pixels are clipped to [0, 1] once, at the end.
 
     Off       all four at 0, or probability=0.
-    Departs   In this order and cut off once, where torchvision's ColorJitter draws an order and cuts off after each. Its hue is
-              HSV's: the angles are nearly the same, but there a pixel's luma changes.
-    Raises    ValueError: saturation or hue of images without red, green and blue.
+    Departs   The order is fixed and pixels are clipped once; ColorJitter draws an order and clips after each change.
+              ColorJitter's hue is that of HSV: the angles are nearly the same, but the gray value of a pixel changes.
+    Raises    ValueError for saturation or hue on images that do not have 3 channels.
     """
 
     brightness: float = 0.0
@@ -37,7 +43,7 @@ class Jitter:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, brightness=(0, 1), contrast=(0, 1), saturation=(0, 1), hue=(0, 0.5), probability=(0, 1))
+        check_range(self, brightness=(0, 1), contrast=(0, 1), saturation=(0, 1), hue=(0, 0.5), probability=(0, 1))
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.probability or not (self.brightness or self.contrast or self.saturation or self.hue):
@@ -45,15 +51,15 @@ class Jitter:
         images = batch.images
         for name in ("saturation", "hue"):
             if value := getattr(self, name):
-                _in_colour(images, f"Jitter({name}={value})", f"set {name}=0")
+                _check_rgb(images, f"Jitter({name}={value})", f"set {name}=0")
         ranges = torch.tensor([self.brightness, self.contrast, self.saturation, self.hue])[: 4 if self.hue else 3, None]
         change = ranges * (2 * torch.rand(len(ranges), len(images), generator=generator) - 1)
         if self.probability < 1:
             change = change * (torch.rand(len(images), generator=generator) < self.probability)
         brightness, contrast, saturation = rearrange(1 + change[:3], "factor b -> factor b 1 1")
-        if self.hue:  # all at once: a matrix for each image, and its mean
+        if self.hue:  # all four changes at once: one 3 x 3 matrix for each image, and a constant for the contrast
             angle = tau * change[3, :, None, None]
-            mix = contrast * brightness * (GREY + saturation * (angle.cos() * COLOUR + angle.sin() * QUARTER))
+            mix = contrast * brightness * (GRAY + saturation * (angle.cos() * CHROMA + angle.sin() * QUARTER_TURN))
             mean = images.mean(dim=(1, 2, 3))[:, None, None] * ((1 - contrast) * brightness).to(images.device)
             images = torch.einsum("bij, bjhw -> bihw", mix.to(images), images)
             return batch._replace(images=images.add_(mean[..., None]).clamp_(0, 1))
@@ -61,34 +67,36 @@ class Jitter:
         images = images * brightness
         images = torch.lerp(images.mean(dim=(1, 2, 3), keepdim=True), images, contrast)
         if self.saturation:
-            images = torch.lerp(_grey(images), images, saturation)
+            images = torch.lerp(_to_gray(images), images, saturation)
         return batch._replace(images=images.clamp(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gray:
-    """Take the colour out of some of the images: red, green and blue become their grey (ITU-R BT.601).
+    """Convert random RGB images to grayscale (ITU-R BT.601 weights); each is drawn with `probability` and keeps 3 channels.
 
     Off       probability=0.
-    Raises    ValueError: images without red, green and blue.
+    Raises    ValueError for images that do not have 3 channels.
     """
 
     probability: float = 0.2
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, probability=(0, 1))
+        check_range(self, probability=(0, 1))
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.probability:
             return batch
-        _in_colour(batch.images, f"Gray(probability={self.probability})", "leave it out")
-        return _some(batch, self.probability, generator, lambda given, _: _grey(given).repeat(1, 3, 1, 1))
+        _check_rgb(batch.images, f"Gray(probability={self.probability})", "leave it out")
+        return _change_some(batch, self.probability, generator, lambda images, _: _to_gray(images).repeat(1, 3, 1, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solarize:
-    """Invert what is at least as bright as `threshold` in some of the images, as a film does that sees too much light.
+    """In random images, replace each pixel value x of at least `threshold` by 1 - x; each image is drawn with `probability`.
+
+    `force=True` allows this transform for digits, where it is refused otherwise.
 
     Off       probability=0.
     """
@@ -98,7 +106,7 @@ class Solarize:
     force: bool = False
 
     def __post_init__(self):
-        expect(self, threshold=(0, 1), probability=(0, 1))
+        check_range(self, threshold=(0, 1), probability=(0, 1))
 
     @property
     def unsafe_for_digits(self) -> str | None:
@@ -108,19 +116,20 @@ class Solarize:
         if not self.probability:
             return batch
 
-        def solarized(given: Tensor, _) -> Tensor:
-            return (given - (given >= self.threshold).to(given)).abs()  # |x - 1| or |x|: much faster than torch.where
+        def solarize(images: Tensor, _) -> Tensor:
+            return (images - (images >= self.threshold).to(images)).abs()  # |x - 1| or |x|: much faster than torch.where
 
-        return _some(batch, self.probability, generator, solarized)
+        return _change_some(batch, self.probability, generator, solarize)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blur:
-    """Blur some of the images with a Gaussian; each draws its own standard deviation uniformly between the two of `sigma`.
+    """Blur random images with a Gaussian filter whose standard deviation is drawn uniformly from the interval `sigma`.
 
-    As all lengths here `sigma` is a fraction of the image's shorter side. The radius of PIL's GaussianBlur and torchvision's
-    sigma are in pixels: divide by the side. 0.1 to 2 pixels, usual whatever the size, are (0.003, 0.06) at 32 pixels, the
-    default, and (0.0005, 0.009) at DINO's 224. At the border only the pixels that there are count, so it does not darken.
+    `sigma` is a fraction of the shorter side of the image, and `probability` the share of the images that are blurred. PIL and
+    torchvision give sigma in pixels: divide by the side. The usual 0.1 to 2 pixels are (0.003, 0.06) at 32 pixels, the
+    default, and (0.0005, 0.009) at DINO's 224. Near the border only pixels inside the image are averaged, so the border does
+    not get darker.
 
     Off       probability=0, or sigma=(0, 0).
     """
@@ -130,45 +139,49 @@ class Blur:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, probability=(0, 1))
-        expect_span(self, "sigma", 0, 0.5)
+        check_range(self, probability=(0, 1))
+        check_interval(self, "sigma", 0, 0.5)
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.probability or self.sigma == (0, 0):
             return batch
-        images = batch.images
-        low, high = (length * min(images.shape[2:]) for length in self.sigma)
-        sigma = low + (high - low) * torch.rand(len(images), generator=generator).to(images)
+        low, high = (length * min(batch.images.shape[2:]) for length in self.sigma)
+        sigma = low + (high - low) * torch.rand(len(batch.images), generator=generator).to(batch.images)
 
-        def blurred(given: Tensor, chosen: Tensor) -> Tensor:
-            weights = {length: _gauss(length, sigma[chosen]) for length in set(given.shape[2:])}
-            rows, columns = (weights[length] for length in given.shape[2:])
-            return rows[:, None] @ (given.flatten(1, 2) @ columns.mT.contiguous()).view_as(given)
+        def blur(images: Tensor, index: Tensor) -> Tensor:
+            weights = {length: _gaussian_weights(length, sigma[index]) for length in set(images.shape[2:])}
+            rows, columns = (weights[length] for length in images.shape[2:])
+            return rows[:, None] @ (images.flatten(1, 2) @ columns.mT.contiguous()).view_as(images)
 
-        return _some(batch, self.probability, generator, blurred)
+        return _change_some(batch, self.probability, generator, blur)
 
 
-def _some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """The batch with some of its images changed, each with that probability; `change` is given them, and their numbers."""
+def _change_some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
+    """Return the batch with randomly chosen images replaced by `change(images, index)`, each chosen with the given probability.
+
+    `change` gets the chosen images only, and their index in the batch.
+    """
     images = batch.images
-    chosen = (torch.rand(len(images), generator=generator) < probability).nonzero()[:, 0].to(images.device)
-    if len(chosen) == len(images):
-        return batch._replace(images=change(images, chosen))
-    return batch._replace(images=images.index_copy(0, chosen, change(images[chosen], chosen)))
+    index = (torch.rand(len(images), generator=generator) < probability).nonzero()[:, 0].to(images.device)
+    if len(index) == len(images):
+        return batch._replace(images=change(images, index))
+    return batch._replace(images=images.index_copy(0, index, change(images[index], index)))
 
 
-def _grey(images: Tensor) -> Tensor:
+def _to_gray(images: Tensor) -> Tensor:
+    """Return the gray values (ITU-R BT.601) of RGB images, `b 1 h w`."""
     return 0.299 * images[:, 0:1] + 0.587 * images[:, 1:2] + 0.114 * images[:, 2:3]
 
 
-def _in_colour(images: Tensor, step: str, advice: str):
+def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
+    """Raise ValueError unless the images have 3 channels; the message names the transform and says what to do."""
     if images.shape[1] != 3:
-        raise ValueError(f"{step} needs 3 channels, got {images.shape[1]}: {advice}")
+        raise ValueError(f"{transform} needs 3 channels, got {images.shape[1]}: {advice}")
 
 
-def _gauss(length: int, sigma: Tensor) -> Tensor:
-    """How much of each pixel along an axis goes into each: `b length length`, rows sum to 1."""
-    at = torch.arange(length, device=sigma.device)
-    apart = (at[:, None] - at).square()
-    logits = -apart / (2 * sigma.clamp(min=1e-3).square()[:, None, None])
-    return torch.softmax(logits.clamp(min=-30), dim=-1)  # products with smaller numbers still are several times as slow
+def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
+    """Return matrices `b length length` that blur one image axis with a Gaussian of `sigma` pixels each; rows sum to 1."""
+    position = torch.arange(length, device=sigma.device)
+    squared_distance = (position[:, None] - position).square()
+    logits = -squared_distance / (2 * sigma.clamp(min=1e-3).square()[:, None, None])
+    return torch.softmax(logits.clamp(min=-30), dim=-1)  # smaller weights are several times slower to multiply

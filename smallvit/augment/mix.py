@@ -1,4 +1,4 @@
-"""Mixup, CutMix, SmoothLabels: change the targets."""
+"""Transforms that change the targets: Mixup, CutMix and SmoothLabels."""
 
 from dataclasses import dataclass
 from math import pi
@@ -6,17 +6,20 @@ from math import pi
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, expect
-from .pixels import rectangles
+from .batch import Batch, check_range
+from .pixels import random_rectangles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixup:
-    """Blend some of the images with another of the batch, and the targets in the same proportion.
+    """Average random images with another image of the batch, and their targets in the same proportion (mixup).
+
+    alpha         each image draws its proportion from Beta(alpha, alpha)
+    probability   share of the images that are mixed
 
     Paper     arXiv:1710.09412.
     Off       probability=0.
-    Departs   Each image draws its own proportion from Beta(alpha, alpha); the paper draws one for the batch.
+    Departs   The paper draws one proportion for the whole batch.
     """
 
     alpha: float = 0.8
@@ -24,27 +27,30 @@ class Mixup:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, alpha=(0.001, 1000), probability=(0, 1))
+        check_range(self, alpha=(0.001, 1000), probability=(0, 1))
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.probability:
             return batch
-        partner, kept = _partners(self, batch.images, generator)
-        kept = kept[:, None].to(batch.images.device)
-        images = torch.lerp(batch.images[partner], batch.images, kept[:, :, None, None])
-        return batch._replace(images=images, targets=torch.lerp(batch.targets[partner], batch.targets, kept))
+        partner, weight = _partners(self, batch.images, generator)
+        weight = weight[:, None].to(batch.images.device)
+        images = torch.lerp(batch.images[partner], batch.images, weight[:, :, None, None])
+        return batch._replace(images=images, targets=torch.lerp(batch.targets[partner], batch.targets, weight))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutMix:
-    """Paste a rectangle from another image of the batch into some of the images; targets are mixed by the area pasted.
+    """Paste a rectangle of another image of the batch into random images, and mix the targets by the pasted area (CutMix).
 
-    On a black background the rectangle may hold no ink and still change the target: for digits, Mixup is the truer one.
+    alpha         each image draws the share that it keeps from Beta(alpha, alpha)
+    probability   share of the images that are changed
+
+    On a black background the rectangle may contain no ink and still change the target: prefer Mixup for digits.
 
     Paper     arXiv:1905.04899.
     Off       probability=0.
-    Departs   Each image draws its own proportion from Beta(alpha, alpha) and its own rectangle, which lies inside the image;
-              the paper draws one of each for the batch and lets the border cut it off.
+    Departs   The paper draws one proportion and one rectangle for the whole batch, and the border may cut the rectangle off.
+              Here each image has its own, and the rectangle lies inside the image.
     """
 
     alpha: float = 1.0
@@ -52,22 +58,22 @@ class CutMix:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, alpha=(0.001, 1000), probability=(0, 1))
+        check_range(self, alpha=(0.001, 1000), probability=(0, 1))
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.probability:
             return batch
-        partner, kept = _partners(self, batch.images, generator)
-        side = (1 - kept).sqrt()
-        inside = rectangles(side, side, batch.images, generator)
-        images = torch.lerp(batch.images, batch.images[partner], inside)
-        targets = torch.lerp(batch.targets, batch.targets[partner], inside.mean(dim=(2, 3)))
+        partner, weight = _partners(self, batch.images, generator)
+        side = (1 - weight).sqrt()
+        mask = random_rectangles(side, side, batch.images, generator)
+        images = torch.lerp(batch.images, batch.images[partner], mask)
+        targets = torch.lerp(batch.targets, batch.targets[partner], mask.mean(dim=(2, 3)))
         return batch._replace(images=images, targets=targets)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothLabels:
-    """Share `amount` of each target among all classes alike.
+    """Label smoothing: replace the targets by (1 - amount) * targets + amount / classes.
 
     Paper     arXiv:1512.00567.
     Off       amount=0.
@@ -77,7 +83,7 @@ class SmoothLabels:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, amount=(0, 1))
+        check_range(self, amount=(0, 1))
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.amount:
@@ -85,15 +91,17 @@ class SmoothLabels:
         return batch._replace(targets=(1 - self.amount) * batch.targets + self.amount / batch.targets.shape[1])
 
 
-def _partners(step: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """The image each is mixed with (the next in a random ring), and the proportion kept: from Beta(alpha, alpha), or all.
+def _partners(transform: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Draw for each image the index of the image to mix it with, and the weight in [0, 1] that the image itself keeps.
 
-    torch's own Beta takes no generator. This one is exact: Bailey's polar method for Student's t with 2 alpha degrees of
-    freedom, folded into [0, 1] (Devroye, Random variate generation in one line of code, 1996).
+    The weight is drawn from Beta(alpha, alpha) with the transform's probability, and is 1 otherwise. The partner is the next
+    image in a random cyclic order. torch's Beta distribution takes no generator. This sampler is exact: Bailey's polar method
+    for Student's t with 2 alpha degrees of freedom, mapped to [0, 1] (Devroye, Random variate generation in one line of code,
+    1996).
     """
-    ring = torch.randperm(len(images), generator=generator)
-    partner = torch.empty_like(ring).scatter_(0, ring, ring.roll(1))
+    cycle = torch.randperm(len(images), generator=generator)
+    partner = torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(1))
     radius, turn, chance = torch.rand(3, len(images), generator=generator, dtype=torch.float64)
-    t = (radius ** (-1 / step.alpha) - 1).sqrt() * (2 * pi * turn).cos()
-    kept = (1 + t.atan().sin()) / 2
-    return partner.to(images.device), torch.where(chance < step.probability, kept, 1.0).float()
+    t = (radius ** (-1 / transform.alpha) - 1).sqrt() * (2 * pi * turn).cos()
+    weight = (1 + t.atan().sin()) / 2
+    return partner.to(images.device), torch.where(chance < transform.probability, weight, 1.0).float()

@@ -1,29 +1,31 @@
-"""MultiCrop: what self-supervision compares, several looks at each image."""
+"""MultiCrop: several views of each image, for self-supervised learning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
-from .batch import Batch, height_width, whole
+from .batch import Batch, height_width, is_whole_number
 from .warp import Warp
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiCrop:
-    """Look at each image several times: two global views and `local` smaller ones (multi-crop), each its own draw.
+    """Make two global views and `local` smaller views of each image, each with its own random transforms (multi-crop).
 
-    first     steps that make the first global view
-    second    steps that make the second; None for the same as the first, drawn anew
-    small     steps that make a local view, such as `Warp(crop=(0.2, 0.5), size=16)`; the model resamples its positions
-    local     how many local views; 0 leaves multi-crop out and changes nothing else
+    first     transforms that make the first global view
+    second    transforms that make the second global view; None: the same as `first`, with new random numbers
+    small     transforms that make each local view, such as `(Warp(crop=(0.2, 0.5), size=16),)`
+    local     number of local views; 0 makes the global views only
 
-    The images of the batch stay as they are; its `views` are then the global ones together and the local ones together. Steps
-    before it change the images that are looked at; steps after it leave the views alone.
+    The views are written to `batch.views`: the global views in one tensor, the local views in a second one. The images of the
+    batch do not change. Transforms before MultiCrop change the images that the views are made of. Transforms after it do not
+    change the views. The model must accept the size of the local views; smallvit's ViT resamples its positions.
 
-    Paper     Caron et al. 2020 (SwAV), arXiv:2006.09882, section 3.3, for multi-crop.
-    Raises    ValueError: fewer than 0 local views, local views without steps that make them, or global views of two sizes.
+    Paper     Caron et al. 2020 (SwAV), arXiv:2006.09882, section 3.3.
+    Raises    ValueError if `local` is negative, if there are local views but no `small` transforms, or if the two global views
+              differ in size.
     """
 
     first: tuple[Callable, ...]
@@ -33,50 +35,53 @@ class MultiCrop:
 
     def __post_init__(self):
         for name in ("first", "second", "small"):
-            steps = getattr(self, name)
-            if not (isinstance(steps, tuple) and all(map(callable, steps))) and (name, steps) != ("second", None):
-                raise ValueError(f"MultiCrop({name}={steps!r}): expected a tuple of steps, such as (Warp(crop=(0.4, 1.0)),)")
-        if not whole(self.local, 0):
-            raise ValueError(f"MultiCrop(local={self.local!r}): expected how many local views, 0 or more")
+            value = getattr(self, name)
+            if not (isinstance(value, tuple) and all(map(callable, value))) and (name, value) != ("second", None):
+                raise ValueError(f"MultiCrop({name}={value!r}): expected a tuple of transforms, such as (Warp(size=16),)")
+        if not is_whole_number(self.local, 0):
+            raise ValueError(f"MultiCrop(local={self.local!r}): expected the number of local views, 0 or more")
         if self.local and not self.small:
-            raise ValueError(f"MultiCrop(local={self.local}) has no steps for them: expected small=(Warp(crop=..., size=...),)")
+            raise ValueError(f"MultiCrop(local={self.local}) needs transforms for local views: set small=(Warp(size=...),)")
 
     @property
     def unsafe_for_digits(self) -> str | None:
-        steps = (*self.first, *(self.second or ()), *self.small)
-        return next((reason for step in steps if (reason := getattr(step, "unsafe_for_digits", None))), None)
+        transforms = (*self.first, *(self.second or ()), *self.small)
+        return next((reason for step in transforms if (reason := getattr(step, "unsafe_for_digits", None))), None)
 
     def table(self, image_size: int | tuple[int, int]) -> list[tuple[str, int, tuple[int, int]]]:
-        """Name, number, and height and width of the views of an image of that size: a side, or height and width.
+        """Return (name, number of views, (height, width) in pixels) of the global and of the local views of an image.
 
-        Raises    ValueError: global views of two sizes, or a size that is none.
+        `image_size` is the size of the image: one side, or (height, width).
+
+        Raises    ValueError if the two global views differ in size, or for an invalid size.
         """
-        sides = height_width(image_size)
-        if sides is None:
+        start = height_width(image_size)
+        if start is None:
             raise ValueError(f"image_size is {image_size!r}; expected a side in pixels, or (height, width)")
 
-        def size(steps: tuple[Callable, ...]) -> tuple[int, int]:
-            at_the_end = sides
-            for step in steps:
-                at_the_end = step.sides(*at_the_end) if isinstance(step, Warp) else at_the_end
-            return at_the_end
+        def size_after(transforms: tuple[Callable, ...]) -> tuple[int, int]:
+            size = start
+            for transform in transforms:
+                size = transform.output_size(*size) if isinstance(transform, Warp) else size
+            return size
 
-        first, second = size(self.first), size(self.first if self.second is None else self.second)
+        first, second = size_after(self.first), size_after(self.first if self.second is None else self.second)
         if first != second:
-            raise ValueError(f"the global views are {first} and {second} pixels; expected one size, give their Warps the same")
-        return [("global", 2, first)] + [("local", self.local, size(self.small))] * (self.local > 0)
+            raise ValueError(f"the global views have {first} and {second} pixels; give the Warps of both the same size")
+        return [("global", 2, first)] + [("local", self.local, size_after(self.small))] * (self.local > 0)
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        def look(steps: tuple[Callable, ...], times: int) -> torch.Tensor:
-            if steps and isinstance(steps[0], Warp):  # it need not copy what it is to look at many times
-                images, steps = steps[0].views(batch.images, times, generator), steps[1:]
+        def make_views(transforms: tuple[Callable, ...], count: int) -> Tensor:
+            if transforms and isinstance(transforms[0], Warp):  # a leading Warp reads the images without copying them
+                images, transforms = transforms[0].views(batch.images, count, generator), transforms[1:]
             else:
-                images = batch.images.repeat(times, 1, 1, 1)
-            many = Batch(images, batch.targets.repeat(times, 1))
-            for step in steps:
-                many = step(many, generator)
-            return many.images
+                images = batch.images.repeat(count, 1, 1, 1)
+            views = Batch(images, batch.targets.repeat(count, 1))
+            for transform in transforms:
+                views = transform(views, generator)
+            return views.images
 
-        self.table(batch.images.shape[2:])
-        two = (look(self.first, 2),) if self.second is None else (look(self.first, 1), look(self.second, 1))
-        return batch._replace(views=(torch.cat(two), *([look(self.small, self.local)] if self.local else [])))
+        h, w = batch.images.shape[2:]
+        self.table((h, w))  # raises ValueError if the global views differ in size
+        pair = [make_views(self.first, 2)] if self.second is None else [make_views(self.first, 1), make_views(self.second, 1)]
+        return batch._replace(views=(torch.cat(pair), *([make_views(self.small, self.local)] if self.local else [])))

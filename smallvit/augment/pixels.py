@@ -1,4 +1,4 @@
-"""Flip, RandomErasing, Noise: one plain change to the pixels."""
+"""Transforms that make one simple change to the pixels: Flip, RandomErasing and Noise."""
 
 from dataclasses import dataclass
 from math import log
@@ -6,12 +6,14 @@ from math import log
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, expect, expect_span
+from .batch import Batch, check_interval, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """Mirror some of the images left to right.
+    """Mirror random images left to right; each image is mirrored with the given probability.
+
+    `force=True` allows this transform for digits, where it is refused otherwise.
 
     Off       probability=0.
     """
@@ -20,7 +22,7 @@ class Flip:
     force: bool = False
 
     def __post_init__(self):
-        expect(self, probability=(0, 1))
+        check_range(self, probability=(0, 1))
 
     @property
     def unsafe_for_digits(self) -> str | None:
@@ -30,22 +32,22 @@ class Flip:
         if not self.probability:
             return batch
         images = batch.images
-        chosen = (torch.rand(len(images), 1, 1, 1, generator=generator) < self.probability).to(images)
-        return batch._replace(
-            images=torch.lerp(images, images.flip(-1), chosen)
-        )  # by 0 or 1: exact, and faster than torch.where
+        weight = (torch.rand(len(images), 1, 1, 1, generator=generator) < self.probability).to(images)  # 0 or 1
+        return batch._replace(images=torch.lerp(images, images.flip(-1), weight))  # exact, and faster than torch.where
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing:
-    """Black out a rectangle in some of the images.
+    """Set one random rectangle to black in random images; each image is drawn with the given probability.
 
-    area      fraction of the image, drawn uniformly between the two
-    aspect    height over width, relative to the image's: log-uniform between 1/aspect and aspect, as far as it fits
+    area      interval of the rectangle's area, as a fraction of the image's; drawn uniformly
+    aspect    the rectangle's height / width, relative to the image's, is drawn log-uniformly from 1/aspect to aspect; the range
+              is narrower for a rectangle that would not fit into the image
 
     Paper     arXiv:1708.04896 (Random Erasing); arXiv:1708.04552 (Cutout).
     Off       probability=0.
-    Departs   Black, so that no new ink appears: the paper fills with noise, others with a mean colour. Always fits at once.
+    Departs   The paper fills with noise, others with the mean color; black adds no new ink to a digit. The paper draws again
+              until a rectangle fits.
     """
 
     area: tuple[float, float] = (0.02, 0.33)
@@ -54,8 +56,8 @@ class RandomErasing:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, probability=(0, 1), aspect=(1, 100))
-        expect_span(self, "area", 1e-6, 1)
+        check_range(self, probability=(0, 1), aspect=(1, 100))
+        check_interval(self, "area", 1e-6, 1)
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.probability:
@@ -63,15 +65,15 @@ class RandomErasing:
         chance, size, shape = torch.rand(3, len(batch.images), generator=generator)
         area = self.area[0] + (self.area[1] - self.area[0]) * size
         longest = (-area.log()).clamp(max=log(self.aspect))
-        tall = ((2 * shape - 1) * longest).exp()
+        aspect = ((2 * shape - 1) * longest).exp()
         area = area * (chance < self.probability)
-        inside = rectangles((area * tall).sqrt(), (area / tall).sqrt(), batch.images, generator)
-        return batch._replace(images=batch.images * (1 - inside))
+        mask = random_rectangles((area * aspect).sqrt(), (area / aspect).sqrt(), batch.images, generator)
+        return batch._replace(images=batch.images * (1 - mask))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Add Gaussian noise of standard deviation `std` to every pixel; what leaves [0, 1] is cut off, as a sensor does.
+    """Add Gaussian noise of standard deviation `std` to every pixel of every image, and clip the result to [0, 1].
 
     Off       std=0.
     """
@@ -80,7 +82,7 @@ class Noise:
     unsafe_for_digits = None
 
     def __post_init__(self):
-        expect(self, std=(0, 1))
+        check_range(self, std=(0, 1))
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         if not self.std:
@@ -89,14 +91,17 @@ class Noise:
         return batch._replace(images=torch.add(batch.images, noise, alpha=self.std).clamp_(0, 1))
 
 
-def rectangles(height: Tensor, width: Tensor, images: Tensor, generator: Generator) -> Tensor:
-    """1 inside a rectangle per image and 0 outside, `b 1 h w`: sides as fractions of the image's, placed anywhere inside it."""
+def random_rectangles(height: Tensor, width: Tensor, images: Tensor, generator: Generator) -> Tensor:
+    """Return a mask `b 1 h w` that is 1 inside one rectangle for each image, at a random place inside the image, and 0 outside.
 
-    def span(fraction: Tensor, length: int) -> Tensor:
+    `height` and `width`, b each, are fractions of the image's sides.
+    """
+
+    def random_span(fraction: Tensor, length: int) -> Tensor:
         size = (fraction * length).round()[:, None]
         start = (torch.rand(len(size), 1, generator=generator) * (length - size + 1)).floor()
         pixel = torch.arange(length)
         return ((pixel >= start) & (pixel < start + size)).to(images)
 
     h, w = images.shape[2:]
-    return span(height, h)[:, None, :, None] * span(width, w)[:, None, None, :]
+    return random_span(height, h)[:, None, :, None] * random_span(width, w)[:, None, None, :]

@@ -1,4 +1,4 @@
-"""digits, photos, digit_crops, photo_crops: sets to start from, with one knob for their strength."""
+"""Ready-made tuples of transforms for digits and photos, each with one option `strength`."""
 
 from dataclasses import replace
 
@@ -9,20 +9,26 @@ from .multicrop import MultiCrop
 from .pixels import Flip, RandomErasing
 from .warp import Warp
 
+UNREADABLE = "; with more, digits can no longer be read"
 
-def digits(strength: float = 1.0) -> tuple[Augmentation, ...]:
-    """Strong, yet safe for handwritten digits: a reader still sees what was written. Strength goes from 0 (off) to 1.5."""
-    if not 0 <= strength <= 1.5:
-        raise ValueError(f"digits(strength={strength}): expected 0 to 1.5, beyond which digits can no longer be read")
+
+def digits(strength: float = 1.0) -> tuple[Warp]:
+    """Return the transforms for handwritten digits: small rotation, zoom, shear, shift and elastic deformation, in one Warp.
+
+    Strength scales all of them, from 0 (off) to 1.5. Up to 1.5 people can still read the digits.
+    """
+    _check_strength("digits", strength, 1.5, UNREADABLE)
     return (
         Warp(rotate=15 * strength, scale=0.15 * strength, shear=12 * strength, shift=0.07 * strength, elastic=0.04 * strength),
     )
 
 
 def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
-    """The usual set for small photos, grey or in colour: mirror, shift, light, erase, mix. Strength goes from 0 (off) to 2."""
-    if not 0 <= strength <= 2:
-        raise ValueError(f"photos(strength={strength}): expected 0 to 2")
+    """Return the usual transforms for small photos: flip, shift and zoom, brightness and contrast, erasing, Mixup, CutMix.
+
+    Strength scales all of them, from 0 (off) to 2. The images may be gray or in color.
+    """
+    _check_strength("photos", strength, 2)
     return (
         Flip(probability=0.5 * min(strength, 1)),
         Warp(shift=0.125 * strength, scale=0.1 * strength),
@@ -34,18 +40,17 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
 
 
 def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
-    """MultiCrop for self-supervision that leave a digit what it is: bent, slanted, in windows of two sizes; none blank, no flips.
+    """Return a MultiCrop for self-supervised learning on digits: deformed crops that never flip the digit and are never blank.
 
-    Two windows show 0.7 to 1 of the image, `local` ones 0.2 to 0.5 of it, drawn with `size` pixels. Strength goes from 0 to
-    1.5; the windows stay as they are.
+    The two global views show 0.7 to 1 of the image's area. The `local` views show 0.2 to 0.5 of it, at `size` pixels (one side,
+    or height and width). Strength scales the deformation as in `digits`, from 0 to 1.5; it does not change the crops.
     """
-    if not 0 <= strength <= 1.5:
-        raise ValueError(f"digit_crops(strength={strength}): expected 0 to 1.5, beyond which digits can no longer be read")
-    (bent,) = digits(strength)
+    _check_strength("digit_crops", strength, 1.5, UNREADABLE)
+    (warp,) = digits(strength)
     return (
         MultiCrop(
-            first=(replace(bent, crop=(0.7, 1.0), aim="ink"),),
-            small=(replace(bent, crop=(0.2, 0.5), aim="ink", size=size),),
+            first=(replace(warp, crop=(0.7, 1.0), aim="ink"),),
+            small=(replace(warp, crop=(0.2, 0.5), aim="ink", size=size),),
             local=local,
         ),
     )
@@ -54,30 +59,35 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
 def photo_crops(
     strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
 ) -> tuple[Augmentation, ...]:
-    """DINO's views for small photos: windows of two sizes, mirrored, in another light and other colours, blurred, solarised.
+    """Return DINO's MultiCrop for self-supervised learning on small photos: random crops, flip, color jitter, blur, solarize.
 
-    Two windows show 0.4 to 1 of the image, `local` ones 0.05 to 0.4 of it, drawn with `size` pixels. Strength goes from 0 to 2;
-    the windows stay as they are. `colour=False` is for images without red, green and blue.
+    The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
+    side, or height and width). Strength scales all other transforms, from 0 to 2; it does not change the crops. Set
+    `colour=False` for images that do not have 3 channels.
 
     Paper     Caron et al. 2021, arXiv:2104.14294, with 8 local views of 96 pixels beside 224.
-    Departs   Windows are read bilinearly, not bicubically. Blur is 0.1 to 2 pixels at 32, and in proportion.
+    Departs   Crops are resampled bilinearly, not bicubically. Blur is 0.1 to 2 pixels at 32 pixels, and scales with the size.
     """
-    if not 0 <= strength <= 2:
-        raise ValueError(f"photo_crops(strength={strength}): expected 0 to 2")
-    often = min(strength, 1)
-    tint = {"saturation": 0.2 * strength, "hue": 0.1 * strength} if colour else {}
-    light = (
-        Flip(probability=0.5 * often),
-        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **tint, probability=0.8),
+    _check_strength("photo_crops", strength, 2)
+    probability = min(strength, 1)
+    color = {"saturation": 0.2 * strength, "hue": 0.1 * strength} if colour else {}
+    shared = (
+        Flip(probability=0.5 * probability),
+        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **color, probability=0.8),
         Gray(probability=0.2 * strength if colour else 0),
     )
-    window = Warp(crop=(0.4, 1.0), fill="edge")  # as it lies inside the image, no edge is seen: but black would darken its rim
-    part = replace(window, crop=(0.05, 0.4), size=size)
+    window = Warp(crop=(0.4, 1.0), fill="edge")  # with "black" the interpolation would darken the border of the crop
     return (
         MultiCrop(
-            first=(window, *light, Blur(probability=often)),
-            second=(window, *light, Blur(probability=0.1 * often), Solarize(probability=0.2 * strength)),
-            small=(part, *light, Blur(probability=0.5 * often)),
+            first=(window, *shared, Blur(probability=probability)),
+            second=(window, *shared, Blur(probability=0.1 * probability), Solarize(probability=0.2 * strength)),
+            small=(replace(window, crop=(0.05, 0.4), size=size), *shared, Blur(probability=0.5 * probability)),
             local=local,
         ),
     )
+
+
+def _check_strength(preset: str, strength: float, most: float, reason: str = "") -> None:
+    """Raise ValueError unless the strength of the named preset is a number from 0 to `most`; `reason` ends the message."""
+    if not 0 <= strength <= most:
+        raise ValueError(f"{preset}(strength={strength}): expected a number from 0 to {most}{reason}")
