@@ -1,34 +1,57 @@
-"""Evaluators: from a frozen model to named numbers.
+"""Evaluators: functions that compute named numbers from a frozen model.
 
-splits.py      Splits: the labelled images that an evaluator is given
-scores.py      accuracy, cost: what the model does as it is, and what that takes
-taps.py        features: what a frozen model says of each image, read off where one wants
-probes.py      knn, linear_probe, few_shot: how well simple classifiers do on these features
-extractor.py   FeatureExtractor: the features in a pipeline of scikit-learn
-memory.py      remembering: what one evaluator has computed of a model, the next need not
+scores.py    accuracy, cost: run the model itself
+probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
+hooks.py     features: the features of a model, read at a named place
+features.py  FeatureExtractor: the features as a scikit-learn transformer
+splits.py    Splits: the labeled images that an evaluator receives
+declare.py   evaluator, declaration: what an evaluator declares about itself
+cache.py     cached_features: evaluators of the same model share its features
 
-Contract: `evaluator(model, splits)` yields `(name, float)` and scores `splits.test`; the first name is the one an arm is judged
-by. It is deterministic and leaves the model bit for bit as it was. `fit` calls it with validation images in the place of the
-test images first, and with the test images once, last. An evaluator that chooses something on `splits.val` says what in its
-attribute `chooses`; the report then counts those labels too. Only `cost`, which reads a clock, is not deterministic. What is
-asked of a model twice is computed once (`memory.py`), so that an evaluator which changes a model must work on a copy. One
-with `judges = False` cannot come first; one with `needs(splits)` refuses there what it cannot do, before a run is trained.
+An evaluator is a function that yields pairs of a name and a number:
+
+    from smallvit.evaluate import evaluator, features
+
+    @evaluator(judges=False)
+    def feature_size(model, splits, *, of="head"):
+        rows = features(model, splits.test, of=of)
+        yield "feature_norm", float((rows**2).sum(1).mean() ** 0.5)
+        yield "feature_width", float(rows.shape[1])
+
+    Run(..., evaluators=(accuracy, feature_size))
+
+Contract of `evaluator(model, splits, **options)`:
+
+- It yields `(name, float)` pairs with unique names. Options are keyword-only and set by `functools.partial`.
+- The numbers are computed on `splits.test`. A classifier is fitted on `splits.train`, and its options are chosen on
+  `splits.val`. `fit` calls each evaluator with the validation images as `test` first, and once with the test images at the end.
+- The first number of the first evaluator judges the run; it must be a share from 0 to 1. An evaluator with other numbers
+  declares `judges=False` and cannot come first.
+- It is deterministic (only `cost` measures time) and leaves the model bitwise unchanged, including the mode and hooks of each
+  module: `with frozen(model) as reference` ensures the modes. An evaluator that changes a model must copy it first, since
+  features and probes are cached for all evaluators of a run.
+- It declares by the decorator `evaluator(...)` what differs from the defaults of `Declaration`: `probe` (trains a classifier
+  on frozen features), `judges`, `chooses` (what is chosen on validation images; the report then counts these labels too),
+  `needs` (checks the splits before training) and `pixel_options`. A function without the decorator has the defaults.
 """
 
+from .cache import cached_features
 from .declare import Declaration, declaration, evaluator
 from .features import FeatureExtractor
 from .hooks import features, frozen
-from .memory import remembering
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost
-from .splits import Named, Splits, some
+from .splits import NamedScores, Splits, require_images
+
+remembering = cached_features  # until train/fit.py uses the new name
 
 __all__ = [
     "Declaration",
     "FeatureExtractor",
-    "Named",
+    "NamedScores",
     "Splits",
     "accuracy",
+    "cached_features",
     "cost",
     "declaration",
     "evaluator",
@@ -37,6 +60,5 @@ __all__ = [
     "frozen",
     "knn",
     "linear_probe",
-    "remembering",
-    "some",
+    "require_images",
 ]

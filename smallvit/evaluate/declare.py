@@ -8,14 +8,15 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Declaration(NamedTuple):
-    """What an evaluator declares about itself; the defaults describe a function that declares nothing.
+    """What an evaluator declares about itself. The defaults describe a function without a declaration.
 
-    probe: whether the evaluator trains a classifier on frozen features, and so says something of an untrained model too.
-    judges: whether the first number is an accuracy or another share from 0 to 1, so that an arm can be judged by it.
-    chooses: what the evaluator chooses on the validation images, in words for the report; None if nothing is chosen.
-    needs: a function `needs(splits, **options)` that raises ValueError if the splits do not suffice; it is called before
+    probe: True if the evaluator trains a classifier on frozen features. A comparison that is judged by a probe also evaluates
+        an untrained model.
+    judges: True if the first number is an accuracy or another share from 0 to 1, by which an arm can be judged.
+    chooses: a few words for the report that say what is chosen on the validation images; None if nothing is.
+    needs: a function `needs(splits, **options)` that raises ValueError if the splits are too small. It is called before
         training with the options of the evaluator. None if any splits will do.
-    pixel_options: the options of the evaluator that also apply where the model is raw pixels, which has no layers.
+    pixel_options: names of the options that also apply to raw pixels, a reference that has no layers and no tokens.
     """
 
     probe: bool = False
@@ -33,7 +34,10 @@ def evaluator(
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Return a decorator that attaches a `Declaration` with these fields to an evaluator and returns the same function."""
+    """Return a decorator that attaches a `Declaration` with these fields to an evaluator.
+
+    The decorator returns the function itself. Only evaluators that differ from the defaults need it.
+    """
 
     def declare(function: Function) -> Function:
         vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options))
@@ -43,7 +47,7 @@ def evaluator(
 
 
 def declaration(evaluator: Callable) -> Declaration:
-    """Return what an evaluator, or a `functools.partial` of an evaluator, declares; the defaults if it declares nothing."""
+    """Return the declaration of an evaluator or of a `functools.partial` of one; the defaults if it has none."""
     while isinstance(evaluator, partial):
         evaluator = evaluator.func
     return getattr(evaluator, "declaration", Declaration())

@@ -1,6 +1,6 @@
-"""The features of a frozen model as a transformer of scikit-learn.
+"""The features of a frozen model as a scikit-learn transformer.
 
-It keeps scikit-learn's protocol without inheriting from it, so that nobody waits for scikit-learn who does not use it.
+The class follows scikit-learn's protocol without inheriting from it, so that importing smallvit does not import scikit-learn.
 """
 
 import inspect
@@ -13,26 +13,29 @@ from torch import Tensor, nn
 
 from smallvit.data import DataSpec, Images
 
-from .hooks import gathered, tap
-from .splits import some
+from .hooks import Array, feature_reader, read_batches
+from .splits import require_images
 
 
 class FeatureExtractor:
-    """The features of a frozen model as a scikit-learn transformer: images in, n d float32 out, alone or in a `Pipeline`.
+    """A scikit-learn transformer from images to the features of a frozen model, an array of shape (n, d), float32.
 
     make_pipeline(FeatureExtractor(model, spec=spec), StandardScaler(), LogisticRegression()).fit(images, labels)
 
-    `transform` takes `Images`, or an array or tensor n c h w or n h w (one channel). A model that is fed other pixels than it
-    was trained on gives features that only look right, so an array needs a `spec`: the `DataSpec` of the data that the model
-    was trained on, for uint8 or floats in [0, 1]; or "normalised", for floats that are already what the model sees. `Images`
-    have their own, unless `spec` is given.
+    `transform` takes `Images`, or an array or tensor of shape (n, c, h, w) or, for one channel, (n, h, w).
 
-    `of`, `layers` and `norm` are those of `features`; `features` is a function `(model, x) -> b d` instead, for any
-    `nn.Module`. The model learns nothing: `fit` looks at the first image to see that it fits and how wide the features are,
-    and `transform` needs no `fit`. Clones, as cross-validation makes them, share the model.
+    spec: how an array is normalized. The `DataSpec` of the data that the model was trained on, for uint8 pixels or floats in
+        [0, 1]; or "normalised", for floats that are normalized already. It is required for arrays, since wrongly normalized
+        pixels give wrong features without an error. `Images` use their own spec, unless one is given here.
+    of, layers, norm: the place where the features are read, as in `features`.
+    features: a function `(model, x) -> b d` instead of a place, for any `nn.Module`.
+    batch: the number of images in a batch.
 
-    Raises   ValueError for tables and flattened images, pixels without `spec`, outside [0, 1] or with other channels than
-             expected, and as `features` does.
+    The model is not trained. `fit` only reads the first image, checks that it fits, and remembers the number of features;
+    `transform` needs no `fit`. Clones, for example in cross-validation, share the model.
+
+    Raises   ValueError for tables and flattened images, for arrays without `spec`, for pixels outside [0, 1] or with another
+             number of channels than the spec, and as `features` does.
     """
 
     def __init__(
@@ -50,45 +53,47 @@ class FeatureExtractor:
         self.batch, self.features, self.spec = batch, features, spec
 
     def fit(self, X, y=None) -> "FeatureExtractor":
-        """Learn nothing; see that the first image fits, and how wide its features are."""
+        """Check that the first image fits the model, and store the number of features; nothing is trained."""
         self.n_features_out_ = self.read(X, only=1).shape[1]
         return self
 
-    def transform(self, X) -> "numpy.ndarray":  # noqa: F821
-        """The features of these images, n d, float32."""
+    def transform(self, X) -> Array:
+        """Return the features of the images, shape (n, d), float32."""
         return self.read(X)
 
-    def fit_transform(self, X, y=None) -> "numpy.ndarray":  # noqa: F821
-        """The features of these images, n d, float32."""
+    def fit_transform(self, X, y=None) -> Array:
+        """Call `fit`, then return the features of the images, shape (n, d), float32."""
         return self.fit(X).transform(X)
 
-    def read(self, X, only: int | None = None) -> "numpy.ndarray":  # noqa: F821
-        """The features of all images, or of the first `only`."""
+    def read(self, X, only: int | None = None) -> Array:
+        """Return the features of all images, or of the first `only`. Raises ValueError for options that do not fit."""
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"the model is {self.model!r}; expected FeatureExtractor(model) with a torch.nn.Module")
         if not isinstance(self.batch, int) or self.batch < 1:
-            raise ValueError(f"batch is {self.batch!r}; expected how many images at a time, 1 or more")
-        if self.features is not None and (self.of, self.layers, self.norm) != ("head", 1, "after"):
-            raise ValueError("got features= beside of, layers or norm; expected a function, or a name, of the features")
-        named = self.features is None
-        tapped = tap(self.model, self.of, self.layers, self.norm) if named else partial(self.features, self.model)
-        images, spec = understood(X, self.spec)
-        return gathered(self.model, map(partial(normalised, spec=spec), images[:only].split(self.batch)), tapped)
+            raise ValueError(f"batch is {self.batch!r}; expected the number of images in a batch, 1 or more")
+        if self.features is None:
+            reader = feature_reader(self.model, self.of, self.layers, self.norm)
+        elif (self.of, self.layers, self.norm) == ("head", 1, "after"):
+            reader = partial(self.features, self.model)
+        else:
+            raise ValueError("got features= together with of, layers or norm; expected a function or a named place, not both")
+        images, spec = as_images(X, self.spec)
+        return read_batches(self.model, map(partial(normalize, spec=spec), images[:only].split(self.batch)), reader)
 
-    def get_feature_names_out(self, input_features=None) -> "numpy.ndarray":  # noqa: F821
-        """`featureextractor0`, ...: one name for each column, after `fit`."""
+    def get_feature_names_out(self, input_features=None) -> Array:
+        """Return the names of the features, `featureextractor0` and so on. Raises ValueError before `fit`."""
         import numpy as np
 
         if not hasattr(self, "n_features_out_"):
-            raise ValueError("how wide the features are is not known yet; call fit(images) first")
+            raise ValueError("the number of features is not known yet; call fit(images) first")
         return np.array([f"featureextractor{i}" for i in range(self.n_features_out_)], dtype=object)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """What it was made with."""
+        """Return the constructor's arguments by name."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params) -> "FeatureExtractor":
-        """Change some of what it was made with. Raises ValueError for a name that is not there."""
+        """Change some of the constructor's arguments and return self. Raises ValueError for an unknown name."""
         unknown = sorted(params.keys() - self.get_params().keys())
         if unknown:
             raise ValueError(f"FeatureExtractor has no {', '.join(unknown)}; expected some of {', '.join(self.get_params())}")
@@ -98,12 +103,12 @@ class FeatureExtractor:
 
     def __repr__(self) -> str:
         defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
-        chosen = {name: value for name, value in self.get_params().items() if value is not defaults[name]}
-        shown = (f"{k}={type(v).__name__ if isinstance(v, nn.Module | DataSpec) else repr(v)}" for k, v in chosen.items())
-        return f"FeatureExtractor({', '.join(shown)})"
+        changed = {name: value for name, value in self.get_params().items() if value is not defaults[name]}
+        words = (f"{k}={type(v).__name__ if isinstance(v, nn.Module | DataSpec) else repr(v)}" for k, v in changed.items())
+        return f"FeatureExtractor({', '.join(words)})"
 
     def __sklearn_clone__(self) -> "FeatureExtractor":
-        return type(self)(**self.get_params())  # not a copy of the model, which nothing here changes
+        return type(self)(**self.get_params())  # shares the model, which is never changed
 
     def __sklearn_is_fitted__(self) -> bool:
         return True
@@ -121,26 +126,29 @@ class FeatureExtractor:
         )
 
 
-def understood(X, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
-    """The images n c h w, uint8 or floating, and how to normalise them; None if they are."""
+def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
+    """Return images of shape (n, c, h, w), uint8 or floating, and the spec to normalize them, None if they are normalized.
+
+    Raises ValueError for anything but images, and for pixels that do not fit the spec.
+    """
     import numpy as np
 
     if isinstance(X, Images):
         X, spec = X.images, X.spec if spec is None else spec
     if not isinstance(X, np.ndarray | Tensor) or X.ndim not in (3, 4):
-        got = f"shape {tuple(X.shape)}" if isinstance(X, np.ndarray | Tensor) else f"a {type(X).__name__}"
-        raise ValueError(f"got {got}; expected Images, or an array or tensor n c h w or n h w: reshape flattened images first")
+        given = f"shape {tuple(X.shape)}" if isinstance(X, np.ndarray | Tensor) else f"a {type(X).__name__}"
+        raise ValueError(f"got {given}; expected Images, or an array or tensor n c h w or n h w; reshape flattened images")
     if not (isinstance(spec, DataSpec) or (isinstance(spec, str) and spec == "normalised")):
         raise ValueError(
             f"got pixels and spec={spec!r}; expected the DataSpec of the data that the model was trained on, or 'normalised'"
-            " for floats that are already what the model sees"
+            " for floats that are normalized already"
         )
-    some(X)
+    require_images(X)
     images = X if isinstance(X, Tensor) else torch.from_numpy(np.ascontiguousarray(X))
     images = images[:, None] if images.ndim == 3 else images
     if isinstance(spec, str):
         if not images.is_floating_point():
-            raise ValueError(f"got {images.dtype} with spec='normalised'; expected floats, or a DataSpec to normalise them")
+            raise ValueError(f"got {images.dtype} with spec='normalised'; expected floats, or a DataSpec to normalize them")
         return images, None
     if images.shape[1] != spec.channels:
         raise ValueError(
@@ -153,7 +161,7 @@ def understood(X, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]
     return images, spec
 
 
-def normalised(images: Tensor, spec: DataSpec | None) -> Tensor:
-    """What the model sees."""
+def normalize(images: Tensor, spec: DataSpec | None) -> Tensor:
+    """Return images as the model expects them: floats, normalized by the spec if there is one."""
     pixels = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     return pixels if spec is None else spec.normalise(pixels)

@@ -1,4 +1,4 @@
-"""Features by name: what a frozen model says of each image, and where in the model that is read off.
+"""The features of a frozen model, read at a place in the model that is given by name.
 
 Letters: b images, n tokens, p prefix tokens, d width.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,57 +16,63 @@ from smallvit.data import Images
 from smallvit.pooling import MeanTokens
 from smallvit.vit import ViT
 
-from .memory import once
-from .splits import some
+from .cache import cached
+from .splits import require_images
 
 TOKENS = ("class token", "mean", "both")
+Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 
-def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> "numpy.ndarray":  # noqa: F821
-    """What a frozen model says of each image, n d, float32, on the CPU.
+def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
+    """Return the features of images from a frozen model: a numpy array of shape (n, d), float32.
 
-    `of` says what is read: "head", what the classifier sees; or, of the tokens of a ViT, ours or timm's, the "class token", the
-    "mean" of the patches, or "both", side by side. A merged token weighs in the mean as many patches as it stands for; class
-    token and registers are left out of it. `layers=k` reads the last k blocks, side by side in the order of depth, `norm`
-    "after" the model's last norm or "before" it, as each block left its tokens. Where the model has that norm behind its pool,
-    so has the mean here.
+    of: the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
+        "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many times
+        as the number of its patches; class token and registers are left out.
+    layers: read the last `layers` blocks and put them side by side, in the order of depth. Not for "head".
+    norm: "after" the last norm of the model, or "before" it, as each block returns its tokens. Where the model applies this
+        norm after its pool, it is applied after the mean here too.
 
-    Read what was trained: the head for supervised training and DINO, the mean for MAE, which teaches its class token nothing.
+    Read what was trained: the head for supervised training and DINO, the mean for MAE, which does not train its class token.
+    "head" calls `model.features(x)` where the model has this method, else `forward_features` and `forward_head` as in timm.
 
-    "head" is `model.features(x)`, b d, where the model has such a method, else timm's `forward_features` and `forward_head`.
-
-    Raises   ValueError for a model that does not have what is asked for, or whose features are not b d and finite.
+    Raises   ValueError if the model does not have such features, or if its features are not of shape (n, d) and finite.
     """
-    read = tap(model, of, layers, norm)
-    batches = (x for x, _ in some(images).batches())
-    found = once(lambda: gathered(model, batches, read), "features", model, images, of, layers, norm)
-    return found.copy()  # the caller's own, whatever it does to them
+    read = feature_reader(model, of, layers, norm)
+    batches = (x for x, _ in require_images(images).batches())
+    rows = cached(lambda: read_batches(model, batches, read), "features", model, images, of, layers, norm)
+    return rows.copy()  # a caller may change its copy
 
 
-def gathered(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> "numpy.ndarray":  # noqa: F821
-    """What `read` says of these batches, normalised images b c h w, while the model is frozen; n d."""
-    with frozen(model) as like:
-        found = torch.cat([checked(read(x.to(like)), len(x), model).float().cpu() for x in batches])
-    wrong = int((~found.isfinite()).any(1).sum())
+def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> Array:
+    """Return the features that `read` gives for batches of normalized images, b c h w, as one numpy array of shape (n, d).
+
+    Raises ValueError if they are not of shape (b, d) for each batch, or not finite.
+    """
+    with frozen(model) as reference:
+        rows = torch.cat([check_features(read(x.to(reference)), len(x), model).float().cpu() for x in batches])
+    wrong = int((~rows.isfinite()).any(1).sum())
     if wrong:
-        raise ValueError(
-            f"the features of {wrong} of {len(found)} images are not finite; expected a model that has not diverged"
-        )
-    return found.numpy()
+        raise ValueError(f"features of {wrong} of {len(rows)} images are not finite; expected a model that has not diverged")
+    return rows.numpy()
 
 
-def checked(found: Tensor, images: int, model: nn.Module) -> Tensor:
-    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != images:
-        shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+def check_features(rows: Any, images: int, model: nn.Module) -> Tensor:
+    """Return the features of a batch. Raises ValueError if they are not a tensor with one row for each image."""
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != images:
+        shape = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
         raise ValueError(
             f"{type(model).__name__} gave features of {shape} for {images} images; expected b d, a row for each: pool them in a"
             " method features(x), or in a function for FeatureExtractor(features=...)"
         )
-    return found
+    return rows
 
 
-def tap(model: nn.Module, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
-    """The function from normalised images b c h w to the features that go by this name, b d."""
+def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that maps normalized images, b c h w, to the features of this name, b d; see `features`.
+
+    Raises ValueError for an unknown name, or a name that does not apply to this model.
+    """
     if of not in ("head", *TOKENS) or norm not in ("after", "before"):
         raise ValueError(
             f"of is {of!r} and norm {norm!r}; expected of 'head', {', '.join(map(repr, TOKENS))}, and norm 'after' or 'before'"
@@ -74,95 +80,104 @@ def tap(model: nn.Module, of: str, layers: int, norm: str) -> Callable[[Tensor],
     if of == "head":
         if layers != 1 or norm != "after":
             raise ValueError(
-                f"got layers={layers} and norm={norm!r}, and the head sees one feature only; expected with them of 'class"
-                " token', 'mean' or 'both'"
+                f"got layers={layers} and norm={norm!r} with of='head', which is one feature only; with these options use"
+                " of='class token', 'mean' or 'both'"
             )
-        return seen_by_head(model)
-    if not isinstance(model, ViT) and not like_timm(model):
-        raise ValueError(f"{type(model).__name__} has no tokens with a name; expected a ViT, ours or timm's, or of='head'")
+        return head_input(model)
+    if not isinstance(model, ViT) and not is_timm_vit(model):
+        raise ValueError(f"{type(model).__name__} has no named tokens; expected a ViT of smallvit or timm, or of='head'")
     if not 1 <= layers <= len(model.blocks):
-        raise ValueError(f"layers is {layers}; expected from 1 to {len(model.blocks)}, the blocks that this model has")
+        raise ValueError(f"layers is {layers}; expected from 1 to {len(model.blocks)}, the number of blocks of this model")
     if of != "mean" and not has_class_token(model):
-        raise ValueError(f"this {type(model).__name__} has no class token; expected of='mean', or of='head' for what it pools")
-    return partial(named, model, of, layers, norm == "after")
+        raise ValueError(f"this {type(model).__name__} has no class token; expected of='mean', or of='head' for its pool")
+    return partial(token_features, model, of, layers, norm == "after")
 
 
-def seen_by_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """`model.features`; of timm's models, which may have layers of that name, what its documented two steps give."""
-    own = getattr(model, "features", None)
-    if callable(own) and not isinstance(own, nn.Module):
-        return own
+def head_input(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function that computes the input of the classifier: `model.features`, or for a timm model its two steps.
+
+    A timm model may also have layers called `features`, so the two steps go first there.
+    """
+    method = getattr(model, "features", None)
+    if callable(method) and not isinstance(method, nn.Module):
+        return model.features
     if all(callable(getattr(model, name, None)) for name in ("forward_features", "forward_head")):
         return lambda x: model.forward_head(model.forward_features(x), pre_logits=True)
-    if callable(own):
-        return own
+    if callable(method):
+        return model.features
     raise ValueError(
-        f"{type(model).__name__} does not say what its head sees; expected a method features(x) that gives b d. Or take"
+        f"{type(model).__name__} does not say what its head receives; expected a method features(x) that gives b d. Or use"
         " FeatureExtractor(model, features=...), with a function (model, x) -> b d"
     )
 
 
 class Tokens(NamedTuple):
-    """What a block left: prefix tokens b p d, patches b n d, and how many patches each stands for, b n (None: one each)."""
+    """The tokens after one block: prefix b p d, patches b n d, and the patches that each token stands for, b n or None."""
 
     prefix: Tensor
     patches: Tensor
     size: Tensor | None
 
 
-def named(model: nn.Module, of: str, layers: int, normed: bool, x: Tensor) -> Tensor:
-    """The last blocks' class tokens and means, side by side, b d."""
-    norm, norm_behind = norms(model) if normed else (nn.Identity(), nn.Identity())
+def token_features(model: nn.Module, of: str, layers: int, normed: bool, x: Tensor) -> Tensor:
+    """Return the class token, the mean of the patches, or both, of each of the last blocks, side by side, b d."""
+    norm, norm_after_pool = norms(model) if normed else (nn.Identity(), nn.Identity())
     mean, parts = MeanTokens(0), []
-    for left in (ours if isinstance(model, ViT) else timms)(model, x, layers):
+    for tokens in (tokens_of_vit if isinstance(model, ViT) else tokens_of_timm)(model, x, layers):
         if of != "mean":
-            parts.append(norm(left.prefix[:, 0]))
+            parts.append(norm(tokens.prefix[:, 0]))
         if of != "class token":
-            parts.append(mean(norm(left.patches), left.size))
-    return torch.cat([norm_behind(part) for part in parts], dim=-1)
+            parts.append(mean(norm(tokens.patches), tokens.size))
+    return torch.cat([norm_after_pool(part) for part in parts], dim=-1)
 
 
-def ours(model: ViT, x: Tensor, layers: int) -> list[Tokens]:
-    left, p = [], len(model.prefix)
+def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[Tokens]:
+    """Return the tokens after each of the last `layers` blocks of a ViT of smallvit."""
+    found, p = [], len(model.prefix)
 
-    def note(block, given, result):
-        tokens, size = result
-        left.append(Tokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
+    def record(block, inputs, output):
+        tokens, size = output
+        found.append(Tokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
 
     with ExitStack() as hooks:
         for block in model.blocks[-layers:]:
-            hooks.enter_context(block.register_forward_hook(note))
+            hooks.enter_context(block.register_forward_hook(record))
         model.tokens(x)
-    return left
+    return found
 
 
-def timms(model: nn.Module, x: Tensor, layers: int) -> list[Tokens]:
-    asked = {"return_prefix_tokens": model.num_prefix_tokens > 0, "output_fmt": "NLC", "intermediates_only": True}
-    left = model.forward_intermediates(x, indices=layers, **asked)
-    return [Tokens(*(part[::-1] if isinstance(part, tuple) else (part[:, :0], part)), size=None) for part in left]
+def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[Tokens]:
+    """Return the tokens after each of the last `layers` blocks of a ViT of timm."""
+    options = {"return_prefix_tokens": model.num_prefix_tokens > 0, "output_fmt": "NLC", "intermediates_only": True}
+    outputs = model.forward_intermediates(x, indices=layers, **options)
+    return [Tokens(*(part[::-1] if isinstance(part, tuple) else (part[:, :0], part)), size=None) for part in outputs]
 
 
-def norms(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The norm of each token behind the last block, and that of what is pooled; one of them does nothing."""
+def norms(model: Any) -> tuple[nn.Module, nn.Module]:
+    """Return the norm of each token after the last block, and the norm of the pooled feature; one of the two is an identity."""
     if isinstance(model, ViT):
         return (nn.Identity(), model.norm) if model.norm_after_pool else (model.norm, nn.Identity())
     return model.norm, getattr(model, "fc_norm", nn.Identity())
 
 
-def like_timm(model: nn.Module) -> bool:
-    """Whether this is a Vision Transformer that gives its tokens as timm documents it."""
-    ask = getattr(model, "forward_intermediates", None)
-    tokens = callable(ask) and "return_prefix_tokens" in signature(ask).parameters
-    return tokens and hasattr(model, "blocks") and hasattr(model, "num_prefix_tokens")
+def is_timm_vit(model: nn.Module) -> bool:
+    """Return whether a model is a Vision Transformer of timm, which gives its tokens by `forward_intermediates`."""
+    method = getattr(model, "forward_intermediates", None)
+    gives_tokens = callable(method) and "return_prefix_tokens" in signature(method).parameters
+    return gives_tokens and hasattr(model, "blocks") and hasattr(model, "num_prefix_tokens")
 
 
 def has_class_token(model: nn.Module) -> bool:
+    """Return whether a ViT of smallvit or timm has a class token."""
     return model.pool.class_tokens > 0 if isinstance(model, ViT) else getattr(model, "cls_token", None) is not None
 
 
 @contextmanager
 def frozen(model: nn.Module):
-    """The model in evaluation mode without gradients, its mode restored after; yields a tensor of its device and precision."""
+    """Put a model in evaluation mode without gradients, and restore the mode of each of its modules at the end.
+
+    Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

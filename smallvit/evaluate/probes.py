@@ -1,9 +1,10 @@
-"""Probes: how well simple classifiers do on the features of a frozen model.
+"""Probes: evaluators that train a simple classifier on the frozen features of a model.
 
-They read features by name: `of`, `layers` and `norm` are those of `features`.
+Their options `of`, `layers` and `norm` name the features and are those of `features`.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 from smallvit.data import Images
 from smallvit.rng import shuffled
 
+from .cache import cached
 from .declare import evaluator
-from .hooks import features
-from .memory import once
-from .splits import Named, Splits
+from .hooks import Array, features
+from .splits import NamedScores, Splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
-SHOTS = 16  # labelled images of each class
+SHOTS = 16
 
 
 @evaluator(probe=True)
@@ -31,30 +32,34 @@ def knn(
     of: str = "head",
     layers: int = 1,
     norm: str = "after",
-) -> Named:
-    """`knn_1`, ...: k nearest labelled images by cosine of the features, one vote each; ties go to the smaller class index.
+) -> NamedScores:
+    """Yield `knn_1`, `knn_5`, ...: the accuracy of a vote among the k nearest labeled images, for each k of `ks`.
 
-    A k beyond the number of labelled images is left out. Similarities are computed in float64: the features of an untrained
-    model all point nearly the same way. Of equally near images, any may be among the k.
+    Nearest are the labeled images with the largest cosine similarity of the features. Each has one vote, and the smaller class
+    index wins a tie. Values of k above the number of labeled images are left out. Similarities are computed in float64, because
+    the features of an untrained model all point in nearly the same direction. Which of several equally near images are
+    among the k is not specified.
+
+    Raises   ValueError if `ks` is not a tuple of numbers of at least 1, or if all are above the number of labeled images.
     """
     if not isinstance(ks, tuple | list) or min(ks, default=0) < 1:
         raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
     ks = tuple(k for k in ks if k <= len(splits.train))
     if not ks:
-        raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
-    known, asked = (
+        raise ValueError(f"knn has {len(splits.train)} labeled images; expected at least as many as the smallest k")
+    train, test = (
         F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1)
         for images in (splits.train, splits.test)
     )
-    classes, right = len(splits.train.spec.classes), dict.fromkeys(ks, 0)
-    slope = torch.linspace(0.5, 0, classes)  # argmax of equal counts is not specified; this settles it
-    many = max(1, AT_ONCE // max(len(known), max(ks) * classes))
-    for part, labels in zip(asked.split(many), splits.test.labels.split(many)):
-        votes = F.one_hot(splits.train.labels[(part @ known.T).topk(max(ks)).indices], classes)
+    classes, correct = len(splits.train.spec.classes), dict.fromkeys(ks, 0)
+    tie_break = torch.linspace(0.5, 0, classes)  # argmax of equal counts is not specified
+    rows = max(1, AT_ONCE // max(len(train), max(ks) * classes))
+    for queries, labels in zip(test.split(rows), splits.test.labels.split(rows)):
+        votes = F.one_hot(splits.train.labels[(queries @ train.T).topk(max(ks)).indices], classes)
         for k in ks:
-            right[k] += ((votes[:, :k].sum(1) + slope).argmax(-1) == labels).sum().item()
+            correct[k] += int(((votes[:, :k].sum(1) + tie_break).argmax(-1) == labels).sum())
     for k in ks:
-        yield f"knn_{k}", right[k] / len(asked)
+        yield f"knn_{k}", correct[k] / len(test)
 
 
 @evaluator(probe=True, chooses="C of the linear probe")
@@ -67,45 +72,46 @@ def linear_probe(
     of: str = "head",
     layers: int = 1,
     norm: str = "after",
-) -> Named:
-    """`linear_probe`: accuracy of an L2 logistic regression on the frozen features; `linear_probe_c`: its inverse strength C.
+) -> NamedScores:
+    """Yield `linear_probe`, the accuracy of a logistic regression with L2 penalty on the frozen features.
 
-    Features are standardised on the labelled images alone; `standardise=False` keeps them as they are, which suits features of
-    one scale, such as pixels. C is the one of `strengths` that scores best on the validation images, the smaller of equals;
-    without validation images it is 1. `linear_probe_edge` is 1 if the C chosen is the smallest or largest of several, so that
-    one beyond may be better, else 0. `linear_probe_iterations`: how many the solver took at that C.
+    strengths: the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
+        of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the smallest
+        or largest of several, so that a value beyond may be better, else 0.
+    standardise: scale each feature to mean 0 and variance 1 over the labeled images. False suits features that already have
+        one scale, such as pixels.
 
-    Raises   RuntimeError if the solver does not converge: such a number is not the probe's. ValueError for no strengths.
+    `linear_probe_iterations` is the number of iterations that the solver took.
+
+    Raises   RuntimeError if the solver does not converge; ValueError if there are no strengths.
     """
     if not isinstance(strengths, tuple | list) or not strengths:
         raise ValueError(f"strengths is {strengths!r}; expected a tuple of at least one inverse strength C, such as (1.0,)")
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
-    chosen, edge = 1.0, False
 
     def fitted(c: float):
         fit = partial(logistic, train, splits.train.labels, c, standardise)
-        return once(fit, "logistic", model, splits.train, of, layers, norm, c, standardise)
+        return cached(fit, "logistic", model, splits.train, of, layers, norm, c, standardise)
 
     if len(splits.val):
         val = features(model, splits.val, of=of, layers=layers, norm=norm)
         probes = {c: fitted(c) for c in sorted(strengths)}
-        chosen = max(probes, key=lambda c: score(probes[c], val, splits.val.labels))
-        edge = len(probes) > 1 and chosen in (min(probes), max(probes))
-        probe = probes[chosen]
+        best = max(probes, key=lambda c: score(probes[c], val, splits.val.labels))
     else:
-        probe = fitted(chosen)
+        probes, best = {1.0: fitted(1.0)}, 1.0
+    probe, edge = probes[best], len(probes) > 1 and best in (min(probes), max(probes))
     yield "linear_probe", score(probe, test, splits.test.labels)
-    yield "linear_probe_c", chosen
+    yield "linear_probe_c", best
     yield "linear_probe_edge", float(edge)
     yield "linear_probe_iterations", float(probe[-1].n_iter_.max())
 
 
-def enough(splits: Splits, *, shots: int = SHOTS, **others):
-    """Raise ValueError if a class has too few labelled images."""
-    balanced(splits.train, shots, 0)
+def require_shots(splits: Splits, *, shots: int = SHOTS, **options):
+    """Raise ValueError if a class has fewer than `shots` labeled images."""
+    draw_balanced(splits.train, shots, 0)
 
 
-@evaluator(probe=True, needs=enough, pixel_options=("shots", "draws", "strength"))
+@evaluator(probe=True, needs=require_shots, pixel_options=("shots", "draws", "strength"))
 def few_shot(
     model: nn.Module,
     splits: Splits,
@@ -116,49 +122,54 @@ def few_shot(
     of: str = "head",
     layers: int = 1,
     norm: str = "after",
-) -> Named:
-    """`few_shot`: accuracy of an L2 logistic regression that sees `shots` labelled images of each class; mean over `draws`.
+) -> NamedScores:
+    """Yield `few_shot`, the accuracy of a logistic regression on the features of `shots` labeled images of each class.
 
-    `few_shot_sd`: standard deviation over the draws, where there are several. Features are standardised on the images drawn
-    alone. `strength` is the inverse strength C, fixed, since so few images leave none to choose it on. Which images are drawn
-    depends on the labels of `splits.train` alone, so every model gets the same; those of fewer shots are among those of more.
+    `few_shot` is the mean over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left out for
+    one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on. Features are
+    standardized on the drawn images. The draws depend only on the labels of `splits.train`, so every model gets the same
+    images; those of fewer shots are among those of more.
 
-    Raises   ValueError if a class has too few labelled images; RuntimeError if the solver does not converge.
+    Raises   ValueError if a class has too few labeled images; RuntimeError if the solver does not converge.
     """
     if shots < 1 or draws < 1:
         raise ValueError(f"got shots={shots} and draws={draws}; expected at least 1 of each")
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 
     def fitted(draw: int):
-        drawn = splits.train.take(balanced(splits.train, shots, draw))
-        return logistic(features(model, drawn, of=of, layers=layers, norm=norm), drawn.labels, strength)
+        images = splits.train.take(draw_balanced(splits.train, shots, draw))
+        return logistic(features(model, images, of=of, layers=layers, norm=norm), images.labels, strength)
 
-    scores = []
+    accuracies = []
     for draw in range(draws):
-        probe = once(partial(fitted, draw), "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
-        scores.append(score(probe, test, splits.test.labels))
-    found = torch.tensor(scores, dtype=torch.float64)
-    yield "few_shot", found.mean().item()
+        probe = cached(partial(fitted, draw), "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
+        accuracies.append(score(probe, test, splits.test.labels))
+    accuracies = torch.tensor(accuracies, dtype=torch.float64)
+    yield "few_shot", accuracies.mean().item()
     if draws > 1:
-        yield "few_shot_sd", found.std().item()
+        yield "few_shot_sd", accuracies.std().item()
 
 
-def balanced(images: Images, shots: int, draw: int) -> Tensor:
-    """The places of `shots` images of each class, fixed by the number of the draw."""
-    place = torch.tensor(shuffled(range(len(images)), draw, "few_shot"), dtype=torch.int64)
-    label, found = images.labels[place], []
+def draw_balanced(images: Images, shots: int, draw: int) -> Tensor:
+    """Return the indices of `shots` random images of each class; the number `draw` fixes which.
+
+    Raises ValueError if a class has fewer images.
+    """
+    order = torch.tensor(shuffled(list(range(len(images))), draw, "few_shot"), dtype=torch.int64)
+    labels, chosen = images.labels[order], []
     for k, name in enumerate(images.spec.classes):
-        mine = place[label == k]
-        if len(mine) < shots:
-            raise ValueError(f"class {name!r} has {len(mine)} labelled images; expected at least shots={shots} of each class")
-        found.append(mine[:shots])
-    return torch.cat(found)
+        of_class = order[labels == k]
+        if len(of_class) < shots:
+            raise ValueError(f"class {name!r} has {len(of_class)} labeled images; expected at least shots={shots} of each")
+        chosen.append(of_class[:shots])
+    return torch.cat(chosen)
 
 
-def logistic(x: "numpy.ndarray", labels: Tensor, strength: float, standardise: bool = True):  # noqa: F821
-    """A fitted L2 logistic regression of scikit-learn, in a pipeline behind a scaler.
+def logistic(x: Array, labels: Tensor, strength: float, standardise: bool = True) -> Any:
+    """Return a scikit-learn pipeline of an optional scaler and a logistic regression, fitted to features x, n d.
 
-    In float64 and to a tolerance of 1e-5: scikit-learn's 1e-4 stops up to half a point from the minimum's accuracy.
+    It is fitted in float64 to a tolerance of 1e-5. With scikit-learn's default of 1e-4 the accuracy is up to half a point
+    away from that of the minimum. Raises RuntimeError if the solver does not converge.
     """
     import warnings
 
@@ -167,8 +178,8 @@ def logistic(x: "numpy.ndarray", labels: Tensor, strength: float, standardise: b
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    scale = [StandardScaler()] if standardise else []
-    probe = make_pipeline(*scale, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))
+    scaler = [StandardScaler()] if standardise else []
+    probe = make_pipeline(*scaler, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:
@@ -179,5 +190,6 @@ def logistic(x: "numpy.ndarray", labels: Tensor, strength: float, standardise: b
             ) from warning
 
 
-def score(probe, x: "numpy.ndarray", labels: Tensor) -> float:  # noqa: F821
+def score(probe: Any, x: Array, labels: Tensor) -> float:
+    """Return the accuracy of a fitted classifier on features x, n d."""
     return float((probe.predict(x.astype("float64")) == labels.numpy()).mean())

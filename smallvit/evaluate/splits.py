@@ -1,23 +1,28 @@
-"""What an evaluator is given: labelled images to learn from, to choose on, and to score."""
+"""What an evaluator receives and returns: three sets of labeled images, and named numbers."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sized
+from typing import NamedTuple, TypeVar
 
 from smallvit.data import Images
 
-Named = Iterator[tuple[str, float]]
+AnyImages = TypeVar("AnyImages", bound=Sized)
+NamedScores = Iterator[tuple[str, float]]
 
 
 class Splits(NamedTuple):
-    """The labelled images an evaluator may learn from, those it may choose on (may be empty), and those it scores."""
+    """The images of an evaluation: `train` to fit a classifier, `val` to choose its options, `test` to compute the scores.
+
+    All have labels. `val` may be empty. `fit` evaluates twice: first with the validation images as `test`, then once with the
+    test images.
+    """
 
     train: Images
     val: Images
     test: Images
 
 
-def some(images: Images) -> Images:
-    """The images, of which there is at least one."""
+def require_images(images: AnyImages) -> AnyImages:
+    """Return the images. Raises ValueError if there are none."""
     if not len(images):
         raise ValueError("there are no images to evaluate; expected at least one")
     return images

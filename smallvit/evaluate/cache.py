@@ -1,0 +1,36 @@
+"""A cache that lets several evaluators of the same model share features and fitted classifiers."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+CACHE: ContextVar[dict | None] = ContextVar("CACHE", default=None)
+
+
+@contextmanager
+def cached_features():
+    """Compute the features of a model only once while this context is open; the cache is emptied at its end.
+
+    Classifiers fitted on the features are cached too. No model may be changed inside the context, because its features would
+    be out of date.
+    """
+    token = CACHE.set({})
+    try:
+        yield
+    finally:
+        CACHE.reset(token)
+
+
+def cached(compute: Callable[[], Any], *arguments: Any) -> Any:
+    """Return `compute()`, or inside `cached_features` the earlier result for the same arguments.
+
+    Arguments are the same if they are equal strings or numbers, or the same objects.
+    """
+    cache = CACHE.get()
+    if cache is None:
+        return compute()
+    key = tuple(argument if isinstance(argument, str | int | float) else id(argument) for argument in arguments)
+    if key not in cache:
+        cache[key] = arguments, compute()  # also keeps the objects alive, so that no id is reused
+    return cache[key][1]
