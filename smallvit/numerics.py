@@ -1,30 +1,31 @@
-"""Numerics: how the steps of a run are computed. What they compute is the run's own affair, but for rounding."""
+"""How the steps of a run are computed: precision, attention kernel and compilation. These change rounding and speed only."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
 
-CHOICES = {  # by the words of the command line
+CHOICES: dict[str, dict[str, Any]] = {  # option of --numerics -> its values as typed on the command line -> values in Python
     "precision": {"fp32": "fp32", "bf16": "bf16"},
     "kernel": {"rule": None, "explicit": "explicit", "fused": "fused"},
     "compiled": {"yes": True, "no": False},
 }
-VARIANTS = 64  # of a block that are compiled in a process; after that torch goes on without
+MAX_VARIANTS = 64  # compiled versions of a block in one process; beyond that torch runs the block uncompiled
 
 
 class Numerics(NamedTuple):
-    """How steps are computed; None leaves the precision to the run, and the kernel to the rule of `smallvit.attention.attend`.
+    """Options for how training steps are computed: precision, attention kernel and compilation.
 
-    precision   of the products: "fp32" or "bf16", whatever the run says
-    kernel      of attention: "explicit" (two products and a softmax) or "fused", for any number of tokens
-    compiled    blocks without a reduction are compiled, once for all that are alike, and workers share what was compiled;
-                random draws stay as they are
+    precision   "fp32" or "bf16" for matrix products; None uses the precision of the run
+    kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; None lets
+                `smallvit.attention.attend` choose
+    compiled    True compiles the transformer blocks with torch.compile, except blocks with a token reduction
 
-    That is how steps of training are computed. What is evaluated is computed as ever.
+    Equal blocks are compiled once and worker processes share the compiled code. Random draws do not change. Evaluation does
+    not use these options.
     """
 
     precision: str | None = None
@@ -32,15 +33,16 @@ class Numerics(NamedTuple):
     compiled: bool = False
 
     def describe(self) -> str:
-        said = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
-        return ", ".join(filter(None, said)) or "as it is"
+        """Return the options as text for a message, such as "bf16, fused attention"; "default" if none is set."""
+        parts = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
+        return ", ".join(filter(None, parts)) or "default"
 
 
 DEFAULT = Numerics()
 
 
 def check_numerics(numerics: Numerics, stack: int = 1):
-    """Refuse what is no choice of that name, and to compile what is trained as one."""
+    """Raise ValueError for an unknown value of an option, and for `compiled` with `stack` > 1 runs trained as one model."""
     for name, values in CHOICES.items():
         if getattr(numerics, name) not in (None, *values.values()):
             expected = " or ".join(repr(value) for value in values.values() if value is not None)
@@ -49,57 +51,62 @@ def check_numerics(numerics: Numerics, stack: int = 1):
         raise ValueError(f"got {stack} runs as one and compiled; expected one or the other, since a stack is not compiled")
 
 
-def parse_numerics(words: Iterable[str]) -> dict:
-    """`precision=bf16 compiled=no` as fields of an `Numerics`. Raises ValueError for what is no choice."""
-    found = {}
+def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
+    """Parse command-line words such as `precision=bf16 compiled=no` into keyword arguments of `Numerics`.
+
+    Raises   ValueError for an unknown option or value, and for an option that is given twice.
+    """
+    options: dict[str, Any] = {}
     for word in words:
-        name, _, said = word.partition("=")
-        if said not in CHOICES.get(name, ()):
+        name, _, value = word.partition("=")
+        if value not in CHOICES.get(name, ()):
             expected = ", ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
             raise ValueError(f"--numerics got {word!r}; expected some of {expected}")
-        if name in found:
+        if name in options:
             raise ValueError(f"--numerics got {name} twice; expected each choice once")
-        found[name] = CHOICES[name][said]
-    return found
+        options[name] = CHOICES[name][value]
+    return options
 
 
 class NumericsContext:
-    """The models in an objective, with the kernel and the compiled blocks of an numerics within `active()`."""
+    """Apply the attention kernel and the compilation of a `Numerics` to the models inside an objective, within `active()`."""
 
     def __init__(self, objective: "nn.Module", numerics: Numerics):
         self.fused = numerics.kernel == "fused"
-        self.attention = [module for module in objective.modules() if hasattr(module, "fused")] if numerics.kernel else []
-        self.calls = compiled_blocks(objective) if numerics.compiled else []
+        self.attention: list[Any] = [m for m in objective.modules() if hasattr(m, "fused")] if numerics.kernel else []
+        self.compiled = compiled_blocks(objective) if numerics.compiled else []
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Use the kernel and the compiled blocks inside the `with` statement, and restore the modules afterwards."""
         before = [module.fused for module in self.attention]
         for module in self.attention:
             module.fused = self.fused
-        for block, call in self.calls:
-            block._compiled_call_impl = call
+        for block, compiled in self.compiled:
+            block._compiled_call_impl = compiled
         try:
             yield
         finally:
             for module, fused in zip(self.attention, before):
                 module.fused = fused
-            for block, _ in self.calls:
+            for block, _ in self.compiled:
                 block._compiled_call_impl = None
 
 
-def compiled_blocks(objective: "nn.Module") -> list[tuple]:
-    """The blocks of the models inside, each with what is called in its place.
+def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:
+    """Return (block, compiled call) for each transformer block in `objective` that has no token reduction.
 
-    Block by block: those that are alike are compiled once, in seconds where a whole model takes minutes. One that reduces
-    tokens is left alone: what its reduction is told from step to step would be compiled into it each time.
+    Blocks are compiled one by one: equal blocks share one compilation, which takes seconds; a whole model takes minutes. A
+    block with a reduction is skipped: the values that a reduction is given change every step, and each change would recompile
+    it.
     """
     import torch
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-    lists = [
-        module.blocks for module in objective.modules() if isinstance(getattr(module, "blocks", None), torch.nn.ModuleList)
-    ]
-    plain = [block for blocks in lists for block in blocks if getattr(block, "reduction", None) is None]
-    once = partial(torch.compile, dynamic=False, options={"fallback_random": True})  # draws are those of the plain block
-    return [(block, once(block._call_impl)) for block in plain]
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
+    lists = [blocks for m in objective.modules() if isinstance(blocks := getattr(m, "blocks", None), torch.nn.ModuleList)]
+    blocks = [block for blocks in lists for block in blocks if getattr(block, "reduction", None) is None]
+    # fallback_random: a compiled block draws the same random numbers as an uncompiled one
+    compile_block = partial(torch.compile, dynamic=False, options={"fallback_random": True})
+    return [(block, compile_block(block._call_impl)) for block in blocks]

@@ -329,7 +329,7 @@ def test_an_image_is_shown_the_same_alone_in_a_padded_batch_and_in_many_parts(mo
     for image in range(6):
         torch.testing.assert_close(shown[image], rollout(model, x[image : image + 1])[0])
         torch.testing.assert_close(seen[image], patch_attention(model, x[image : image + 1])[0])
-    monkeypatch.setattr(maps, "AT_ONCE", 2 * 3 * 25**2)
+    monkeypatch.setattr(maps, "MAX_ELEMENTS", 2 * 3 * 25**2)
     torch.testing.assert_close(shown, rollout(model, x))
 
 

@@ -142,7 +142,7 @@ def test_an_image_alone_is_what_it_is_in_a_padded_batch_and_in_batches_of_one(mo
     counts = {len(image[-1].unique()) for image in groups}
     assert len(counts) > 1 and (groups == -1).any() and (groups[:, -1] < torch.arange(36)).any()
     assert torch.equal(groups, torch.cat([explain.trace(model, x[i : i + 1]).groups for i in range(6)]))
-    monkeypatch.setattr(explain.tokens, "AT_ONCE", 2 * 36**2)
+    monkeypatch.setattr(explain.tokens, "MAX_ELEMENTS", 2 * 36**2)
     assert torch.equal(groups, explain.trace(model, x).groups)
 
 
@@ -231,8 +231,8 @@ class Secretive(Block):
 @pytest.mark.parametrize(
     "knobs, words",
     [
-        ({"reduction": Nosy}, "Nosy does otherwise when channels stand behind the 16"),
-        ({"reduction": Forgetful}, "Forgetful does otherwise"),
+        ({"reduction": Nosy}, "Nosy gives other tokens when 36 channels are added behind the 16"),
+        ({"reduction": Forgetful}, "Forgetful gives other tokens"),
         ({"block": Secretive}, "Secretive gave 36 tokens where its attribute `reduction` left 37"),
     ],
 )
@@ -277,29 +277,29 @@ def test_a_row_for_each_image_and_a_column_for_each_block_which_says_how_many_to
 
 def test_counts_that_differ_are_given_from_the_least_to_the_most():
     picture = {"shape": [2, 2, 4, 1], "grid": [1, 2], "blocks": [5], "groups": [[[0, 0]], [[0, 1]]]}
-    pixels = explain.plain(made(), some())["pixels"]
+    pixels = explain.token_map_data(made(), some())["pixels"]
     with pytest.raises(ValueError):  # other pixels than the shape says
-        explain.draw(picture | {"pixels": pixels})
-    pixels = explain.plain(made(), some(2))["pixels"]
-    figure = explain.draw(picture | {"shape": [2, 12, 12, 1], "pixels": pixels})
+        explain.draw_token_map(picture | {"pixels": pixels})
+    pixels = explain.token_map_data(made(), some(2))["pixels"]
+    figure = explain.draw_token_map(picture | {"shape": [2, 12, 12, 1], "pixels": pixels})
     assert titles(figure) == ["image\n2 patches", "block 5\n1–2 tokens"]
 
 
 def test_what_is_written_down_is_json_and_is_all_that_a_picture_needs(tmp_path):
     """The picture of the JSON, drawn where neither torch nor a model is, has the same pixels."""
-    picture = explain.plain(made(PRUNE), some())
+    picture = explain.token_map_data(made(PRUNE), some())
     path = tmp_path / "picture.json"
     path.write_text(json.dumps(picture))
     assert json.loads(path.read_text()) == picture and path.stat().st_size < 3_000
     code = f"""
 import json, sys
 from smallvit import explain
-explain.draw(json.load(open({str(path)!r}))).savefig({str(tmp_path / "theirs.png")!r})
+explain.draw_token_map(json.load(open({str(path)!r}))).savefig({str(tmp_path / "theirs.png")!r})
 print("torch" in sys.modules, "matplotlib.pyplot" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["False", "False"], done.stderr
-    explain.draw(picture).savefig(tmp_path / "ours.png")
+    explain.draw_token_map(picture).savefig(tmp_path / "ours.png")
     assert (tmp_path / "ours.png").read_bytes() == (tmp_path / "theirs.png").read_bytes()
 
 
@@ -307,8 +307,8 @@ print("torch" in sys.modules, "matplotlib.pyplot" in sys.modules)
 def test_alone_a_patch_looks_as_it_is_shared_as_the_mean_and_gone_it_is_hatched(channels):
     images = some(1, channels)
     model = ViT((12, 12), channels, 2, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=6))
-    picture = explain.plain(model, images) | {"groups": [[[0, 1, 1, -1]]]}
-    image, block = explain.draw(picture).axes
+    picture = explain.token_map_data(model, images) | {"groups": [[[0, 1, 1, -1]]]}
+    image, block = explain.draw_token_map(picture).axes
     raw = images.images[0].permute(1, 2, 0).expand(-1, -1, 3).numpy() / 255
     assert (image.images[0].get_array() == raw).all()
     painted = block.images[0].get_array()
@@ -325,17 +325,17 @@ def test_lines_run_between_tokens_and_nowhere_else():
     import numpy as np
 
     groups = np.array([[0, 0, 2], [0, 4, 2]])
-    lines = {tuple(map(tuple, line)) for line in explain.tokens.borders(groups).reshape(-1, 2, 2).tolist()}
+    lines = {tuple(map(tuple, line)) for line in explain.tokens.token_borders(groups).reshape(-1, 2, 2).tolist()}
     assert lines == {((1, 1), (2, 1)), ((1, 1), (1, 2)), ((2, 0), (2, 2))}
 
 
 @pytest.mark.parametrize("blocks", [(), (3,), (-1, 0)])
 def test_a_block_that_is_not_there_is_refused(blocks):
     with pytest.raises(ValueError, match="expected some of this model, from 0 to 2"):
-        explain.plain(made(), some(), blocks=blocks)
+        explain.token_map_data(made(), some(), blocks=blocks)
 
 
 def test_images_that_no_eye_can_see_are_refused():
     model = ViT((12, 12), 2, 2, dim=16, depth=1, heads=2)
-    with pytest.raises(ValueError, match=r"2 channels; expected grey \(1\)"):
+    with pytest.raises(ValueError, match=r"2 channels; expected gray \(1\)"):
         explain.token_map(model, some(1, 2))

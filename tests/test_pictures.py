@@ -11,6 +11,7 @@ import pytest
 import torch
 from matplotlib import colormaps
 from torch import nn
+from toys import randomize
 
 import smallvit
 from smallvit.data import DataSpec, Images
@@ -109,14 +110,14 @@ def test_the_image_shines_through_and_a_query_has_a_line_round_it():
     model = made()
     dark, bright = (attention_figure(model, some(1, value=value), query=(1, 4)).axes for value in (0, 255))
     assert (picture(bright[0]) == 1).all() and (picture(dark[0]) == 0).all()
-    assert all(picture(ax).min() >= pictures.GHOST for ax in bright[1:])
+    assert all(picture(ax).min() >= pictures.VISIBLE for ax in bright[1:])
     (box,) = dark[0].patches
     assert (*box.get_xy(), box.get_width(), box.get_height()) == (7.5, 1.5, 2, 2)
     assert not attention_figure(model, some(1)).axes[0].patches
 
 
 def test_grids_that_do_not_tile_the_image_are_stretched_over_it():
-    model = ViT((10, 7), 1, 5, dim=16, depth=1, heads=2, tokenizer=ConvTokenizer, pool=MeanTokens)
+    model = randomize(ViT((10, 7), 1, 5, dim=16, depth=1, heads=2, tokenizer=ConvTokenizer, pool=MeanTokens), 0.3)
     drawn = picture(attention_figure(model, some(1, size=(10, 7), value=0)).axes[1])
     assert model.tokenizer.grid((10, 7)) == (3, 2) and drawn.shape == (10, 7, 3)
     assert len(np.unique(drawn.reshape(-1, 3), axis=0)) == 6
@@ -284,7 +285,7 @@ def test_confusions_are_counted_in_rows_of_true_classes(tmp_path):
         (0, 1, "1"),
         (2, 2, "4"),
     }
-    assert ax.get_title() == "2 of 9 wrong (22.2%)" and (ax.get_xlabel(), ax.get_ylabel()) == ("guessed", "true")
+    assert ax.get_title() == "2 of 9 wrong (22.2%)" and (ax.get_xlabel(), ax.get_ylabel()) == ("predicted", "true")
     assert (
         [label.get_text() for label in ax.get_xticklabels()]
         == ["ant", "bee", "cow"]
@@ -369,7 +370,7 @@ def test_a_gallery_takes_pixels_and_clips_what_is_out_of_range(kind, caplog, tmp
             lambda: gallery(torch.ones(1, 1, 8, 8, dtype=torch.int64)),
             r"got pixels of int64; expected bytes \(uint8\), or floats",
         ),
-        (lambda: gallery(some(1, 2)), r"2 channels; expected grey \(1\) or colour \(3\)"),
+        (lambda: gallery(some(1, 2)), r"2 channels; expected gray \(1\) or color \(3\)"),
         (lambda: attention_figure(made(), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
         (lambda: attention_figure(made(), some(0)), "no images to look at"),
         (lambda: attention_figure(made(), some(1), block=9), "block is 9; expected one of this model"),
@@ -405,7 +406,7 @@ def test_a_reconstruction_shows_the_image_what_was_shown_of_it_and_what_was_gues
     model = ViT(SIZE, channels, 5, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=2))
     mae, images = MAE(model, normalise=normalise, decoder_dim=16), some(2, channels)
     figure = reconstruction_figure(mae, images, seed=3)
-    assert titles(figure) == ["image", "shown", "guessed", "guessed, told\nmean and std"][: 3 + normalise]
+    assert titles(figure) == ["image", "visible", "reconstructed", "reconstructed, given\nmean and std"][: 3 + normalise]
     axes = np.array(figure.axes).reshape(2, -1)
     made = mae.reconstruct(images.spec.normalise(images.pixels()), seed=3)
     for image, row in enumerate(axes):

@@ -39,7 +39,7 @@ def test_the_table_of_positions_is_the_one_that_the_model_adds(length, width, tm
     assert np.allclose(drawn, SinCos1d(width, (length, 1), 1).table, atol=1e-6)
     place, channel = length - 1, width - 2
     assert drawn[place, channel + 1] == pytest.approx(np.cos(place / 10_000 ** (channel / width)))
-    assert f"{length:,} places, {width:,} channels" in figure.axes[0].get_title()
+    assert f"{length:,} positions, {width:,} channels" in figure.axes[0].get_title()
     figure.savefig(tmp_path / "table.png", dpi=40)
     assert (tmp_path / "table.png").stat().st_size > 1_000
 

@@ -1,87 +1,84 @@
-"""What attention looks at: the map of every head, what of each patch a query sees, and roll-out through all blocks.
+"""Where attention goes: the attention map of each head, attention from one query to the patches, and attention roll-out.
 
-Letters: b images, h heads, n tokens (prefix first), p patches.
+Shapes: b images, h heads, n tokens (prefix tokens first), p patches. "Contents" (b n p) say how much of each patch each token
+contains: with merging, a token contains several patches.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .tokens import AT_ONCE, follow
+from .tokens import MAX_ELEMENTS, track_patches
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Query = tuple[int, int] | None
 HEADS = ("mean", "max", "min")
 
 
-def attention_maps(model: "torch.nn.Module", images: "torch.Tensor") -> list["torch.Tensor"]:  # noqa: F821
-    """The attention map of every block, each b h n n: how a token (row) shares its attention out over all (columns).
+def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Return the attention map of each block, shape (batch, heads, tokens, tokens): queries in rows, keys in columns.
 
-    `model` is a `ViT` with any attention and any reduction, or a Vision Transformer of timm; `images` are what it sees,
-    normalised pixels b c h w. Rows sum to 1. The map is made beside the output, from the same queries and keys: whichever
-    kernel makes the output goes on making it, and the model, in evaluation mode meanwhile, is left as it was. Where tokens are
-    merged or pruned, n shrinks from block to block; `token_shares` says what patches they are.
+    `model` is a `ViT` with any attention and reduction, or a Vision Transformer of timm. `images` are normalized pixels of
+    shape (batch, channels, height, width). Rows sum to 1. The map is computed a second time from the same queries and keys; the
+    output of the model still comes from its own attention kernel. The model runs in evaluation mode and is left unchanged.
+    With merging or pruning the number of tokens falls from block to block; `token_shares` says which patches they contain.
 
-    Raises   ValueError for no images, and for a model with a block whose map cannot be had: it names the class.
+    Raises   ValueError for no images, and for a block that gives no attention map (the error names the class).
     """
-    parts = opened(model, some(images))
-    return [weights.clone() for weights in watched(model, images, parts)]  # no longer tensors of inference mode
+    parts = find_parts(model, images)
+    return [weights.clone() for weights in collect_maps(model, images, parts)]  # clone: no tensors of inference mode
 
 
-def token_shares(model: "torch.nn.Module", images: "torch.Tensor") -> list["torch.Tensor"]:  # noqa: F821
-    """For every map of `attention_maps`, which patches its tokens stand for, b n p: rows sum to 1, or to 0 for a prefix token.
+def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Return which patches the tokens of each attention map contain, shape (batch, tokens, patches), one tensor per block.
 
-    `maps[i] @ shares[i]` is attention to patches, b h n p. A merged token's attention is shared out over its patches in
-    proportion to what it carries of each: equally for `Merge`. A patch that is gone has a column of zeros.
+    Rows sum to 1, or to 0 for a prefix token. `maps[i] @ shares[i]` is attention to patches, shape (batch, heads, tokens,
+    patches). It divides the attention to a merged token among its patches, in proportion to how much of each it contains
+    (equal parts for `Merge`). The column of a pruned patch is 0.
 
-    Raises   ValueError as `attention_maps` does, and for a reduction that breaks its contract (see `trace`).
+    Raises   ValueError as `attention_maps` and `trace` do.
     """
-    parts = opened(model, some(images))
-    return [shared_out(carried) for carried in attended(model, carriers(model, images, parts))]
+    parts = find_parts(model, images)
+    return [share_of_token(contents) for contents in before_attention(model, token_contents(model, images, parts))]
 
 
-def patch_attention(
-    model: "torch.nn.Module",  # noqa: F821
-    images: "torch.Tensor",  # noqa: F821
-    *,
-    block: int = -1,
-    query: tuple[int, int] | None = None,
-) -> "torch.Tensor":  # noqa: F821
-    """What each head of one block looks at, as pictures of the full grid, b h rows columns, whatever has been merged.
+def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query: Query = None) -> Tensor:
+    """Return the attention of each head from one query to all patches, shape (batch, heads, rows, columns).
 
-    The query is the class token; in a model whose feature is not read from one, the mean of all patches that are still there;
-    or, with `query`, the patch in that row and column, from 0. A picture sums to the attention that reaches patches: what the
-    query pays to prefix tokens is not in it.
+    Rows and columns are those of the patch grid, also after merging. `block` counts from 0, or from the last block if negative.
+    `query` is the (row, column) of a patch, from 0. None uses the class token; if the model does not classify by a class token,
+    it uses the mean over all remaining patches. A map sums to the attention to patches, without that to prefix tokens.
 
-    Raises   ValueError as `token_shares` does, for a block that is not there, and for a query that is gone before it.
+    Raises   ValueError as `token_shares` does, for a block that does not exist, and for a query that is pruned before it.
     """
-    parts = opened(model, some(images))
-    if not -len(parts.attentions) <= block < len(parts.attentions):
-        raise ValueError(f"block is {block}; expected one of this model, from 0 to {len(parts.attentions) - 1}")
-    weights = watched(model, images, parts)[block]
-    carried = attended(model, carriers(model, images, parts))[block]
-    asked = asking(parts, carried, query, f"block {block % len(parts.attentions)}")
-    return ((asked[:, None, None] @ weights).squeeze(2) @ shared_out(carried)).unflatten(-1, parts.grid)
+    parts = find_parts(model, images)
+    depth = len(parts.attentions)
+    if not -depth <= block < depth:
+        raise ValueError(f"block is {block}; expected one of this model, from 0 to {depth - 1}")
+    weights = collect_maps(model, images, parts)[block]
+    contents = before_attention(model, token_contents(model, images, parts))[block]
+    start = query_weights(parts, contents, query, f"block {block % depth}")
+    return ((start[:, None, None] @ weights).squeeze(2) @ share_of_token(contents)).unflatten(-1, parts.grid)
 
 
 def rollout(
-    model: "torch.nn.Module",  # noqa: F821
-    images: "torch.Tensor",  # noqa: F821
-    *,
-    query: tuple[int, int] | None = None,
-    heads: str = "mean",
-    residual: float = 0.5,
-) -> "torch.Tensor":  # noqa: F821
-    """Attention roll-out: what of each patch reaches the query through all blocks, b rows columns.
+    model: nn.Module, images: Tensor, *, query: Query = None, heads: str = "mean", residual: float = 0.5
+) -> Tensor:
+    """Return attention roll-out: how much of each patch reaches the query through all blocks, shape (batch, rows, columns).
 
-    Paper    Abnar, Zuidema 2020, arXiv:2005.00928: half of each block is its attention map, the mean over heads, and half is
-             the residual connection; rows are normalised and the blocks multiplied. It knows neither values nor the MLP.
-    Departs  Goes back through a reduction: what a merged token got from a block before is shared out over the tokens that
-             were merged, in proportion to what it carries of each. `heads="max"` or `"min"` takes that of the heads in the
-             place of their mean; `residual` is the share of the residual connection.
+    `query` is a patch or None, as in `patch_attention`, after the last block. `heads` is "mean", "max" or "min": how the heads
+    of a block are combined. `residual` is the weight of the residual connection, 0 to 1. A map sums to the share that comes
+    from patches; the rest of 1 comes from prefix tokens.
 
-    The query is that of `patch_attention`, behind the last block. Here too a picture sums to what reaches patches: the rest of
-    1 comes from the prefix tokens themselves.
-
-    Raises   ValueError as `patch_attention` does, for other `heads`, and for a `residual` that is no share.
+    Paper    Abnar, Zuidema 2020, arXiv:2005.00928: each block is half its attention map (mean over heads) and half the identity
+             for the residual connection. Rows are normalized and the blocks multiplied. Values and MLPs are ignored.
+    Departs  Supports token reduction: what a merged token got from earlier blocks is divided among the tokens that were merged,
+             in proportion to how much it contains of each. The paper has neither `heads` nor `residual`.
+    Raises   ValueError as `patch_attention` does, for unknown `heads`, and for a `residual` outside of [0, 1].
     """
     import torch
 
@@ -89,60 +86,71 @@ def rollout(
         raise ValueError(
             f"got heads={heads!r}, residual={residual}; expected one of {', '.join(HEADS)}, and a share from 0 to 1"
         )
-    parts = opened(model, some(images))
+    parts = find_parts(model, images)
     n = parts.prefix + parts.grid[0] * parts.grid[1]
-    size = max(1, AT_ONCE // (len(parts.attentions) * n**2))
-    return torch.cat([rolled(model, x, parts, query, heads, residual) for x in images.split(size)])
+    size = max(1, MAX_ELEMENTS // (len(parts.attentions) * n**2))
+    return torch.cat([rollout_batch(model, x, parts, query, heads, residual) for x in images.split(size)])
 
 
-def rolled(model, x, parts: "Parts", query, heads: str, residual: float):
-    """The roll-out of one batch, from the query back to the patches."""
+def rollout_batch(model: nn.Module, x: Tensor, parts: Parts, query: Query, heads: str, residual: float) -> Tensor:
+    """Compute `rollout` for one batch, from the query after the last block back to the patches."""
     import torch
 
-    def step(weights):
-        one = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
-        mixed = (1 - residual) * one + residual * torch.eye(one.shape[-1]).to(one)
-        return mixed / mixed.sum(-1, keepdim=True)
+    def combine(weights: Tensor) -> Tensor:
+        """Combine the heads of one map, (b h n n) -> (b n n), and add the residual connection."""
+        combined = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
+        combined = (1 - residual) * combined + residual * torch.eye(combined.shape[-1]).to(combined)
+        return combined / combined.sum(-1, keepdim=True)
 
-    def before(asked, after, given):
-        """From the tokens behind a reduction to those that it was given."""
-        if after is given:
-            return asked
-        back = ((asked[:, None] @ shared_out(after)) @ spread(given).mT).squeeze(1)
-        return torch.cat([asked[:, : parts.prefix], back[:, parts.prefix :]], dim=1)
+    def undo_reduction(flow: Tensor, after: Tensor, before: Tensor) -> Tensor:
+        """Move the flow, b n, from the tokens after a reduction to the tokens before it, given their contents."""
+        if after is before:
+            return flow
+        back = ((flow[:, None] @ share_of_token(after)) @ share_of_patch(before).mT).squeeze(1)
+        return torch.cat([flow[:, : parts.prefix], back[:, parts.prefix :]], dim=1)
 
-    steps = watched(model, x, parts, step)
-    carried = carriers(model, x, parts)
-    asked = asking(parts, carried[-1], query, "the last block has done")
-    for block in reversed(range(len(steps))):
+    maps = collect_maps(model, x, parts, combine)
+    contents = token_contents(model, x, parts)
+    flow = query_weights(parts, contents[-1], query, "the last block has done")
+    for block in reversed(range(len(maps))):
         first = reduces_first(model, block)
-        asked = asked if first else before(asked, carried[block + 1], carried[block])
-        asked = (asked[:, None] @ steps[block]).squeeze(1)
-        asked = before(asked, carried[block + 1], carried[block]) if first else asked
-    return asked[:, parts.prefix :].unflatten(-1, parts.grid)
+        flow = flow if first else undo_reduction(flow, contents[block + 1], contents[block])
+        flow = (flow[:, None] @ maps[block]).squeeze(1)
+        flow = undo_reduction(flow, contents[block + 1], contents[block]) if first else flow
+    return flow[:, parts.prefix :].unflatten(-1, parts.grid)
 
 
 class Parts(NamedTuple):
-    """What there is to look at: the attention of each block, the grid of patches of these images, how many prefix tokens stand
-    before them, and whether the feature is read from the first of those, the class token."""
+    """What is needed of a model to read its attention.
 
-    attentions: list
+    attentions    the attention module of each block
+    grid          rows and columns of patches, for the images at hand
+    prefix        number of prefix tokens, which come before the patches
+    class_token   whether the model classifies by the first prefix token, the class token
+    """
+
+    attentions: list[Any]
     grid: tuple[int, int]
     prefix: int
     class_token: bool
 
 
-def opened(model, images) -> Parts:
-    """The parts of a `ViT`, or of a timm model that is built like its VisionTransformer."""
+def find_parts(model: Any, images: Tensor) -> Parts:
+    """Return the `Parts` of a `ViT` or of a timm Vision Transformer, for images of this size.
+
+    Raises   ValueError for no images, another kind of model, and a block without attention.
+    """
     from smallvit.vit import ViT
 
+    if not len(images):
+        raise ValueError("there are no images to look at; expected at least one, b c h w")
     size = tuple(images.shape[-2:])
     if isinstance(model, ViT):
         attentions = [getattr(block, "attention", None) for block in model.blocks]
         grid, prefix, class_token = model.tokenizer.grid(size), len(model.prefix), model.pool.class_tokens > 0
     else:
         attentions = [getattr(block, "attn", None) for block in getattr(model, "blocks", [])]
-        embed = getattr(model, "patch_embed", None)
+        embed: Any = getattr(model, "patch_embed", None)
         if not hasattr(embed, "dynamic_feat_size") or not hasattr(model, "num_prefix_tokens"):
             raise ValueError(f"got a {type(model).__name__}; expected a ViT, or a Vision Transformer of timm (vit_*)")
         grid, prefix = embed.dynamic_feat_size(size), model.num_prefix_tokens
@@ -154,129 +162,134 @@ def opened(model, images) -> Parts:
     return Parts(attentions, tuple(grid), prefix, class_token)
 
 
-def watched(model, images, parts: Parts, keep: Callable = lambda weights: weights) -> list:
-    """What `keep` makes of the attention map of each block."""
+def collect_maps(model: nn.Module, images: Tensor, parts: Parts, convert: Callable = lambda weights: weights) -> list[Tensor]:
+    """Run the model and return `convert(map)` for the attention map of each block, with map of shape (b, h, n, n).
+
+    Raises   ValueError if a block gives no valid map, or calls its attention not exactly once.
+    """
     from smallvit.evaluate import frozen
 
-    kept = []
+    maps = []
 
-    def note(attention, given, result):
-        kept.append(keep(precise(checked(attention, map_of(attention, given, result), result))))
+    def save_map(attention, inputs, output):
+        maps.append(convert(at_least_float32(check_map(attention, compute_map(attention, inputs, output), output))))
 
     with frozen(model), ExitStack() as hooks:
-        for attention in dict.fromkeys(parts.attentions):  # blocks may share one
-            hooks.enter_context(attention.register_forward_hook(note))
+        for attention in dict.fromkeys(parts.attentions):  # one module may serve several blocks
+            hooks.enter_context(attention.register_forward_hook(save_map))
         model(images.to(next(model.parameters())))
-    if len(kept) != len(parts.attentions):
+    if len(maps) != len(parts.attentions):
         raise ValueError(
-            f"attention was called {len(kept)} times in the {len(parts.attentions)} blocks of this {type(model).__name__}; "
+            f"attention was called {len(maps)} times in the {len(parts.attentions)} blocks of this {type(model).__name__}; "
             "expected once in each"
         )
-    return kept
+    return maps
 
 
-def map_of(attention, given, result):
-    """The attention map behind this result of one attention, b h n n, or None."""
+def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
+    """Return the attention map (b h n n) of an attention module for these inputs, or None if the module offers none."""
     from smallvit.attention import Attention, AttentionOutput, LocalityAttention, split_heads, weights
 
-    if isinstance(result, AttentionOutput):
-        return None if result.map is None else result.map()
-    ours = next((kind for kind in (Attention, LocalityAttention) if isinstance(attention, kind)), None)
-    if ours:  # under timm's calling convention, see timm_attention
-        return ours.forward(attention, *given).map()
-    from timm.layers import Attention as Timm
+    if isinstance(output, AttentionOutput):
+        return None if output.map is None else output.map()
+    kinds: Any = (Attention, LocalityAttention)
+    for kind in kinds:
+        if isinstance(attention, kind):  # inside a timm model (see timm_attention), where the output is a plain tensor
+            found = kind.forward(attention, *inputs).map
+            return None if found is None else found()
+    from timm.layers.attention import Attention as TimmAttention
 
-    if type(attention) is not Timm:
+    if type(attention) is not TimmAttention:
         return None
-    q, k, _ = split_heads(attention.qkv(*given), attention.num_heads)
+    q, k, _ = split_heads(attention.qkv(*inputs), attention.num_heads)
     return weights(attention.q_norm(q) * attention.scale, attention.k_norm(k), None, None)
 
 
-def checked(attention, weights, result):
-    """The map, if it is one."""
+def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tensor:
+    """Return the attention map `weights`; raise ValueError if it is None, has a wrong shape or rows that do not sum to 1."""
     name = type(attention).__name__
     if weights is None:
         raise ValueError(
             f"{name} gives no attention map; expected AttentionOutput(x, map=...), with a function that makes it, b heads n n"
         )
-    b, n = getattr(result, "x", result).shape[:2]
+    b, n = getattr(output, "x", output).shape[:2]
     if weights.ndim != 4 or weights.shape[0] != b or weights.shape[2:] != (n, n):
         raise ValueError(f"the map of {name} has shape {tuple(weights.shape)}; expected b heads n n, here {b} heads {n} {n}")
     if not ((weights.float().sum(-1) - 1).abs() < 0.02).all():
-        raise ValueError(f"the rows of the map of {name} do not sum to 1; expected what the tokens see, behind the softmax")
+        raise ValueError(f"the rows of the map of {name} do not sum to 1; expected the weights after the softmax")
     return weights
 
 
-def precise(x):
-    """In single precision at least, so that half precision is lost once and not block by block."""
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert half precision to float32, so that rounding errors do not grow from block to block; keep float64."""
     import torch
 
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def carriers(model, images, parts: Parts) -> list:
-    """How much of each patch each token carries, b n p: as the tokens come to the first block, then behind each block."""
+def token_contents(model: nn.Module, images: Tensor, parts: Parts) -> list[Tensor]:
+    """Return how much of each patch each token contains, shape (b, n, p): before the first block, then after each block."""
     import torch
     import torch.nn.functional as F
 
     from smallvit.evaluate import frozen
     from smallvit.flops import reduces
+    from smallvit.vit import ViT
 
     patches = parts.grid[0] * parts.grid[1]
     x = images.to(next(model.parameters()))
-    start = F.pad(torch.eye(patches).to(x), (0, 0, parts.prefix, 0)).expand(len(x), -1, -1)
-    if not reduces(model):
-        return [precise(start)] * (1 + len(parts.attentions))
+    start = at_least_float32(F.pad(torch.eye(patches).to(x), (0, 0, parts.prefix, 0)).expand(len(x), -1, -1))
+    if not isinstance(model, ViT) or not reduces(model):
+        return [start] * (1 + len(parts.attentions))
     with frozen(model):
-        return [precise(start), *follow(model, x, patches, keep=lambda carried: precise(carried.abs()))]
+        return [start, *track_patches(model, x, patches, lambda contents: at_least_float32(contents.abs()))]
 
 
-def attended(model, carried: list) -> list:
-    """Of these, those that the attention of each block sees."""
-    return [carried[block + reduces_first(model, block)] for block in range(len(carried) - 1)]
+def before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
+    """Select from the result of `token_contents` those of the tokens that enter the attention of each block."""
+    return [contents[block + reduces_first(model, block)] for block in range(len(contents) - 1)]
 
 
-def reduces_first(model, block: int) -> bool:
+def reduces_first(model: Any, block: int) -> bool:
+    """Return whether this block reduces its tokens before its attention."""
     from smallvit.reduction.context import stands_first
 
     return stands_first(getattr(model.blocks[block], "reduction", None))
 
 
-def shared_out(carried):
-    """What share of a token each patch is, b n p: rows sum to 1, or to 0 where a token stands for no patch."""
-    total = carried.sum(2, keepdim=True)
-    return carried / total.where(total > 0, 1)
+def share_of_token(contents: Tensor) -> Tensor:
+    """Return the share of each token that each patch has, shape (b, n, p): rows sum to 1, or to 0 for prefix tokens."""
+    total = contents.sum(2, keepdim=True)
+    return contents / total.where(total > 0, 1)
 
 
-def spread(carried):
-    """What share of a patch each token has, b n p: columns sum to 1, or to 0 where a patch is gone."""
-    total = carried.sum(1, keepdim=True)
-    return carried / total.where(total > 0, 1)
+def share_of_patch(contents: Tensor) -> Tensor:
+    """Return the share of each patch that each token has, shape (b, n, p): columns sum to 1, or to 0 for pruned patches."""
+    total = contents.sum(1, keepdim=True)
+    return contents / total.where(total > 0, 1)
 
 
-def asking(parts: Parts, carried, query, where: str):
-    """How much each token counts in asking, b n: rows sum to 1."""
+def query_weights(parts: Parts, contents: Tensor, query: Query, before: str) -> Tensor:
+    """Return the weight of each token in the query, shape (b, n): rows sum to 1.
+
+    `query` is a patch, or None for the class token or the mean over the patches. `before` names the block for the error.
+
+    Raises   ValueError for a patch outside of the grid, and for a pruned patch.
+    """
     rows, columns = parts.grid
-    held = spread(carried)
+    shares = share_of_patch(contents)
     if query is not None:
         if not (0 <= query[0] < rows and 0 <= query[1] < columns):
             raise ValueError(f"query is {query}; expected row and column of a patch, below {rows} and {columns}")
-        asked = held[:, :, query[0] * columns + query[1]]
-        gone = int((asked.sum(1) == 0).sum())
+        weights = shares[:, :, query[0] * columns + query[1]]
+        gone = int((weights.sum(1) == 0).sum())
         if gone:
             raise ValueError(
-                f"patch {query} is gone before {where} in {gone} of {len(asked)} images; expected one that is still there"
+                f"patch {query} is gone before {before} in {gone} of {len(weights)} images; expected one that is still there"
             )
-        return asked
+        return weights
     if parts.class_token:
-        asked = held.new_zeros(held.shape[:2])
-        asked[:, 0] = 1
-        return asked
-    return held.sum(2) / held.sum((1, 2))[:, None]
-
-
-def some(images):
-    """The images, of which there is at least one."""
-    if not len(images):
-        raise ValueError("there are no images to look at; expected at least one, b c h w")
-    return images
+        weights = shares.new_zeros(shares.shape[:2])
+        weights[:, 0] = 1
+        return weights
+    return shares.sum(2) / shares.sum((1, 2))[:, None]

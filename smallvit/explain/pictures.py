@@ -1,115 +1,118 @@
-"""Sheets of images: with attention over them, with patches guessed, or as they are. Each is a matplotlib `Figure`.
+"""Figures with rows of images: attention over images, reconstructions of a masked autoencoder, and plain galleries.
 
-figure.savefig("attention.png", dpi=200) writes one to disk; a notebook shows it by itself.
+Each function returns a matplotlib `Figure`: a notebook shows it, and figure.savefig("attention.png", dpi=200) writes it to
+disk.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from .maps import patch_attention, rollout
-from .sheet import GAP, GONE, TITLE, coloured, images_with_spec, sheet
+from .maps import Query, patch_attention, rollout
+from .sheet import GAP, GONE, TITLE, check_spec, image_grid, to_rgb
 
-HEAT = "inferno"  # colours of attention from none to the most in a picture
-GHOST = 0.4  # how much of the image shines through
-ASKED = "#00c8ff"  # the line round the patch that asks
-NOTE = 0.17  # inches below each picture of attention
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+
+    from smallvit.data import Images
+    from smallvit.objectives import MAE
+
+HEAT = "inferno"  # color map of attention, from 0 to the largest value in a map
+VISIBLE = 0.4  # how strongly the image is visible behind its attention map
+QUERY_COLOR = "#00c8ff"  # outline of the patch that is the query
+NOTE = 0.17  # inches below each attention map, for its largest value
 
 
-def attention_figure(
-    model: "torch.nn.Module",  # noqa: F821
-    images: "Images",  # noqa: F821
-    *,
-    block: int = -1,
-    query: tuple[int, int] | None = None,
-) -> "matplotlib.figure.Figure":  # noqa: F821
-    """One row for each image: itself, what each head of this block looks at, the mean over heads, and roll-out over all blocks.
+def attention_figure(model: nn.Module, images: Images, *, block: int = -1, query: Query = None) -> Figure:
+    """Draw where attention goes: one row per image; columns for the image, each head of a block, their mean, and roll-out.
 
-    What asks is the class token, the mean of all patches or `query`, as in `patch_attention`; a patch that asks has a blue line
-    round it. Each picture has colours of its own, from black for nothing to yellow for its largest value, written below it in
-    percent of all the attention of the one who asks. A patch is one square, since attention knows nothing finer; the patches of
-    a merged token share its attention.
+    `block` counts from 0, or from the last block if negative. `query` is the (row, column) of a patch, which gets a blue
+    outline; None uses the class token or the mean over patches, as in `patch_attention`. Each map has its own color scale, from
+    black for 0 to yellow for its largest value. This value is written below, in percent of all attention of the query. Patches
+    are single squares, because attention has no finer resolution. The patches of a merged token share its attention.
 
     attention_figure(model, mnist().train.take(slice(4)), block=2)
 
-    Raises   ValueError as `patch_attention` does, and for pixels without a `spec` or with neither one nor three channels.
+    Raises   ValueError as `patch_attention` does, for pixels without a `spec`, and for neither 1 nor 3 channels.
     """
     import numpy as np
 
-    x = images_with_spec(images).spec.normalise(images.pixels())
+    check_spec(images)
+    x = images.spec.normalise(images.pixels())
     heads = patch_attention(model, x, block=block, query=query)
-    layers = [*heads.unbind(1), heads.mean(1), rollout(model, x, query=query)]
-    heat = np.stack([layer.double().cpu().numpy() for layer in layers], axis=1)
-    where = f"block {range(len(model.blocks))[block]}"
-    titles = [
-        "image\n",
-        *(f"{where}\nhead {head}" for head in range(len(layers) - 2)),
-        f"{where}\nmean",
-        "all blocks\nroll-out",
-    ]
+    maps = [*heads.unbind(1), heads.mean(1), rollout(model, x, query=query)]
+    values = np.stack([attention.double().cpu().numpy() for attention in maps], axis=1)
+    blocks: Any = model.blocks
+    name = f"block {range(len(blocks))[block]}"
+    head_titles = [f"{name}\nhead {head}" for head in range(len(maps) - 2)]
+    titles = ["image\n", *head_titles, f"{name}\nmean", "all blocks\nroll-out"]
 
-    pixels = coloured(images.images)
-    figure, axes = sheet(len(pixels), titles, pixels.shape[1] / pixels.shape[2], below=NOTE)
-    for image, maps, row in zip(pixels, heat, axes):
+    pixels = to_rgb(images.images)
+    figure, axes = image_grid(len(pixels), titles, pixels.shape[1] / pixels.shape[2], below=NOTE)
+    for image, image_values, row in zip(pixels, values, axes):
         row[0].imshow(image, interpolation="none")
-        for values, ax in zip(maps, row[1:]):
-            glow(ax, image, values)
+        for attention, ax in zip(image_values, row[1:]):
+            draw_attention(ax, image, attention)
         if query is not None:
-            outline(row[0], query, maps[0].shape)
+            outline_patch(row[0], query, image_values[0].shape)
     return figure
 
 
-def reconstruction_figure(mae: "MAE", images: "Images", *, seed: int = 0) -> "matplotlib.figure.Figure":  # noqa: F821
-    """One row for each image: itself, what a masked autoencoder was shown of it, and what it made of that.
+def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
+    """Draw what a masked autoencoder reconstructs: columns for the image, its visible patches, and the reconstruction.
 
-    `seed` decides what is hidden. The guess is made from visible pixels alone. A model that learned with `normalise` does not
-    say how bright a patch is and how strong its contrast: there a last column takes both, as mean and standard deviation,
-    from the hidden patch itself: the picture that papers show, which shows more than the model knows.
+    `mae` is the trained `MAE` objective. `seed` chooses the hidden patches; these are predicted from the visible ones alone. An
+    `MAE` that was trained with normalized target patches does not predict the mean and standard deviation of a patch. For such
+    a model a last column takes both from the hidden patch itself. Papers usually show this picture, although it contains
+    information that the model does not have.
 
-    Raises   ValueError for what cannot reconstruct, and for pixels without a `spec` or with neither one nor three channels.
+    Raises   ValueError for an object without `reconstruct`, for pixels without a `spec`, and for neither 1 nor 3 channels.
     """
     import numpy as np
+    from matplotlib.colors import to_rgb as color_to_rgb
 
     if not hasattr(mae, "reconstruct"):
         raise ValueError(f"got a {type(mae).__name__}; expected the MAE that was trained, which can reconstruct, not its model")
-    spec = images_with_spec(images).spec
-    made = mae.reconstruct(spec.normalise(images.pixels()).to(next(mae.parameters())), seed=seed)
-    mean, std = made.image.new_tensor([spec.mean, spec.std])[..., None, None]
+    check_spec(images)
+    spec = images.spec
+    result = mae.reconstruct(spec.normalise(images.pixels()).to(next(mae.parameters())), seed=seed)
+    mean, std = result.image.new_tensor([spec.mean, spec.std])[..., None, None]
 
-    def seen(x):
-        return coloured((x * std + mean).double().cpu())
+    def unnormalize(x: Tensor) -> np.ndarray:
+        """Undo the normalization and convert to RGB."""
+        return to_rgb((x * std + mean).double().cpu())
 
-    from matplotlib.colors import to_rgb
-
-    hidden = made.mask.any(1).cpu().numpy()[..., None]
+    image, hidden = unnormalize(result.image), result.mask.any(1).cpu().numpy()[..., None]
     columns = {
-        "image": seen(made.image),
-        "shown": np.where(hidden, to_rgb(GONE), seen(made.image)),
-        "guessed": seen(made.predicted),
+        "image": image,
+        "visible": np.where(hidden, color_to_rgb(GONE), image),
+        "reconstructed": unnormalize(result.predicted),
     }
-    if not made.predicted.equal(made.helped):
-        columns["guessed, told\nmean and std"] = seen(made.helped)
-    h, w = made.image.shape[-2:]
-    figure, axes = sheet(len(made.image), list(columns), h / w)
-    for column, pictures in zip(axes.T, columns.values()):
-        for ax, picture in zip(column, pictures):
+    if not result.predicted.equal(result.helped):
+        columns["reconstructed, given\nmean and std"] = unnormalize(result.helped)
+    h, w = result.image.shape[-2:]
+    figure, axes = image_grid(len(result.image), list(columns), h / w)
+    for axes_column, pictures in zip(axes.T, columns.values()):
+        for ax, picture in zip(axes_column, pictures):
             ax.imshow(picture, interpolation="none")
     return figure
 
 
-def gallery(
-    images: "Images | torch.Tensor",  # noqa: F821
-    titles: Sequence[str] = (),
-    *,
-    columns: int = 10,
-) -> "matplotlib.figure.Figure":  # noqa: F821
-    """Images side by side in reading order, each with its title: to look at errors, at augmented images, at a data set.
+def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int = 10) -> Figure:
+    """Draw images in rows of `columns`, each below its title: to look at errors, augmented images or a data set.
 
-    `images` are `Images`, or pixels b c h w, bytes or floats in [0, 1]; what is below or above is drawn as 0 or 1.
+    `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats in [0, 1]. Floats outside
+    of this range are clipped. `titles` has one text per image, or is empty.
 
     gallery(test.take(wrong), [f"{guess}, not {label}" for guess, label in zip(guesses[wrong], test.labels[wrong])])
 
-    Raises   ValueError for no images, another number of titles, fewer than 1 column, or neither one nor three channels.
+    Raises   ValueError for no images, another number of titles, fewer than 1 column, or neither 1 nor 3 channels.
     """
-    pixels = coloured(getattr(images, "images", images))
+    pixels = to_rgb(getattr(images, "images", images))
     titles = list(titles)
     if titles and len(titles) != len(pixels):
         raise ValueError(f"got {len(titles)} titles for {len(pixels)} images; expected one each, or none")
@@ -118,7 +121,7 @@ def gallery(
     n, (h, w) = len(pixels), pixels.shape[1:3]
     columns = min(columns, n)
     lines = max((str(title).count("\n") + 1 for title in titles), default=0)
-    figure, axes = sheet(-(-n // columns), [""] * columns, h / w, below=lines * TITLE / 2 + GAP, title=0)
+    figure, axes = image_grid(-(-n // columns), [""] * columns, h / w, below=lines * TITLE / 2 + GAP, title=0)
     for ax, image in zip(axes.flat, pixels):
         ax.imshow(image, interpolation="none")
     for ax, title in zip(axes.flat, titles):
@@ -126,24 +129,27 @@ def gallery(
     return figure
 
 
-def glow(ax, image, values):
-    """Attention to patches, rows x columns, in colours, with the image h w 3 shining through and the largest value below."""
+def draw_attention(ax: Axes, image: np.ndarray, attention: np.ndarray):
+    """Draw attention to patches, shape (rows, columns), as colors over an image, shape (height, width, 3).
+
+    The largest value is written below in percent.
+    """
     import matplotlib
     import numpy as np
 
-    (h, w, _), (rows, columns), most = image.shape, values.shape, values.max()
-    full = values[np.arange(h)[:, None] * rows // h, np.arange(w) * columns // w]
-    heat = matplotlib.colormaps[HEAT](full / most if most > 0 else full)[..., :3]
-    ax.imshow(1 - (1 - heat) * (1 - GHOST * image), interpolation="none")
-    percent = f"{100 * most:.0f}" if most >= 0.1 else f"{100 * most:.2g}"
+    (h, w, _), (rows, columns), largest = image.shape, attention.shape, attention.max()
+    pixels = attention[np.arange(h)[:, None] * rows // h, np.arange(w) * columns // w]
+    heat = matplotlib.colormaps[HEAT](pixels / largest if largest > 0 else pixels)[..., :3]
+    ax.imshow(1 - (1 - heat) * (1 - VISIBLE * image), interpolation="none")
+    percent = f"{100 * largest:.0f}" if largest >= 0.1 else f"{100 * largest:.2g}"
     ax.text(0.5, -0.03, f"max {percent}%", transform=ax.transAxes, ha="center", va="top", fontsize=7)
 
 
-def outline(ax, query, grid):
-    """A line round the patch that asks, on an image of that grid."""
+def outline_patch(ax: Axes, patch: tuple[int, int], grid: tuple[int, int]):
+    """Draw a blue outline around the patch (row, column) of an image with a grid of (rows, columns) patches."""
     from matplotlib.patches import Rectangle
 
     (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()
     height, width = abs(bottom - top) / grid[0], (right - left) / grid[1]
-    corner = left + query[1] * width, min(bottom, top) + query[0] * height
-    ax.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=ASKED, linewidth=1.2))
+    corner = left + patch[1] * width, min(bottom, top) + patch[0] * height
+    ax.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=QUERY_COLOR, linewidth=1.2))

@@ -1,26 +1,43 @@
-"""Plots of what a model has learned: where its positions are alike, how its features lie, what it takes for what.
+"""Plots of what a model has learned: similar positions, features in two dimensions, and the confusion matrix.
 
-Each is a matplotlib `Figure`. `feature_view` and `confusion_figure` take arrays, tensors or lists, and need no model.
+Each function returns a matplotlib `Figure`. `feature_view` and `confusion_figure` take arrays, tensors or lists; they need
+neither a model nor torch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-MOST = 20  # classes with a colour of their own
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+
+MAX_DISTINCT = 20  # largest number of classes with colors that are easy to tell apart
 
 
-def position_similarity(model: "torch.nn.Module", *, image: tuple[int, int] | None = None) -> "matplotlib.figure.Figure":  # noqa: F821
-    """How alike the positions of a model are: for each patch a small map of the cosines between its position and all others.
+def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a matplotlib figure of this size in inches, and its only axes."""
+    from matplotlib.figure import Figure
 
-    The maps stand where their patches stand. Positions are what the model adds to its tokens, learned or fixed: of a `ViT`, for
-    images of height and width `image` (by default those that it was built for), or of a timm model.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
 
-    Paper    The figure is that of ViT, arXiv:2010.11929, figure 7.
+
+def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = None) -> Figure:
+    """Draw the cosine similarity between the position embeddings of a model: one small map per patch, to all other patches.
+
+    The maps are placed like their patches. Position embeddings are what the model adds to its tokens, learned or fixed. `model`
+    is a `ViT` or a timm model. `image` is (height, width) of the images; None uses the size that the model was built for.
+
+    Paper    ViT, arXiv:2010.11929, figure 7.
     Raises   ValueError for a model that adds no positions to its tokens.
     """
     import numpy as np
-    from matplotlib.figure import Figure
 
-    table, (rows, columns) = positions(model, image)
+    table, (rows, columns) = position_embeddings(model, image)
     unit = table / np.maximum(np.linalg.norm(table, axis=-1, keepdims=True), 1e-12)
     cosines = (unit @ unit.T).reshape(rows, columns, rows, columns)
     gap = max(1, round(max(rows, columns) / 7))  # in cells, between two maps
@@ -30,20 +47,27 @@ def position_similarity(model: "torch.nn.Module", *, image: tuple[int, int] | No
         page[top : top + rows, left : left + columns] = cosines[row, column]
 
     side = max(5.5, 0.45 * max(rows, columns)) / max(page.shape)
-    figure = Figure(figsize=(side * page.shape[1] + 1.5, side * page.shape[0] + 0.6), layout="constrained")
-    ax = figure.add_subplot()
+    figure, ax = new_axes(side * page.shape[1] + 1.5, side * page.shape[0] + 0.6)
     shown = ax.imshow(page, cmap="viridis", vmin=min(cosines.min(), 0.99), vmax=1, interpolation="none")
-    ax.set_xticks((columns - 1) / 2 + (columns + gap) * np.arange(columns), range(columns), fontsize=8)
-    ax.set_yticks((rows - 1) / 2 + (rows + gap) * np.arange(rows), range(rows), fontsize=8)
+    ax.set_xticks((columns - 1) / 2 + (columns + gap) * np.arange(columns), [*map(str, range(columns))], fontsize=8)
+    ax.set_yticks((rows - 1) / 2 + (rows + gap) * np.arange(rows), [*map(str, range(rows))], fontsize=8)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set(xlabel="column of the patch", ylabel="row of the patch")
-    figure.colorbar(shown, ax=ax, shrink=0.7, label="cosine between positions").outline.set_visible(False)
+    hide_outline(figure.colorbar(shown, ax=ax, shrink=0.7, label="cosine between positions"))
     return figure
 
 
-def positions(model, image: tuple[int, int] | None):
-    """What is added to each patch, p d, in double precision, and the grid of patches."""
+def hide_outline(colorbar: Any):
+    """Remove the frame around a color bar."""
+    colorbar.outline.set_visible(False)
+
+
+def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.ndarray, tuple[int, int]]:
+    """Return what a model adds to each patch, float64 of shape (patches, dim), and the grid (rows, columns) of patches.
+
+    Raises   ValueError for a model without positions or with zeros only, and for `image` with a timm model.
+    """
     import torch
 
     from smallvit.vit import ViT
@@ -53,9 +77,9 @@ def positions(model, image: tuple[int, int] | None):
         grid = model.tokenizer.grid(image or model.image)
         if model.position is None:
             raise ValueError(f"this {kind} has no positions (position=None); expected a model that adds some to its tokens")
-        blank = model.prefix.new_zeros(1, len(model.prefix) + grid[0] * grid[1], model.prefix.shape[1])
+        zeros = model.prefix.new_zeros(1, len(model.prefix) + grid[0] * grid[1], model.prefix.shape[1])
         with torch.inference_mode():
-            table = model.position(blank, grid)[0, len(model.prefix) :]
+            table = model.position(zeros, grid)[0, len(model.prefix) :]
     else:
         table, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
         if not isinstance(table, torch.Tensor) or table.ndim != 3 or grid is None:
@@ -65,89 +89,80 @@ def positions(model, image: tuple[int, int] | None):
         table = table[0, table.shape[1] - grid[0] * grid[1] :]
     table = table.detach().double().cpu().numpy()
     if not table.any():
-        raise ValueError(f"the positions of this {kind} are all zero, which point nowhere; expected some that are not")
+        raise ValueError(f"the positions of this {kind} are all zero, so they have no cosine; expected some that are not")
     return table, grid
 
 
-def position_table(length: int, width: int) -> "matplotlib.figure.Figure":  # noqa: F821
-    """The sines and cosines that tell a token its place, as a picture: a row for each place, a column for each channel.
+def position_table(length: int, width: int) -> Figure:
+    """Draw sinusoidal position embeddings as an image: one row per position, one column per channel.
 
-    Paper    Vaswani et al. 2017, arXiv:1706.03762, section 3.5, as in `SinCos1d`: channel 2k is the sine of
-             place / 10000^(2k/d), channel 2k + 1 its cosine. The first channels turn fast, the last hardly at all.
-    Raises   ValueError for less than one place, or a width that is odd or less than 2.
+    Paper    Vaswani et al. 2017, arXiv:1706.03762, section 3.5, as in `SinCos1d`: channel 2k is
+             sin(position / 10000^(2k/width)), channel 2k + 1 is the cosine. Low channels change fast, high channels hardly.
+    Raises   ValueError for `length` below 1, and for a `width` that is odd or below 2.
     """
-    from matplotlib.figure import Figure
-
     from smallvit.positions import SinCos1d
 
     if length < 1 or width < 2 or width % 2:
-        raise ValueError(f"got length {length} and width {width}; expected at least one place, and an even width")
-    table = SinCos1d(width, (1, length), 0).table.numpy()
+        raise ValueError(f"got length {length} and width {width}; expected at least one position, and an even width")
+    table: Tensor = SinCos1d(width, (1, length), 0).get_buffer("table")
 
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    ax = figure.add_subplot()
-    shown = ax.imshow(table, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
-    ax.set(xlabel="channel", ylabel="place", title=f"{length:,} places, {width:,} channels")
+    figure, ax = new_axes(6, 5)
+    shown = ax.imshow(table.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+    ax.set(xlabel="channel", ylabel="position", title=f"{length:,} positions, {width:,} channels")
     ax.spines[:].set_visible(False)
-    figure.colorbar(shown, ax=ax, ticks=[-1, 0, 1]).outline.set_visible(False)
+    hide_outline(figure.colorbar(shown, ax=ax, ticks=[-1, 0, 1]))
     return figure
 
 
 def feature_view(
-    features: "numpy.ndarray",  # noqa: F821
-    labels: Sequence[int],
-    *,
-    classes: Sequence[str] | None = None,
-    method: str = "pca",
-) -> "matplotlib.figure.Figure":  # noqa: F821
-    """Features in two dimensions, a dot for each image, a colour for each class: n d and n labels -> a picture.
+    features: Any, labels: Sequence[int], *, classes: Sequence[str] | None = None, method: str = "pca"
+) -> Figure:
+    """Draw features in two dimensions: one dot per image, one color per class.
 
-    `method="pca"` looks from where as much of their variance as possible is seen, and says how much of it that is.
-    `method="tsne"` puts neighbours beside each other (scikit-learn's t-SNE, started from the principal components): neither
-    distances between clusters nor their sizes mean anything. The same features give the same picture. Labels are coloured and
-    never learned from.
+    `features` has shape (images, channels) and `labels` one integer per image. `classes` are the class names for the legend.
+    `method="pca"` projects onto the first two principal components; the axes say how much of the variance they explain.
+    `method="tsne"` uses t-SNE of scikit-learn, initialized from PCA: it keeps neighbors together, but distances between
+    clusters and their sizes have no meaning. Equal features give equal pictures. Labels only set the colors.
 
     feature_view(features(model, images), images.labels, classes=images.spec.classes)
 
-    Raises   ValueError for another method, other than one label for each feature, fewer than 3 images, fewer than 2 channels,
-             and for a class that has no name.
+    Raises   ValueError for another method, for not exactly one label per feature, for fewer than 3 images or 2 channels, and
+             for a label without a class name.
     """
     import numpy as np
-    from matplotlib.figure import Figure
 
-    x, labels = np.asarray(features, dtype=np.float64), np.asarray(labels)
-    if x.ndim != 2 or len(x) < 3 or x.shape[1] < 2 or labels.shape != x.shape[:1]:
-        raise ValueError(f"got features {x.shape} and labels {labels.shape}; expected n d and n, n at least 3 and d at least 2")
+    x, numbers = np.asarray(features, dtype=np.float64), np.asarray(labels)
+    if x.ndim != 2 or len(x) < 3 or x.shape[1] < 2 or numbers.shape != x.shape[:1]:
+        raise ValueError(f"got features {x.shape} and labels {numbers.shape}; expected n d and n, n at least 3, d at least 2")
     if classes is not None:
-        refuse_nameless("labels", labels, classes)
-    plane, names = flattened(x, method)
+        check_classes("labels", numbers, classes)
+    points, axis_names = project(x, method)
 
-    found = np.unique(labels)
-    legend = -(-len(found) // 20)  # columns of names
-    figure = Figure(figsize=(5.8 + 0.8 * legend, 5), layout="constrained")
-    ax = figure.add_subplot()
-    for label, colour in zip(found, colours(len(found))):
-        at = plane[labels == label]
-        name = str(label if classes is None else classes[label])
-        ax.scatter(*at.T, s=float(np.clip(6_000 / len(x), 5, 30)), color=colour, alpha=0.8, linewidths=0, label=name)
-    ax.set(xlabel=names[0], ylabel=names[1], title=f"{len(x):,} images, {x.shape[1]} channels")
+    present = np.unique(numbers)
+    legend_columns = -(-len(present) // 20)
+    figure, ax = new_axes(5.8 + 0.8 * legend_columns, 5)
+    for number, color in zip(present, class_colors(len(present))):
+        name = str(number if classes is None else classes[number])
+        size = float(np.clip(6_000 / len(x), 5, 30))
+        ax.scatter(*points[numbers == number].T, s=size, color=color, alpha=0.8, linewidths=0, label=name)
+    ax.set(xlabel=axis_names[0], ylabel=axis_names[1], title=f"{len(x):,} images, {x.shape[1]} channels")
     ax.set_aspect("equal", adjustable="datalim")
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, markerscale=2, ncols=legend)
+    figure.legend(loc="outside right upper", frameon=False, markerscale=2, ncols=legend_columns)
     return figure
 
 
-def flattened(x, method: str):
-    """n d -> n 2, and what the two axes are."""
+def project(x: np.ndarray, method: str) -> tuple[np.ndarray, list[str]]:
+    """Project features to two dimensions by "pca" or "tsne": (n, d) -> (n, 2), and the names of the two axes."""
     import numpy as np
 
     if method not in ("pca", "tsne"):
         raise ValueError(f"method is {method!r}; expected 'pca' or 'tsne'")
     from sklearn.decomposition import PCA
 
-    with np.errstate(invalid="ignore"):  # features that do not vary have no shares
+    with np.errstate(invalid="ignore"):  # constant features: 0 / 0
         pca = PCA(n_components=2, svd_solver="full").fit(x)
     if method == "pca":
         shares = 100 * np.nan_to_num(pca.explained_variance_ratio_)
@@ -157,59 +172,59 @@ def flattened(x, method: str):
     start = pca.transform(x)
     start = start / max(start[:, 0].std(), 1e-12) * 1e-4
     tsne = TSNE(init=start, perplexity=min(30, (len(x) - 1) / 3), random_state=0, n_jobs=1)
-    return tsne.fit_transform(x), ["t-SNE: neighbours are near, distances between clusters mean nothing", ""]
+    return tsne.fit_transform(x), ["t-SNE: neighbors are near, distances between clusters mean nothing", ""]
 
 
-def colours(n: int) -> list:
-    """So many colours: ten and twenty that are told apart, beyond that a rainbow in which neighbours are alike."""
+def class_colors(n: int) -> list:
+    """Return n colors: easy to tell apart for up to 20 classes, a rainbow beyond that."""
     import matplotlib
 
-    if n <= MOST:
-        return list(matplotlib.colormaps["tab10" if n <= 10 else "tab20"].colors[:n])
-    return [matplotlib.colormaps["turbo"](place / (n - 1)) for place in range(n)]
+    if n <= MAX_DISTINCT:
+        distinct: Any = matplotlib.colormaps["tab10" if n <= 10 else "tab20"]
+        return list(distinct.colors[:n])
+    return [matplotlib.colormaps["turbo"](i / (n - 1)) for i in range(n)]
 
 
-def refuse_nameless(what: str, numbers: "numpy.ndarray", classes: Sequence[str]):  # noqa: F821
-    """Raise ValueError for a class that has no name."""
+def check_classes(what: str, numbers: np.ndarray, classes: Sequence[str]):
+    """Raise ValueError unless all numbers are integers from 0 to the number of classes - 1; `what` names them in the error."""
     if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= len(classes):
-        got = f"{numbers.min()} and {numbers.max()}"
-        raise ValueError(f"got {what} like {got}; expected numbers of classes, 0 to {len(classes) - 1}")
+        raise ValueError(
+            f"got {what} like {numbers.min()} and {numbers.max()}; expected numbers of classes, 0 to {len(classes) - 1}"
+        )
 
 
-def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> "matplotlib.figure.Figure":  # noqa: F821
-    """What was taken for what: rows are true classes, columns guesses, numbers count images.
+def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> Figure:
+    """Draw the confusion matrix: rows are true classes, columns are predicted classes, numbers count images.
 
-    A cell is as dark as its share of its row: right guesses in blue on the diagonal, errors in orange, whose colours reach
-    their full strength at the most frequent error.
+    `guesses` and `labels` are class numbers, one per image. The color of a cell is its share of the row: correct predictions
+    are blue; errors are orange, with a color scale that ends at the most frequent error.
 
-    Raises   ValueError for no images, another number of labels than guesses, and for a class that has no name.
+    Raises   ValueError for no images, for different numbers of guesses and labels, and for a class without a name.
     """
     import numpy as np
-    from matplotlib.figure import Figure
 
-    guesses, labels, k = np.asarray(guesses), np.asarray(labels), len(classes)
-    if guesses.ndim != 1 or guesses.shape != labels.shape or not len(labels):
-        raise ValueError(f"got guesses {guesses.shape} and labels {labels.shape}; expected as many of each, at least one")
-    refuse_nameless("guesses", guesses, classes)
-    refuse_nameless("labels", labels, classes)
+    predicted, true, k = np.asarray(guesses), np.asarray(labels), len(classes)
+    if predicted.ndim != 1 or predicted.shape != true.shape or not len(true):
+        raise ValueError(f"got guesses {predicted.shape} and labels {true.shape}; expected as many of each, at least one")
+    check_classes("guesses", predicted, classes)
+    check_classes("labels", true, classes)
     counts = np.zeros((k, k), dtype=int)
-    np.add.at(counts, (labels, guesses), 1)
+    np.add.at(counts, (true, predicted), 1)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    right = np.eye(k, dtype=bool)
-    errors = np.where(right, np.nan, share)
+    diagonal = np.eye(k, dtype=bool)
+    errors = np.where(diagonal, np.nan, share)
 
     side = 1.6 + 0.42 * k
-    figure = Figure(figsize=(side, side), layout="constrained")
-    ax = figure.add_subplot()
-    ax.imshow(np.where(right, share, np.nan), cmap="Blues", vmin=0, vmax=1.4)
+    figure, ax = new_axes(side, side)
+    ax.imshow(np.where(diagonal, share, np.nan), cmap="Blues", vmin=0, vmax=1.4)
     ax.imshow(np.ma.masked_invalid(errors), cmap="Oranges", vmin=0, vmax=max(np.nanmax(errors, initial=0), 1e-12) * 1.4)
     for row, column in np.argwhere(counts):
-        ax.text(column, row, counts[row, column], ha="center", va="center", fontsize=8)
-    turned = 90 if max(map(len, map(str, classes))) > 3 else 0
-    ax.set_xticks(range(k), classes, rotation=turned)
+        ax.text(column, row, str(counts[row, column]), ha="center", va="center", fontsize=8)
+    rotation = 90 if max(map(len, map(str, classes))) > 3 else 0
+    ax.set_xticks(range(k), classes, rotation=rotation)
     ax.set_yticks(range(k), classes)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    wrong = int((guesses != labels).sum())
-    ax.set(xlabel="guessed", ylabel="true", title=f"{wrong:,} of {len(labels):,} wrong ({wrong / len(labels):.1%})")
+    wrong = int(np.count_nonzero(predicted != true))
+    ax.set(xlabel="predicted", ylabel="true", title=f"{wrong:,} of {len(true):,} wrong ({wrong / len(true):.1%})")
     return figure

@@ -1,32 +1,51 @@
-"""Sheets: rows and columns of images, and images as matplotlib draws them."""
+"""The layout of figures with rows and columns of images, and the conversion of pixels for matplotlib."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-SIDE, GAP, TITLE = 1.29, 0.06, 0.31  # inches: the width of a panel, what is between two, the height of the titles
-GONE = "#bccfea"  # what is gone or hidden: neither black, grey nor white
-
-
-def sheet(rows: int, titles: Sequence[str], aspect: float, *, below: float = 0, title: float = TITLE):
-    """A figure of so many rows and a column for each title, and its axes; pictures are `aspect` times as high as wide, with
-    room of `below` inches for what else is said of each."""
+if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.figure import Figure
 
+SIDE, GAP, TITLE = 1.29, 0.06, 0.31  # inches: width of a panel, space between two panels, height of the titles
+GONE = "#bccfea"  # color of pruned or hidden patches; differs from black, gray and white, which are frequent in images
+
+
+def image_grid(
+    rows: int, titles: Sequence[str], aspect: float, *, below: float = 0, title: float = TITLE
+) -> tuple[Figure, np.ndarray]:
+    """Return a matplotlib figure with one column per title, and its array of axes, shape (rows, columns).
+
+    `aspect` is height divided by width of an image. `below` is extra space in inches below each image, `title` the height of
+    the titles in inches. The axes have no ticks and no frame.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     size = ((SIDE + GAP) * len(titles), (SIDE * aspect + GAP + below) * rows + title)
-    figure = Figure(figsize=size, layout="constrained")
-    figure.get_layout_engine().set(w_pad=GAP / 2, h_pad=GAP / 2, wspace=0, hspace=0)
+    layout = ConstrainedLayoutEngine(w_pad=GAP / 2, h_pad=GAP / 2, wspace=0, hspace=0)
+    figure = Figure(figsize=size, layout=layout)
     axes = figure.subplots(rows, len(titles), squeeze=False)
     for ax in axes.flat:
         ax.set_axis_off()
-    for ax, words in zip(axes[0], titles):
-        ax.set_title(words, fontsize=9)
+    for ax, text in zip(axes[0], titles):
+        ax.set_title(text, fontsize=9)
     return figure, axes
 
 
-def coloured(pixels):
-    """Pixels b c h w, bytes or floats in [0, 1] -> b h w 3, floats from 0 to 1."""
+def to_rgb(pixels: Any) -> np.ndarray:
+    """Convert images of shape (batch, channels, height, width) to RGB floats in [0, 1], shape (batch, height, width, 3).
+
+    `pixels` is a tensor or an array of bytes (uint8) or of floats; floats outside of [0, 1] are clipped. Gray images get three
+    equal channels.
+
+    Raises   ValueError for another type, another number of dimensions, no images, or neither 1 nor 3 channels.
+    """
     import numpy as np
 
-    if hasattr(pixels, "detach"):  # a tensor, which may have a gradient, or a precision that numpy has not
+    if hasattr(pixels, "detach"):  # numpy accepts neither a tensor that requires a gradient nor bfloat16
         pixels = pixels.detach().cpu()
         pixels = pixels.float() if pixels.is_floating_point() else pixels
     pixels = np.asarray(pixels)
@@ -35,13 +54,12 @@ def coloured(pixels):
     if pixels.ndim != 4 or not len(pixels):
         raise ValueError(f"got pixels of shape {pixels.shape}; expected b c h w, at least one image")
     if pixels.shape[1] not in (1, 3):
-        raise ValueError(f"got images of {pixels.shape[1]} channels; expected grey (1) or colour (3) to draw")
+        raise ValueError(f"got images of {pixels.shape[1]} channels; expected gray (1) or color (3) to draw")
     pixels = pixels / 255 if pixels.dtype == np.uint8 else pixels
     return np.broadcast_to(np.clip(pixels, 0, 1).transpose(0, 2, 3, 1), (len(pixels), *pixels.shape[2:], 3))
 
 
-def images_with_spec(images):
-    """The images, if they know how their pixels are normalised."""
+def check_spec(images: Any):
+    """Raise ValueError if `images` has no `spec`, the mean and standard deviation that pixels are normalized with."""
     if not hasattr(images, "spec"):
-        raise ValueError(f"got a {type(images).__name__}; expected Images, which know how their pixels are normalised")
-    return images
+        raise ValueError(f"got a {type(images).__name__}; expected Images, which know how their pixels are normalized")

@@ -1,11 +1,26 @@
-"""What comes out of a model step by step: the shapes that a student works out on paper, as they are."""
+"""A table of the layers of a model: output shapes, parameters and multiply-adds."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from smallvit.vit import ViT
 
 
 class Step(NamedTuple):
-    """One part of a model: what it is, the shape that leaves it for one image, its parameters, its multiply-adds."""
+    """One row of a `summary`: a layer of a model.
+
+    name     where the layer is in the model, such as "blocks.0"
+    kind     its class, and the class of its reduction if it has one
+    shape    shape of its output for one image
+    params   number of its parameters that no earlier row has counted
+    macs     number of its multiply-adds (MACs) for one image
+    """
 
     name: str
     kind: str
@@ -15,34 +30,31 @@ class Step(NamedTuple):
 
 
 class Steps(list):
-    """Steps in their order; printed, a table in columns with the sums below."""
+    """The rows of a `summary`, a list of `Step`. Printed, it is a table with the totals in its last line."""
 
     def __repr__(self) -> str:
         total = Step("total", "", (), sum(step.params for step in self), sum(step.macs for step in self))
         cells = [("step", "what", "output", "parameters", "MACs")]
         for step in [*self, total]:
-            macs = f"{step.macs / 1e6:,.3f} M" if step.macs else ""
-            cells.append(
-                (step.name, step.kind, " x ".join(map(str, step.shape)), f"{step.params:,}" if step.params else "", macs)
-            )
-        wide = [max(map(len, column)) for column in zip(*cells)]
-        lines = [
-            [f"{cell:>{w}}" if at > 2 else f"{cell:{w}}" for at, (cell, w) in enumerate(zip(line, wide))] for line in cells
-        ]
-        return "\n".join("  ".join(line).rstrip() for line in lines)
+            params, macs = f"{step.params:,}" if step.params else "", f"{step.macs / 1e6:,.3f} M" if step.macs else ""
+            cells.append((step.name, step.kind, " x ".join(map(str, step.shape)), params, macs))
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        align = "<<<>>"
+        return "\n".join("  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths)).rstrip() for row in cells)
 
 
-def summary(model: "torch.nn.Module", image: tuple[int, int, int] | None = None) -> Steps:  # noqa: F821
-    """The parts of a model as an image goes through them, each with the shape that leaves it, n d for tokens.
+def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Steps:
+    """List the layers of a model in the order of execution, with output shape, parameters and multiply-adds of each.
 
-    `image` is channels, height and width, by default those that a `ViT` was built for. Any model will do; lists of layers are
-    opened, one row a layer. Where tokens are merged or pruned, the blocks leave fewer of them; where how many depends on the
-    image, they are those of an image of noise. Parameters and multiply-adds (as torch counts them: products alone) of all rows
-    add up to the model's. A model on torch's device "meta" costs neither memory nor time. Printed, it is a table.
+    `model` is any module; lists of layers get one row per layer. `image` is (channels, height, width); None uses the size that
+    a `ViT` was built for. Shapes are those for one image, (tokens, dim) for tokens. With merging or pruning, later blocks have
+    fewer tokens; if the number depends on the image, an image of random noise is used. Multiply-adds are counted by torch,
+    which counts matrix products and convolutions only. All rows add up to the whole model. A model on torch's device "meta"
+    needs neither memory nor time. Print the result to see a table.
 
     print(summary(ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)))
 
-    Raises   ValueError without `image` for a model that does not say which images it was built for.
+    Raises   ValueError if `image` is missing for a model that is not a `ViT`, or is not three numbers.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -52,63 +64,68 @@ def summary(model: "torch.nn.Module", image: tuple[int, int, int] | None = None)
 
     if image is None and not isinstance(model, ViT):
         raise ValueError(f"{type(model).__name__} does not say for which images it is; give image=(channels, height, width)")
-    image = tuple(image or (model.channels, *model.image))
-    if len(image) != 3:
-        raise ValueError(f"image is {image}; expected three numbers: channels, height, width")
+    size = (model.channels, *model.image) if image is None and isinstance(model, ViT) else tuple(image or ())
+    if len(size) != 3:
+        raise ValueError(f"image is {size}; expected three numbers: channels, height, width")
     parameters = list(model.parameters())
-    noise = torch.rand(1, *image, generator=torch.Generator().manual_seed(0)).to(parameters[0] if parameters else "cpu")
-    rows, started, seen = [Step("image", "", image, 0, 0)], {}, set()
+    noise = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(parameters[0] if parameters else "cpu")
+    rows, flops_before, counted = [Step("image", "", size, 0, 0)], {}, set()
+    body: Any = model if parameters else model.features  # `Pixels` has no parameters and gives no logits
+    counter = FlopCounterMode(display=False)
 
-    def before(name, module, given):
+    def before(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):
+        """Save the operation count before this layer runs; add the row of the prefix tokens after the tokenizer."""
         if isinstance(model, ViT) and rows[-1].name == "tokenizer" and len(model.prefix):
-            rows.append(Step("prefix", in_words(model), tuple(given[0].shape[1:]), fresh([model.prefix]), 0))
-        started[name] = counter.get_total_flops()
+            rows.append(Step("prefix", describe_prefix(model), tuple(inputs[0].shape[1:]), count_new([model.prefix]), 0))
+        flops_before[name] = counter.get_total_flops()
 
-    def after(name, module, given, out):
-        shape = tuple((out[0] if isinstance(out, tuple) else out).shape[1:])
-        macs, params = (counter.get_total_flops() - started[name]) // 2, fresh(module.parameters())
+    def after(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Any):
+        """Add a row for this layer, unless it has no parameters, no multiply-adds, no buffers and keeps the shape."""
+        shape = tuple((output[0] if isinstance(output, tuple) else output).shape[1:])
+        macs, params = (counter.get_total_flops() - flops_before[name]) // 2, count_new(module.parameters())
         if macs or params or shape != rows[-1].shape or any(True for _ in module.buffers()):
-            rows.append(Step(name, kind(module), shape, params, macs))
+            rows.append(Step(name, describe_kind(module), shape, params, macs))
 
-    def fresh(parameters) -> int:
-        """How many parameters these are that no row has counted."""
-        new = {id(p): p.numel() for p in parameters if id(p) not in seen}
-        seen.update(new)
+    def count_new(parameters: Iterable[nn.Parameter]) -> int:
+        """Count the numbers in those parameters that no row has counted yet."""
+        new = {id(p): p.numel() for p in parameters if id(p) not in counted}
+        counted.update(new)
         return sum(new.values())
 
     hooks = []
-    for name, module in opened(model):
-        hooks.append(module.register_forward_pre_hook(lambda *given, name=name: before(name, *given)))
-        hooks.append(module.register_forward_hook(lambda *given, name=name: after(name, *given)))
+    for name, layer in find_layers(model):
+        hooks.append(layer.register_forward_pre_hook(partial(before, name)))
+        hooks.append(layer.register_forward_hook(partial(after, name)))
     try:
-        with frozen(model), FlopCounterMode(display=False) as counter:
-            (model if parameters else model.features)(noise)
+        with frozen(model), counter:
+            body(noise)
     finally:
         for hook in hooks:
             hook.remove()
-    params, macs = fresh(parameters), counter.get_total_flops() // 2 - sum(row.macs for row in rows)
+    params, macs = count_new(parameters), counter.get_total_flops() // 2 - sum(row.macs for row in rows)
     return Steps(rows + ([Step("elsewhere", "", (), params, macs)] if params or macs else []))
 
 
-def opened(model, path: str = "") -> Iterator[tuple[str, object]]:
-    """The parts of a model by name, lists of layers opened."""
+def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) for the direct children of a model; lists of layers are replaced by their members."""
     from torch import nn
 
-    for name, part in model.named_children():
-        if isinstance(part, nn.Sequential | nn.ModuleList) and len(part):
-            yield from opened(part, f"{path}{name}.")
+    for name, child in model.named_children():
+        if isinstance(child, nn.Sequential | nn.ModuleList) and len(child):
+            yield from find_layers(child, f"{path}{name}.")
         else:
-            yield f"{path}{name}", part
+            yield f"{path}{name}", child
 
 
-def kind(part) -> str:
-    """`Block`, or `Block, Merge` where its tokens are reduced."""
-    inside = getattr(part, "reduction", None)
-    return type(part).__name__ + (f", {type(inside).__name__}" if inside is not None else "")
+def describe_kind(module: nn.Module) -> str:
+    """Return the class of a layer, and that of its token reduction if it has one: "Block" or "Block, Merge"."""
+    reduction = getattr(module, "reduction", None)
+    return type(module).__name__ + (f", {type(reduction).__name__}" if reduction is not None else "")
 
 
-def in_words(model) -> str:
-    """The prefix tokens of a `ViT`: `class token and 4 registers`."""
-    classes, extra = model.pool.class_tokens, len(model.prefix) - model.pool.class_tokens
-    said = ["class token" if classes == 1 else f"{classes} class tokens"] if classes else []
-    return " and ".join(said + ([f"{extra} register{'s' * (extra > 1)}"] if extra else []))
+def describe_prefix(model: ViT) -> str:
+    """Return the prefix tokens of a `ViT` as text, such as "class token and 4 registers"."""
+    classes = model.pool.class_tokens
+    registers = len(model.prefix) - classes
+    parts = ["class token" if classes == 1 else f"{classes} class tokens"] if classes else []
+    return " and ".join(parts + ([f"{registers} register{'s' * (registers > 1)}"] if registers else []))

@@ -1,39 +1,52 @@
-"""Where the patches of an image go when tokens are merged and pruned, and a picture of it.
+"""Which patches of an image are merged or pruned, block by block, and a figure of this.
 
-Three steps, each of use alone: `trace` asks the model, `plain` writes down what a picture needs as what JSON holds, `draw`
-draws that, with neither torch nor the model. `token_map` is all three.
+`trace` computes it from a model, `token_map_data` stores the result and the pixels as JSON, and `draw_token_map` draws that
+JSON without torch and without the model. `token_map` does all three.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .sheet import GONE, SIDE, coloured, images_with_spec, sheet
+from .sheet import GONE, SIDE, check_spec, image_grid, to_rgb
 
-AT_ONCE = 2**24  # numbers that follow the patches of a batch: 64 MB
-HATCH = "#7f9fce"  # on what is gone
-ALONE, SHARED = "#7d7d7d", "#ff9d2e"  # lines between tokens, and round those that more than one patch shares
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+
+    from smallvit.data import Images
+    from smallvit.vit import ViT
+
+MAX_ELEMENTS = 2**24  # largest tensor of patch marks in one batch: 64 MB
+HATCH = "#7f9fce"  # color of the hatching on pruned patches
+ALONE, SHARED = "#7d7d7d", "#ff9d2e"  # colors of the lines between tokens, and around tokens with more than one patch
 
 
 class Trace(NamedTuple):
-    """Which patches share a token behind each block, and the grid, rows x columns, on which patches stand, row by row.
+    """Which patches share a token after each block of a model.
 
-    `groups`, int64, images x blocks x patches: patches of one token have the same number, the smallest of their places; -1 is a
-    patch that no token stands for any more. On the CPU.
+    groups   int64 on the CPU, shape (images, blocks, patches). Patches in one token have the same number, which is the
+             smallest index of these patches; -1 marks a pruned patch.
+    grid     rows and columns of the patches; patches are numbered row by row
     """
 
-    groups: "torch.Tensor"  # noqa: F821
+    groups: Tensor
     grid: tuple[int, int]
 
 
-def trace(model: "torch.nn.Module", images: "torch.Tensor") -> Trace:  # noqa: F821
-    """Where every patch of these images goes, block by block, in a `ViT` in evaluation mode; the model is left as it was.
+def trace(model: nn.Module, images: Tensor) -> Trace:
+    """Find out which patches are merged or pruned in each block of a `ViT`.
 
-    `images` are what the model sees, normalised pixels b c h w, of any size that it takes. Works for every reduction that keeps
-    its contract: what stands behind the channels of a token moves along with it, so each patch sends a mark along, and is
-    counted to the token that carries most of its mark.
+    `images` are normalized pixels of shape (batch, channels, height, width), of any size that the model accepts. The model runs
+    in evaluation mode and is left unchanged. Each patch gets a mark in extra channels behind the channels of its token. The
+    reductions move these channels with the tokens. A patch belongs to the token that holds most of its mark.
 
-    Raises   ValueError for another kind of model, for no images, or for a reduction that breaks the contract.
+    Raises   ValueError for a model that is not a `ViT`, for no images, and for a reduction that does not move extra channels
+             along with a token.
     """
     import torch
 
@@ -44,82 +57,91 @@ def trace(model: "torch.nn.Module", images: "torch.Tensor") -> Trace:  # noqa: F
         raise ValueError(f"got a {type(model).__name__}; expected a ViT: take from_timm(model) for a model of timm")
     if not len(images):
         raise ValueError("there are no images to trace; expected at least one")
-    grid = model.tokenizer.grid(images.shape[-2:])
+    grid: tuple[int, int] = model.tokenizer.grid(images.shape[-2:])
     patches = grid[0] * grid[1]
     with frozen(model):
-        batches = images.split(max(1, AT_ONCE // patches**2))
-        parts = [torch.stack(follow(model, x.to(model.prefix), patches, grouped), dim=1) for x in batches]
-    return Trace(torch.cat(parts).cpu(), grid)
+        batches = images.split(max(1, MAX_ELEMENTS // patches**2))
+        groups = [torch.stack(track_patches(model, x.to(model.prefix), patches, group_patches), dim=1) for x in batches]
+    return Trace(torch.cat(groups).cpu(), grid)
 
 
-def follow(model, x, patches: int, keep: Callable) -> list:
-    """What `keep` makes, behind each block, of how much of each patch each token carries, b n patches.
+def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return `convert(contents)` for each block, where `contents` says how much of each patch each token contains.
 
-    The model runs as it is, and each of its reductions moves the marks as it moved the tokens.
+    `contents` has shape (batch, tokens, patches) and is taken at the end of the block. Each reduction runs a second time, on
+    tokens with extra channels that mark the patches.
+
+    Raises   ValueError if a reduction fails on, or decides by, the extra channels, or if a block changes the number of tokens
+             outside of its `reduction`.
     """
     import torch
     import torch.nn.functional as F
 
-    prefix, kept = len(model.prefix), []
-    marks = F.pad(torch.eye(patches).to(x), (0, 0, prefix, 0)).expand(len(x), -1, -1)  # b n patches
+    converted = []
+    marks = F.pad(torch.eye(patches).to(x), (0, 0, len(model.prefix), 0)).expand(len(x), -1, -1)
 
-    def move(reduction, given, result):
+    def move_marks(reduction, inputs, output):
         nonlocal marks
-        tokens, *facts = given
+        tokens, *others = inputs
         width = tokens.shape[-1]
         try:
-            again, _ = reduction.forward(torch.cat([tokens, marks], dim=-1), *facts)
-        except Exception as error:  # whatever a reduction from elsewhere makes of tokens wider than it is used to
+            again, _ = reduction.forward(torch.cat([tokens, marks], dim=-1), *others)
+        except Exception as error:  # a reduction of the user may raise anything here
             raise ValueError(f"{type(reduction).__name__} cannot be followed ({type(error).__name__}: {error})") from error
-        same = again.shape == (*result[0].shape[:2], width + patches)
-        if not same or (again[..., :width] - result[0]).abs().max() > 0.01 * result[0].abs().max():
+        same = again.shape == (*output[0].shape[:2], width + patches)
+        if not same or (again[..., :width] - output[0]).abs().max() > 0.01 * output[0].abs().max():
             raise ValueError(
-                f"{type(reduction).__name__} does otherwise when channels stand behind the {width} of a token; it should move "
-                "them along, and decide by the first place.dim channels alone"
+                f"{type(reduction).__name__} gives other tokens when {patches} channels are added behind the {width} of each "
+                "token; expected it to move added channels with the token and to use only the first place.dim channels"
             )
         marks = again[..., width:]
 
-    def note(block, given, result):
-        tokens, size = result
+    def save_contents(block, inputs, output):
+        tokens, size = output
         if tokens.shape[1] != marks.shape[1]:
             raise ValueError(
                 f"{type(block).__name__} gave {tokens.shape[1]} tokens where its attribute `reduction` left {marks.shape[1]}; "
-                "expected that only this one changes how many there are"
+                "expected that only `reduction` changes the number of tokens"
             )
-        kept.append(keep(marks if size is None else marks * size[..., None]))
+        converted.append(convert(marks if size is None else marks * size[..., None]))
 
     with ExitStack() as hooks:
         for block in model.blocks:
-            if getattr(block, "reduction", None) is not None:
-                hooks.enter_context(block.reduction.register_forward_hook(move))
-            hooks.enter_context(block.register_forward_hook(note))
+            if isinstance(reduction := getattr(block, "reduction", None), torch.nn.Module):
+                hooks.enter_context(reduction.register_forward_hook(move_marks))
+            hooks.enter_context(block.register_forward_hook(save_contents))
         model.tokens(x)
-    return kept
+    return converted
 
 
-def grouped(shares):
-    """How much of each patch each token carries, b n patches -> the group of each patch, b patches."""
+def group_patches(contents: Tensor) -> Tensor:
+    """Return the group number of each patch, shape (batch, patches), as `Trace.groups` defines it.
+
+    `contents` says how much of each patch each token contains, shape (batch, tokens, patches).
+    """
     import torch
 
-    patches = shares.shape[2]
-    most, token = shares.abs().max(dim=1)
-    place = torch.where(most > 0, torch.arange(patches, device=shares.device), patches)
-    first = torch.full(shares.shape[:2], patches, device=shares.device).scatter_reduce(1, token, place, "amin")
-    return torch.where(most > 0, first.gather(1, token), -1)
+    patches = contents.shape[2]
+    largest, token = contents.abs().max(dim=1)
+    index = torch.where(largest > 0, torch.arange(patches, device=contents.device), patches)
+    first = torch.full(contents.shape[:2], patches, device=contents.device).scatter_reduce(1, token, index, "amin")
+    return torch.where(largest > 0, first.gather(1, token), -1)
 
 
-def plain(model: "torch.nn.Module", images: "Images", *, blocks: Sequence[int] | None = None) -> dict:  # noqa: F821
-    """What `draw` needs of these images and these blocks, from 0, by default all of them; as little as JSON can hold it in.
+def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return all that `draw_token_map` needs, as a small dict that can be stored as JSON.
 
-    `shape` n h w c of the `pixels` (bytes, packed by zlib, in base64), the `grid` of patches, the numbers of the `blocks`, and
-    `groups[image][block][patch]` as in `Trace`.
+    `blocks` are the numbers of the blocks to show, from 0; None shows all. The dict has these keys: `shape`, (images, height,
+    width, channels) of the pixels; `pixels`, bytes compressed by zlib and written in base64; `grid`, rows and columns of
+    patches; `blocks`; and `groups[image][block][patch]` as in `Trace`.
 
-    Raises   ValueError as `trace` does, for a block that is not there, and for pixels without a `spec`.
+    Raises   ValueError as `trace` does, for a block number that the model does not have, and for pixels without a `spec`.
     """
     import base64
     import zlib
 
-    groups, grid = trace(model, images_with_spec(images).spec.normalise(images.pixels()))
+    check_spec(images)
+    groups, grid = trace(model, images.spec.normalise(images.pixels()))
     depth = groups.shape[1]
     blocks = list(range(depth) if blocks is None else blocks)
     if not blocks or not all(0 <= block < depth for block in blocks):
@@ -134,87 +156,100 @@ def plain(model: "torch.nn.Module", images: "Images", *, blocks: Sequence[int] |
     }
 
 
-def draw(picture: dict) -> "matplotlib.figure.Figure":  # noqa: F821
-    """One row for each image: itself, then what each block leaves of it. `picture` is what `plain` wrote.
+def draw_token_map(data: dict[str, Any]) -> Figure:
+    """Draw which patches are merged or pruned: one row per image, one column for the image and one for each block.
 
-    A patch with a token of its own looks as it is; patches that share one have the mean colour of them all and an orange line
-    round them; patches that are gone are hatched. The titles count the tokens that stand for patches, from the least to the
-    most where the images differ.
+    `data` is the result of `token_map_data`. A patch that is alone in its token is drawn unchanged. Patches that share a token
+    have their mean color and an orange outline. Pruned patches are hatched. The title of a column is the number of tokens that
+    contain patches, or the range of this number where images differ.
 
-    Raises   ValueError for images with neither one nor three channels.
+    Raises   ValueError for images with neither 1 nor 3 channels.
     """
     import base64
     import zlib
 
     import numpy as np
 
-    n, h, w, c = picture["shape"]
-    pixels = np.frombuffer(zlib.decompress(base64.b64decode(picture["pixels"])), np.uint8).reshape(n, h, w, c)
-    pixels = coloured(pixels.transpose(0, 3, 1, 2))
-    groups = np.array(picture["groups"]).reshape(n, len(picture["blocks"]), *picture["grid"])
+    n, h, w, c = data["shape"]
+    pixels = np.frombuffer(zlib.decompress(base64.b64decode(data["pixels"])), np.uint8).reshape(n, h, w, c)
+    pixels = to_rgb(pixels.transpose(0, 3, 1, 2))
+    groups = np.array(data["groups"]).reshape(n, len(data["blocks"]), *data["grid"])
     titles = [f"image\n{groups[0, 0].size} patches"]
-    titles += [f"block {block}\n{left(groups[:, i])} tokens" for i, block in enumerate(picture["blocks"])]
+    titles += [f"block {block}\n{count_tokens(groups[:, i])} tokens" for i, block in enumerate(data["blocks"])]
 
-    figure, axes = sheet(n, titles, h / w)
-    for image, layers, row in zip(pixels, groups, axes):
+    figure, axes = image_grid(n, titles, h / w)
+    for image, image_groups, row in zip(pixels, groups, axes):
         row[0].imshow(image, interpolation="none")
-        for layer, ax in zip(layers, row[1:]):
-            paint(ax, image, layer)
+        for block_groups, ax in zip(image_groups, row[1:]):
+            draw_tokens(ax, image, block_groups)
     return figure
 
 
-def token_map(model: "torch.nn.Module", images: "Images", *, blocks: Sequence[int] | None = None):  # noqa: F821
-    """What merging and pruning leave of these images, block by block: a matplotlib `Figure` (see `draw` and `plain`).
+def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> Figure:
+    """Draw which patches of these images a `ViT` merges or prunes, block by block, as a matplotlib `Figure`.
+
+    `blocks` are the numbers of the blocks to show, from 0; None shows all. See `draw_token_map` for colors and titles.
 
     token_map(model, mnist().train.take(slice(6)), blocks=(0, 2, 5)).savefig("tokens.png", dpi=200)
+
+    Raises   ValueError as `token_map_data` and `draw_token_map` do.
     """
-    return draw(plain(model, images, blocks=blocks))
+    return draw_token_map(token_map_data(model, images, blocks=blocks))
 
 
-def left(groups) -> str:
-    """How many tokens stand for the patches of these images."""
+def count_tokens(groups: np.ndarray) -> str:
+    """Return how many tokens contain patches, as text: "12", or "10–12" where images differ.
+
+    `groups` are the group numbers of the patches, with images along the first axis.
+    """
     counts = [len(set(image.flat) - {-1}) for image in groups]
-    least, most = min(counts), max(counts)
-    return f"{most}" if least == most else f"{least}–{most}"
+    low, high = min(counts), max(counts)
+    return f"{high}" if low == high else f"{low}–{high}"
 
 
-def paint(ax, image, groups):
-    """The image h w 3 as the tokens of these groups, rows x columns, hold it."""
+def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
+    """Draw an image, shape (height, width, 3), with the colors and outlines of its tokens.
+
+    `groups` are the group numbers of the patches, shape (rows, columns), -1 for a pruned patch.
+    """
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
     (h, w, _), (rows, columns) = image.shape, groups.shape
-    of_pixel = groups[np.arange(h)[:, None] * rows // h, np.arange(w) * columns // w]
+    pixel_groups = groups[np.arange(h)[:, None] * rows // h, np.arange(w) * columns // w]
     numbers, counts = np.unique(groups[groups >= 0], return_counts=True)
     shared = numbers[counts > 1]
     painted = image.copy()
     for group in shared:
-        painted[of_pixel == group] = image[of_pixel == group].mean(axis=0)
+        painted[pixel_groups == group] = image[pixel_groups == group].mean(axis=0)
     ax.imshow(painted, interpolation="none")
 
-    def outline(corners, each: int, **look):
-        """Closed shapes or open lines of so many corners each, x and y in patches."""
-        codes = [Path.MOVETO] + [Path.LINETO] * (each - 1)
+    def add_shapes(corners: np.ndarray, per_shape: int, **style: Any):
+        """Draw shapes with `per_shape` corners each, in one path; corners are x and y in patches."""
+        codes = [Path.MOVETO] + [Path.LINETO] * (per_shape - 1)
         if len(corners):
-            path = Path(corners * (w / columns, h / rows) - 0.5, codes * (len(corners) // each))
-            ax.add_patch(PathPatch(path, **look))
+            path = Path(corners * (w / columns, h / rows) - 0.5, codes * (len(corners) // per_shape))
+            ax.add_patch(PathPatch(path, **style))
 
-    gone = np.argwhere(groups < 0)[:, None, ::-1] + [(0, 0), (1, 0), (1, 1), (0, 1)]
-    outline(gone.reshape(-1, 2), 4, facecolor=GONE, edgecolor=HATCH, hatch="/////", linewidth=0)
+    pruned = np.argwhere(groups < 0)[:, None, ::-1] + [(0, 0), (1, 0), (1, 1), (0, 1)]
+    add_shapes(pruned.reshape(-1, 2), 4, facecolor=GONE, edgecolor=HATCH, hatch="/////", linewidth=0)
     thickness = min(0.05 * 72 * SIDE / columns, 0.8)
-    outline(borders(groups), 2, edgecolor=ALONE, linewidth=thickness)
-    outline(borders(np.where(np.isin(groups, shared), groups, -1)), 2, edgecolor=SHARED, linewidth=thickness)
+    add_shapes(token_borders(groups), 2, edgecolor=ALONE, linewidth=thickness)
+    add_shapes(token_borders(np.where(np.isin(groups, shared), groups, -1)), 2, edgecolor=SHARED, linewidth=thickness)
 
 
-def borders(groups):
-    """The ends of the lines between different groups, x and y in patches, two rows for each line; long lines are one."""
+def token_borders(groups: np.ndarray) -> np.ndarray:
+    """Return the lines between patches of different groups: two rows (start and end) per line, x and y in patches.
+
+    Adjacent pieces are joined into one long line. `groups` has shape (rows, columns).
+    """
     import numpy as np
 
     ends = []
-    for between, turn in ((groups[1:] != groups[:-1], 1), ((groups[:, 1:] != groups[:, :-1]).T, -1)):
-        steps = np.diff(np.pad(between.astype(int), ((0, 0), (1, 1))), axis=1)
-        (at, start), (_, stop) = np.nonzero(steps > 0), np.nonzero(steps < 0)
-        lines = np.stack([start, at + 1, stop, at + 1], axis=1).reshape(-1, 2)
-        ends.append(lines[:, ::turn])
+    for differs, order in ((groups[1:] != groups[:-1], 1), ((groups[:, 1:] != groups[:, :-1]).T, -1)):
+        steps = np.diff(np.pad(differs.astype(int), ((0, 0), (1, 1))), axis=1).astype(int)
+        (line, start), (_, stop) = np.nonzero(steps > 0), np.nonzero(steps < 0)
+        lines = np.stack([start, line + 1, stop, line + 1], axis=1).reshape(-1, 2)
+        ends.append(lines[:, ::order])
     return np.concatenate(ends).astype(float)
