@@ -1,12 +1,12 @@
-"""smallvit: train Vision Transformers on little data, and know whether a technique helped.
+"""smallvit: train Vision Transformers on little data, and measure whether a technique helps.
 
-The public names, found where they live when first asked for: importing smallvit costs nothing, and a slot file needs torch and
-einops alone.
+Public names are imported from their modules at first use. So `import smallvit` takes no time, and a module such as
+`smallvit.attention` needs only torch and einops.
 """
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 NAMES = {
     "vit": ("Block", "ViT", "initialize"),
@@ -17,24 +17,26 @@ NAMES = {
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
-        "DataSpec", "Dataset", "Images", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
+        "DataSpec", "Dataset", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
         "mnist", "qmnist", "svhn",
     ),
-    "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Supervised"),
-    "evaluate": ("FeatureExtractor", "Splits", "accuracy", "cost", "features", "few_shot", "knn", "linear_probe"),
+    "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"),
+    "evaluate": (
+        "FeatureExtractor", "Splits", "accuracy", "cost", "evaluator", "features", "few_shot", "knn", "linear_probe",
+    ),
     "explain": (
         "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",
         "position_similarity", "position_table", "reconstruction_figure", "rollout", "summary", "token_map", "token_shares",
     ),
     "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer", "to_timm"),
     "pseudo_labels": ("label_spreading",),
-    "ablation": ("ablate", "imagenet_vit_s"),
+    "ablation": ("ArmRun", "ablate", "imagenet_vit_s"),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
-    "train": ("fit", "load"),
+    "train": ("TrainedModel", "fit", "load"),
     "report": ("compare", "html", "markdown"),
 }  # fmt: skip
 
-# `augment` is a room whose presets are called by its name: augment.digits(), augment.photos()
+# `augment` is a module that is used by its name: augment.digits(), augment.photos()
 HOME = {name: module for module, names in NAMES.items() for name in names}
 
 __all__ = [*HOME, "augment"]

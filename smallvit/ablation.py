@@ -79,8 +79,8 @@ def ablate(
 ) -> list[ArmRun]:
     """List the runs of a comparison: every arm for every number of labels and every seed. The first arm is the baseline.
 
-    With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression and
-    with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model.
+    With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression
+    and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model.
     `extra_references` adds more, such as `imagenet_vit_s(baseline)`. Seeds are in the outer loop, so that a comparison that was
     stopped early already contains all arms.
 
@@ -169,8 +169,8 @@ def as_list(values: Iterable, name: str) -> list:
 def standard_references(arms: list[Run]) -> dict[str, Run]:
     """The reference models of a comparison, on the data of its baseline (the first of `arms`).
 
-    Raw pixels under two classifiers; a small CNN with the training settings of the baseline, if that is trained; and an untrained
-    model, if an arm is judged by a probe.
+    Raw pixels under two classifiers; a small CNN with the training settings of the baseline, if that is trained; and an
+    untrained model, if an arm is judged by a probe.
     """
     baseline = arms[0]
     untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
@@ -209,8 +209,8 @@ def imagenet_vit_s(
 ) -> dict[str, Run]:
     """A ViT-S pretrained on ImageNet, on the data of the baseline: fine-tuned, frozen, and the same model from scratch.
 
-    Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions are
-    resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at
+    Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
+    are resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at
     most 300 steps, with a learning rate that falls by a quarter from block to block; so does training from scratch, which
     `scratch=False` leaves out. Frozen features are judged by logistic regression. `name` (of a timm model) and `file` are
     those of `Weights`. The names of the arms say what the weights were trained on.

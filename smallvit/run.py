@@ -121,7 +121,7 @@ class Run:
                 )
         objective.check_run(self)
         if self.early_stop and accuracy not in self.evaluators:
-            raise ValueError(f"early_stop={self.early_stop} compares accuracies; expected smallvit.accuracy among the evaluators")
+            raise ValueError(f"early_stop={self.early_stop} compares accuracies; add smallvit.accuracy to the evaluators")
 
     @property
     def dependencies(self) -> "dict[str, Run]":

@@ -1,11 +1,14 @@
 """Training: from a run to its record.
 
-fitting.py     fit, load: a run that is trained and evaluated, and what it leaves in its folder
-training.py    Training: a run in progress, its steps, its checkpoint
-stack.py       Stack: runs that differ only in their seed, trained as one model
-starts.py      begin: the objective before its first step, with its own weights or those that another run left
+fit.py            fit: trains and evaluates a run and writes its record; start reading here
+loop.py           train, Training.train_step, next_batch, validate: the training loop
+checkpoint.py     saving an unfinished training and resuming it
+initialize.py     the objective before its first step, with new, earlier or external weights
+stack.py          Stack: runs that differ only in their seed, trained together as one model
+trained_model.py  load, TrainedModel: predictions of a finished run
 """
 
-from .fit import fit, fit_stacked, load
+from .fit import fit, fit_stacked
+from .trained_model import TrainedModel, load
 
-__all__ = ["fit", "fit_stacked", "load"]
+__all__ = ["TrainedModel", "fit", "fit_stacked", "load"]

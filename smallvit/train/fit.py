@@ -1,51 +1,69 @@
-"""`fit(run, folder)` turns a run into a record, and can be killed at any moment."""
+"""`fit(run, folder)` trains and evaluates a run and writes its record. It can be killed at any moment and continued later."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.data import Dataset, DataSpec, Images, Subset
-from smallvit.evaluate import Splits, remembering
+from smallvit.data import Dataset, DataSpec, HeldOut, Images, Subset
+from smallvit.evaluate import Splits, cached_features, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics
-from smallvit.run import NAMING, Run, describe, fingerprint, rebuild
+from smallvit.record import Record
+from smallvit.run import Run, describe, fingerprint
 
-from .initialize import weights
 from .loop import Training, Watch, train
 from .stack import NotStackable, Stack
+from .trained_model import save_weights
+
+
+class Tags(NamedTuple):
+    """How a record names its run in a comparison. Tags do not change the training. See `Record` for the fields."""
+
+    recipe: str = ""
+    arm: str = "run"
+    role: str = "technique"
+    baseline: str = ""
+
+
+NO_TAGS = Tags()
 
 
 def fit(
     run: Run,
     folder: str | Path,
     *,
-    recipe: str = "",
+    tags: Tags = NO_TAGS,
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
-    start: str | Path | None = None,
+    init: str | Path | None = None,
     teacher: str | Path | None = None,
     numerics: Numerics = DEFAULT,
-) -> dict:
-    """Train and evaluate `run`, leave its record and weights in `folder`, and return the record.
+) -> Record:
+    """Train and evaluate a run, write its record and its weights to `folder`, and return the record.
 
-    `start` is the folder of the run that `run.init` asks for, `teacher` that of `run.teacher`; without them those are trained
-    first, in `folder/init` and `folder/teacher`. `numerics` is how the steps are computed; what
-    was put down goes on as it began.
+    A run that has finished in this folder is not trained again. A run that was interrupted continues from its checkpoint and
+    ends with bitwise the same weights as an uninterrupted one (on the same machine, with the same number of threads).
 
-    A finished run is not repeated; a started one goes on from its checkpoint and ends bitwise equal to an uninterrupted one
-    (same machine, same number of threads). `watch(step, validation accuracy)` is called at every check.
+    tags       the names of recipe, arm, role and baseline in the record
+    device     "cpu", "cuda", "mps" or "auto"
+    watch      called at each check with the step and the validation accuracy
+    init       the folder of the finished run that `run.init` names; None trains that run first, in `folder/init`
+    teacher    the same for `run.teacher`
+    numerics   precision, attention kernel and compilation; a resumed run keeps those it began with
 
-    Raises   ValueError for choices that do not fit the data, for the folder of another run, and when the disk is full;
-             FloatingPointError when the loss is not finite; filelock.Timeout when another process is at this run.
+    Raises     ValueError for settings that do not fit the data, for a folder that holds another run, and for a full disk;
+               FloatingPointError if the loss is not finite; filelock.Timeout if another process trains this run.
     """
-    if done := finished(run, Path(folder)):
+    if done := finished_record(run, Path(folder)):
         return done
-    with opened(run, Path(folder), recipe, device, start, teacher, numerics) as (training, close):
+    with opened(run, Path(folder), tags, device, init, teacher, numerics) as (training, close):
         if training is not None:
             train([training], training.train_step, watch)
         return close()
@@ -55,125 +73,137 @@ def fit_stacked(
     runs: Sequence[Run],
     folders: Sequence[Path],
     *,
-    recipe: str = "",
+    tags: Sequence[Tags] = (),
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
     dependencies: Sequence[dict[str, Path]] = (),
     numerics: Numerics = DEFAULT,
-) -> list[dict]:
-    """`fit` for runs that differ only in their seed, trained as one model with a leading axis; their records, in order.
+) -> list[Record]:
+    """Train several runs that differ only in their seed together, as one model with a leading axis. Returns their records.
 
-    Their weights agree with those of `fit` to rounding, and their records say how many were stacked. Those that cannot be, and
-    those that were put down at different steps, are trained one after another. `before` are the folders of `start` and
-    `teacher` of each, by the fields that ask for them.
+    The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
+    stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that
+    each run depends on, by field ("init", "teacher"); see `fit` for the other parameters.
     """
-    with ExitStack() as held:
-        works = [
-            held.enter_context(opened(run, Path(at), recipe, device, places.get("init"), places.get("teacher"), numerics))
-            for run, at, places in zip(runs, folders, dependencies or [{}] * len(runs))
+    tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
+    with ExitStack() as stack:
+        opened_runs = [
+            stack.enter_context(opened(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), numerics))
+            for run, folder, tag, places in zip(runs, folders, tags, dependencies)
         ]
-        members = [training for training, _ in works if training is not None]
+        members = [training for training, _ in opened_runs if training is not None]
         with suppress(NotStackable):
             if len(members) > 1:
                 train(members, Stack(members).train_step, watch)
         for member in members:
-            train([member], member.train_step, watch)  # no step is left to those that were stacked
-        return [close() for _, close in works]
+            train([member], member.train_step, watch)  # returns at once for runs that the stack has finished
+        return [close() for _, close in opened_runs]
 
 
 @contextmanager
 def opened(
     run: Run,
     folder: Path,
-    recipe: str,
+    tags: Tags,
     device: str,
-    start: str | Path | None,
+    init: str | Path | None,
     teacher: str | Path | None,
     numerics: Numerics = DEFAULT,
-):
-    """A run under its lock: its training, taken up where it was put down (None if it has finished), and `close()`, which
-    evaluates it, leaves its record and returns that. Trains first what the run starts from or is taught by."""
+) -> Iterator[tuple[Training | None, Callable[[], Record]]]:
+    """Lock the folder of a run and prepare its training: resumed from a checkpoint, after its dependencies have been trained.
+
+    Yields the training (None if the run has already finished) and a function `close()` that evaluates the trained model, writes
+    the record and returns it.
+    """
     from filelock import FileLock
 
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / records.CHECKPOINT
     with FileLock(folder / ".lock", timeout=0):
-        if done := finished(run, folder):
+        if done := finished_record(run, folder):
             yield None, lambda: done
             return
-        for stray in folder.glob(".*.new"):  # what a kill left half written
-            stray.unlink()
-        places, before = {"init": start, "teacher": teacher}, []
+        for unfinished in folder.glob(".*.new"):  # left by a kill during writing
+            unfinished.unlink()
+        places, trained = {"init": init, "teacher": teacher}, []
         for field, place in places.items():
             if field in run.dependencies:
                 places[field] = Path(place or folder / field)
-                before.append(fit(run.dependencies[field], places[field], recipe=recipe, device=device, numerics=numerics))
+                dependency_tags = Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline)
+                trained.append(
+                    fit(run.dependencies[field], places[field], tags=dependency_tags, device=device, numerics=numerics)
+                )
             elif place is not None:
-                raise ValueError(f"got the folder {str(place)!r} for a run without {field}; expected it to have {field}=a run")
-        record = blank(run, recipe)  # first of all, so that it names the code that runs
-        data, subset = drawn(run)
-        if run.early_stop and not len(subset.val):
-            raise ValueError(
-                f"early_stop={run.early_stop} chooses on validation images and there are none; give the run val > 0"
-            )
-        for evaluator in run.evaluators:  # what cannot be evaluated is not trained
-            if hasattr(function(evaluator), "needs"):
-                known = Splits(subset.train, subset.val, subset.val)
-                function(evaluator).needs(known, **getattr(evaluator, "keywords", {}))
-        training = Training(run, data, subset, device, *places.values(), numerics)
-        training.resume(checkpoint, "".join([record["code"]["sha256"], data.sha256, *training.made_of]))
+                raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
+        record = new_record(run, tags)  # first, so that it names the code that is running
+        data, subset = load_data(run)
+        check_evaluation(run, subset)
+        training = Training(run, data, subset, device, places["init"], places["teacher"], numerics)
+        training.resume(checkpoint, "".join([record.code["sha256"], data.sha256, *training.init_hashes]))
 
-        def close() -> dict:
-            record.update(training.facts() | evaluations(run, training.model, subset, data.test))
-            record.update({"pretraining": spent(list(run.dependencies.values()), before)} if before else {})
-            record["picture"] = picture(training.model, subset)
-            record.update({"subset_sha256": subset.sha256, "data_sha256": data.sha256, "test_repeats": data.repeats})
-            record["status"] = "finished"
-            save_weights(folder / records.WEIGHTS, training.model, record)
-            records.write_record(folder, record)
+        def close() -> Record:
+            done = replace(
+                record,
+                **training.facts(),
+                **evaluate(run, training.model, subset, data.test),
+                pretraining=pretraining_cost(list(run.dependencies.values()), trained) if trained else None,
+                picture=reduction_picture(training.model, subset),
+                subset_sha256=subset.sha256,
+                data_sha256=data.sha256,
+                test_repeats=data.repeats,
+                **save_weights(folder / records.WEIGHTS, training.model, run, data.spec),
+                status="finished",
+            )
+            records.write_record(folder, done)
             checkpoint.unlink(missing_ok=True)
-            return record
+            return done
 
         yield training, close
 
 
-def drawn(run: Run) -> tuple[Dataset, Subset]:
-    """The data of a run and its part of them. Raises ValueError for augmentations that change what a digit is."""
+def load_data(run: Run) -> tuple[Dataset, Subset]:
+    """The data set of a run and the images that it may use. Raises ValueError for transforms that change what a digit is."""
     data = run.data()
-    refuse_unsafe(run, data.spec)
+    check_transforms(run, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
 
-def load(folder: str | Path) -> tuple[Run, nn.Module]:
-    """The run that has finished in `folder`, and the model that it left, in evaluation mode.
+def check_transforms(run: Run, spec: DataSpec):
+    """Raise ValueError for a transform, such as a flip, that turns one digit into another or into none."""
+    for transform in run.augment if spec.digits else ():
+        reason = getattr(transform, "unsafe_for_digits", None)
+        if reason:
+            raise ValueError(
+                f"{type(transform).__name__} on {spec.name}: {reason}; remove it from augment, or set force=True in it"
+            )
 
-    Its data are `run.data()`. Components of a recipe of your own are found once that has been loaded, `load_recipe(path)`.
 
-    Raises   ValueError where no run has finished, or the weights are not that run's.
+def check_evaluation(run: Run, subset: Subset):
+    """Raise ValueError, before training, for evaluators and early stopping that lack the images they need."""
+    if run.early_stop and not len(subset.val):
+        raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
+    for evaluator in run.evaluators or ():
+        if needs := declaration(evaluator).needs:
+            needs(Splits(subset.train, subset.val, subset.val), **getattr(evaluator, "keywords", {}))
+
+
+def finished_record(run: Run, folder: Path) -> Record | None:
+    """The record of a run that has finished in `folder`; None if it has not.
+
+    Raises ValueError if the folder holds another run, or if the record or the weights are damaged.
     """
-    folder = Path(folder)
-    record = records.read_record(folder)
-    if record is None or record["status"] != "finished":
-        raise ValueError(f"no run has finished in {folder}; expected a folder with {records.RECORD} and {records.WEIGHTS}")
-    run = replace(rebuild(record["run"]), **{name: record[name] for name in NAMING})
-    spec = run.data().spec
-    model = run.model(spec.size, spec.channels, len(spec.classes))
-    model.load_state_dict(weights(folder, record["fingerprint"]))
-    return run, model.eval()
-
-
-def finished(run: Run, folder: Path) -> dict | None:
-    """The record of that run, if it has finished there. Raises ValueError for the folder of another run."""
     done = records.read_record(folder)
-    if done is not None and done["fingerprint"] != fingerprint(run):
-        raise ValueError(
-            f"{folder} holds the record of run {done['fingerprint']}, not of {fingerprint(run)}; give each its own folder"
-        )
-    return done if done is not None and done["status"] == "finished" else None
+    if done is None:
+        return None
+    if done.fingerprint != fingerprint(run):
+        raise ValueError(f"{folder} holds run {done.fingerprint}, not {fingerprint(run)}; use another folder for each run")
+    if done.finished and (problem := records.damaged_weights(folder, done)):
+        raise ValueError(f"{problem}; delete the folder and train the run again")
+    return done if done.finished else None
 
 
-def picture(model: nn.Module, subset: Subset) -> dict | None:
-    """Where the patches of three images have gone, for the report; None where nothing is reduced. Never test images."""
+def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
+    """What a token reduction does to the patches of three validation (or training) images; None without a reduction."""
     from smallvit import explain
 
     if not reduces(model):
@@ -181,97 +211,89 @@ def picture(model: nn.Module, subset: Subset) -> dict | None:
     shown = subset.val if len(subset.val) else subset.train
     try:
         return explain.plain(model, shown.take(slice(3)))
-    except ValueError as error:  # a reduction that cannot be followed must not cost the run
+    except ValueError as error:  # a reduction that cannot be traced must not fail the run
         return {"error": str(error)}
 
 
-def evaluations(run: Run, model: nn.Module, subset: Subset, test) -> dict:
-    """The named numbers of every evaluator, on validation images first and then, once, on the sealed test images."""
+def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
+    """Apply all evaluators of a run, first to the validation images, then once to the test images.
+
+    Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first is not between 0 and 1.
+    """
     reads = test.reads
-    unseen = test.open()
+    test_images = test.open()
+    evaluators = run.evaluators or ()
+    probes: dict[str, None] = {}
 
-    def numbers(scored: Images) -> dict[str, float]:
-        splits, found = Splits(subset.train, subset.val, scored), {}
-        for evaluator in run.evaluators if len(scored) else ():
+    def measure(images: Images) -> dict[str, float]:
+        splits, numbers = Splits(subset.train, subset.val, images), {}
+        for evaluator in evaluators if len(images) else ():
+            title = function(evaluator).__name__
             for name, value in evaluator(model, splits):
-                if name in found or not (found or 0 <= value <= 1):
-                    wanted = "another name" if name in found else "a share from 0 to 1 first, since that judges the run"
-                    raise ValueError(f"{function(evaluator).__name__} yields {name!r}, {value:.4g}; expected {wanted}")
-                found[name] = float(value)
-        return found
+                if name in numbers:
+                    raise ValueError(f"{title} reports {name!r}, as another evaluator does; expected another name")
+                if not numbers and not 0 <= value <= 1:
+                    raise ValueError(f"{title} reports {name}={value:.4g} first; expected a number from 0 to 1 to judge the run")
+                numbers[name] = float(value)
+                if declaration(evaluator).probe and re.fullmatch(rf"{title}(_\d+)?", name):
+                    probes[name] = None
+        return numbers
 
-    with remembering():
-        val, final = numbers(subset.val), numbers(unseen)
-    chosen = [function(e).chooses for e in run.evaluators if hasattr(function(e), "chooses")]
-    chosen += ["early stop"] if run.early_stop else []
+    with cached_features():
+        val_numbers, test_numbers = measure(subset.val), measure(test_images)
+    chosen = [what for e in evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
     return {
-        "score": next(iter(final)),
-        "val": val,
-        "test": final,
+        "score": next(iter(test_numbers)),
+        "val": val_numbers,
+        "test": test_numbers,
+        "probes": list(probes),
         "test_reads": test.reads - reads,
-        "test_images": len(unseen),
-        "test_majority": unseen.labels.bincount().max().item() / len(unseen),
+        "test_images": len(test_images),
+        "test_majority": test_images.labels.bincount().max().item() / len(test_images),
         "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
     }
 
 
-def blank(run: Run, recipe: str, status: str = "failed", error: str | None = None) -> dict:
-    """A record of `run` with all that is known before it starts; also what a failed run leaves."""
-    known = {
-        "recipe": recipe,
-        "arm": run.arm,
-        "role": run.role,
-        "baseline": run.baseline,
-        "labels": run.labels,
-        "seed": run.seed,
-        "status": status,
-        "error": error,
-        "fingerprint": fingerprint(run),
-        "run": describe(run),
-        "cpu": records.cpu(),
-        "code": records.code(),
-        "versions": records.versions(),
-    }
-    return dict.fromkeys(records.FIELDS) | known
+def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None = None, traceback: str | None = None) -> Record:
+    """A record with all that is known before a run starts. It is also the record of a failed run."""
+    return Record(
+        **tags._asdict(),
+        labels=run.labels,
+        seed=run.seed,
+        status=status,
+        error=error,
+        traceback=traceback,
+        fingerprint=fingerprint(run),
+        run=describe(run),
+        cpu=records.cpu(),
+        code=records.code(),
+        versions=records.versions(),
+    )
 
 
-def refuse_unsafe(run: Run, spec: DataSpec):
-    """Refuse augmentations that change what a digit is."""
-    for step in run.augment if spec.digits else ():
-        reason = getattr(step, "unsafe_for_digits", None)
-        if reason:
-            raise ValueError(f"{type(step).__name__} on {spec.name}: {reason}; take it out of augment, or give it force=True")
+COSTS = ("images_seen", "steps", "seconds")
 
 
-def save_weights(path: Path, model: nn.Module, record: dict):
-    """The evaluated weights as safetensors, with the fingerprint of their run."""
-    from safetensors.torch import save_file
+def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
+    """The total cost of the runs that had to be trained first; a run that several others needed is counted once.
 
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"fingerprint": record["fingerprint"]}))
-
-
-COST = ("images_seen", "steps", "seconds")
-
-
-def spent(runs: list[Run], records: list[dict]) -> dict:
-    """What was trained before a run, and before that, each run once: its cost, the most labels that any saw, or chose its
-    weights by, and the most unlabelled images."""
-    made: dict[str, dict] = {}
+    Also the largest numbers of labels, of labels used for choices, and of unlabelled images among these runs.
+    """
+    costs: dict[str, dict] = {}
     labels = chosen = unlabelled = 0
-    for run, record in zip(runs, records):
-        earlier = record["pretraining"] or {}
-        made |= earlier.get("runs") or ({earlier["fingerprint"]: {name: earlier[name] for name in COST}} if earlier else {})
-        made[record["fingerprint"]] = {name: record[name] or 0 for name in COST}
-        labels = max(labels, labelled(run) if run.reads_labels else 0, earlier.get("labels") or 0)
-        by = record["chosen_on_val"]["labels"] if run.early_stop else 0
-        chosen = max(chosen, by, earlier.get("chosen_labels") or 0)
-        unlabelled = max(unlabelled, record["unlabelled"] or 0, earlier.get("unlabelled") or 0)
-    cost = {name: sum(of[name] for of in made.values()) for name in COST}
-    seen = {"labels": labels or None, "chosen_labels": chosen or None, "unlabelled": unlabelled or None}
-    return cost | seen | {"fingerprint": records[0]["fingerprint"], "runs": made}
+    for run, record in zip(runs, trained):
+        earlier = record.pretraining or {}
+        costs |= earlier.get("runs") or ({earlier["fingerprint"]: {name: earlier[name] for name in COSTS}} if earlier else {})
+        costs[record.fingerprint] = {name: getattr(record, name) or 0 for name in COSTS}
+        labels = max(labels, label_count(run) if run.reads_labels else 0, earlier.get("labels") or 0)
+        by_choice = (record.chosen_on_val or {}).get("labels", 0) if run.early_stop else 0
+        chosen = max(chosen, by_choice, earlier.get("chosen_labels") or 0)
+        unlabelled = max(unlabelled, record.unlabelled or 0, earlier.get("unlabelled") or 0)
+    total = {name: sum(cost[name] for cost in costs.values()) for name in COSTS}
+    counts = {"labels": labels or None, "chosen_labels": chosen or None, "unlabelled": unlabelled or None}
+    return total | counts | {"fingerprint": trained[0].fingerprint, "runs": costs}
 
 
-def labelled(run: Run) -> int:
-    """How many labels a run sees."""
-    return len(drawn(run)[1].train) if run.labels is None else run.labels
+def label_count(run: Run) -> int:
+    """How many labelled images a run uses."""
+    return len(load_data(run)[1].train) if run.labels is None else run.labels

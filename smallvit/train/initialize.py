@@ -1,6 +1,5 @@
-"""Starts: what a run begins with, weights of its own or those that another left."""
+"""Initialization: the objective before its first step, with new weights, or weights from another run or from elsewhere."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -14,64 +13,72 @@ from smallvit.run import Run, fingerprint
 from smallvit.vit import initialize
 
 
-def begin(run: Run, spec: DataSpec, start: Path | None, teacher: Path | None) -> tuple[nn.Module, dict | None, list[str]]:
-    """The objective of a run before its first step, what its model was given from elsewhere, and the hashes of such files.
+def initial_objective(
+    run: Run, spec: DataSpec, init: Path | None, teacher: Path | None
+) -> tuple[nn.Module, dict | None, list[str]]:
+    """Create the objective of a run with its initial weights.
 
-    `start` and `teacher` are the folders of the runs that it starts from and is taught by; without them they are as untrained.
+    `init` and `teacher` are the folders of the runs that `run.init` and `run.teacher` name; without them those models stay
+    untrained. Returns the objective, a report about weights that were loaded (None if none were), and hashes of their files.
     """
     torch.manual_seed(stream(run.seed, "init"))
     model = run.model(spec.size, spec.channels, len(spec.classes))
-    if hasattr(model, "reset_parameters"):  # a model that lets its weights come from named streams; others keep their own
+    if hasattr(model, "reset_parameters"):  # initialized from named random streams; other models keep their own weights
         initialize(model, run.seed)
-    given = None
+    loaded = None
     if isinstance(run.init, Weights):
-        given = run.init.load(model, spec.mean, spec.std)
-    elif start is not None:
-        given = start_from(model, start, fingerprint(run.init))
-    hashes, taught = [given["sha256"]] if given else [], {}
+        loaded = run.init.load(model, spec.mean, spec.std)
+    elif isinstance(run.init, Run) and init is not None:
+        loaded = load_from_run(model, init, fingerprint(run.init))
+    hashes, models = [loaded["sha256"]] if loaded else [], {}
     if run.teacher is not None:
-        taught["teacher"] = run.teacher.model(spec.size, spec.channels, len(spec.classes))
-    if teacher is not None:
-        told = start_from(taught["teacher"], teacher, fingerprint(run.teacher))
-        if told["missing"]:
-            raise ValueError(f"the teacher {run.teacher.arm!r} was trained on other classes; expected those of {spec.name}")
-        hashes.append(told["sha256"])
+        models["teacher"] = run.teacher.model(spec.size, spec.channels, len(spec.classes))
+        if teacher is not None:
+            report = load_from_run(models["teacher"], teacher, fingerprint(run.teacher))
+            if report["missing"]:
+                raise ValueError(f"the teacher was trained on other classes; expected those of {spec.name}")
+            hashes.append(report["sha256"])
     torch.manual_seed(stream(run.seed, "init", "objective"))
-    return run.objective(model, **taught), given, hashes
+    return run.objective(model, **models), loaded, hashes
 
 
-def start_from(model: nn.Module, folder: Path, run: str) -> dict:
-    """Load the weights that the run of that fingerprint left in `folder`; new are a reduction, and a head for other classes.
+def load_from_run(model: nn.Module, folder: Path, run: str) -> dict:
+    """Load the final weights of a finished run into a model. A reduction, and a head for other classes, keep new weights.
 
-    Returns what was loaded, for the record. Raises ValueError for a file that is not there or of another run, and for a weight
-    that is missing, left over or of another shape, naming it.
+    `run` is the fingerprint of the finished run. Returns how many tensors were loaded, the names of those that were not, and
+    the hash of the file. Raises ValueError for a missing file, one of another run, and for tensors that do not fit, by name.
     """
-    state, own = weights(folder, run), model.state_dict()
-    other = [name for name in state if name.startswith("head.") and name in own and state[name].shape != own[name].shape]
-    state = {name: weight for name, weight in state.items() if name not in other}  # a head for other classes starts anew
-    missing = [name for name in own if name not in state]
-    strange = [name for name in missing if ".reduction." not in name and name not in other]
-    strange += [name for name in state if name not in own or state[name].shape != own[name].shape]
-    if strange:
+    state, expected = read_weights(folder, run), model.state_dict()
+    heads = [name for name in state if name.startswith("head.") and name in expected]
+    new_head = [name for name in heads if state[name].shape != expected[name].shape]
+    state = {name: tensor for name, tensor in state.items() if name not in new_head}
+    missing = [name for name in expected if name not in state]
+    wrong = [name for name in missing if ".reduction." not in name and name not in new_head]
+    wrong += [name for name in state if name not in expected or state[name].shape != expected[name].shape]
+    if wrong:
         raise ValueError(
-            f"the weights of {folder} do not fit: {', '.join(strange[:5])}; expected the same model but for its reduction, "
-            "and for its head where the classes are others"
+            f"the weights of {folder} do not fit: {', '.join(wrong[:5])}; expected the same model, except for its reduction and"
+            " for a head with another number of classes"
         )
     model.load_state_dict(state, strict=False)
-    sha256 = hashlib.sha256((folder / records.WEIGHTS).read_bytes()).hexdigest()
-    return {"loaded": len(state), "missing": missing, "sha256": sha256}
+    return {"loaded": len(state), "missing": missing, "sha256": records.file_sha256(folder / records.WEIGHTS)}
 
 
-def weights(folder: Path, run: str) -> dict[str, Tensor]:
-    """What the run of that fingerprint left in `folder`. Raises ValueError for no file, or one of another run."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file
+def read_weights(folder: Path, run: str) -> dict[str, Tensor]:
+    """Read the weights that a finished run left in its folder; `run` is its fingerprint.
 
-    path = folder / records.WEIGHTS
+    Raises ValueError for a missing or damaged file, and for the weights of another run.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(folder) / records.WEIGHTS
     if not path.exists():
-        raise ValueError(f"{folder} has no {path.name} to start from; delete its {records.RECORD} and it is trained again")
-    with safe_open(path, "pt") as file:
-        of = (file.metadata() or {}).get("fingerprint")
-    if of != run:
-        raise ValueError(f"{path} is of run {of}, not of {run}, whose weights are asked for; put the right file there")
-    return load_file(path)
+        raise ValueError(f"{folder} has no {path.name}; delete its {records.RECORD} and run the recipe again")
+    try:
+        with safe_open(path, "pt") as file:
+            owner = (file.metadata() or {}).get("fingerprint")
+            if owner != run:
+                raise ValueError(f"{path} holds the weights of run {owner}, not of {run}; put the right file there")
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the folder and run the recipe again") from error

@@ -1,8 +1,8 @@
-"""Stacked: runs that differ only in their seed, trained as one model with a leading axis.
+"""Stacking: runs that differ only in their seed, trained together as one model with a leading axis.
 
-A small model leaves the machine waiting for the next small product; k of them at once keep it busy. `torch.func.vmap` takes the
-step of one for all. Every member keeps its own streams, weights, curve, checkpoint and record: its weights are a slice of
-those that are trained, so that all else goes on as if it were alone.
+A small model does not keep the machine busy; k of them at once do. `torch.func.vmap` computes one step for all of them. Each
+run (a member of the stack) keeps its own random streams, weights, curve, checkpoint and record: its weights are slices of the
+tensors that are trained, so everything outside the step works as for a single run.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from smallvit.run import fingerprint
 
 from .loop import Training
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: what a batched product may round otherwise
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: batched products round differently
 
 
 class NotStackable(ValueError):
-    """These runs cannot be trained as one; one after another they can."""
+    """Raised for runs that cannot be trained together. They can still be trained one after another."""
 
 
 class Stack:
-    """The step of k trainings at once. Theirs is what changes: weights, optimizer, average, step and loss.
+    """k trainings that take their steps together. The members keep all mutable state: weights, optimizer, EMA, step and loss.
 
-    Products are batched and may be summed in another order, so that weights agree with those of a run alone to rounding, not to
-    the bit. Whether a model can be stacked is tried out: the losses on the first batch must be those of each alone. What draws
-    random numbers in a step (dropout), or goes by values in the images for how many tokens to keep, cannot.
+    Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
+    bitwise. The constructor checks this: the losses on the first batch must be those of each member alone. Models with random numbers
+    inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
 
-    Raises   NotStackable for trainings at different steps, of runs that differ in more than their seed, with an objective that
-             has hooks of its own, or with other losses together than alone.
+    Raises NotStackable for trainings at different steps, runs that differ in more than their seed, an objective that is not
+    stackable, and losses that differ from those of the members alone.
     """
 
     def __init__(self, members: Sequence[Training]):
@@ -44,121 +44,124 @@ class Stack:
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
         if len({member.numerics for member in members}) > 1 or first.numerics.compiled:
-            raise NotStackable("the runs are computed in different ways, or compiled")
+            raise NotStackable("the runs have different numerics, or are compiled")
         if first.run.early_stop:
-            raise NotStackable("early_stop ends each run at a step of its own")
-        if any(hasattr(first.objective, hook) for hook in ("before_step", "after_step", "seen")):
-            raise NotStackable(f"{type(first.objective).__name__} does more in a step than take a gradient")
+            raise NotStackable("early_stop ends each run at a different step")
+        if not first.objective.stackable:
+            raise NotStackable(f"{type(first.objective).__name__} changes state outside the gradient step")
         self.members, self.first = members, first
-        self.refuse_other_losses()
-        self.weights = joined([member.objective for member in members])
-        self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trained(first.objective)}
-        self.optimizer = self.one_optimizer()
+        self.check_losses()
+        self.weights = stack_modules([member.objective for member in members])
+        self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
+        self.optimizer = self.stacked_optimizer()
         for member in members:
             member.stacked = len(members)
-        self.pairs = []
-        if first.averaged is not None:
-            mean, prefix = joined([member.averaged for member in members]), "model."
-            self.pairs = [(tensor, self.weights[prefix + name].detach()) for name, tensor in mean.items()]
+        self.ema_pairs = []
+        if first.ema_model is not None:
+            averages = stack_modules([member.ema_model for member in members])
+            self.ema_pairs = [(tensor, self.weights[f"model.{name}"].detach()) for name, tensor in averages.items()]
 
     def losses(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:
-        """The loss of each member on its own part of the batch, k."""
+        """The loss of each member on its own part of the batch, shape (members,)."""
 
-        def loss(own: dict[str, Tensor], part: Batch) -> Tensor:
-            return functional_call(self.first.objective, own, (part, self.first.progress))["loss"]
+        def loss(own_weights: dict[str, Tensor], own_batch: Batch) -> Tensor:
+            return functional_call(self.first.objective, own_weights, (own_batch, self.first.progress))["loss"]
 
         with self.first.computing():
             return vmap(loss)(weights, batch)
 
-    def refuse_other_losses(self):
-        """Raise NotStackable unless the losses are those of each member alone. Nothing is moved, nor drawn from any stream."""
+    def check_losses(self):
+        """Raise NotStackable unless the losses are those of each member alone. Changes no weight and no random stream."""
         for member in self.members:
             member.objective.train()
         batches = [member.next_batch() for member in self.members]
-        states = [{name: t.detach().clone() for name, t in state_of(member.objective).items()} for member in self.members]
+        states = [{name: t.detach().clone() for name, t in tensors_of(member.objective).items()} for member in self.members]
         try:
             with torch.no_grad():
-                found = self.losses(stacked(states), side_by_side(batches))
-        except RuntimeError as error:  # vmap's own words: something random, or of a size that depends on values
+                together = self.losses(stack_states(states), stack_batches(batches))
+        except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             raise NotStackable(str(error).strip().splitlines()[0]) from error
         with torch.no_grad(), self.first.computing():
             alone = [
                 functional_call(member.objective, state, (batch, member.progress))["loss"]
                 for member, state, batch in zip(self.members, states, batches)
             ]
-        near = TOLERANCE[self.first.precision]
-        if not torch.allclose(found, torch.stack(alone), rtol=near, atol=near):
-            raise NotStackable(f"the losses together are {found.tolist()}, alone {[loss.item() for loss in alone]}")
+        tolerance = TOLERANCE[self.first.precision]
+        if not torch.allclose(together, torch.stack(alone), rtol=tolerance, atol=tolerance):
+            raise NotStackable(f"the losses together are {together.tolist()}, alone {[loss.item() for loss in alone]}")
 
-    def one_optimizer(self) -> torch.optim.Optimizer:
-        """The members' optimizers as one over the stacked parameters; theirs keep slices of its state, to be put down."""
-        name_of = {id(p): name for name, p in trained(self.first.objective)}
+    def stacked_optimizer(self) -> torch.optim.Optimizer:
+        """One AdamW for the stacked parameters. The members' optimizers keep slices of its state, for their checkpoints."""
+        name_of = {id(p): name for name, p in trainable(self.first.objective)}
         groups = [
             group | {"params": [self.parameters[name_of[id(p)]] for p in group["params"]]}
             for group in self.first.optimizer.param_groups
         ]
         optimizer = torch.optim.AdamW(groups, fused=True)
-        owned = [dict(trained(member.objective)) for member in self.members]
+        parameters_of = [dict(trainable(member.objective)) for member in self.members]
         for name, parameter in self.parameters.items():
             zero = torch.zeros_like(parameter[0])
-            fresh = {"step": parameter.new_zeros(()), "exp_avg": zero, "exp_avg_sq": zero}  # where no step was taken yet
-            states = [member.optimizer.state[own[name]] or fresh for member, own in zip(self.members, owned)]
-            state = stacked(states) | {"step": states[0]["step"].clone()}  # they are all at the same
+            initial = {"step": parameter.new_zeros(()), "exp_avg": zero, "exp_avg_sq": zero}  # before the first step
+            states = [
+                member.optimizer.state[parameters[name]] or initial
+                for member, parameters in zip(self.members, parameters_of)
+            ]
+            state = stack_states(states) | {"step": states[0]["step"].clone()}  # all members are at the same step
             optimizer.state[parameter] = state
-            for at, (member, own) in enumerate(zip(self.members, owned)):
-                moments = {moment: state[moment][at] for moment in ("exp_avg", "exp_avg_sq")}
-                member.optimizer.state[own[name]] = {"step": state["step"]} | moments
+            for index, (member, parameters) in enumerate(zip(self.members, parameters_of)):
+                moments = {moment: state[moment][index] for moment in ("exp_avg", "exp_avg_sq")}
+                member.optimizer.state[parameters[name]] = {"step": state["step"]} | moments
         return optimizer
 
     def train_step(self):
-        """One optimizer step of all members."""
-        run = self.first.run
-        self.first.set_rates(self.optimizer)
+        """Take one optimizer step of all members."""
+        self.first.set_learning_rates(self.optimizer)
         self.optimizer.zero_grad()
-        losses = self.losses(self.weights, side_by_side([member.next_batch() for member in self.members]))
+        losses = self.losses(self.weights, stack_batches([member.next_batch() for member in self.members]))
         losses.sum().backward()
-        if run.clip:
-            clip([p.grad for p in self.parameters.values()], run.clip)
+        if self.first.run.clip:
+            clip([p.grad for p in self.parameters.values() if p.grad is not None], self.first.run.clip)
         self.optimizer.step()
         for member, loss in zip(self.members, losses.detach()):
-            member.count(loss)
-        if self.pairs:
-            ema_update(self.pairs, self.first.share)
+            member.count_step(loss)
+        if self.ema_pairs:
+            ema_update(self.ema_pairs, self.first.ema_weight)
 
 
-def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters with a gradient, with their names."""
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, also those that no checkpoint keeps."""
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, including buffers that checkpoints leave out."""
     return dict((*module.named_parameters(), *module.named_buffers()))
 
 
-def stacked(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """k equal sets of tensors as one with a leading axis."""
+def stack_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack k dicts of tensors along a new first axis."""
     return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
 
 
-def joined(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers of k equal modules, stacked; those of the modules become slices of them."""
-    states = [state_of(module) for module in modules]
-    together = stacked(states)
-    for at, state in enumerate(states):
-        for name, own in state.items():
-            own.data = together[name][at]
-    return together
+def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Stack the parameters and buffers of k equal modules; the tensors of the modules become slices of the result."""
+    states = [tensors_of(module) for module in modules]
+    stacked = stack_states(states)
+    for index, state in enumerate(states):
+        for name, tensor in state.items():
+            tensor.data = stacked[name][index]
+    return stacked
 
 
-def side_by_side(batches: Sequence[Batch]) -> Batch:
-    """k batches as one with a leading axis."""
-    images, targets, _, teacher_logits = zip(*batches)
-    return Batch(torch.stack(images), torch.stack(targets), teacher_logits=tuple(torch.stack(said) for said in zip(*teacher_logits)))
+def stack_batches(batches: Sequence[Batch]) -> Batch:
+    """Stack k batches along a new first axis."""
+    images, targets, _, logits = zip(*batches)
+    return Batch(torch.stack(images), torch.stack(targets), teacher_logits=tuple(torch.stack(each) for each in zip(*logits)))
 
 
 def clip(gradients: Sequence[Tensor], largest: float):
-    """Cut the gradient of each member, all its parts together, to that norm, as clip_grad_norm_ does for one."""
-    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
-    factor = (largest / (norms + 1e-6)).clamp(max=1)
+    """Scale the gradients of each member (first axis) down to a total norm of `largest`, as clip_grad_norm_ does for one."""
+    norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
+    factors = (largest / (norms + 1e-6)).clamp(max=1)
     for g in gradients:
-        g.mul_(factor.view(-1, *[1] * (g.ndim - 1)))
+        g.mul_(factors.view(-1, *[1] * (g.ndim - 1)))

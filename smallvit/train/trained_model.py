@@ -1,0 +1,92 @@
+"""The trained model of a finished run: loading, and predicting the classes of new images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smallvit import record as records
+from smallvit.data import DataSpec, Preprocess
+from smallvit.record import Record
+from smallvit.run import Run, fingerprint, rebuild
+
+from .initialize import read_weights
+
+
+class TrainedModel:
+    """A trained model together with the preprocessing of its images, as `load` returns it.
+
+        trained = smallvit.load("runs/quickstart/100/scratch/seed0-1a2b3c4d")
+        trained.predict(["one.png", "two.png"])         # names of classes
+        trained.predict_proba(pixels)                   # probabilities, shape (images, classes)
+
+    Images are paths, PIL images, or arrays and tensors with pixels as bytes or in [0, 1]; see `Preprocess`. The attribute
+    `model` is the bare PyTorch module in evaluation mode. Its input is `preprocess(images)`: it gives wrong results for raw pixels.
+
+    model        the PyTorch module; input (images, channels, height, width), normalized
+    classes      the names of the classes, in the order of the outputs
+    preprocess   turns images into the input of `model`
+    run, record  the settings and the record of the run
+    """
+
+    def __init__(self, model: nn.Module, preprocess: Preprocess, run: Run, record: Record):
+        self.model, self.preprocess, self.run, self.record = model.eval(), preprocess, run, record
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the outputs."""
+        return self.preprocess.classes
+
+    @torch.no_grad()
+    def predict_proba(self, images: Any, batch: int = 256) -> Tensor:
+        """The probability of each class for each image, shape (images, classes); each row sums to 1.
+
+        Raises ValueError for images that cannot be read or do not fit, and for a model that was trained without labels.
+        """
+        if not self.run.reads_labels:
+            name = type(self).__name__
+            raise ValueError(f"this {name} was trained without labels, so it has no classifier; use .model.features(...)")
+        parameter = next(self.model.parameters(), torch.zeros(()))
+        pixels = self.preprocess(images)
+        return torch.cat([self.model(part.to(parameter)).float().softmax(-1).cpu() for part in pixels.split(batch)])
+
+    def predict(self, images: Any) -> list[str]:
+        """The name of the most probable class of each image. See `predict_proba` for what images may be."""
+        return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
+
+
+def load(folder: str | Path) -> TrainedModel:
+    """Load the trained model of a finished run. The training data are not needed.
+
+    If the run uses components of your own recipe, import the recipe first: `smallvit.recipe.load_recipe(path)`.
+
+    Raises ValueError if no run has finished in `folder`, and for weights that are damaged or of another run.
+    """
+    folder = Path(folder)
+    record = records.read_record(folder)
+    if record is None or not record.finished:
+        raise ValueError(f"no run has finished in {folder}; expected a folder with {records.RECORD} and {records.WEIGHTS}")
+    if problem := records.damaged_weights(folder, record):
+        raise ValueError(f"{problem}; delete the folder and train the run again")
+    if record.preprocess is None:
+        raise ValueError(f"the record in {folder} does not say how images are preprocessed; train the run again")
+    run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
+    model = run.model(preprocess.size, preprocess.channels, len(preprocess.classes))
+    model.load_state_dict(read_weights(folder, record.fingerprint))
+    return TrainedModel(model, preprocess, run, record)
+
+
+def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:
+    """Write the weights of a model as safetensors, with the fingerprint of the run and the preprocessing as metadata.
+
+    Returns the fields of the record that describe the file.
+    """
+    from safetensors.torch import save_file
+
+    preprocess = Preprocess.from_spec(spec).to_dict()
+    metadata = {"fingerprint": fingerprint(run), "preprocess": json.dumps(preprocess)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    records.write_atomic(path, lambda new: save_file(tensors, new, metadata=metadata))
+    return {"preprocess": preprocess, "weights_sha256": records.file_sha256(path)}
