@@ -1,31 +1,20 @@
-"""Images in memory as uint8 tensors, the labelled subset that a seed draws, and the line between train, val and test.
+"""Data sets in memory as uint8 tensors, with labelled subsets drawn by a seed and train, validation and test splits.
 
-images.py       DataSpec, Images, HeldOut, Subset, Dataset: what a data set is, and how a seed draws labelled images from it
-published.py    digits, mnist and its family, cifar10, svhn: the sets that everybody knows, read from disk or downloaded
-own.py          folder, arrays: people's own image files and .npz archives
+images.py       DataSpec, Images, HeldOut, Subset, Dataset: a data set and the subsets that a seed draws from it
+preprocess.py   Preprocess: image files, PIL images, arrays or tensors -> normalized model input
+published.py    digits, mnist and related sets, cifar10, svhn: public data sets, read from disk or downloaded
+own.py          folder, arrays: your own image files and .npz archives
 
-Every loader returns a `Dataset`, reads once per process so that many runs share one copy, and takes plain values only, so
-that a record can name the call.
+Every loader returns a `Dataset` and reads the files once per process, so that many runs share one copy. A loader takes plain
+values only, so that a record can store the call.
 """
 
 from .images import Dataset, DataSpec, HeldOut, Images, Subset
 from .own import arrays, folder
+from .preprocess import Preprocess
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
 
 __all__ = [
-    "DataSpec",
-    "Dataset",
-    "HeldOut",
-    "Images",
-    "Subset",
-    "arrays",
-    "cifar10",
-    "digits",
-    "emnist",
-    "fashion_mnist",
-    "folder",
-    "kmnist",
-    "mnist",
-    "qmnist",
-    "svhn",
-]
+    "DataSpec", "Dataset", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
+    "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
+]  # fmt: skip

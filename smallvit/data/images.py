@@ -1,12 +1,10 @@
-"""What a data set is: its images and how they are normalised, the sealed test images, and the labelled subset of a seed.
+"""Data sets in memory: images and labels, how pixels are normalized, held-out test images, and labelled subsets.
 
-One `DataSpec` carries what a model and a pipeline must know: channels, size, classes and how pixels are normalised. Images on
-a black background (digits, characters, Fashion-MNIST) keep mean 0 and are divided by the standard deviation: black stays
-exactly 0, so every zero padding inside a model (shifted patches, convolutions) is background rather than a grey frame.
-Photos, and people's own data, use mean and standard deviation. Both come from the pixels of all training images, labelled or
-not, and from no label.
+Pixels are normalized with the mean and standard deviation of all training images, labelled or not; no label is used. For
+images on a black background (digits, characters, Fashion-MNIST) the mean is set to 0, so that black stays exactly 0. Every zero
+padding inside a model (shifted patches, convolutions) is then background and not a gray frame.
 
-Letters: n images in a data set, b in a batch, c channels, h w pixels, k classes.
+Shapes: n images in a data set, b in a batch, c channels, h x w pixels, k classes.
 """
 
 import functools
@@ -27,9 +25,10 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What a model and a pipeline must know about images; `size` is (height, width) in pixels.
+    """Description of a data set: channels, image size (height, width) in pixels, class names, mean and std of pixels.
 
-    `digits` says that a mirror image or a half turn changes the label, as it does for digits and letters.
+    `mean` and `std` have one number for each channel, for pixels in [0, 1]; they normalize the images. `digits=True`
+    says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
     """
 
     name: str
@@ -47,17 +46,25 @@ class DataSpec:
             )
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """Pixels in [0, 1] -> what the model sees; b c h w of any height and width."""
+        """Return (pixels - mean) / std, the input of a model, for float pixels in [0, 1], `b c h w` of any height and width."""
         if not pixels.is_floating_point() or pixels.shape[-3] != self.channels:
             expected = f"floats in [0, 1] with {self.channels} channels, b c h w"
             raise ValueError(f"{self.name}: expected {expected}, got {pixels.dtype} {tuple(pixels.shape)}")
-        mean, std = pixels.new_tensor([self.mean, self.std])[..., None, None]
-        return (pixels - mean) / std
+        return normalize(pixels, self.mean, self.std)
+
+
+def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return (pixels - mean) / std for pixels `b c h w`, with one mean and one standard deviation for each channel."""
+    means, stds = pixels.new_tensor([mean, std])[..., None, None]
+    return (pixels - means) / stds
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Labelled images in memory: `images` uint8 n c h w, `labels` int64 n."""
+    """Images in memory, uint8 `n c h w`, with their labels, int64 `n`, and the `DataSpec` of their data set.
+
+    Raises    ValueError if the images or labels do not fit the spec.
+    """
 
     images: Tensor
     labels: Tensor
@@ -77,35 +84,38 @@ class Images:
         return len(self.labels)
 
     def pixels(self, index: Index = slice(None), device: Device = None) -> Tensor:
-        """The chosen images as float32 in [0, 1], b c h w; they travel to the device as bytes."""
+        """Return the images at `index` on the device, as float32 pixels in [0, 1], `b c h w`; by default all images."""
         return self.images[index].to(device).float() / 255
 
     def targets(self, index: Index = slice(None), device: Device = None) -> Tensor:
-        """The chosen labels as float32 rows that sum to 1, b k: what mixup and label smoothing work on."""
+        """Return the labels at `index` on the device, one-hot encoded as float32, `b k`; by default all labels."""
         return F.one_hot(self.labels[index].to(device), len(self.spec.classes)).float()
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of all pixels and labels."""
-        digest = hashlib.sha256(self.images.contiguous().numpy())
-        digest.update(self.labels.contiguous().numpy())
+        """SHA-256 hash of all pixels and labels, in hexadecimal."""
+        digest = hashlib.sha256(self.images.contiguous().numpy().data)
+        digest.update(self.labels.contiguous().numpy().data)
         return digest.hexdigest()
 
     def take(self, index: Index) -> "Images":
-        """The images at `index`, in that order."""
+        """Return the images and labels at `index`, in that order."""
         return Images(self.images[index], self.labels[index], self.spec)
 
     def batches(self, size: int = 1024, device: Device = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """(normalised images b c h w, labels b) in stored order; the last batch may be shorter."""
+        """Yield (normalized images `b c h w`, labels `b`) in stored order, `size` images a batch; the last may be smaller."""
         if size < 1:
             raise ValueError(f"a batch needs at least 1 image, got size={size}")
         for start in range(0, len(self), size):
-            chosen = slice(start, start + size)
-            yield self.spec.normalise(self.pixels(chosen, device)), self.labels[chosen].to(device)
+            index = slice(start, start + size)
+            yield self.spec.normalise(self.pixels(index, device)), self.labels[index].to(device)
 
 
 class HeldOut:
-    """The test images behind one door: `open()` hands them out and counts it in `reads`; nothing else reaches them."""
+    """Test images that can only be read by calling `open()`, so that training code cannot use them by mistake.
+
+    `reads` counts the calls of `open()`. Length, iteration and indexing raise TypeError.
+    """
 
     def __init__(self, images: Images):
         self.__images = images
@@ -113,28 +123,32 @@ class HeldOut:
 
     @property
     def sha256(self) -> str:
+        """SHA-256 hash of all pixels and labels, in hexadecimal."""
         return self.__images.sha256
 
     def open(self) -> Images:
+        """Return the test images and add 1 to `reads`."""
         self.reads += 1
         return self.__images
 
     def among(self, *others: Images) -> int:
-        """How many test images are, pixel by pixel, among these others too."""
+        """Return how many test images also occur in `others` with exactly the same pixels. This does not count as a read."""
         seen = {hash(image.tobytes()) for images in others for image in images.images.numpy()}
         return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
 
     def _refuse(self, *_):
-        raise TypeError("the test images are sealed: train and choose on train and val, then call .open() once at the end")
+        """Raise TypeError: test images have no length, iteration or indexing."""
+        raise TypeError("the test images are held out: train and choose on train and val, then call .open() once at the end")
 
     __len__ = __iter__ = __getitem__ = _refuse
 
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """What one run may see: its labelled images, from the places `index` of the training images, and its validation images.
+    """The labelled training images and the validation images of one run, with their indices in the data set.
 
-    `val_index` are their places in the data's own validation images or, without these, in the training images.
+    `index` are the indices of `train` in the training images of the data set. `val_index` are the indices of `val` in the
+    validation images of the data set or, if it has none, in its training images.
     """
 
     train: Images
@@ -144,13 +158,13 @@ class Subset:
 
     @property
     def sha256(self) -> str:
-        """Of the labelled images' places as little-endian int64, in the order drawn: equal means the same labels were seen."""
+        """SHA-256 hash of `index` as little-endian int64: equal for equal labelled images in the same order."""
         return hashlib.sha256(self.index.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training images, sealed test images and, where the data brings them, its own validation images."""
+    """A data set: its description, training images, held-out test images, and its own validation images if it has any."""
 
     spec: DataSpec
     train: Images
@@ -159,124 +173,133 @@ class Dataset:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of all pixels and labels of all splits: equal means the same data, wherever the files lie."""
+        """SHA-256 hash of all pixels and labels of all splits: equal for the same data, wherever the files are."""
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @functools.cached_property
     def repeats(self) -> int:
-        """How many test images are training or validation images too."""
+        """Number of test images that also occur, with exactly the same pixels, among the training or validation images."""
         return self.test.among(self.train, *([] if self.val is None else [self.val]))
 
     @classmethod
     def from_arrays(
         cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False
     ) -> "Dataset":
-        """A data set out of numpy arrays: `splits` are train, test and maybe val, each (images, labels).
+        """Build a data set from numpy arrays: `splits` maps "train", "test" and optionally "val" to (images, labels).
 
-        Images n h w or n h w c, uint8 or floats in [0, 1]; labels n or n 1. `black`: the background is, so the mean is 0.
+        Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
+        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`.
 
-        Raises: ValueError naming the split whose pixels or labels do not fit.
+        Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
         """
-        pixels = {part: _pixels(images, f"{name}, {part} images") for part, (images, _) in splits.items()}
+        if len(classes) < 2:
+            raise ValueError(f"{name}: expected at least 2 classes, got {len(classes)} {list(classes)}")
+        pixels = {split: _to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
         if pixels["train"].max() == 1:
             raise ValueError(f"{name}: the training images are bytes of 0 and 1, nearly black; expected 0 to 255, or floats")
-        mean, std = _statistics(pixels["train"])
-        channels, *size = pixels["train"].shape[1:]
+        mean, std = _mean_and_std(pixels["train"])
+        channels, h, w = pixels["train"].shape[1:]
         mean = (0.0,) * channels if black else mean
-        spec = DataSpec(name=name, channels=channels, size=tuple(size), classes=classes, mean=mean, std=std, digits=digits)
+        spec = DataSpec(name=name, channels=channels, size=(h, w), classes=classes, mean=mean, std=std, digits=digits)
         images = {}
-        for part, (_, labels) in splits.items():
-            n = len(pixels[part])
+        for split, (_, labels) in splits.items():
+            n = len(pixels[split])
             if labels.dtype.kind not in "iu" or labels.shape not in ((n,), (n, 1)):
-                raise ValueError(f"{name}, {part} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
+                raise ValueError(f"{name}, {split} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
             try:
-                images[part] = Images(pixels[part], torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
+                images[split] = Images(pixels[split], torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
             except ValueError as error:
-                raise ValueError(f"{name}, {part}: {error}") from error
+                raise ValueError(f"{name}, {split}: {error}") from error
         return cls(spec, images["train"], HeldOut(images["test"]), images.get("val"))
 
     def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
-        """`labels` class-balanced training images and `val` validation images, fixed by `seed` alone.
+        """Draw `labels` class-balanced training images and `val` validation images; both depend on the seed only.
 
-        The classes take turns, in an order that the seed decides, and each gives its images in a shuffled order. So every
-        prefix is balanced, and the first 100 of 1,000 are the 100. Validation images come from the other end of the same
-        orders, in proportion to the class frequencies: never among the labelled, and the same for every `labels`. Where the
-        data has its own validation images, these are shuffled and the first `val` taken.
+        labels   number of labelled training images; None: all training images that are not used for validation
+        val      number of validation images; None: all of the data set's own, or, if it has none, a fifth of the training
+                 images, at most 1,000
 
-        `labels=None`: all training images that do not validate. `val=None`: a fifth of the training images, at most 1,000,
-        or all of the data's own validation images.
+        The classes take turns, in an order drawn by the seed, and each class gives its images in a shuffled order. So the first
+        images of a large subset are a smaller subset: every prefix is class-balanced, and the first 100 of 1,000 labels are the
+        subset with labels=100. A data set without validation images gives some training images: those at the end of each
+        class's order, in proportion to the class sizes. They are never labelled, and are the same for every `labels`. The own
+        validation images of a data set are shuffled, and the first `val` are taken.
 
-        Raises: ValueError if there are fewer images than asked for, or a class has too few for its turns.
+        Raises    ValueError if there are fewer images than requested, or a class has too few images for a balanced subset.
         """
         source = self.train if self.val is None else self.val
         for name, count, most in (("labels", labels, len(self.train)), ("val", val, len(source))):
             if count is not None and (not isinstance(count, int) or not 0 <= count <= most):
-                raise ValueError(f"{name}={count!r}: expected None or a number from 0 to {most}, the images that there are")
+                raise ValueError(f"{name}={count!r}: expected None or a number from 0 to {most}, the number of images")
         if self.val is None:
-            held = min(1000, len(self.train) // 5) if val is None else val
-            order, val_index = draw(self.train.labels, held, seed, "subset")
+            held_out = min(1000, len(self.train) // 5) if val is None else val
+            order, val_index = balanced_split(self.train.labels, held_out, seed, "subset")
         else:
-            order, _ = draw(self.train.labels, 0, seed, "subset")
+            order, _ = balanced_split(self.train.labels, 0, seed, "subset")
             val_index = torch.tensor(shuffled(range(len(self.val)), seed, "val")[:val], dtype=torch.int64)
-        self._check_turns(labels, order, seed)
+        self._check_class_sizes(labels, order, seed)
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 
-    def _check_turns(self, labels: int | None, order: Tensor, seed: int) -> None:
-        """Refuse `labels` if a class has fewer images left in `order` than turns to give one, or no turn at all."""
+    def _check_class_sizes(self, labels: int | None, order: Tensor, seed: int) -> None:
+        """Raise ValueError if a class has too few training images in `order` for a balanced subset of `labels` images."""
         k = len(self.spec.classes)
         if labels is not None and labels < k:
-            raise ValueError(f"labels={labels} leaves classes without a training example: expected at least {k}, one for each")
+            raise ValueError(f"labels={labels} leaves classes without a training image: expected at least {k}, one for each")
         left = torch.bincount(self.train.labels[order], minlength=k).tolist()
         turns = shuffled(range(k), seed, "subset/class")
         most = min(left[label] * k + turn for turn, label in enumerate(turns))
         for turn, label in enumerate(turns):
             needed = 1 if labels is None else labels // k + (turn < labels % k)
             if left[label] < needed:
-                name, held = self.spec.classes[label], len(self.train) - len(order)
+                name, held_out = self.spec.classes[label], len(self.train) - len(order)
                 raise ValueError(
-                    f"labels={labels} needs {needed} images of class {name!r}, which has {left[label]} beside the {held} for "
-                    f"validation; a balanced subset here has at most {most} labels"
+                    f"labels={labels} needs {needed} training images of class {name!r}, which has {left[label]} besides the "
+                    f"{held_out} validation images; the largest balanced subset here has {most} labels"
                 )
 
 
-def draw(labels: Tensor, held: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
-    """Places of the images in turns of the classes: those to draw from, and `held` ones from the end of each class."""
-    place = torch.tensor(shuffled(range(len(labels)), seed, name))
-    label = labels[place]
+def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tuple[Tensor, Tensor]:
+    """Split image indices in two: an order in which the classes take turns, and `held_out` indices in proportion to class size.
+
+    `labels` are the labels of all images. The order of the classes, and of the images within a class, is drawn from the random
+    stream of that name; the held-out images are the last ones of each class.
+    """
+    index = torch.tensor(shuffled(range(len(labels)), seed, stream))
+    label = labels[index]
     count = torch.bincount(label)
-    rank = torch.empty_like(place)  # the rank of an image within its class
+    rank = torch.empty_like(index)  # the position of an image within its class
     rank[label.argsort(stable=True)] = torch.cat([torch.arange(n) for n in count.tolist()])
-    turn = torch.tensor(shuffled(range(len(count)), seed, f"{name}/class")).argsort()
+    turn = torch.tensor(shuffled(range(len(count)), seed, f"{stream}/class")).argsort()
     order = (rank * len(count) + turn[label]).argsort()
-    is_held = (rank >= (count - _proportional(held, count))[label])[order]
-    return place[order][~is_held], place[order][is_held]
+    is_held_out = (rank >= (count - _proportional(held_out, count))[label])[order]
+    return index[order][~is_held_out], index[order][is_held_out]
 
 
 def _proportional(total: int, count: Tensor) -> Tensor:
-    """`total` shared out in proportion to `count` by the largest remainder, in whole numbers throughout."""
+    """Divide `total` into integers in proportion to `count`, by the largest remainder method; they sum to `total`."""
     share, remainder = total * count // count.sum(), total * count % count.sum()
     share[remainder.argsort(descending=True, stable=True)[: total - int(share.sum())]] += 1
     return share
 
 
-def _pixels(array: np.ndarray, what: str) -> Tensor:
-    """Images n h w or n h w c, bytes or fractions -> uint8 n c h w."""
+def _to_uint8(array: np.ndarray, name: str) -> Tensor:
+    """Convert images `n h w` or `n h w c`, uint8 or floats in [0, 1], to uint8 `n c h w`; `name` is for error messages."""
     array = array[..., None] if array.ndim == 3 else array
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
-        raise ValueError(f"{what}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")
+        raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")
     if array.dtype.kind == "f":
-        wrong = np.argwhere(~((array >= 0) & (array <= 1)))  # NaN fails both
+        wrong = np.argwhere(~((array >= 0) & (array <= 1)))  # also finds NaN
         if len(wrong):
-            raise ValueError(f"{what}: expected floats in [0, 1], but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
+            raise ValueError(f"{name}: expected floats in [0, 1], but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
         array = np.rint(array * 255).astype(np.uint8)
     if array.dtype != np.uint8:
-        raise ValueError(f"{what}: expected uint8 or floats in [0, 1], got {array.dtype}")
+        raise ValueError(f"{name}: expected uint8 or floats in [0, 1], got {array.dtype}")
     return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 3, 1, 2)))
 
 
-def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in [0, 1], from its histogram; a channel that never varies gets 1."""
+def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel of uint8 images, scaled to [0, 1]; a constant channel gets std 1."""
     count = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
     share = count / count.sum(1, keepdim=True)
     value = torch.arange(256).double() / 255
