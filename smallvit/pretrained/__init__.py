@@ -1,8 +1,11 @@
-"""timm: its weights in our ViT, and our slots in its models. The only room that knows timm's names.
+"""Pretrained weights, and conversion between our models and timm's. No other module of smallvit knows timm's names.
 
-`Weights` are what a run may start from: a name of timm's hub, or a file. `from_timm` turns a timm Vision Transformer into the
-same function as a `ViT`, `to_timm` is the way back, and `like` names the `ViT` of that shape; `apply` reduces the tokens of a
-finished model, ours or timm's. `timm_attention` and `timm_tokenizer` make of our slots what timm's constructors ask for.
+weights.py           Weights: a pretrained model of timm's hub or a file, as the initialization of a run
+files.py             reading files of weights
+convert.py           from_timm: a timm Vision Transformer as a `ViT`; like: the `ViT` with the shape of a timm model
+export.py            to_timm: a `ViT` as a timm Vision Transformer
+apply_reduction.py   apply: a trained model with merging or pruning of tokens
+slots.py             timm_attention, timm_tokenizer: our slots as arguments of timm's constructors
 """
 
 from .apply_reduction import apply

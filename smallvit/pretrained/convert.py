@@ -1,8 +1,9 @@
-"""timm's Vision Transformers as ours: the names of their weights, their shape, their function."""
+"""Convert Vision Transformers of timm to our `ViT`: names of weights, shape, and the whole model."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, ViT
 
-NAMES = {  # parts of timm's names -> ours
+VIT_S = "vit_small_patch16_224.augreg_in21k_ft_in1k"
+NAMES = {  # parts of timm's names of weights -> ours
     "pos_embed": "position.table",
     "patch_embed.": "tokenizer.",
     ".attn.": ".attention.",
@@ -25,16 +27,24 @@ NAMES = {  # parts of timm's names -> ours
 }
 
 
-def translated(name: str, words: Iterable[tuple[str, str]]) -> str:
-    """The name with its parts in other words: one without a dot in front begins the name, one without a dot behind ends it."""
-    for old, new in words:
-        begins, ends = "" if old.startswith(".") else "^", "" if old.endswith(".") else "$"
-        name = re.sub(f"{begins}{re.escape(old)}{ends}", new, name)
+def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Replace parts of the name of a weight, given (old, new) pairs.
+
+    An old part without a leading dot matches only at the start of the name; one without a trailing dot only at its end.
+    """
+    for old, new in pairs:
+        start, end = "" if old.startswith(".") else "^", "" if old.endswith(".") else "$"
+        name = re.sub(f"{start}{re.escape(old)}{end}", new, name)
     return name
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A timm `vit_*` state dict under our names: class token and registers joined to `prefix`, their batch axes dropped."""
+    """Rename the state dict of a timm `vit_*` model to the names of our `ViT`.
+
+    Class token and registers are joined to `prefix`. The batch axis of these tokens and of the positions is removed.
+
+    Raises   ValueError for the state dict of another kind of model.
+    """
     widths = [len(tensor) for name, tensor in state.items() if name.endswith(".norm1.weight")]
     if not widths:
         raise ValueError(
@@ -43,62 +53,67 @@ def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tokens = [state[name][0] for name in ("cls_token", "reg_token") if name in state]
     renamed = {"prefix": torch.cat(tokens) if tokens else torch.empty(0, widths[0])}
     for name, tensor in state.items():
-        if name in ("cls_token", "reg_token"):
-            continue
-        name = translated(name, NAMES.items())
-        renamed[name] = tensor[0] if name == "position.table" else tensor
+        if name not in ("cls_token", "reg_token"):
+            name = replace_parts(name, NAMES.items())
+            renamed[name] = tensor[0] if name == "position.table" else tensor
     return renamed
 
 
 def from_timm(model: nn.Module) -> ViT:
-    """A `ViT` that computes what this timm `VisionTransformer` computes, with its weights; the model itself is left alone.
+    """Convert a timm `VisionTransformer` to a `ViT` with copies of its weights and equal outputs.
 
-    Class token or mean pooling, registers, LayerScale, qk-norm, learned positions with or without the prefix, any image size
-    and number of channels, no head where it has none (`num_classes=0`); on the device and in the precision of the model.
-    Dropout of any kind (stochastic depth, patches) is not carried over: give it to a `ViT` of your own.
+    The timm model is left unchanged; the new one has its device, precision and mode. Supported are class token or mean pooling,
+    registers, LayerScale, qk-norm, learned positions (with or without the prefix tokens) or none, any image size and number of
+    channels, and models without a head (`num_classes=0`).
 
-    Raises   ValueError for a model with parts that a `ViT` does not have, naming them.
+    Departs  Dropout of any kind (also stochastic depth and patch dropout) is not copied; build a `ViT` with these options.
+             `dynamic_img_pad=True` has no effect: timm pads images that the patches do not tile, a `ViT` raises ValueError.
+    Raises   ValueError for a model with parts that a `ViT` does not have; the error names them.
     """
-    ours = shape(model)(tuple(model.patch_embed.img_size), model.patch_embed.proj.in_channels, model.num_classes)
-    ours.to(model.blocks[0].norm1.weight).load_state_dict(rename(model.state_dict()), strict=True)
-    return ours.train(model.training)
+    timm_model: Any = model
+    new = vit_with_shape_of(model)(
+        tuple(timm_model.patch_embed.img_size), timm_model.patch_embed.proj.in_channels, timm_model.num_classes
+    )
+    new.to(timm_model.blocks[0].norm1.weight).load_state_dict(rename(model.state_dict()), strict=True)
+    return new.train(model.training)
 
 
-def like(name: str, **knobs) -> Callable[..., ViT]:
-    """A `partial(ViT, ...)` of the shape of timm's model of that name, for a recipe; `knobs` of the ViT go before.
+def like(name: str, **options) -> Callable[..., ViT]:
+    """Return a `partial(ViT, ...)` with the shape of the timm model of this name, for `Run(model=...)`.
 
-    Nothing is loaded: `Run(model=like(name), init=Weights(name))` does that. A smaller patch suits smaller images,
-    `tokenizer=partial(PatchEmbed, patch=4)`; `Weights` then resize its kernel, and the positions.
+    No weights are loaded; `Run(model=like(name), init=Weights(name=name))` loads them. `options` of the `ViT` override the
+    shape, such as `tokenizer=partial(PatchEmbed, patch=4)` for small images: `Weights` then resizes the patch kernel and the
+    positions.
 
-    Raises   ValueError for a name that timm does not have, naming the nearest, and for a model that is no plain ViT.
+    Raises   ValueError for a name that timm does not know (the error lists similar names), and for a model that a `ViT` cannot
+             represent.
     """
-    made = shape(skeleton(name))
-    return partial(made, **knobs) if knobs else made
+    made = vit_with_shape_of(timm_on_meta(name))
+    return partial(made, **options) if options else made
 
 
-def skeleton(name: str) -> nn.Module:
-    """timm's model of that name without memory for its weights, and with a head."""
+def timm_on_meta(name: str) -> nn.Module:
+    """Create the timm model of this name with a head of 10 classes on the device "meta", where weights need no memory."""
     import timm
 
-    if not timm.is_model(name.partition(".")[0]):
-        near = timm.list_models(f"*{name.partition('.')[0][:9]}*")[:3]
-        raise ValueError(f"timm has no model {name!r}; expected one of timm.list_models(), such as {', '.join(near) or VIT_S}")
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        similar = timm.list_models(f"*{architecture[:9]}*")[:3]
+        raise ValueError(
+            f"timm has no model {name!r}; expected one of timm.list_models(), such as {', '.join(similar) or VIT_S}"
+        )
     with torch.device("meta"):
-        return timm.create_model(name.partition(".")[0], num_classes=10)
+        return timm.create_model(architecture, num_classes=10)
 
 
-VIT_S = "vit_small_patch16_224.augreg_in21k_ft_in1k"
-
-
-def shape(model: nn.Module) -> Callable[..., ViT]:
-    """The `partial(ViT, ...)` that has a place for all that this timm model computes. Raises ValueError where there is none."""
-    strange = strangers(model)
-    if strange:
-        raise ValueError(f"this timm model has {', '.join(strange)}, which a ViT does not; expected a plain vit_* model")
-    first, embed = model.blocks[0], model.patch_embed
+def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
+    """Return the `partial(ViT, ...)` that represents this timm model. Raises ValueError if there is none."""
+    if parts := unsupported_parts(model):
+        raise ValueError(f"this timm model has {', '.join(parts)}, which a ViT does not; expected a plain vit_* model")
+    first, dim = model.blocks[0], model.embed_dim
     mean = model.global_pool == "avg"
-    extra = sum(token.shape[1] for token in (model.cls_token, model.reg_token) if token is not None)
-    hidden, dim = first.mlp.fc1.out_features, model.embed_dim
+    prefix = sum(token.shape[1] for token in (model.cls_token, model.reg_token) if token is not None)
+    hidden = first.mlp.fc1.out_features
     attention, block = {}, {}
     if first.attn.head_dim * first.attn.num_heads != dim:
         attention["head_dim"] = first.attn.head_dim
@@ -116,40 +131,34 @@ def shape(model: nn.Module) -> Callable[..., ViT]:
         dim=dim,
         depth=len(model.blocks),
         heads=first.attn.num_heads,
-        tokenizer=partial(PatchEmbed, patch=embed.patch_size[0]),
+        tokenizer=partial(PatchEmbed, patch=model.patch_embed.patch_size[0]),
         position=None if model.pos_embed is None else position,
         attention=partial(Attention, **attention) if attention else Attention,
         pool=MeanTokens if mean else ClassToken,
-        registers=extra - (0 if mean else 1),
+        registers=prefix - (0 if mean else 1),
         block=partial(Block, **block) if block else Block,
         norm_after_pool=isinstance(model.fc_norm, nn.LayerNorm),
     )
 
 
-def strangers(model: nn.Module) -> list[str]:
-    """The parts of a timm Vision Transformer that our ViT has no place for: classes first, then settings of known classes."""
-    import timm.layers as layers
+def unsupported_parts(model: Any) -> list[str]:
+    """Return the parts of a timm model that our `ViT` cannot represent: unknown classes, or else settings of known classes."""
+    import timm.layers
     from timm.models import vision_transformer as vit
 
-    known = {
-        vit.VisionTransformer,
-        vit.Block,
-        layers.PatchEmbed,
-        layers.Attention,
-        layers.Mlp,
-        layers.LayerScale,
-        layers.LayerNorm,
-    }
-    known |= {layers.DropPath, layers.PatchDropout, layers.GELU, nn.GELU, nn.LayerNorm, nn.Linear, nn.Conv2d}
+    layers: Any = timm.layers
+    known = {vit.VisionTransformer, vit.Block, layers.PatchEmbed, layers.Attention, layers.Mlp, layers.LayerScale}
+    known |= {layers.LayerNorm, layers.DropPath, layers.PatchDropout, layers.GELU, nn.GELU, nn.LayerNorm, nn.Linear, nn.Conv2d}
     known |= {nn.Sequential, nn.Dropout, nn.Identity}
     if type(model) is not vit.VisionTransformer:
         return [f"the class {type(model).__name__}"]
-    odd = sorted({type(module).__name__ for module in model.modules() if type(module) not in known})
-    if odd:
-        return odd
-    first, embed = model.blocks[0], model.patch_embed
+    unknown = sorted({type(module).__name__ for module in model.modules() if type(module) not in known})
+    if unknown:
+        return unknown
+    first: Any = model.blocks[0]
+    embed: Any = model.patch_embed
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    found = {
+    settings = {
         f"pooling {model.global_pool!r}": model.global_pool not in ("token", "avg"),
         "prefix tokens in its mean": model.global_pool == "avg" and model.pool_include_prefix,
         "no last norm": model.norm not in norms and model.fc_norm not in norms,
@@ -161,4 +170,4 @@ def strangers(model: nn.Module) -> list[str]:
         "GELU by tanh": getattr(first.mlp.act, "approximate", "none") != "none",
         "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
     }
-    return [part for part, is_there in found.items() if is_there]
+    return [setting for setting, present in settings.items() if present]

@@ -1,48 +1,56 @@
-"""Files of weights: what is in them, under timm's names and held against timm's model, and nothing in them executed."""
+"""Read files of pretrained weights and compare them with the timm model of their name. No code in a file is executed."""
 
 import argparse
+import math
 import re
 from pathlib import Path
-from zipfile import BadZipFile
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .convert import VIT_S, skeleton
+from .convert import VIT_S, timm_on_meta
 
 HEADS = ("head.", "fc.", "pre_logits.", "head_dist.")
 
 
 def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], tuple[float, ...]]:
-    """The weights in a file under timm's names, held against timm's model of that name; and its mean and standard deviation.
+    """Read a file with the weights of the timm model `name`.
 
-    A head of any size, and none, will do.
+    Returns a state dict under timm's names (float32), and the mean and standard deviation of the pixels that the weights
+    expect. A head of any size is accepted, and also none. Early files store the patch kernel as a matrix, (dim, 3 * patch *
+    patch).
+
+    Raises   ValueError for a file that is damaged, or whose weights do not have the names and shapes of this model; the error
+             names the file.
     """
-    native = skeleton(name)
-    state = from_npz(path, name) if path.suffix == ".npz" else unwrapped(from_file(path))
-    wanted = {key: tuple(tensor.shape) for key, tensor in native.state_dict().items()}
-    strange = [f"{key} is missing" for key in wanted if key not in state and not key.startswith("head.")]
-    strange += [f"{key} is unknown" for key in state if key not in wanted and not key.startswith(HEADS)]
-    flat = state.get("patch_embed.proj.weight", torch.empty(0)).ndim == 2  # as early files have it: its patch is not to be seen
-    free = ("pos_embed", *HEADS, *(["patch_embed.proj.weight"] if flat else []))
-    strange += [f"{key} is not finite" for key in wanted if key in state and not state[key].isfinite().all()]
-    strange += [
-        f"{key} is {tuple(state[key].shape)}, expected {shape}"
-        for key, shape in wanted.items()
-        if key in state and tuple(state[key].shape) != shape and not key.startswith(free)
-    ]
-    if strange:
-        raise ValueError(f"{path.name} is not {name}: {several(strange)}; expected its weights under timm's names")
-    cfg = config(name)
-    return {key: state[key].float() for key in wanted if key in state}, tuple(cfg.mean), tuple(cfg.std)
+    expected = {key: tuple(tensor.shape) for key, tensor in timm_on_meta(name).state_dict().items()}
+    state = from_npz(path, name) if path.suffix == ".npz" else unwrap(from_file(path), path)
+    wrong = [f"{key} is missing" for key in expected if key not in state and not key.startswith("head.")]
+    wrong += [f"{key} is unknown" for key in state if key not in expected and not key.startswith(HEADS)]
+    wrong += [f"{key} is not finite" for key in expected if key in state and not state[key].isfinite().all()]
+    for key, shape in expected.items():
+        found = tuple(state[key].shape) if key in state else shape
+        if key == "pos_embed":  # the number of positions may differ
+            same = len(found) == 3 and (found[0], found[2]) == (shape[0], shape[2])
+        elif key == "patch_embed.proj.weight" and len(found) == 2:
+            same = found[0] == shape[0] and found[1] == 3 * math.isqrt(found[1] // 3) ** 2 > 0
+        else:
+            same = found == shape or key.startswith(HEADS)
+        wrong += [] if same else [f"{key} is {found}, expected {shape}"]
+    if wrong:
+        raise ValueError(f"{path.name} is not {name}: {list_some(wrong)}; expected its weights under timm's names")
+    config = timm_config(name)
+    return {key: state[key].float() for key in expected if key in state}, tuple(config.mean), tuple(config.std)
 
 
-def several(found: list[str]) -> str:
-    return ", ".join(found[:5]) + f" and {len(found) - 5} more" * (len(found) > 5)
+def list_some(items: list[str]) -> str:
+    """Join the first five items with commas, and add how many more there are."""
+    return ", ".join(items[:5]) + f" and {len(items) - 5} more" * (len(items) > 5)
 
 
-def config(name: str):
-    """What timm says of the weights of that name. Raises ValueError for a name or a tag that it does not have."""
+def timm_config(name: str) -> Any:
+    """Return timm's configuration of the pretrained weights `name`. Raises ValueError for an unknown name or tag."""
     from timm.models import get_pretrained_cfg
 
     try:
@@ -51,57 +59,66 @@ def config(name: str):
         raise ValueError(f"timm has no weights {name!r} ({error}); expected a name with its tag, such as {VIT_S!r}") from error
 
 
-def from_file(path: Path) -> dict:
-    """What a file of torch's or safetensors holds; nothing in it is executed."""
+def from_file(path: Path) -> Any:
+    """Load a .safetensors file or a checkpoint of torch without executing code. Raises ValueError if it cannot be read."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's own checkpoints hold their options in one
+        with torch.serialization.safe_globals([argparse.Namespace]):  # checkpoints of DINO store their options in one
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a broken file makes of either
+    except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected a file of weights") from error
 
 
-def unwrapped(state: object) -> dict[str, Tensor]:
-    """The state dict itself, out of its wrapping: `{"model": ...}`, a DINO checkpoint's teacher, `module.` and `backbone.`."""
+def unwrap(state: Any, path: Path) -> dict[str, Tensor]:
+    """Return the state dict inside a loaded checkpoint.
+
+    It may be inside of "teacher" (DINO), "model_ema", "state_dict" or "model". Prefixes of names, such as "module." and
+    "backbone.", are removed. `path` is for the error.
+
+    Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not floating point.
+    """
     for key in ("teacher", "model_ema", "state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"found a {type(state).__name__} without tensors; expected a state dict, or one under 'model'")
-    found = {}
+        raise ValueError(f"{path} holds a {type(state).__name__} without tensors; expected a state dict, or one under 'model'")
+    weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", name)
         if not isinstance(tensor, Tensor):
             continue
-        if bare in found:
-            raise ValueError(f"two weights of the file are called {bare}, as {name} is; expected one of each")
+        bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", str(name))
+        if bare in weights:
+            raise ValueError(f"{path} has two weights called {bare}, one of them as {name}; expected one of each")
         if not tensor.is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype}; expected real numbers, as weights are trained")
-        found[bare] = tensor
-    return found
+            raise ValueError(f"{name} in {path} is {tensor.dtype}; expected floating-point weights")
+        weights[bare] = tensor
+    return weights
 
 
 def from_npz(path: Path, name: str) -> dict[str, Tensor]:
-    """The original weights of Google's, by timm's reader of them."""
+    """Read an original .npz file of Google with timm's own reader, and return the weights under timm's names.
+
+    Raises   ValueError for a damaged file, and for the weights of another model; the error names the file.
+    """
     import numpy
     import timm
 
     with torch.device("cpu"):
-        model = timm.create_model(name.partition(".")[0])
+        model: Any = timm.create_model(name.partition(".")[0])
+    expected = tuple(model.patch_embed.proj.weight.permute(2, 3, 1, 0).shape)
     try:
         with numpy.load(path) as arrays:
             kernel, bias = arrays["embedding/kernel"].shape, arrays.get("head/bias")
-            heads = None if bias is None else bias.shape
-        wanted = tuple(model.patch_embed.proj.weight.permute(2, 3, 1, 0).shape)
-        if kernel != wanted:
-            raise ValueError(f"{path.name} is not {name}: embedding/kernel is {kernel}, expected {wanted}")
-        model.load_pretrained(str(path))
+        if kernel == expected:
+            model.load_pretrained(str(path))
     except KeyError as error:
         raise ValueError(f"{path.name} is not {name}: {error.args[0]}") from error
-    except (OSError, EOFError, BadZipFile) as error:
+    except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected the original .npz") from error
-    random = ("head.",) if heads != tuple(model.head.bias.shape) else ("-",)  # timm leaves a head of another size as it was
-    return {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(random)}
+    if kernel != expected:
+        raise ValueError(f"{path.name} is not {name}: embedding/kernel is {kernel}, expected {expected}")
+    loaded_head = bias is not None and bias.shape == tuple(model.head.bias.shape)  # timm does not load a head of another size
+    return {key: tensor for key, tensor in model.state_dict().items() if loaded_head or not key.startswith("head.")}

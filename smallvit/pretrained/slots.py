@@ -1,26 +1,30 @@
-"""Our slots in timm's constructors: `attn_layer=` and `embed_layer=`, by adapting and never by patching timm's classes."""
+"""Use our attentions and tokenizers in models of timm, through timm's arguments `attn_layer=` and `embed_layer=`."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 
 def timm_attention(attention: Callable) -> type[nn.Module]:
-    """A class for timm's `attn_layer=` (timm >= 1.0.23): our attention with its knobs, under timm's calling convention.
+    """Return a module class with our attention for timm's argument `attn_layer=` (timm >= 1.0.23).
 
-    `qkv`, `proj` and the norms keep timm's names, so that pretrained weights load; what only ours has (a temperature) keeps its
-    start, and timm's strict loading has to be told (`pretrained_strict=False`).
+    `attention` is a class or a partial with options, such as `partial(LocalityAttention, mask_self=False)`. Its weights have
+    timm's names, so that pretrained weights of timm load. Parameters that timm does not have, such as a temperature, keep their
+    initial value; timm then needs `pretrained_strict=False`.
 
-    Raises   ValueError for options of timm's that ours does not have: `scale_norm`, `proj_bias=False`, `qk_norm` by another
-             norm than a LayerNorm with epsilon 1e-6.
+    Raises   ValueError, when timm builds the model, for options of timm that our attention does not have: `scale_norm`,
+             `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with epsilon 1e-6.
     """
-    slot, knobs = (attention.func, attention.keywords) if isinstance(attention, partial) else (attention, {})
+    slot, options = split_partial(attention)
     takes_norm = "qk_norm" in inspect.signature(slot).parameters
 
     class TimmAttention(slot):
+        """Our attention with the arguments of timm's attention."""
+
         def __init__(
             self,
             dim,
@@ -37,9 +41,9 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
         ):
             norm = norm_layer(1) if norm_layer else nn.LayerNorm(1, eps=1e-6)
             fits = takes_norm and isinstance(norm, nn.LayerNorm) and norm.eps == 1e-6
-            refuse(slot, others | {"qk_norm": qk_norm and not fits, "proj_bias=False": not proj_bias})
-            chosen = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {}) | knobs
-            super().__init__(dim, num_heads, **chosen)
+            refuse_options(slot, others | {"qk_norm": qk_norm and not fits, "proj_bias=False": not proj_bias})
+            timms = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {})
+            super().__init__(dim, num_heads, **timms | options)
             self.proj_drop = nn.Dropout(proj_drop)
             self.to(device=device, dtype=dtype)
 
@@ -55,17 +59,21 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
 
 def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
-    """A class for timm's `embed_layer=`: our tokenizer with its knobs, under timm's calling convention.
+    """Return a module class with our tokenizer for timm's argument `embed_layer=`.
 
-    timm's `patch_size` goes to a tokenizer that has a knob `patch` and leaves it open; a convolutional stem has its own stride.
+    `tokenizer` is a class or a partial with options. timm's `patch_size` sets the option `patch` of the tokenizer, unless the
+    partial sets it. A convolutional stem ignores `patch_size`, because its layers set its stride.
 
-    Raises   ValueError for options of timm's that ours do not have: a norm behind the embedding, no bias (`pre_norm`), padding,
-             patches that are not square; and for images of another size without `dynamic_img_size=True`.
+    Raises   ValueError, when timm builds the model, for options of timm that our tokenizers do not have: a norm after the
+             embedding, no bias (`pre_norm`), padding (`dynamic_img_pad`) and patches that are not square. The model raises it
+             for images of another size, unless it has `dynamic_img_size=True`.
     """
-    slot, knobs = (tokenizer.func, tokenizer.keywords) if isinstance(tokenizer, partial) else (tokenizer, {})
+    slot, options = split_partial(tokenizer)
     takes_patch = "patch" in inspect.signature(slot).parameters
 
     class TimmTokenizer(nn.Module):
+        """Our tokenizer with the arguments and attributes of timm's `PatchEmbed`."""
+
         def __init__(
             self,
             img_size=224,
@@ -80,20 +88,22 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
             **others,
         ):
             super().__init__()
-            image, (patch, width) = pair(img_size), pair(patch_size)
+            image, (patch, width) = as_pair(img_size), as_pair(patch_size)
             unlike = {"bias=False": not bias, "patch_size": patch != width, "output_fmt": output_fmt not in (None, "NHWC")}
-            refuse(slot, others | unlike)
+            refuse_options(slot, others | unlike)
             self.img_size, self.strict, self.as_image = image, strict_img_size, output_fmt is not None
-            self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if takes_patch else {}) | knobs)
+            self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if takes_patch else {}) | options)
             self.grid_size = self.tokens.grid(image)
             self.num_patches = self.grid_size[0] * self.grid_size[1]
             self.patch_size = (image[0] // self.grid_size[0], image[1] // self.grid_size[1])
             self.to(device=device, dtype=dtype)
 
         def feat_ratio(self, as_scalar=True):
+            """Return the patch size in pixels."""
             return max(self.patch_size) if as_scalar else self.patch_size
 
         def dynamic_feat_size(self, img_size):
+            """Return the grid of patches for images of this size."""
             return self.tokens.grid(img_size)
 
         def forward(self, x):
@@ -108,14 +118,19 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     return TimmTokenizer
 
 
-def refuse(slot: Callable, options: Mapping[str, object]):
-    """Raise for options of timm's that are set and that a slot of ours does not have."""
-    asked = [name for name, value in options.items() if value]
-    if asked:
+def split_partial(slot: Callable) -> tuple[Any, dict[str, Any]]:
+    """Return the class and the options of a class or of a partial of a class."""
+    return (slot.func, slot.keywords) if isinstance(slot, partial) else (slot, {})
+
+
+def refuse_options(slot: Callable, options: Mapping[str, object]):
+    """Raise ValueError for options of timm that are set (true) and that this class of ours does not have."""
+    if names := [name for name, value in options.items() if value]:
         raise ValueError(
-            f"timm asks {slot.__name__} for {', '.join(asked)}, which it does not have; leave it as timm has it by default"
+            f"timm asks {slot.__name__} for {', '.join(names)}, which it does not have; leave it as timm has it by default"
         )
 
 
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+def as_pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return (height, width) for one number or for two."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

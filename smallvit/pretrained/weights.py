@@ -1,12 +1,13 @@
-"""Weights from elsewhere: found, read, held against the model name by name, and fitted to other images."""
+"""Pretrained weights as the initialization of a run: find the file, compare it with the model, and adapt it to the images."""
 
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,39 +16,42 @@ from smallvit.positions import Learned, resample
 from smallvit.tokenizers import PatchEmbed, Resized, ShiftedPatchEmbed
 from smallvit.vit import ViT
 
-from .convert import VIT_S, rename, skeleton
-from .files import config, read, several
+from .convert import VIT_S, rename, timm_on_meta
+from .files import list_some, read, timm_config
 
 FOLDER = "SMALLVIT_WEIGHTS"
 HUB_FILE = "model.safetensors"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+PROJ = "tokenizer.proj"
 
 
 class Unavailable(ValueError):
-    """Weights that are neither in a file nor to be had from the hub: a run that starts from them cannot be, the others can."""
+    """Raised if pretrained weights are in no file and cannot be downloaded. Other runs can continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Trained elsewhere, for `Run(init=Weights(...))` with a `ViT` of that shape, `like(name)`.
+    """Pretrained weights as the initialization of a run: `Run(model=like(name), init=Weights(name=name))`.
 
-    name     timm's name with its tag, such as "vit_small_patch16_224.augreg_in21k_ft_in1k": which data it was trained on, and
-             the mean and standard deviation of the pixels that it expects
-    file     a .safetensors, a .pth (also {"model": ...}, also a DINO checkpoint, of which the teacher is taken) or the original
-             .npz of Google's; None: `$SMALLVIT_WEIGHTS/<name>.<any of these>`, else timm's hub
-    new      the parts of the model that start anew, or of the file that may be left over, by their names here: "tokenizer",
-             "attention.scale", "blocks.11"
+    name     timm's name with its tag, such as "vit_small_patch16_224.augreg_in21k_ft_in1k". It sets the architecture, the
+             training data, and the mean and standard deviation of the pixels that the weights expect.
+    file     path of a .safetensors file, of a .pth checkpoint (a state dict, {"model": ...} or DINO, whose teacher is used) or
+             of an original .npz of Google. None: `$SMALLVIT_WEIGHTS/<name>.<suffix>` if it exists, else timm's hub.
+    new      parts of the model that are initialized anew, or parts of the file that are ignored, by our names: "tokenizer",
+             "attention.scale", "blocks.11". All other weights must fit.
 
-    One path from every source. Names are held against timm's model, then against ours: all that is missing, left over or of
-    another shape is an error, but for the head and the parts named in `new`; a reduction always starts anew. The head is
-    taken where it is for as many classes; `new=("head",)` leaves it where those are others. Then the weights
-    are fitted to the data: a patch kernel of another size by timm's pseudo-inverse resize (FlexiViT, arXiv:2212.08013),
-    positions by timm's bicubic rule, three channels summed to one, and the data's mean and standard deviation exchanged for
-    the weights' own inside the first linear map, so that the model computes of our pixels what it would of its own.
-    With `ShiftedPatchEmbed` the shifted copies start at 0; only without its LayerNorm is that the pretrained function.
+    Names and shapes are compared with timm's model and then with ours. A missing weight, an unused one or another shape is an
+    error, except for the head and the parts in `new`. A token reduction is always initialized anew. The head is loaded if it
+    has as many classes; `new=("head",)` initializes it anew.
 
-    Raises   Unavailable where the folder has no such file and the hub is out of reach; ValueError for a `file` that is not
-             there, that cannot be read or does not fit, naming the weights, and for a part in `new` that excuses nothing.
+    The weights are then adapted to the data. A patch kernel of another size is resized by the pseudo-inverse of FlexiViT
+    (arXiv:2212.08013, timm's code), and positions by timm's bicubic rule. For one channel, the three channels of the kernel are
+    summed. Mean and standard deviation of the data replace those of the weights inside the patch embedding, so that the model
+    gives the same output as the original model with its own normalization. With `ShiftedPatchEmbed` the kernel of the shifted
+    copies is 0; the model equals the pretrained one only without its LayerNorm (`norm=False`).
+
+    Raises   Unavailable if there is no file and the hub cannot be reached. ValueError for a `file` that does not exist, is
+             damaged or does not fit (the error names it), and for a part in `new` that has no effect.
     """
 
     name: str
@@ -66,151 +70,182 @@ class Weights:
         object.__setattr__(self, "new", tuple(self.new))
 
     def path(self) -> Path:
-        """The file, downloaded if it has to be. Raises Unavailable."""
-        return self.at_hand() or self.download()
+        """Return the path of the file; download it if it is not on this machine. Raises Unavailable."""
+        return self.local_path() or self.download()
 
-    def at_hand(self) -> Path | None:
-        """The file, if it is on this machine: `file`, one in the folder, or one that was downloaded before."""
+    def local_path(self) -> Path | None:
+        """Return the path of the file if it is on this machine: `file`, a file in the folder, or an earlier download.
+
+        Raises   ValueError if `file` is given and does not exist.
+        """
         if self.file is not None:
             if not Path(self.file).is_file():
                 raise ValueError(f"there is no file {self.file} with the weights {self.name}")
             return Path(self.file)
-        here = os.environ.get(FOLDER)
-        found = [path for suffix in SUFFIXES if here and (path := Path(here) / f"{self.name}{suffix}").is_file()]
-        if found:
-            return found[0]
+        if folder := os.environ.get(FOLDER):
+            for suffix in SUFFIXES:
+                if (path := Path(folder) / f"{self.name}{suffix}").is_file():
+                    return path
         import huggingface_hub
 
         cached = huggingface_hub.try_to_load_from_cache(self.hub(), HUB_FILE)
         return Path(cached) if isinstance(cached, str) else None
 
+    at_hand = local_path  # TODO: delete when launch/plan.py uses local_path
+
     def hub(self) -> str:
-        """Where timm's hub has it. Raises ValueError if it does not."""
-        if not (hub := config(self.name).hf_hub_id):
+        """Return the repository of the weights on the Hugging Face hub. Raises ValueError if timm knows none."""
+        if not (hub := timm_config(self.name).hf_hub_id):
             raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
         return hub
 
     def download(self) -> Path:
-        """The file of timm's hub, new. Raises Unavailable."""
+        """Download the file from timm's hub and return its path. Raises Unavailable."""
         import huggingface_hub
 
         hub = self.hub()
         try:
-            huggingface_hub.get_hf_file_metadata(
-                huggingface_hub.hf_hub_url(hub, HUB_FILE), timeout=10
-            )  # the rest tries for long
+            url = huggingface_hub.hf_hub_url(hub, HUB_FILE)
+            huggingface_hub.get_hf_file_metadata(url, timeout=10)  # hf_hub_download alone would retry for a long time
             return Path(huggingface_hub.hf_hub_download(hub, HUB_FILE))
-        except Exception as error:  # no network, a proxy, a hub that is down: each library below has its own
+        except Exception as error:  # network, proxy or hub: each library raises its own class
             raise Unavailable(
                 f"{self.name} is neither in a file nor to be had from the hub ({type(error).__name__}); put"
                 f" {self.name}.safetensors into a folder and set {FOLDER} to it"
             ) from error
 
-    def load(self, model: nn.Module, mean: Sequence[float] | float, std: Sequence[float] | float) -> dict:
-        """Put them into `model`, whose pixels come with that mean and standard deviation subtracted and divided; for each
-        channel, or one for all.
+    def load(self, model: nn.Module, mean: Sequence[float] | float, std: Sequence[float] | float) -> dict[str, Any]:
+        """Load the weights into `model`, and return a report.
 
-        Returns the report: file, its sha256, how many were loaded, which were resized, adapted, new or left over.
+        `mean` and `std` are those that the pixels of the data are normalized with, one number per channel or one for all. The
+        report holds the name, the file, its sha256 and the number of loaded weights, and lists what was resized, adapted,
+        initialized anew or left over.
+
+        Raises   Unavailable or ValueError, as described in the class.
         """
         if not isinstance(model, ViT):
             raise ValueError(
                 f"{type(model).__name__} cannot start from {self.name}; expected a ViT, such as like({self.name!r})"
             )
         path = self.path()
-        theirs, own_mean, own_std = read(path, self.name)
-        state, own = rename(theirs), model.state_dict()
-        report = {"name": self.name, "file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        report |= {"mean": own_mean, "std": own_std, "resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": []}
-        stem(state, model, (own_mean, own_std), (mean, std), report)
-        places(state, model, report)
-        anew = [name for name in state if name in own and any(excuses(part, name) for part in self.new)]
-        if "head.weight" not in own or state.get("head.weight", own["head.weight"]).shape != own["head.weight"].shape:
-            anew += [name for name in state if name.startswith("head.")]
-        state = {name: weight for name, weight in state.items() if name not in anew}
-        report["new"], report["left_over"], wrong = misfits(state, own, self.new)
+        timm_state, own_mean, own_std = read(path, self.name)
+        state, target = rename(timm_state), model.state_dict()
+        report: dict[str, Any] = {
+            "name": self.name, "file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "mean": own_mean,
+            "std": own_std, "resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": [],
+        }  # fmt: skip
+        fit_tokenizer(state, model, (own_mean, own_std), (mean, std), report)
+        fit_positions(state, model, report)
+        ignored = [name for name in state if name in target and in_any(self.new, name)]
+        head = target.get("head.weight")
+        if head is None or ("head.weight" in state and state["head.weight"].shape != head.shape):
+            ignored += [name for name in state if name.startswith("head.")]
+        state = {name: weight for name, weight in state.items() if name not in ignored}
+        report["new"], report["left_over"], wrong = compare_weights(state, target, self.new)
         if wrong:
             raise ValueError(
-                f"{path.name} does not fit the model: {several(wrong)}; expected the shape of like({self.name!r}), or the parts"
-                " named in new=(...)"
+                f"{path.name} does not fit the model: {list_some(wrong)}; expected the shape of like({self.name!r}), or the "
+                "parts named in new=(...)"
             )
-        idle = [part for part in self.new if not any(excuses(part, name) for name in (*report["new"], *report["left_over"]))]
-        if idle:
-            raise ValueError(f"new={self.new} names {several(idle)}, where nothing is new or left over; take it out")
-        fitting = {name: weight for name, weight in state.items() if name in own and name not in report["new"]}
+        changed = (*report["new"], *report["left_over"])
+        if idle := [part for part in self.new if not any(in_any([part], name) for name in changed)]:
+            raise ValueError(f"new={self.new} names {list_some(idle)}, where nothing is new or left over; take it out")
+        fitting = {name: weight for name, weight in state.items() if name in target and name not in report["new"]}
         if not fitting:
             raise ValueError(f"nothing of {path.name} was loaded, all of it being named in new={self.new}; expected some of it")
         model.load_state_dict(fitting, strict=False)
         return report | {"loaded": len(fitting)}
 
 
-def misfits(state: dict[str, Tensor], own: dict[str, Tensor], new: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The weights that only the model has, those that only the file has, and in words those of either that nobody excused."""
-    absent = [name for name in own if name not in state or state[name].shape != own[name].shape]
-    left_over = [name for name in state if name not in own or state[name].shape != own[name].shape]
-    wrong = []
-    for name in dict.fromkeys([*absent, *left_over]):
-        if ".reduction." not in name and not any(excuses(part, name) for part in ("head", *new)):
-            sides = ((state, "in the file"), (own, "in the model"))
-            wrong.append(f"{name} ({', '.join(f'{tuple(of[name].shape) if name in of else None} {at}' for of, at in sides)})")
-    return absent, left_over, wrong
+def compare_weights(
+    state: dict[str, Tensor], target: dict[str, Tensor], new: Sequence[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Compare the weights of a file (`state`) with those of the model (`target`), by name and shape.
+
+    Returns the names that only the model has, the names that only the file has, and a description of each of these that is an
+    error: all except the head, token reductions and the parts in `new`. A weight of another shape counts as both.
+    """
+    absent = [name for name in target if name not in state or state[name].shape != target[name].shape]
+    left_over = [name for name in state if name not in target or state[name].shape != target[name].shape]
+
+    def describe(name: str) -> str:
+        """Return the name with its shapes in the file and in the model."""
+        in_file, in_model = (tuple(weights[name].shape) if name in weights else None for weights in (state, target))
+        return f"{name} ({in_file} in the file, {in_model} in the model)"
+
+    wrong = [name for name in [*absent, *left_over] if ".reduction." not in name and not in_any(("head", *new), name)]
+    return absent, left_over, [describe(name) for name in dict.fromkeys(wrong)]
 
 
-def excuses(part: str, name: str) -> bool:
-    """Whether the part of that name has the weight: "tokenizer" what lies in it, "attention.scale" that of every block."""
-    return f"{name}.".startswith(f"{part}.") or ("." in part and f".{part}." in f".{name}.")
+def in_any(parts: Iterable[str], name: str) -> bool:
+    """Return whether the weight `name` belongs to one of these parts of a model.
+
+    A part is the start of a name ("tokenizer", "blocks.11") or, if it has a dot, any piece of it: "attention.scale" means that
+    of every block.
+    """
+    return any(f"{name}.".startswith(f"{part}.") or ("." in part and f".{part}." in f".{name}.") for part in parts)
 
 
 def enlarged(name: str) -> Callable:
-    """The tokenizer that shows the model of that name any image at the size, and resized by the rule, of its weights."""
-    cfg, patch = config(name), skeleton(name).patch_embed.patch_size[0]
-    tokenizer = partial(PatchEmbed, patch=patch)
-    return partial(Resized, tokenizer=tokenizer, size=cfg.input_size[-1], interpolation=cfg.interpolation)
+    """Return a tokenizer that resizes images to the size that the pretrained model `name` was trained with.
+
+    The patch size and the interpolation are those of the pretrained model too.
+    """
+    timm_model: Any = timm_on_meta(name)
+    config, tokenizer = timm_config(name), partial(PatchEmbed, patch=timm_model.patch_embed.patch_size[0])
+    return partial(Resized, tokenizer=tokenizer, size=config.input_size[-1], interpolation=config.interpolation)
 
 
-def stem(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple, report: dict):
-    """Fit the first linear map, `tokenizer.proj`, to the model's patches, channels and pixels, in place."""
-    from timm.layers import resample_patch_embed
+def fit_tokenizer(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple, report: dict[str, Any]):
+    """Adapt the patch embedding in `state`, in place, to the patch size, the channels and the normalization of the data.
+
+    `own` is (mean, std) of the pretrained weights, `given` is (mean, std) of the data. What is changed is added to `report`.
+
+    Raises   ValueError if the images have neither one channel nor as many as the weights.
+    """
+    from timm.layers.patch_embed import resample_patch_embed
 
     outer = model.tokenizer
-    tokenizer, inside = (outer.tokenizer, "tokenizer.") if isinstance(outer, Resized) else (outer, "")
-    kernel, bias = state.pop("tokenizer.proj.weight"), state.pop("tokenizer.proj.bias")
+    tokenizer, prefix = (outer.tokenizer, "tokenizer.tokenizer.proj") if isinstance(outer, Resized) else (outer, PROJ)
     if not isinstance(tokenizer, PatchEmbed | ShiftedPatchEmbed):
-        state |= {"tokenizer.proj.weight": kernel, "tokenizer.proj.bias": bias}
         return
+    kernel, bias = state.pop(f"{PROJ}.weight"), state.pop(f"{PROJ}.bias")
     patch, channels = tokenizer.patch, model.channels
-    if kernel.ndim == 2:  # a linear map over flattened patches, as early files have it
+    if kernel.ndim == 2:  # early files store a matrix over flattened patches
         kernel = kernel.unflatten(1, (3, math.isqrt(kernel.shape[1] // 3), -1))
     if kernel.shape[-1] != patch:
-        report["resized"].append(f"tokenizer.proj: patch {kernel.shape[-1]} to {patch}")
+        report["resized"].append(f"{PROJ}: patch {kernel.shape[-1]} to {patch}")
         kernel = resample_patch_embed(kernel, [patch, patch])
     if channels not in (1, kernel.shape[1]):
         raise ValueError(f"the images have {channels} channels, the weights {kernel.shape[1]}; expected as many, or 1")
-    (mean, std), (data_mean, data_std) = ((as_channels(v, kernel.shape[1]) for v in pair) for pair in (own, given))
+    (mean, std), (data_mean, data_std) = ((per_channel(v, kernel.shape[1]) for v in pair) for pair in (own, given))
     if not torch.equal(mean, data_mean) or not torch.equal(std, data_std):
-        report["adapted"].append("tokenizer.proj: the data's mean and standard deviation for the weights' own")
+        report["adapted"].append(f"{PROJ}: the data's mean and standard deviation for the weights' own")
         bias = bias + torch.einsum("dcpq,c->d", kernel.double(), (data_mean - mean) / std).float()
         kernel = (kernel * (data_std / std)[:, None, None]).float()
     if channels == 1 < kernel.shape[1]:
-        report["adapted"].append(f"tokenizer.proj: {kernel.shape[1]} channels summed to 1")
+        report["adapted"].append(f"{PROJ}: {kernel.shape[1]} channels summed to 1")
         kernel = kernel.sum(1, keepdim=True)
     if isinstance(tokenizer, ShiftedPatchEmbed):
-        report["adapted"].append("tokenizer.proj: shifted copies start at 0")
+        report["adapted"].append(f"{PROJ}: shifted copies start at 0")
         flat = kernel.flatten(1)
         kernel = torch.cat([flat, flat.new_zeros(len(flat), flat.shape[1] * len(tokenizer.offsets))], dim=1)
-    state |= {f"tokenizer.{inside}proj.weight": kernel, f"tokenizer.{inside}proj.bias": bias}
+    state |= {f"{prefix}.weight": kernel, f"{prefix}.bias": bias}
 
 
-def as_channels(value: Sequence[float] | float, channels: int) -> Tensor:
-    """One number for each channel of the weights, exactly; one that is given alone is for all."""
+def per_channel(value: Sequence[float] | float, channels: int) -> Tensor:
+    """Return one float64 number per channel; a single number is repeated."""
     numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
     return numbers.expand(channels) if len(numbers) == 1 else numbers
 
 
-def places(state: dict[str, Tensor], model: ViT, report: dict):
-    """Fit the positions to the model's grid and its prefix tokens, in place; a prefix token that only it has keeps its own.
+def fit_positions(state: dict[str, Tensor], model: ViT, report: dict[str, Any]):
+    """Adapt the position embeddings in `state`, in place, to the grid and the prefix tokens of the model.
 
-    Where the model has positions for patches alone, those of the file's prefix tokens are added to the tokens. A table that
-    can be one of a square grid is taken for it, also where the model's, of another shape, has as many places.
+    A position of a prefix token that the file does not have keeps the model's initial value. If the model has positions for the
+    patches only, the positions of the file's prefix tokens are added to these tokens. A table whose length fits a square grid
+    is taken as square, even if the model has as many positions in a grid of another shape. What is changed is added to
+    `report`.
     """
     if "position.table" not in state or not isinstance(model.position, Learned):
         return
@@ -220,16 +255,17 @@ def places(state: dict[str, Tensor], model: ViT, report: dict):
         return
     extra = next((p for p in (len(state["prefix"]), 0) if math.isqrt(count - p) ** 2 == count - p), None)
     if extra is None:
-        return  # of another kind; what does not fit is said with all else
-    side, mine = math.isqrt(count - extra), len(own) - rows * columns
-    if (side, side, extra) == (rows, columns, mine):
+        return  # no square grid; compare_weights reports it
+    side, own_extra = math.isqrt(count - extra), len(own) - rows * columns
+    if (side, side, extra) == (rows, columns, own_extra):
         return
     if (side, side) != (rows, columns):
         report["resized"].append(f"position.table: {side} x {side} to {rows} x {columns}")
-    prefix, grid = table[: min(extra, mine)], resample(table[extra:], (side, side), (rows, columns))
-    if mine > extra:
-        report["adapted"].append(f"position.table: {mine - extra} prefix tokens with new positions")
-    if mine < extra:
-        report["adapted"].append(f"prefix: {extra - mine} tokens with their positions added")
-        state["prefix"] = torch.cat([state["prefix"][:mine], state["prefix"][mine:] + table[mine:extra]])
-    state["position.table"] = torch.cat([prefix, own.detach()[extra:mine].to(table), grid])
+    prefix, grid = table[: min(extra, own_extra)], resample(table[extra:], (side, side), (rows, columns))
+    if own_extra > extra:
+        report["adapted"].append(f"position.table: {own_extra - extra} prefix tokens with new positions")
+    if own_extra < extra:
+        report["adapted"].append(f"prefix: {extra - own_extra} tokens with their positions added")
+        moved = state["prefix"][own_extra:] + table[own_extra:extra]
+        state["prefix"] = torch.cat([state["prefix"][:own_extra], moved])
+    state["position.table"] = torch.cat([prefix, own.detach()[extra:own_extra].to(table), grid])
