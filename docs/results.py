@@ -1,0 +1,132 @@
+"""Draw the picture and write the table of results in the README, from the committed records.
+
+    python docs/results.py
+
+writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg` and the block between `<!-- results -->` and
+`<!-- end -->` in README.md. The documentation pages of the techniques use `rows_of` for their own tables.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from smallvit.record import format_labels, read_records
+from smallvit.report import Comparison, Row, compare
+
+ROOT = Path(__file__).parents[1]
+
+# what the table says -> recipe and arm that measured it
+TECHNIQUES = {
+    "Deforming the training images": ("regularise", "deformations"),
+    "Mixup": ("regularise", "mixup"),
+    "Dropout": ("regularise", "dropout"),
+    "Shifted patches (SPT)": ("spt_lsa", "+SPT"),
+    "Locality attention (LSA)": ("spt_lsa", "+LSA"),
+    "Convolutional stem": ("spt_lsa", "hybrid stem"),
+    "DINO on unlabelled images": ("dino", "DINO on all digits"),
+    "MAE on unlabelled images": ("mae", "MAE on all digits"),
+    "DINO and label spreading": ("pseudo_labels", "DINO, labels spread"),
+    "Distillation from a CNN": ("distill", "taught by a CNN"),
+    "2-D sines for learned positions": ("explain", "2-D sines"),
+    "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned"),
+    "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned"),
+}
+COLUMNS = (10, 100, 1_000, 10_000)  # numbers of labels
+
+
+@cache
+def comparison(recipe: str) -> Comparison:
+    """The comparison that the committed records of a recipe give."""
+    return compare(read_records(ROOT / "recipes" / f"{recipe}.jsonl"))
+
+
+def rows_of(recipe: str, arm: str) -> list[Row]:
+    """The results of one arm, one row for each number of labels."""
+    return [row for row in comparison(recipe).rows if row.arm == arm]
+
+
+def points(value: float) -> str:
+    """A difference of accuracies in percentage points, with its sign: `+1.2`, `−0.4`."""
+    return f"{100 * value:+.1f}".replace("-", "−")
+
+
+def cell(row: Row | None) -> str:
+    """A difference with its 95% interval, bold if the verdict is better or worse; empty if the arm was not run there."""
+    if row is None or row.difference is None:
+        return ""
+    d = row.difference
+    text = f"{points(d.mean)} [{points(d.low)}, {points(d.high)}]" if d.low is not None else points(d.mean)
+    return f"**{text}**" if row.verdict in ("better", "worse") else text
+
+
+def table() -> str:
+    """The Markdown table of the README: technique x number of labels."""
+    lines = [["Technique", *(format_labels(n) for n in COLUMNS), "Report"], ["---"] * (len(COLUMNS) + 2)]
+    for name, (recipe, arm) in TECHNIQUES.items():
+        rows = {row.labels: row for row in rows_of(recipe, arm)}
+        lines.append([name, *(cell(rows.get(n)) for n in COLUMNS), f"[{recipe}](recipes/{recipe}.md)"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def picture(dark: bool) -> str:
+    """The results as an SVG: for each technique and number of labels the mean difference and its 95% interval."""
+    import io
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    ink, soft, background = ("#e6edf3", "#8b949e", "#0d1117") if dark else ("#1f2328", "#656d76", "#ffffff")
+    colors = dict(zip(COLUMNS, ("#ff9f45", "#e05c8a", "#7a74ff", "#35a7c8") if dark else ("#c25700", "#b52a5f", "#4f46d6", "#0e7490")))
+    style = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9, 5.4), layout="constrained", facecolor=background)
+        ax = figure.add_subplot(facecolor=background)
+        for y, (recipe, arm) in enumerate(TECHNIQUES.values()):
+            rows = [row for row in rows_of(recipe, arm) if row.labels in COLUMNS and row.difference]
+            for index, row in enumerate(rows):
+                d, height = row.difference, y + 0.22 * (index - (len(rows) - 1) / 2)
+                found = row.verdict in ("better", "worse")
+                color = colors[row.labels]
+                ax.plot([100 * d.low, 100 * d.high], [height] * 2, color=color, linewidth=2, alpha=1 if found else 0.55)
+                face = color if found else background
+                ax.plot([100 * d.mean], [height], "o", color=color, markersize=5.5, markerfacecolor=face)
+        for labels in COLUMNS:
+            ax.plot([], [], "o-", color=colors[labels], label=format_labels(labels))
+        ax.axvline(0, color=ink, linewidth=1)
+        ax.set_xscale("symlog", linthresh=2, linscale=1)
+        ticks = [-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20]
+        ax.set_xticks(ticks, [f"{t:+d}".replace("-", "−") if t else "0" for t in ticks])
+        ax.minorticks_off()
+        ax.set_yticks(range(len(TECHNIQUES)), TECHNIQUES)
+        ax.set_ylim(len(TECHNIQUES) - 0.4, -0.6)
+        ax.set_xlabel("change of test accuracy, percentage points (95% interval; filled: verdict after Holm's correction)")
+        ax.tick_params(colors=ink, length=0)
+        ax.grid(axis="x", color=soft, alpha=0.25, linewidth=0.7)
+        ax.set_axisbelow(True)
+        for side in ax.spines.values():
+            side.set_visible(False)
+        figure.legend(loc="outside upper right", ncols=len(COLUMNS), frameon=False, labelcolor=ink)
+        page = io.StringIO()
+        figure.savefig(page, format="svg", metadata={"Date": None}, facecolor=background)
+    text = page.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+
+def with_block(text: str, name: str, content: str) -> str:
+    """The text with the part between `<!-- name -->` and `<!-- end -->` replaced."""
+    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
+
+
+def written() -> Iterable[tuple[Path, str]]:
+    """The files that this script writes, with their contents."""
+    for mode in ("light", "dark"):
+        yield ROOT / "docs" / "_static" / f"results-{mode}.svg", picture(mode == "dark")
+    readme = ROOT / "README.md"
+    yield readme, with_block(readme.read_text(encoding="utf-8"), "results", table())
+
+
+if __name__ == "__main__":
+    for path, text in written():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
