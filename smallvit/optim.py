@@ -1,58 +1,71 @@
-"""Optimising: which weights decay, how the rate moves, and how weights are averaged."""
+"""Optimization: weight-decay groups, the learning-rate schedule, and exponential moving averages of weights."""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Pace = Callable[[float, float], float]
+LearningRate = Callable[[float, float], float]
 
 
-def decay_groups(objective: nn.Module, weight_decay: float, layer_decay: float | None = None) -> tuple[list[dict], list[Pace]]:
-    """Groups of what is trained, and the pace of each: (progress, the run's pace) -> fraction of the peak rate.
+def decay_groups(
+    objective: Any, weight_decay: float, layer_decay: float | None = None
+) -> tuple[list[dict], list[LearningRate]]:
+    """Return the parameter groups of an objective for AdamW, and for each group the function that gives its learning rate.
 
-    Weight decay on matrices and kernels alone: not on biases, norms, temperatures, nor on tokens and positions. With
-    `layer_decay=k` a block that has i blocks behind it
-    learns k^(i + 1) times as fast as the head, and what lies before the blocks k times as fast as the first of them. The last
-    norm goes with the head, as in BEiT; timm counts it with the last block.
+    Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
+    `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
+    `layer_decay=k`, a block that is followed by i blocks learns with k^(i + 1) times the rate of the head, and the parts before
+    the blocks with k times the rate of the first block. The last norm has the rate of the head, as in BEiT; in timm it has the
+    rate of the last block.
 
-    Raises   ValueError for `layer_decay` on a model without blocks.
+    Raises   ValueError for `layer_decay` with a model that has no blocks.
     """
-    spared = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
-    behind = {} if layer_decay is None else blocks_behind(objective.trained_model)
-    groups, paces = [], []
-    for parameters, own in objective.learning_rates():
+    no_decay = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
+    distances = {} if layer_decay is None else distances_to_head(objective.trained_model)
+    groups, rates = [], []
+    for parameters, rate in objective.learning_rates():
         trained = [p for p in parameters if p.requires_grad]
-        for depth in sorted({behind.get(id(p), 0) for p in trained}):
-            here = [p for p in trained if behind.get(id(p), 0) == depth]
-            decayed = [p for p in here if p.ndim > 1 and id(p) not in spared]
-            rest = [p for p in here if p.ndim <= 1 or id(p) in spared]
-            groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-            paces += [slowed(own, layer_decay**depth) if depth else own] * 2
-    return groups, paces
+        for distance in sorted({distances.get(id(p), 0) for p in trained}):
+            selected = [p for p in trained if distances.get(id(p), 0) == distance]
+            decayed = [p for p in selected if p.ndim > 1 and id(p) not in no_decay]
+            others = [p for p in selected if p.ndim <= 1 or id(p) in no_decay]
+            groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+            rates += [scaled(rate, layer_decay**distance) if layer_decay and distance else rate] * 2
+    return groups, rates
 
 
-def slowed(own: Pace, factor: float) -> Pace:
-    return lambda progress, pace: factor * own(progress, pace)
+def scaled(rate: LearningRate, factor: float) -> LearningRate:
+    """Return a learning-rate function whose values are multiplied by `factor`."""
+    return lambda progress, run_rate: factor * rate(progress, run_rate)
 
 
-def blocks_behind(model: nn.Module) -> dict[int, int]:
-    """By the id of each parameter that lies in the blocks or before them, how many steps it is away from the head."""
+def distances_to_head(model: Any) -> dict[int, int]:
+    """Return the distance to the head for the id of each parameter in the blocks (1 in the last block) and before them.
+
+    Raises ValueError for a model without blocks.
+    """
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
-        raise ValueError(f"layer_decay counts blocks and {type(model).__name__} has none; expected a ViT, or layer_decay=None")
-    last, found = len(model.blocks), {}
-    for at, block in enumerate(model.blocks):
-        found |= dict.fromkeys(map(id, block.parameters()), last - at)
-    before = [getattr(model, name, None) for name in ("tokenizer", "prefix", "position")]
-    for part in before:
+        raise ValueError(f"layer_decay needs blocks and {type(model).__name__} has none; expected a ViT, or layer_decay=None")
+    last, distances = len(model.blocks), {}
+    for index, block in enumerate(model.blocks):
+        distances |= dict.fromkeys(map(id, block.parameters()), last - index)
+    for part in [getattr(model, name, None) for name in ("tokenizer", "prefix", "position")]:
         parameters = [part] if isinstance(part, nn.Parameter) else part.parameters() if part is not None else []
-        found |= dict.fromkeys(map(id, parameters), last + 1)
-    return found
+        distances |= dict.fromkeys(map(id, parameters), last + 1)
+    return distances
 
 
 def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
-    """The learning rate as a fraction of its peak: up in a line, down in a cosine; never 0 on a step that is taken."""
+    """Return the learning rate as a fraction of its peak: a linear warmup, then a cosine to 0.
+
+    progress: the share of the run that is done, from 0 to 1.
+    warmup: the share of the run that the warmup takes.
+    one_step: the share of the run that one step takes; the rate is never 0 at a step.
+    schedule: "constant" keeps the peak rate after the warmup.
+    """
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)
     if schedule == "constant":
@@ -60,16 +73,16 @@ def learning_rate(progress: float, warmup: float, one_step: float, schedule: str
     return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, one_step)))
 
 
-def tensors(mean: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """The parameters and running statistics of two equal models, pair by pair."""
-    return [*zip(mean.parameters(), (p.detach() for p in model.parameters())), *zip(mean.buffers(), model.buffers())]
+def tensors(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of parameters and buffers of two models with the same architecture, for `ema_update`."""
+    return [*zip(ema.parameters(), (p.detach() for p in model.parameters())), *zip(ema.buffers(), model.buffers())]
 
 
 @torch.no_grad()
 def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
-    """Move the first of each pair towards the second by `weight`; what is not a real number (a counter) is copied."""
-    moving = [pair for pair in pairs if pair[0].is_floating_point()]
-    torch._foreach_lerp_([mean for mean, _ in moving], [now for _, now in moving], weight)
-    for mean, now in pairs:
-        if not mean.is_floating_point():
-            mean.copy_(now)
+    """Update the first tensor of each pair: (1 - weight) * first + weight * second. Integers (counters) are copied."""
+    averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+    torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore
+    for ema, now in pairs:
+        if not ema.is_floating_point():
+            ema.copy_(now)

@@ -32,7 +32,7 @@ from smallvit import (
     tokenizers,
 )
 from smallvit.augment import Batch
-from smallvit.objectives.mae import MAE, cut, patchify, unpatchify
+from smallvit.objectives.mae import MAE, patchify, unpatchify
 from smallvit.optim import decay_groups
 from smallvit.pretrained.convert import rename
 

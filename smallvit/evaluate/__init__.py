@@ -43,8 +43,6 @@ from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost
 from .splits import NamedScores, Splits, require_images
 
-remembering = cached_features  # until train/fit.py uses the new name
-
 __all__ = [
     "Declaration",
     "FeatureExtractor",

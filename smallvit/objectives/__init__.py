@@ -1,23 +1,46 @@
-"""Objectives: from a model and a batch to a loss.
+"""Objectives: modules that compute the loss of a model on a batch.
 
-supervised.py  Supervised: from labels
-distill.py     Distill: from labels and a trained teacher
-reduce.py      LearnToPrune, LearnThresholds: teach a trained model to do with fewer tokens
-dino.py        DINO: from views of images, held to a slow copy of itself
-mae.py         MAE: from images with most patches hidden
-collapse.py    what features and targets look like when they have collapsed, and stopping then
+objective.py   Objective: the base class
+supervised.py  Supervised: cross-entropy with labels
+distill.py     Distill: labels and a trained teacher
+reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
+dino.py        DINO: self-distillation between views of unlabeled images
+mae.py         MAE: reconstruction of hidden patches of unlabeled images
+collapse.py    detects the collapse of training without labels
 
-Contract: `objective(model)` makes a module that is called `(batch, progress) -> {"loss": scalar, ...}`; `batch` holds
-normalised images b c h w, targets b k whose rows sum to 1 and, where an augmentation made them, views; `progress` rises from 0
-to 1 over the run, so that no objective knows about epochs or steps. `.model` is what is averaged, saved and evaluated. What
-comes to a batch before the step and learns nothing (the word of a teacher) `prepare(batch)` puts into it. What is to be done
-to the gradients before the optimizer's step is done in `before_step(progress)`, and what moves after it (a teacher) in
-`after_step(progress)`. One whose parameters do not all learn at the run's pace has `paces()`: groups of parameters, each with
-a function `(progress, pace) -> fraction of the peak rate`. One that needs a trained model says `needs_init`; one that learns
-from another trained model says `needs_teacher`, and is made `objective(model, teacher)`. One that reads no label says
-`needs_labels = False` and keeps in `seen` what `collapse` looks at; one that compares views says `reads_views = True`.
+An objective is a subclass of `Objective`. This one adds a confidence penalty (arXiv:1701.06548) to the cross-entropy:
+
+    from smallvit.objectives import Objective
+
+    class ConfidencePenalty(Objective):
+        def __init__(self, model, *, weight=0.1):
+            super().__init__(model)
+            self.weight = weight
+
+        def forward(self, batch, progress):
+            self.set_progress(progress)
+            log_p = self.model(batch.images).float().log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1).mean()
+            return {"loss": -(batch.targets * log_p).sum(-1).mean() - self.weight * entropy}
+
+    Run(..., objective=partial(ConfidencePenalty, weight=0.2))
+
+Contract of `objective = Class(model, **options)` and `objective(batch, progress)`:
+
+- Options are keyword-only and set by `functools.partial`.
+- `batch` has normalized images, b c h w; targets, b k, rows with sum 1 (all 0 for unlabeled images); and `views` if an
+  augmentation makes them. `progress` rises from 0 to 1 over the run, so no objective depends on epochs or steps.
+- `forward` calls `set_progress(progress)` first, and returns a dict with the scalar "loss".
+- `.model` is averaged, saved and evaluated. Parameters with `requires_grad` are trained; a teacher shares no storage with them.
+- A step calls in this order: `prepare(batch)`, `forward`, the backward pass, `before_step(progress)`, the optimizer,
+  `after_step(progress)`. The three hooks do nothing by default.
+- `learning_rates()` may give groups of parameters their own learning-rate schedules.
+- The attributes `needs_labels`, `needs_views`, `needs_init`, `needs_teacher` and `stackable` declare what the objective needs;
+  see `Objective`. `check_run` refuses a `Run` that does not have it.
+- An objective without labels sets `observed` in `forward`, which is checked for collapse.
 """
 
+from .collapse import Observation
 from .dino import DINO
 from .distill import Distill
 from .mae import MAE
@@ -25,4 +48,4 @@ from .objective import Objective
 from .reduce import LearnThresholds, LearnToPrune
 from .supervised import Supervised
 
-__all__ = ["DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"]
+__all__ = ["DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Observation", "Supervised"]

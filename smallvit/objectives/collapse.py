@@ -1,4 +1,7 @@
-"""Collapse: when a model without labels has learned to say the same of every image. Observation early, named, and stopped."""
+"""Collapse of self-supervised training: the model gives the same features or targets for every image. It is detected here.
+
+A `Monitor` looks at the features of the current batch from time to time, and stops a run that has collapsed.
+"""
 
 from math import log
 from typing import NamedTuple
@@ -7,76 +10,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOOKS, APART = 100, 10  # how often a run looks at its own health, and the fewest steps from one look to the next
-PATIENCE = 10  # so many looks in a row before it is stopped: a tenth of the run, or 100 steps where that is longer
-SAME = 0.05  # nats that the teacher's targets tell one image from another by; a healthy run has more than 1
-FLAT = 0.01  # feature spread: 1 where features point all ways, about 0.1 in an untrained ViT
+CHECKS, MIN_STEPS = 100, 10  # number of checks in a run, and the smallest number of steps between two checks
+PATIENCE = 10  # collapsed checks in a row before a run is stopped: a tenth of the run, or 100 steps if that is longer
+MIN_INFORMATION = 0.05  # nats; healthy runs have more than 1
+MIN_SPREAD = 0.01  # 1 for features in all directions; an untrained ViT has about 0.1
 
 
 class Observation(NamedTuple):
-    """What an objective saw of its last batch: features b d and, where there is a teacher, its targets b k, which sum to 1."""
+    """The features of a batch, b d, and the targets of a teacher for it, b k, in rows with sum 1 (None without a teacher)."""
 
     features: Tensor
     targets: Tensor | None = None
 
 
 class Collapse(RuntimeError):
-    """The run has collapsed; the message says how, and which knob to turn first."""
+    """Raised if a run has collapsed. The message says which kind of collapse it is, and which option to change first."""
 
 
-def measure(seen: Observation | None) -> dict[str, float]:
-    """Four numbers of a batch. All of them fall when a model collapses, but for `entropy`, which may also rise to 1.
+def collapse_statistics(observation: Observation | None) -> dict[str, float]:
+    """Return up to four numbers of a batch that show a collapse; an empty dict without an observation.
 
-    `spread`: the standard deviation of the normalised features over the batch, times the root of their width: 1 if they point
-    all ways, 0 if they are one. `rank`: how many directions they use, the exponential of the entropy of the spectrum of their
-    covariance (Roy, Vetterli 2007). `entropy`: the mean entropy of the teacher's targets, over log k. `information`: how much
-    one image's targets differ from the batch's mean, in nats: the entropy of the mean less the mean entropy.
+    spread: the standard deviation of the L2-normalized features over the batch, times the square root of their width. It is 1
+        if the features point in all directions, and 0 if they are all equal.
+    rank: the number of directions that the features use: the exponential of the entropy of the spectrum of their covariance
+        (Roy, Vetterli 2007).
+    entropy: the mean entropy of the teacher's targets, divided by log k. It is 0 for one-hot and 1 for uniform targets.
+    information: how much the targets of an image differ from the mean over the batch, in nats: the entropy of the mean minus
+        the mean entropy.
 
-    Raises FloatingPointError for features that are not finite.
+    In a collapse all of them fall, except `entropy`, which may also rise to 1.
+
+    Raises   FloatingPointError if the features are not finite.
     """
-    if seen is None:
+    if observation is None:
         return {}
-    if not seen.features.isfinite().all():
+    features, targets = observation
+    if not features.isfinite().all():
         raise FloatingPointError("the features are not finite any more; try a smaller lr")
-    x = F.normalize(seen.features.float(), dim=-1)
+    x = F.normalize(features.float(), dim=-1)
     energy = torch.linalg.svdvals(x - x.mean(0)).square()
     spread = x.std(0, correction=0).square().sum().sqrt()
     numbers = {"spread": spread, "rank": entropy(energy / energy.sum().clamp_min(1e-30)).exp()}
-    if seen.targets is not None:
-        mean, k = entropy(seen.targets).mean(), seen.targets.shape[-1]
-        numbers |= {"entropy": mean / log(k), "information": entropy(seen.targets.mean(0)) - mean}
+    if targets is not None:
+        mean, k = entropy(targets).mean(), targets.shape[-1]
+        numbers |= {"entropy": mean / log(k), "information": entropy(targets.mean(0)) - mean}
     return {name: value.item() for name, value in numbers.items()}
 
 
 def entropy(p: Tensor) -> Tensor:
-    """In nats, along the last axis."""
+    """Return the entropy of probabilities along the last axis, in nats."""
     return -torch.special.xlogy(p, p).sum(-1)
 
 
-def mode(numbers: dict[str, float]) -> str | None:
-    """How these numbers of a batch look collapsed, and the first knob to turn; None where they do not."""
-    if numbers.get("information", SAME) < SAME and numbers["entropy"] > 0.5:
-        return "uniform: the teacher calls everything everything; lower teacher_temp (and warm_temp), or raise center_momentum"
-    if numbers.get("information", SAME) < SAME:
-        return "one-hot: the teacher calls everything the same; raise teacher_temp, or lower center_momentum"
-    if numbers["spread"] < FLAT:
+def collapse_kind(numbers: dict[str, float]) -> str | None:
+    """Return which collapse the statistics of a batch show, and the option to change first; None if they are healthy."""
+    if numbers.get("information", MIN_INFORMATION) < MIN_INFORMATION:
+        if numbers["entropy"] > 0.5:
+            return (
+                "uniform: the teacher's targets are the same for all classes; lower teacher_temp (and warm_temp), or raise"
+                " center_momentum"
+            )
+        return "one-hot: the teacher's targets are one class for all images; raise teacher_temp, or lower center_momentum"
+    if numbers["spread"] < MIN_SPREAD:
         return "flat: all images have the same features; lower the learning rate, or give DINO koleo=0.1"
     return None
 
 
 class Monitor:
-    """Looks at an objective `LOOKS` times in a run, and stops it when it has looked collapsed `PATIENCE` times in a row."""
+    """Checks an objective for collapse about 100 times in a run; stops the run after 10 collapsed checks in a row.
+
+    steps: the number of steps of the run. Checks are at least 10 steps apart.
+    """
 
     def __init__(self, steps: int):
-        self.every, self.in_a_row = max(APART, steps // LOOKS), 0
+        self.every, self.in_a_row = max(MIN_STEPS, steps // CHECKS), 0
 
     def check(self, step: int, observation: Observation | None):
-        """Look at what was seen last, if it is time; at one image alone there is nothing to see. Raises `Collapse`."""
+        """Check the last batch, if a check is due at this step. Raises `Collapse` after too many collapsed checks in a row.
+
+        A batch of one image says nothing about collapse and is not checked.
+        """
         if step % self.every or observation is None or len(observation.features) == 1:
             return
-        numbers = measure(observation)
-        how = mode(numbers)
-        self.in_a_row = self.in_a_row + 1 if how else 0
+        numbers = collapse_statistics(observation)
+        kind = collapse_kind(numbers)
+        self.in_a_row = self.in_a_row + 1 if kind else 0
         if self.in_a_row >= PATIENCE:
-            said = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-            raise Collapse(f"collapsed by step {step}, {how} ({said})")
+            statistics = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+            raise Collapse(f"collapsed by step {step}, {kind} ({statistics})")

@@ -1,7 +1,8 @@
-"""DINO: a model learns to say of every view of an image what a slow copy of it says of the whole image."""
+"""DINO: self-distillation without labels."""
 
 import copy
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,42 +16,49 @@ from .objective import Objective
 
 
 class DINO(Objective):
-    """Self-distillation without labels: a student sees all views, its teacher the two global ones, and they shall agree.
+    """Self-distillation without labels: a student predicts, from any view of an image, what a teacher gives for another view.
 
-    Paper    Caron et al. 2021, arXiv:2104.14294. Teacher: starts equal to the student, has no gradient and neither dropout nor
-             drop-path, follows with a momentum that rises from `momentum` to 1 in a cosine, after each step. Head: lightly's
-             `DINOProjectionHead`, `hidden` -> `hidden` -> `bottleneck`, normalised, then `prototypes` directions of length 1
-             that rest for the first `freeze` of the run. Loss: lightly's `DINOLoss`, cross-entropy over all pairs of a
-             teacher's and another student's view, at `student_temp`, and at a temperature of the teacher's that rises in a
-             line from `warm_temp` to `teacher_temp` over the first `warmup` of the run; its centre follows the teacher's mean.
-             Each parameter's gradient is cut to norm `clip` on its own (0: not), before the run's own `clip`, best set to 0.
+    The student sees all views. The teacher, an exponential moving average (EMA) of the student, sees the two global views. The
+    teacher is `.model`, which is saved and evaluated. `batch.views` come from `augment.digit_crops()` or
+    `augment.photo_crops()`. The model must have `features`, b d, and a linear `head`, which is not trained.
+
+    Head     lightly's `DINOProjectionHead`: a MLP `hidden` -> `hidden` -> `bottleneck`, normalized, then `prototypes`
+             directions of length 1, which are frozen for the first fraction `freeze` of the run. `layers=1` leaves out the
+             hidden layers (with `hidden` and `batch_norm`), for a model that has them after its pool, `Projected`.
+    Paper    Caron et al. 2021, arXiv:2104.14294. The teacher starts equal to the student and has no gradient, dropout or
+             drop-path. Its EMA momentum rises from `momentum` to 1 in a cosine. Loss: lightly's `DINOLoss`, the cross-entropy
+             over all pairs of a teacher's view and another view of the student, with temperature `student_temp` for the
+             student. The teacher's temperature rises linearly from `warm_temp` to `teacher_temp` over the first fraction
+             `warmup` of the run; its center follows the teacher's mean with momentum `center_momentum`. The gradient of each
+             parameter is clipped to norm `clip` separately (0: no clipping), before the run's own `clip`, which is best set to
+             0.
     Departs  Small: 1,024 prototypes and a head of width 256, where ImageNet had 65,536 and 2,048. BatchNorm in the head, which
-             the paper leaves out for ViTs: without it a narrow ViT, whose untrained features all point nearly the same way,
-             ends in the uniform collapse on digits. Weight decay is the run's, and does not rise. The teacher starts as a
-             copy, which some public examples forget.
-             `koleo` > 0 adds that weight times lightly's `KoLeoLoss` of the student's features of each global view, which
-             spreads them (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
-             `layers=1` leaves the head's hidden layers out, `hidden` and `batch_norm` with them, for a model that keeps them
-             behind its pool, `Projected`.
-             `neighbours=k` makes views agree with other images too, once the fraction `settle` of the run is over: what the
-             teacher says of an image weighs 1 - `share`, and `share` the mean of what it says of the k images that are nearest
-             to it, itself left out, by the cosine of its features of whole images, among the last `bank`; features before the
-             projection that the model keeps, if it does: behind it, who is near is told the same already. From Van Gansbeke
-             et al. 2020 (SCAN), arXiv:2005.12320, whose neighbours come from an earlier training, and Dwibedi et al. 2021
-             (NNCLR), arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbours do, where
-             they are of one class.
+             the paper leaves out for ViTs: without it, a narrow ViT ends in the uniform collapse on digits, because its
+             untrained features all point in nearly the same direction. Weight decay is the run's and does not rise. The teacher
+             starts as a copy, which some public examples forget.
+             `koleo` > 0 adds lightly's `KoLeoLoss` of the student's features of each global view, with that weight. It spreads
+             the features (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
+             `neighbours=k` adds targets of similar images after the fraction `settle` of the run. An image's own target then
+             has weight 1 - `share`, and the mean of the teacher's outputs for its k nearest images has weight `share`. Nearest
+             means the largest cosine of the teacher's features of whole images among the last `bank` images, without the image
+             itself. For a model with `Projected`, features before the projection are used, because the projection is trained to
+             give the same output for neighbors. From Van Gansbeke et al. 2020 (SCAN), arXiv:2005.12320, where neighbors come
+             from an earlier training, and Dwibedi et al. 2021 (NNCLR), arXiv:2104.14548. Deformations alone never show that two
+             styles are one class; neighbors do, where they are of one class.
              There is no patch-level term (iBOT, arXiv:2111.07832). Hiding up to half of the 16 tokens of every other digit,
-             with a head of its own, brought nothing that two seeds could show, and cost a fifth more time: on validation
-             images kNN 98.4 for 98.7, 16 of each class 96.8 for 96.8, fine-tuned on 100 labels 96.4 for 96.1.
+             with a separate head, gave no difference that two seeds could show and cost a fifth more time. On validation
+             images: kNN 98.4 instead of 98.7, 16 of each class 96.8 instead of 96.8, fine-tuned on 100 labels 96.4 instead of
+             96.1.
 
-    `batch.views` are made by an augmentation, `augment.digit_crops()` or `augment.photo_crops()`. `model` has `features`, b d,
-    and a `head`, which stays as it is. What is saved and evaluated is the teacher.
-
-    Raises   ValueError for a batch without views, or momentum, temperatures or fractions out of range.
+    Raises   ValueError for a batch without views, for a model without features or a linear head, and for options out of range.
     """
 
     needs_labels = False
     needs_views = True
+    bank_features: Tensor
+    bank_projections: Tensor
+    bank_ids: Tensor
+    bank_count: Tensor
 
     def __init__(
         self,
@@ -77,7 +85,6 @@ class DINO(Objective):
         settle: float = 0.25,
     ):
         super().__init__(copy.deepcopy(model).requires_grad_(False))
-        self.student = model
         from lightly.loss import DINOLoss, KoLeoLoss
         from lightly.models.modules import DINOProjectionHead
 
@@ -90,146 +97,152 @@ class DINO(Objective):
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
         if layers not in (1, 3):
-            raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that keeps the hidden ones")
+            raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
+        self.student: Any = model
 
-        def head() -> nn.Module:  # twice: what a norm of weights has computed cannot be copied
-            made = DINOProjectionHead(
+        def make_head() -> Any:  # called twice, since weight norm keeps a tensor that cannot be deep-copied
+            head: Any = DINOProjectionHead(
                 width(model), hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
             )
             if layers == 1:
-                made.layers = nn.Sequential(nn.Linear(width(model), bottleneck))
-                nn.init.trunc_normal_(made.layers[0].weight, std=0.02)
-                nn.init.zeros_(made.layers[0].bias)
-            return made
+                linear = nn.Linear(width(model), bottleneck)
+                head.layers = nn.Sequential(linear)
+                nn.init.trunc_normal_(linear.weight, std=0.02)
+                nn.init.zeros_(linear.bias)
+            return head
 
-        self.head, self.teacher_head = head(), head().requires_grad_(False)
+        self.head, self.teacher_head = make_head(), make_head().requires_grad_(False)
         self.teacher_head.load_state_dict(self.head.state_dict())
-        self.loss = DINOLoss(prototypes, student_temp=student_temp, center_momentum=center_momentum)
+        self.loss: Any = DINOLoss(prototypes, student_temp=student_temp, center_momentum=center_momentum)
         self.koleo_loss = KoLeoLoss()
         self.freeze, self.momentum, self.clip, self.koleo = freeze, momentum, clip, koleo
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
         self.neighbours, self.share, self.settle = neighbours, share, settle
-        if neighbours:  # what the teacher made of the last images: its features, and where its head puts them, both of length 1
-            self.register_buffer("bank_features", torch.zeros(bank, getattr(kept(model), "dim", width(model))))
-            self.register_buffer("bank_places", torch.zeros(bank, bottleneck))
-            self.register_buffer("bank_images", torch.zeros(bank, dtype=torch.float64))  # a number for each
-            self.register_buffer("banked", torch.zeros((), dtype=torch.int64))
+        if neighbours:  # the teacher's features of the last images and their projections in its head, both of length 1
+            self.register_buffer("bank_features", torch.zeros(bank, getattr(projected_pool(model), "dim", width(model))))
+            self.register_buffer("bank_projections", torch.zeros(bank, bottleneck))
+            self.register_buffer("bank_ids", torch.zeros(bank, dtype=torch.float64))
+            self.register_buffer("bank_count", torch.zeros((), dtype=torch.int64))
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     @property
-    def trained_model(self) -> nn.Module:
+    def trained_model(self) -> Any:
         """The student."""
         return self.student
 
     def train(self, mode: bool = True):
+        """Set the training mode of the student. In the teacher, only BatchNorm follows, so that both use batch statistics."""
         super().train(mode)
         self.model.eval()
-        for module in self.model.modules():  # the teacher has no dropout, but its BatchNorm goes by the batch as the student's
+        for module in self.model.modules():
             module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        """Return the loss of a batch with views. Raises ValueError for a batch without views."""
         if not batch.views:
-            raise ValueError(
-                "DINO compares views and the batch has none; expected augment=augment.digit_crops() or photo_crops()"
-            )
+            raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
         self.set_progress(progress)
         b = len(batch.images)
-        whole = batch.views[0]
         with torch.no_grad():
-            wanted = exact(self.teacher_head(self.model.features(whole)))
-        found = [self.student.features(views) for views in batch.views]
-        said = exact(self.head(torch.cat(found)))
+            teacher_logits = as_float32(self.teacher_head(self.model.features(batch.views[0])))
+        features = [self.student.features(views) for views in batch.views]
+        student_logits = as_float32(self.head(torch.cat(features)))
         temperature = self.temperature(progress)
         with torch.no_grad():
             center = self.loss.center.clone()
-            self.observed = Observation(found[0].detach(), ((wanted - center[0]) / temperature).softmax(-1))
-            shared = self.with_neighbours(batch.images, wanted, center[0], temperature, progress) if self.neighbours else wanted
-        loss = self.loss(list(shared.split(b)), list(said.split(b)), teacher_temp=temperature)
-        if shared is not wanted:  # the centre is that of what the teacher itself said
+            targets = ((teacher_logits - center[0]) / temperature).softmax(-1)
+            self.observed = Observation(features[0].detach(), targets)
+            logits = teacher_logits
+            if self.neighbours:
+                logits = self.add_neighbours(batch.images, teacher_logits, center[0], temperature, progress)
+        loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
+        if logits is not teacher_logits:  # the center follows the teacher's own outputs
             self.loss.center.copy_(center)
-            self.loss.update_center(torch.stack(wanted.split(b)))
+            self.loss.update_center(torch.stack(teacher_logits.split(b)))
         if self.koleo:
-            loss = loss + self.koleo * sum(self.koleo_loss(exact(x)) for x in found[0].split(b)) / 2
+            loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
         return {"loss": loss}
 
-    def with_neighbours(self, images: Tensor, wanted: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Logits whose softmax is the teacher's target, its neighbours' share included, (2 b) k; and banks these images."""
-        feature, behind = before_and_behind(self.model, images)
-        place = nn.functional.normalize(exact(self.teacher_head.layers(behind)), dim=-1)
-        feature = nn.functional.normalize(exact(feature), dim=-1)
-        number = numbered(images)
-        if len(images) > len(self.bank_features):
-            raise ValueError(
-                f"the bank holds {len(self.bank_features)} images and a batch {len(images)}; expected it to be larger"
-            )
-        target, full = wanted, min(int(self.banked), len(self.bank_features))
-        if progress >= self.settle and full >= self.neighbours:
-            with torch.autocast(images.device.type, enabled=False):  # half precision takes others for the nearest
-                likeness = feature @ self.bank_features[:full].T
-            likeness.masked_fill_(number[:, None] == self.bank_images[:full], -torch.inf)  # no image is its own
-            alike, near = likeness.topk(self.neighbours, dim=1)
-            theirs = alike.isfinite()
-            if bool(theirs.any()):
-                target = self.mixed(wanted, self.bank_places[near], theirs, center, temperature)
-        at = (self.banked + torch.arange(len(images), device=images.device)) % len(self.bank_features)
-        self.bank_features[at], self.bank_places[at], self.bank_images[at] = feature, place, number
-        self.banked += len(images)
-        return target
+    def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
+        """Return teacher logits, (2 b) k, whose softmax is the target with the share of the neighbors. Fills the bank.
 
-    def mixed(self, wanted: Tensor, places: Tensor, counts: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Logits of the target in which the images at these places of the head, b k p, have their share, those that count, b k.
-
-        An image with none keeps its own.
+        The logits are returned unchanged until the run has settled and the bank has enough images.
         """
-        theirs = exact(self.teacher_head.last_layer(places))
-        own, others = (((logits - center) / temperature).softmax(-1) for logits in (wanted, theirs))
-        number = counts.sum(1, keepdim=True)
-        others = (others * counts[..., None]).sum(1) / number.clamp_min(1)
-        share = (self.share * (number > 0)).repeat(2, 1)
+        feature, projected = features_before_and_after_projection(self.model, images)
+        projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
+        feature = nn.functional.normalize(as_float32(feature), dim=-1)
+        ids, size = image_ids(images), len(self.bank_features)
+        if len(images) > size:
+            raise ValueError(f"the bank holds {size} images and a batch has {len(images)}; expected a larger bank")
+        mixed, filled = logits, min(int(self.bank_count), size)
+        if progress >= self.settle and filled >= self.neighbours:
+            with torch.autocast(images.device.type, enabled=False):  # half precision would find other neighbors
+                similarity = feature @ self.bank_features[:filled].T
+            similarity.masked_fill_(ids[:, None] == self.bank_ids[:filled], -torch.inf)  # no image is its own neighbor
+            values, nearest = similarity.topk(self.neighbours, dim=1)
+            valid = values.isfinite()
+            if bool(valid.any()):
+                mixed = self.mix(logits, self.bank_projections[nearest], valid, center, temperature)
+        index = (self.bank_count + torch.arange(len(images), device=images.device)) % size
+        self.bank_features[index], self.bank_projections[index], self.bank_ids[index] = feature, projection, ids
+        self.bank_count += len(images)
+        return mixed
+
+    def mix(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
+        """Return logits of targets in which the neighbors of an image have the weight `share`.
+
+        `projections`, b k p, are the neighbors' projections in the head, and `valid`, b k, is False for neighbors to leave out.
+        An image without valid neighbors keeps its own target.
+        """
+        neighbour_logits = as_float32(self.teacher_head.last_layer(projections))
+        own, others = (((z - center) / temperature).softmax(-1) for z in (logits, neighbour_logits))
+        count = valid.sum(1, keepdim=True)
+        others = (others * valid[..., None]).sum(1) / count.clamp_min(1)
+        share = (self.share * (count > 0)).repeat(2, 1)
         target = (1 - share) * own + share * others.repeat(2, 1)
         return center + temperature * target.clamp_min(torch.finfo(target.dtype).tiny).log()
 
     def temperature(self, progress: float) -> float:
-        """The teacher's, at that progress."""
+        """Return the teacher's temperature at this progress of the run."""
         start, end = self.temperatures
         return end if progress >= self.warmup else start + (end - start) * progress / self.warmup
 
     def before_step(self, progress: float):
-        """Cut every gradient to its norm, and leave the last layer alone at first."""
+        """Clip the gradient of each parameter separately, and remove that of the last layer while it is frozen."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if self.clip and gradients:  # as clip_grad_norm_ of each, which takes a hundred small calls longer
-            norms = torch.stack(torch._foreach_norm(gradients))
-            torch._foreach_mul_(gradients, (self.clip / (norms + 1e-6)).clamp(max=1).unbind())
+        if self.clip and gradients:  # as clip_grad_norm_ of each parameter, without a hundred small calls
+            norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore
+            torch._foreach_mul_(gradients, (self.clip / (norms + 1e-6)).clamp(max=1).unbind())  # pyright: ignore
         self.head.cancel_last_layer_gradients(0 if progress < self.freeze else 1)
 
     def after_step(self, progress: float):
-        """Move the teacher."""
+        """Update the teacher, the EMA of the student."""
         if not self.pairs:
             self.pairs = tensors(self.model, self.student) + tensors(self.teacher_head, self.head)
         ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
 
 
-def exact(x: Tensor) -> Tensor:
-    """At least float32, whatever the precision of the model: differences of logits are small."""
+def as_float32(x: Tensor) -> Tensor:
+    """Return a tensor in float32 or a wider type, because differences of logits are small."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def numbered(images: Tensor) -> Tensor:
-    """A number for each image, b, that the same image has whenever it comes."""
+def image_ids(images: Tensor) -> Tensor:
+    """Return a number for each image, b, that is equal for equal images."""
     flat = images.flatten(1).double()
     return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
 
 
-def kept(model: nn.Module) -> Projected | None:
-    """What the model keeps of a projection, if it does."""
+def projected_pool(model: nn.Module) -> Projected | None:
+    """Return the pool of a model if it is `Projected`, else None."""
     pool = getattr(model, "pool", None)
     return pool if isinstance(pool, Projected) else None
 
 
-def before_and_behind(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features before and behind the projection that a model keeps, both b d; twice the same where it keeps none."""
-    projected = kept(model)
+def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the features before and after the projection of a model, both b d; equal for a model without a projection."""
+    projected = projected_pool(model)
     if projected is None:
         return (feature := model.features(x)), feature
     tokens, size = model.tokens(x)
@@ -238,11 +251,11 @@ def before_and_behind(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def width(model: nn.Module) -> int:
-    """How wide the features of a model are. Raises ValueError for a model that does not say."""
+    """Return the number of features of a model. Raises ValueError if it has no `features` with one linear head after them."""
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
         raise ValueError(
-            f"{type(model).__name__} has no features(x) with one linear head behind them; take a ViT with any pool but"
+            f"{type(model).__name__} has no features(x) followed by one linear head; use a ViT with any pool but"
             " DistilledTokens, or a SmallCNN"
         )
     return head.in_features

@@ -1,4 +1,4 @@
-"""Distillation: a model learns from labels, and from what a trained model says of the same images."""
+"""Knowledge distillation: training with labels and with the logits of a trained teacher."""
 
 import copy
 from math import isfinite
@@ -16,30 +16,33 @@ TEMPERATURE = 3.0  # of DeiT's soft distillation
 
 
 class Distill(Objective):
-    """Knowledge distillation: learn what the labels say, and what a trained teacher says of the same images.
+    """Knowledge distillation: a weighted sum of the cross-entropy with the labels and a distillation loss to a trained teacher.
 
-    Paper    "soft": Hinton et al. 2015, arXiv:1503.02531, section 2, as DeiT writes it: (1 - weight) CE(labels)
-             + weight T^2 KL(teacher || student), both softened by the `temperature` T. "hard": Touvron et al. 2021 (DeiT),
-             arXiv:2012.12877, equation 3, where the weight is a half: (1 - weight) CE(labels) + weight CE(the teacher's first
-             choice). `token=True`, for a model with `pool=DistilledTokens`: the class token's head learns from the labels and
-             the distillation token's from the teacher (DeiT, section 4).
+    kind: "soft" compares the softened probabilities of student and teacher; "hard" uses the teacher's first choice as a label.
+    weight: the weight of the distillation loss; the labels have weight 1 - weight.
+    temperature: divides the logits of both for "soft".
+    token: with `pool=DistilledTokens`, the class token's head learns from the labels, and the distillation token's head from
+        the teacher (DeiT, section 4). Without it a model with two heads learns by the mean of both.
+
+    Paper    "soft": Hinton et al. 2015, arXiv:1503.02531, section 2, as DeiT writes it: (1 - weight) CE(labels) + weight T^2
+             KL(teacher || student), both softened by the `temperature` T. "hard": Touvron et al. 2021 (DeiT), arXiv:2012.12877,
+             equation 3, with weight 1/2: (1 - weight) CE(labels) + weight CE(first choice of the teacher).
     Off      `weight=0` equals `Supervised`, bit for bit. With `token=True` the second head then learns nothing.
-    Departs  The divergence is summed over the classes, then its mean taken over the batch, as in timm and vit-pytorch. DeiT's
-             own loss, as EViT and DynamicViT ship it, divides by batch times classes: there the divergence counts for less by
-             the number of classes, and its weights (0.1) mean something else. timm's `LogitDistillationTask` and
-             `TokenDistillationTask` equal this with `task_loss_weight=1 - weight` and nothing else.
-             The teacher sees what the student sees, mixed images too; its first choice of those is one class.
+    Departs  The divergence is summed over the classes and averaged over the batch, as in timm and vit-pytorch. DeiT's own loss,
+             as EViT and DynamicViT use it, divides by batch times classes. Its divergence is smaller by the number of classes,
+             so its weights (0.1) mean something else. timm's `LogitDistillationTask` and `TokenDistillationTask` equal this
+             class with `task_loss_weight=1 - weight` and no other change.
+             The teacher receives the same images as the student, also mixed ones; its first choice for these is one class.
 
-    On images without labels, `Run(unlabelled=True)`, targets are 0 and the teacher alone is heard: with `weight=1` that is the
-    last stage of SimCLR v2 (Chen et al. 2020, arXiv:2006.10029, section 2), which teaches what was fine-tuned on few labels
-    to a model that sees all images.
+    On images without labels, `Run(unlabelled=True)`, targets are 0 and only the teacher counts. With `weight=1` this is the
+    last stage of SimCLR v2 (Chen et al. 2020, arXiv:2006.10029, section 2): a model that was fine-tuned on few labels teaches a
+    student on all images.
 
-    `teacher` is a model that gives logits for images normalised as the student's. A copy of it is kept in evaluation mode,
-    without gradients, and outside the parameters and the state of this objective. Without `token=True` a model with two heads
-    learns by the mean of both.
+    `teacher` gives logits for images that are normalized as the student's. The objective keeps a copy in evaluation mode,
+    without gradients, which is not among its parameters and not in its state.
 
     Raises   ValueError for a weight, temperature or kind out of range, a temperature for hard targets, `token=True` with a
-             model that has not got two heads, or a teacher with other classes than the targets.
+             model that does not have two heads, or a teacher with other classes than the targets.
     """
 
     needs_teacher = True
@@ -56,58 +59,59 @@ class Distill(Objective):
     ):
         super().__init__(model)
         if kind not in ("soft", "hard"):
-            raise ValueError(f"kind is {kind!r}; expected 'soft' (all that the teacher says) or 'hard' (its first choice)")
+            raise ValueError(f"kind is {kind!r}; expected 'soft' (all logits of the teacher) or 'hard' (its first choice)")
         if not 0 <= weight <= 1:
             raise ValueError(f"weight is {weight}; expected the teacher's share of the loss, from 0 to 1")
         if not (temperature > 0 and isfinite(temperature)):
             raise ValueError(f"temperature is {temperature}; expected a number above 0")
         if kind == "hard" and temperature != TEMPERATURE:
-            raise ValueError(
-                f"temperature is {temperature} and hard targets have none; expected kind='soft', or no temperature"
-            )
+            raise ValueError(f"temperature is {temperature}, but hard targets have none; use kind='soft', or no temperature")
         if token and not hasattr(getattr(model, "head", None), "apart"):
             raise ValueError(
-                f"token=True trains two heads and this {type(model).__name__} has not got them; expected pool=DistilledTokens"
+                f"token=True trains two heads and this {type(model).__name__} does not have them; expected pool=DistilledTokens"
             )
         self.kind, self.weight, self.temperature, self.token = kind, weight, temperature, token
-        self.beside = [copy.deepcopy(teacher).eval().requires_grad_(False)]  # in a list, so that no module finds its weights
+        self.teachers = [copy.deepcopy(teacher).eval().requires_grad_(False)]  # a list hides its weights from nn.Module
 
     @property
     def teacher(self) -> nn.Module:
-        return self.beside[0]
+        """The frozen copy of the trained teacher."""
+        return self.teachers[0]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        """Return the loss of a batch. The teacher is only run here if `prepare` has not run it before."""
         self.set_progress(progress)
         if self.token:
-            logits, taught = self.model.head.apart(self.model.features(batch.images))
+            logits, distilled = self.model.head.apart(self.model.features(batch.images))
         else:
-            logits = taught = self.model(batch.images)
+            logits = distilled = self.model(batch.images)
         loss = cross_entropy(logits, batch.targets)
         if self.weight:
-            (wanted,) = batch.teacher_logits or (self.ask_teacher(batch),)
-            loss = (1 - self.weight) * loss + self.weight * self.gap(taught.float(), wanted)
+            (targets,) = batch.teacher_logits or (self.teacher_logits(batch),)
+            loss = (1 - self.weight) * loss + self.weight * self.gap(distilled.float(), targets)
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with what the teacher says of it: asked before the step, each run of a stack hears its own."""
-        return batch._replace(teacher_logits=(self.ask_teacher(batch),)) if self.weight else batch
+        """Return the batch with the teacher's logits. In a stack of runs each run has its own teacher."""
+        return batch._replace(teacher_logits=(self.teacher_logits(batch),)) if self.weight else batch
 
     @torch.no_grad()
-    def ask_teacher(self, batch: Batch) -> Tensor:
-        """What the teacher says of these images: logits b k."""
-        here = next(self.teacher.parameters(), batch.images)
-        if (here.device, here.dtype) != (batch.images.device, batch.images.dtype):  # what moves the objective leaves it alone
+    def teacher_logits(self, batch: Batch) -> Tensor:
+        """Return the teacher's logits for a batch, b k. Raises ValueError if their shape is not that of the targets."""
+        # objective.to(device) does not move the teacher, which is not a submodule
+        weight = next(self.teacher.parameters(), batch.images)
+        if (weight.device, weight.dtype) != (batch.images.device, batch.images.dtype):
             self.teacher.to(batch.images)
-        said = self.teacher(batch.images).float()
-        if said.shape != batch.targets.shape:
+        logits = self.teacher(batch.images).float()
+        if logits.shape != batch.targets.shape:
             raise ValueError(
-                f"the teacher gives logits of shape {tuple(said.shape)}; expected {tuple(batch.targets.shape)} as the targets"
+                f"the teacher gives logits of shape {tuple(logits.shape)}; expected {tuple(batch.targets.shape)} as the targets"
             )
-        return said
+        return logits
 
-    def gap(self, logits: Tensor, wanted: Tensor) -> Tensor:
-        """How far the student is from the teacher, both logits b k; the mean over the batch."""
+    def gap(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        """Return the distillation loss between the logits of student and teacher, both b k; the mean over the batch."""
         if self.kind == "hard":
-            return F.cross_entropy(logits, wanted.argmax(-1))
-        soft, aim = ((z / self.temperature).log_softmax(-1) for z in (logits, wanted))
-        return self.temperature**2 * (aim.exp() * (aim - soft)).sum(-1).mean()
+            return F.cross_entropy(logits, teacher_logits.argmax(-1))
+        student, teacher = ((z / self.temperature).log_softmax(-1) for z in (logits, teacher_logits))
+        return self.temperature**2 * (teacher.exp() * (teacher - student)).sum(-1).mean()

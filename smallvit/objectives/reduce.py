@@ -1,7 +1,8 @@
-"""Learning to reduce tokens: the objectives that teach `LearnedPrune` and `LearnedThresholds`, from a trained model."""
+"""Objectives that train token reduction in a trained model: `LearnToPrune` and `LearnThresholds`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,18 @@ from .supervised import cross_entropy
 
 
 class LearnToPrune(Objective):
-    """Teach a trained model with `LearnedPrune` to decide with fewer patches, held to its own words when it had them all.
+    """Train the `LearnedPrune` reductions of a trained model, with the model before pruning as a teacher (DynamicViT).
 
-    Paper    Rao et al. 2021 (DynamicViT), arXiv:2106.02034, section 3.3: cross-entropy, plus `ratio` times the squared gap
-             between the share kept and its target, the mean over predictors and images, plus `distil` times the divergence of
-             the logits, plus `distil_tokens` times the squared error of the kept patches, from the unpruned model. The other
-             weights rest for the first sixth, then learn at most at `backbone` times the peak rate.
-    Departs  All parameters learn; the authors' optimizer forgets the class token and the positions. The divergence is that of
-             the student from the teacher, as in the authors' code; the paper writes it the other way round.
+    ratio: the weight of the squared difference between the share of patches kept and the target share.
+    distil: the weight of the KL divergence between the logits of teacher and student.
+    distil_tokens: the weight of the squared error between the kept patch tokens of the student and those of the teacher.
+    backbone: the largest learning rate of the other weights, as a fraction of the peak rate.
+
+    Paper    Rao et al. 2021 (DynamicViT), arXiv:2106.02034, section 3.3: the cross-entropy plus the three terms above. The
+             difference in the share kept is averaged over predictors and images. The weights outside the predictors do not
+             learn for the first sixth of the run, then with at most `backbone` times the peak rate.
+    Departs  All parameters learn; the authors' optimizer leaves out the class token and the positions. The divergence is that
+             of the student from the teacher, as in the authors' code; the paper writes it the other way round.
 
     Raises   ValueError for a model without `LearnedPrune`.
     """
@@ -34,54 +39,61 @@ class LearnToPrune(Objective):
         self, model: nn.Module, *, ratio: float = 2.0, distil: float = 0.5, distil_tokens: float = 0.5, backbone: float = 0.01
     ):
         super().__init__(model)
-        self.pruning = deciding(model, LearnedPrune, "predictor")
-        self.teacher = unreduced(model).eval().requires_grad_(False)
+        self.pruning = trained_reductions(model, LearnedPrune, "predictor")
+        self.teacher: Any = unreduced(model).eval().requires_grad_(False)
         self.ratio, self.distil, self.distil_tokens, self.backbone = ratio, distil, distil_tokens, backbone
 
     def train(self, mode: bool = True):
+        """Set the training mode of the student; the teacher stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        """Return the loss of a batch, and as "kept" the mean share of patches that each predictor keeps."""
         with torch.no_grad():
-            wanted = self.teacher.tokens(batch.images)[0]
-            likely = self.teacher.head(self.teacher.pooled(wanted, None)).float().log_softmax(-1)
-        with watching(self.pruning) as kept:
+            teacher_tokens = self.teacher.tokens(batch.images)[0]
+            teacher_logs = self.teacher.head(self.teacher.pooled(teacher_tokens, None)).float().log_softmax(-1)
+        with recorded_decisions(self.pruning) as decisions:
             tokens, size = self.model.tokens(batch.images)
         logits = self.model.head(self.model.pooled(tokens, size))
-        shares = torch.stack([decisions.mean(1) for decisions in kept], dim=1)
+        shares = torch.stack([kept.mean(1) for kept in decisions], dim=1)
         targets = shares.new_tensor([module.target for module in self.pruning])
         p = len(self.model.prefix)
-        here = (size[:, p:] > 0).to(tokens.dtype)[..., None]
-        error = ((tokens[:, p:] - wanted[:, p:]).square() * here).sum() / (here.sum() * tokens.shape[-1]).clamp_min(1)
-        divergence = F.kl_div(logits.float().log_softmax(-1), likely, reduction="batchmean", log_target=True)
+        present = (size[:, p:] > 0).to(tokens.dtype)[..., None]
+        squares = (tokens[:, p:] - teacher_tokens[:, p:]).square() * present
+        error = squares.sum() / (present.sum() * tokens.shape[-1]).clamp_min(1)
+        divergence = F.kl_div(logits.float().log_softmax(-1), teacher_logs, reduction="batchmean", log_target=True)
         loss = cross_entropy(logits, batch.targets) + self.ratio * (shares - targets).square().mean()
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        learned = [p for module in self.pruning for p in module.parameters()]
-        mine = set(map(id, learned))
-        return [
-            (learned, lambda progress, rate: rate),
-            ([p for p in self.model.parameters() if id(p) not in mine], self.rest_then_follow),
-        ]
+        """Return two groups: the predictors follow the run, and all other weights start late and learn slowly."""
+        predictors = [p for module in self.pruning for p in module.parameters()]
+        ids = set(map(id, predictors))
+        others = [p for p in self.model.parameters() if id(p) not in ids]
+        return [(predictors, lambda progress, rate: rate), (others, self.backbone_rate)]
 
-    def rest_then_follow(self, progress: float, rate: float) -> float:
+    def backbone_rate(self, progress: float, rate: float) -> float:
+        """Return the learning rate outside the predictors: 0 in the first sixth of the run, then at most `backbone`."""
         return 0.0 if progress < 1 / 6 else min(self.backbone, rate)
 
 
 class LearnThresholds(Objective):
-    """Find thresholds for a trained model with `LearnedThresholds` that meet a budget of compute; all else stays as it is.
+    """Train the thresholds of `LearnedThresholds` in a trained model to meet a compute budget; all other weights stay fixed.
 
-    Paper    Bonnaerens, Dambre 2023 (LTMP), arXiv:2305.17328, section 3.3: cross-entropy plus `weight` times the squared gap
-             between the compute left and `budget`, both as shares of the unreduced blocks'. Attention counts the tokens before,
-             the MLP those behind a block's reduction, each as the mean over the batch. Thresholds are put back into their range
-             after every step.
-    Departs  The thresholds are of one scale (see `LearnedThresholds`) and learn at one rate with the run's optimizer, where the
-             authors take plain gradient descent with 5e-6 and 5e-3. A loss that is no number stops the run, no step is skipped.
+    budget: the target for the compute of the blocks, as a share of the compute without reduction.
+    weight: the weight of the squared difference between the compute and the budget.
 
-    Raises   ValueError for a model without `LearnedThresholds`, or a budget that is no fraction.
+    Paper    Bonnaerens, Dambre 2023 (LTMP), arXiv:2305.17328, section 3.3: the cross-entropy plus the budget term. The cost of
+             attention depends on the number of tokens before a block's reduction, the cost of the MLP on the number after it;
+             both are means over the batch. Thresholds are clamped to their range after every step.
+    Departs  The thresholds have one scale (see `LearnedThresholds`) and learn at one rate with the run's optimizer, where the
+             authors use plain gradient descent with rates 5e-6 and 5e-3. A loss that is not finite stops the run; the authors
+             skip the step.
+
+    Raises   ValueError for a model without `LearnedThresholds`, a model without the closed form of its compute, or a budget
+             outside (0, 1].
     """
 
     needs_init = True
@@ -91,53 +103,61 @@ class LearnThresholds(Objective):
         if not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; expected a fraction of the unreduced compute, above 0 and up to 1")
         self.budget, self.weight = budget, weight
-        self.thresholds = deciding(model, LearnedThresholds, "kept")
-        if not has_closed_form(model):
-            raise ValueError(
-                "LearnThresholds goes by the closed form of attention; give the model one with a projection `proj`"
-            )
+        self.thresholds = trained_reductions(model, LearnedThresholds, "kept")
+        if not has_closed_form(self.model):
+            raise ValueError("LearnThresholds needs the closed form of attention; expected attention with a projection `proj`")
         model.requires_grad_(False)
         for module in self.thresholds:
             module.requires_grad_(True)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        with watching(self.thresholds) as kept:
+        """Return the loss of a batch, and as "spent" the share of the compute that the reduced model needs."""
+        with recorded_decisions(self.thresholds) as decisions:
             logits = self.model(batch.images)
-        spent = self.spent(kept)
+        spent = self.spent(decisions)
         loss = cross_entropy(logits, batch.targets) + self.weight * (spent - self.budget).square()
         return {"loss": loss, "spent": spent.detach()}
 
-    def spent(self, kept: list[Tensor]) -> Tensor:
-        """The share of the blocks' MACs that is left by these decisions, b n for each block that has thresholds."""
-        decisions, whole = iter(kept), kept[0].shape[1]
-        there, n, left, full = torch.ones_like(kept[0]), kept[0].new_tensor(float(whole)), 0.0, 0.0
+    def spent(self, decisions: list[Tensor]) -> Tensor:
+        """Return the MACs of the blocks as a share of those without reduction.
+
+        `decisions` has a tensor b n for each block with thresholds: 1 for tokens that are kept, 0 for others.
+        """
+        kept, tokens = iter(decisions), decisions[0].shape[1]
+        present, n = torch.ones_like(decisions[0]), decisions[0].new_tensor(float(tokens))
+        macs: Any = 0.0
+        full: Any = 0.0
         for block in self.model.blocks:
-            there = there * next(decisions) if block.reduction in self.thresholds else there
-            m = there.mean() * whole
-            left, full, n = left + block_macs(block, n, m), full + block_macs(block, whole, whole), m
-        return left / full
+            present = present * next(kept) if block.reduction in self.thresholds else present
+            m = present.mean() * tokens
+            macs, full, n = macs + block_macs(block, n, m), full + block_macs(block, tokens, tokens), m
+        return macs / full
 
     def after_step(self, progress: float):
+        """Clamp the thresholds to their range."""
         for module in self.thresholds:
             module.clamp()
 
 
-def deciding(model: nn.Module, kind: type, part: str) -> list[nn.Module]:
-    """The reductions of that class that decide something. Raises ValueError if there are none."""
+def trained_reductions(model: nn.Module, kind: type, part: str) -> list[Any]:
+    """Return the reductions of class `kind` in the blocks of a model that have the attribute `part`, which is None if off.
+
+    Raises ValueError if there are none.
+    """
     reductions = [getattr(block, "reduction", None) for block in getattr(model, "blocks", ())]
     found = [module for module in reductions if isinstance(module, kind) and getattr(module, part) is not None]
     if not found:
-        raise ValueError(f"this objective teaches {kind.__name__} and none is at work: reduction={kind.__name__}")
+        raise ValueError(f"this objective teaches {kind.__name__} and the model has none; expected reduction={kind.__name__}")
     return found
 
 
 @contextmanager
-def watching(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """The decisions that these reductions make, in their order, while this lasts."""
-    seen: list[Tensor] = []
-    hooks = [module.kept.register_forward_hook(lambda _, given, out: seen.append(out)) for module in modules]
+def recorded_decisions(modules: list[Any]) -> Iterator[list[Tensor]]:
+    """Record the decisions of reductions during a forward pass: yields a list to which each appends a tensor b n."""
+    decisions: list[Tensor] = []
+    hooks = [module.kept.register_forward_hook(lambda _, inputs, output: decisions.append(output)) for module in modules]
     try:
-        yield seen
+        yield decisions
     finally:
         for hook in hooks:
             hook.remove()

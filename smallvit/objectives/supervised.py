@@ -1,4 +1,4 @@
-"""Supervised: learning from labels."""
+"""Supervised training: cross-entropy with the labels."""
 
 from torch import Tensor, nn
 
@@ -8,16 +8,16 @@ from .objective import Objective
 
 
 class Supervised(Objective):
-    """Cross-entropy between the model's softmax and the targets, which may be mixed or smoothed; the mean over the batch.
+    """Cross-entropy between the model's logits and the targets, which may be mixed or smoothed; the mean over the batch.
 
-    `softmax_first=True` is a mistake, here to be measured: a softmax at the end of the model, before a loss that has one of its
-    own. Probabilities between 0 and 1 are then taken for logits. Certainty about the right one of k classes still costs
-    log(e + k - 1) - 1, which is 1.46 for ten classes where 2.30 is chance, and the gradients shrink by the first softmax's
-    derivative, to nothing where the model is sure, also where it is wrong. The largest logit stays the largest, so accuracy
-    can be compared; likelihoods are those of the model's logits, which this loss does not ask for.
+    `softmax_first=True` reproduces a common mistake, to measure its cost: a softmax at the end of the model, before a loss that
+    applies a softmax itself. The loss then takes probabilities between 0 and 1 for logits. A model that is certain and right
+    among k classes still has a loss of log(e + k - 1) - 1, which is 1.46 for ten classes, where chance is 2.30. Gradients are
+    multiplied by the derivative of the first softmax, so they vanish where the model is certain, even where it is wrong. The
+    largest logit stays the largest, so accuracies can be compared. The evaluators see logits without the additional softmax.
 
     Off      `softmax_first` `None` or `False`.
-    Raises   ValueError for a `softmax_first` that is neither.
+    Raises   ValueError for another value of `softmax_first`.
     """
 
     def __init__(self, model: nn.Module, *, softmax_first: bool | None = None):
@@ -27,6 +27,7 @@ class Supervised(Objective):
         self.softmax_first = softmax_first
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        """Return the loss of a batch."""
         self.set_progress(progress)
         logits = self.model(batch.images)
         if self.softmax_first:
@@ -35,4 +36,5 @@ class Supervised(Objective):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of logits, b k, with target probabilities, b k: the mean over the batch, in float32."""
     return -(targets * logits.float().log_softmax(-1)).sum(-1).mean()
