@@ -1,0 +1,39 @@
+"""Sphinx configuration: build the site with `sphinx-build -W docs docs/_build`."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+
+import generate  # noqa: E402
+
+import smallvit  # noqa: E402
+
+project = "smallvit"
+author = "the smallvit authors"
+copyright = "2026, the smallvit authors"
+release = version = smallvit.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+html_theme = "furo"
+html_title = f"smallvit {release}"
+html_static_path = ["_static"]
+html_show_sourcelink = False
+templates_path = []
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks are stored with their outputs; code blocks of pages are run by the tests
+suppress_warnings = ["mystnb.unknown_mime_type", "myst.xref_missing_anchor"]
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+
+
+def setup(app):
+    """Write the generated pages before Sphinx reads the sources, and convert docstrings to reStructuredText."""
+    generate.write_pages()
+    app.connect("autodoc-process-docstring", generate.process_docstring)
