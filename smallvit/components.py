@@ -224,9 +224,11 @@ def function(component: Any) -> Any:
 def added_options(component: Any) -> dict[str, Any]:
     """Options that a component got after version 0.2.0, each with the value at which it behaves as it did before.
 
-    A component declares them in its attribute `added_options`. They keep the fingerprints of older runs valid.
+    A component declares them in its attribute `added_options`. They keep the fingerprints of older runs valid. A subclass
+    inherits the declaration for those options that it accepts.
     """
-    return getattr(component, "added_options", {})
+    declared = getattr(component, "added_options", {})
+    return {name: value for name, value in declared.items() if name in arguments(component)}
 
 
 def arguments(component: Callable) -> dict[str, inspect.Parameter]:

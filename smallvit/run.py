@@ -235,9 +235,14 @@ def fingerprint(run: Run) -> str:
     A new option does not change the fingerprints of existing runs: an option that is None counts as absent, and so does one
     that has the value given in `added_options` of its component (or of `Run`).
     """
-    plain = {name: value for name, value in describe(run).items() if (name, value) not in Run.added_options.items()}
-    text = json.dumps(components.canonical(plain), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(canonical(run), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def canonical(run: Run) -> dict[str, Any]:
+    """The description of a run in the form that is hashed: see `components.canonical`. Also applies to its dependencies."""
+    old = {name: describe(value) for name, value in Run.added_options.items()}
+    plain = {name: value for name, value in describe(run).items() if name not in old or value != old[name]}
+    return components.canonical(plain | {name: canonical(other) for name, other in run.dependencies.items() if name in plain})
 
 
 def difference(run: Run, other: Run) -> dict[str, tuple[str, str]]:
