@@ -193,9 +193,9 @@ class Dataset:
 
         Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
         """
-        if len(classes) < 2:
-            raise ValueError(f"{name}: expected at least 2 classes, got {len(classes)} {list(classes)}")
         pixels = {split: _to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
+        if len(classes) < 2:
+            raise ValueError(f"{name}: expected at least 2 classes, got {list(classes)}")
         if pixels["train"].max() == 1:
             raise ValueError(f"{name}: the training images are bytes of 0 and 1, nearly black; expected 0 to 255, or floats")
         mean, std = _mean_and_std(pixels["train"])
