@@ -1,17 +1,17 @@
-"""Attention: tokens look at tokens.
+"""Attention: each token becomes a weighted mean of all tokens.
 
 Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask) -> AttentionOutput`.
 
-- `x` is b n d; any n, also 1. No parameter depends on n.
-- `size`, b n or None, says how many patches each token stands for: a key is weighed by its size (weights proportional to
-  `size * exp(logit)`), so a token of size 2 counts as two equal tokens and a token of size 0 is gone. None means all ones.
-- `mask`, broadcastable to b h n n, is True where a query (row) may look at a key (column).
+- `x` is (b, n, d), for any number of tokens n, also 1. No parameter depends on n.
+- `size`, (b, n) or None, is the number of patches that each token stands for. The attention weight of a key is proportional
+  to `size * exp(logit)`: a token of size 2 counts as two equal tokens, one of size 0 is ignored. None means that all are 1.
+- `mask`, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column).
 
-Letters: b images, h heads, n tokens, d width, e width of one head.
+Letters in shapes: b images, h heads, n tokens, d width, e width of one head.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 
 class AttentionOutput(NamedTuple):
-    """What attention returns: the mixed tokens, and three facts about them that a reduction or a picture may ask for.
+    """The result of an attention module: the new tokens `x`, and three functions that compute more about them on request.
 
-    `key()` is the mean over heads of the keys, b n e. `saliency(queries)` is the attention that each token receives, b n: the
-    mean over heads and over the first `queries` tokens (by default all that are there). `map()` is the attention map, b h n n:
-    how each query (row) shares its attention out over the keys. They are computed only when called.
+    `key()` returns the keys, averaged over heads, (b, n, e). `map()` returns the attention map, (b, h, n, n): how each query
+    (row) distributes its attention over the keys. `saliency(queries)` returns the attention that each token receives, (b, n):
+    the mean over heads and over the first `queries` queries (by default all tokens of size above 0).
+
+    Raises   TypeError for arithmetic, AttributeError for an attribute of a tensor: use `.x` instead.
     """
 
     x: Tensor
@@ -31,15 +33,28 @@ class AttentionOutput(NamedTuple):
     saliency: Callable[..., Tensor] | None = None
     map: Callable[[], Tensor] | None = None
 
+    def _refuse(self, *_) -> NoReturn:
+        """Raise the TypeError of an arithmetic operation, which says to use `.x`."""
+        raise TypeError(NOT_A_TENSOR)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __truediv__ = __neg__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {NOT_A_TENSOR}" if hasattr(Tensor, name) else f"AttentionOutput has no {name!r}")
+
+
+NOT_A_TENSOR = "attention returns an AttentionOutput, not a tensor; take its tokens: attention(x).x"
+
 
 class Attention(nn.Module):
-    """Multi-head self-attention: every token becomes a mean of all tokens, weighed by how well query and key agree.
+    """Multi-head self-attention: each token becomes a mean of all tokens, weighted by the softmax of query-key products.
 
     Paper    Vaswani et al. 2017, arXiv:1706.03762, in the form of ViT, arXiv:2010.11929.
-    Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); with None nothing is added.
+    Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); None adds nothing.
 
-    `head_dim` frees the head width from `dim / heads`; `qk_norm` normalises queries and keys of each head (arXiv:2302.05442);
-    `dropout` acts on the attention map. The attribute `fused` overrides the choice of kernel (see `attend`).
+    `head_dim` is the width of one head, by default `dim / heads`. `qk_norm` applies a LayerNorm to the queries and keys of each
+    head (arXiv:2302.05442). `dropout` acts on the attention map. The attribute `fused` overrides the choice of the kernel (see
+    `attend`).
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given.
     """
@@ -47,17 +62,11 @@ class Attention(nn.Module):
     fused: bool | None = None
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        head_dim: int | None = None,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
-        dropout: float = 0.0,
-    ):
+        self, dim: int, heads: int, *,
+        head_dim: int | None = None, qkv_bias: bool = True, qk_norm: bool = False, dropout: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
-        head_dim = width_of_head(dim, heads, head_dim)
+        head_dim = head_width(dim, heads, head_dim)
         self.heads, self.scale, self.dropout = heads, head_dim**-0.5, dropout
         self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
@@ -67,25 +76,26 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, k = self.q_norm(q), self.k_norm(k)
-        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused, self.scale)
+        return attend_and_project(self, q, k, v, size, mask, self.scale)
 
 
 class LocalityAttention(nn.Module):
-    """Locality self-attention (LSA): no token looks at itself, and each head learns how sharply it looks.
+    """Locality self-attention (LSA): no token attends to itself, and each head learns the temperature of its softmax.
 
-    Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. Per head a temperature, here as the factor `scale` of the
-             logits, starts at 1 / sqrt(e) and is learned; the diagonal of every attention map, the class token's own place
-             included, is masked out before the softmax.
-    Off      `mask_self=False, temperature="fixed"` equals `Attention`. Each half can be switched on alone, which the paper
-             does not report.
-    Departs  From the paper: nothing in the function. From the authors' code: the mask is built for the tokens at hand and
-             not for a fixed count, so merging, pruning, multi-crop and other resolutions work; the fill is -inf, which half
-             precision can hold; a token with nobody else to look at (n = 1, or all others of size 0) looks at itself where
-             the authors' code does so by accident and -inf gives NaN. Their CaiT fills with -1e-9, which masks nothing.
-             From vit-pytorch: `temperature="per layer"` is its variant, one scalar a layer, stored as a logarithm, which
-             therefore cannot change its sign.
+    Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. The temperature of a head is stored as the factor `scale` of
+             its logits; it starts at 1 / sqrt(e) and is learned. The diagonal of every attention map, also that of the class
+             token, is masked out before the softmax.
+    Off      `mask_self=False, temperature="fixed"` equals `Attention`. Each half can be used alone, which the paper does not
+             report.
+    Departs  From the paper: nothing in the function. From the authors' code: the mask is built for the tokens at hand, not for
+             a fixed number, so merging, pruning, multi-crop and other resolutions work. The mask value is -inf, which half
+             precision can hold. A token without any other token to attend to (n = 1, or all others of size 0) attends to
+             itself; in the authors' code this happens by accident, and plain -inf gives NaN. The authors' CaiT uses -1e-9,
+             which masks nothing. From vit-pytorch: `temperature="per layer"` is its variant, one scalar per layer, stored as a
+             logarithm, so that its sign cannot change.
 
-    With merged tokens the diagonal is a whole group: its members no longer see each other.
+    `mask_self` masks the diagonal. `temperature` is "per head", "per layer" or "fixed"; other options are those of `Attention`.
+    After token merging the diagonal stands for a whole group of patches: its members no longer attend to each other.
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, or for an unknown `temperature`.
     """
@@ -93,20 +103,13 @@ class LocalityAttention(nn.Module):
     fused: bool | None = None
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        mask_self: bool = True,
-        temperature: str = "per head",
-        head_dim: int | None = None,
-        qkv_bias: bool = True,
-        dropout: float = 0.0,
-    ):
+        self, dim: int, heads: int, *, mask_self: bool = True, temperature: str = "per head",
+        head_dim: int | None = None, qkv_bias: bool = True, dropout: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         if temperature not in ("per head", "per layer", "fixed"):
             raise ValueError(f"temperature is {temperature!r}; expected 'per head', 'per layer' or 'fixed'")
-        head_dim = width_of_head(dim, heads, head_dim)
+        head_dim = head_width(dim, heads, head_dim)
         self.heads, self.mask_self, self.temperature, self.dropout = heads, mask_self, temperature, dropout
         self.start = head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
@@ -130,31 +133,34 @@ class LocalityAttention(nn.Module):
         elif self.temperature == "per layer":
             q = q * self.log_scale.exp()
         if self.mask_self:
-            mask = others(x.shape[1], size, mask, x.device)
-        scale = self.start if self.temperature == "fixed" else 1.0
-        return mix(q, k, v, size, mask, self.proj, self.dropout if self.training else 0.0, self.fused, scale)
+            mask = mask_diagonal(x.shape[1], size, mask, x.device)
+        return attend_and_project(self, q, k, v, size, mask, self.start if self.temperature == "fixed" else 1.0)
 
 
-def width_of_head(dim: int, heads: int, head_dim: int | None) -> int:
-    """As given, or an equal share of the model's width."""
+def head_width(dim: int, heads: int, head_dim: int | None) -> int:
+    """Return the width of one attention head: `head_dim` if given, else `dim / heads`, which must be an integer."""
     if heads < 1 or (head_dim is not None and head_dim < 1):
-        raise ValueError(f"got heads={heads}, head_dim={head_dim}; expected at least one head, at least one wide")
+        raise ValueError(f"got heads={heads}, head_dim={head_dim}; expected at least one head of width 1 or more")
     if head_dim is not None:
         return head_dim
     if dim % heads:
-        near = [h for h in range(1, dim + 1) if dim % h == 0]
-        fits = sorted(sorted(near, key=lambda h: abs(h - heads))[:2])
-        raise ValueError(f"{heads} heads do not divide width {dim}; take heads={fits[0]} or {fits[-1]}, or give head_dim")
+        divisors = [h for h in range(1, dim + 1) if dim % h == 0]
+        nearest = sorted(sorted(divisors, key=lambda h: abs(h - heads))[:2])
+        raise ValueError(f"{heads} heads do not divide width {dim}; use heads={nearest[0]} or {nearest[-1]}, or give head_dim")
     return dim // heads
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """b n (3 h e) -> three of b h n e."""
-    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    """Split the output of the qkv projection (b, n, 3 h e) into queries, keys and values, each of shape (b, h, n, e)."""
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
 
 
-def others(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """True where a token may look at another one; at itself only if nothing else is left for it to see."""
+def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
+    """Return an attention mask in which no token attends to itself, unless it may attend to no other token.
+
+    `n` is the number of tokens. `mask` and tokens of size 0 exclude further pairs.
+    """
     eye = torch.eye(n, dtype=torch.bool, device=device)
     if size is None and mask is None:
         return ~eye if n > 1 else eye
@@ -162,106 +168,110 @@ def others(n: int, size: Tensor | None, mask: Tensor | None, device: torch.devic
     if size is not None:
         allowed = allowed & (size > 0)[:, None, None, :]
     if mask is not None:
-        allowed = allowed & boolean(mask)
+        allowed = allowed & check_mask(mask)
     return allowed | (eye & ~allowed.any(-1, keepdim=True))
 
 
-def boolean(mask: Tensor) -> Tensor:
-    """The mask with at least the axes n n."""
+def check_mask(mask: Tensor) -> Tensor:
+    """Return an attention mask with at least two axes (queries, keys). Raise ValueError if its dtype is not bool."""
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may look at a key")
+        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may attend to a key")
     return torch.atleast_2d(mask)
 
 
-def mix(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor | None,
-    mask: Tensor | None,
-    proj: nn.Module,
-    dropout: float,
-    fused: bool | None,
-    scale: float,
+def attend_and_project(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float
 ) -> AttentionOutput:
-    """What the tokens see, heads joined and projected."""
-    x, seen = attend(q, k, v, size, mask, dropout, fused, scale)
+    """Apply attention to queries, keys and values (b, h, n, e), then join the heads and project them back to the width.
+
+    `module` is the attention module; its dropout, kernel and output projection are used. Logits are multiplied by `scale`.
+    """
+    x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale)
 
     def saliency(queries: int | None = None) -> Tensor:
-        asking = mask if mask is None or boolean(mask).shape[-2] == 1 else boolean(mask)[..., :queries, :]
-        rows = (weights(q[:, :, :queries] * scale, k, size, asking) if seen is None else seen[:, :, :queries]).mean(1)
+        rows_mask = mask if mask is None or check_mask(mask).shape[-2] == 1 else check_mask(mask)[..., :queries, :]
+        queried = q[:, :, :queries] * scale
+        rows = weights(queried, k, size, rows_mask) if attention_map is None else attention_map[:, :, :queries]
+        rows = rows.mean(1)
         if queries is not None or size is None:
             return rows.mean(1)
-        there = (size > 0).to(rows.dtype)
-        return torch.einsum("bq,bqk->bk", there, rows) / there.sum(1, keepdim=True)
+        present = (size > 0).to(rows.dtype)
+        return torch.einsum("bq,bqk->bk", present, rows) / present.sum(1, keepdim=True)
 
-    def whole() -> Tensor:
-        return weights(q * scale, k, size, mask) if seen is None else seen
-
-    return AttentionOutput(proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=whole)
+    return AttentionOutput(
+        module.proj(x.transpose(1, 2).flatten(2)),
+        key=lambda: k.mean(1),
+        saliency=saliency,
+        map=lambda: weights(q * scale, k, size, mask) if attention_map is None else attention_map,
+    )
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor | None = None,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    fused: bool | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor | None]:
-    """The values that each token sees, b h n e, by the faster of two kernels that agree to rounding; and the attention map,
-    b h n n, where the kernel makes one.
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None = None, mask: Tensor | None = None,
+    dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the attention output (b, h, n, e), and the attention map (b, h, n, n) or None if the kernel computes no map.
 
-    On a CPU the fused kernel of `scaled_dot_product_attention` loses to two products and a softmax while the map fits in the
-    cache, so it is taken from 128 tokens on (512 in half precision, which it is slow at); on a GPU always. `fused` overrides
-    the rule. Sizes with a gradient need the map. Logits are multiplied by `scale`.
+    There are two kernels, which agree up to rounding. On a GPU the fused `scaled_dot_product_attention` is always used. On a
+    CPU it is slower than two matrix products and a softmax while the map fits in the cache, so it is used from 128 tokens on
+    (512 in half precision, in which it is slow). `fused` overrides this rule. Sizes with a gradient need the map. Logits are
+    multiplied by `scale`.
     """
     if size is not None and size.requires_grad:
-        return learn_sizes(q * scale, k, v, size, mask, dropout), None
+        return attend_with_size_gradient(q * scale, k, v, size, mask, dropout), None
     if fused is None:
         fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
     if fused:
-        bias = bias_of(size, mask)
+        bias = logit_bias(size, mask)
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale), None
-    seen = weights(q * scale, k, size, mask)
-    return F.dropout(seen.to(v.dtype), dropout) @ v, seen
+    attention_map = weights(q * scale, k, size, mask)
+    return F.dropout(attention_map.to(v.dtype), dropout) @ v, attention_map
 
 
 def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The attention map, b h n n, proportional to size * exp(logit); rows sum to 1. No gradient to the sizes."""
+    """Return the attention map (b, h, n, n): proportional to size * exp(logit), rows sum to 1. Sizes get no gradient."""
     logits = q @ k.transpose(-2, -1)
-    bias = bias_of(None if size is None else size.detach(), mask)
+    bias = logit_bias(None if size is None else size.detach(), mask)
     return (logits if bias is None else logits + bias).softmax(-1)
 
 
-def bias_of(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """What is added to the logits, broadcastable to b h n n: log(size) of the key, and -inf where the mask forbids."""
+def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Return the term to add to the attention logits: log(size) of the key, and -inf where the mask is False.
+
+    The shape broadcasts to (b, h, n, n). The result is None without sizes and mask.
+    """
     bias = None if size is None else size.log()[:, None, None, :]
     if mask is None:
         return bias
     zero = torch.zeros((), device=mask.device) if bias is None else bias
-    return torch.where(boolean(mask), zero, float("-inf"))
+    return torch.where(check_mask(mask), zero, float("-inf"))
 
 
-def learn_sizes(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """The values that each token sees, b h n e, with their gradient to the sizes, which the logarithm does not have at 0.
+def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Return the attention output (b, h, n, e) with a gradient to the token sizes, also to those of size 0.
 
-    As in DynamicViT (arXiv:2106.02034, equations 10 and 11) a token always sees itself, as one if it is gone, and its size has
-    no part in that: nobody looks at the row of a token that is gone, but the gradient asks what it would have said. The largest
-    logit is taken over the tokens that are there, and no exponential is above 1, so that none of the gone can drown a row.
+    Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
+    equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no
+    gradient to the size. No token attends to a removed token; only the gradient uses its key and value.
+
+    Departs  No exponential exceeds 1, so that no removed token can make the sum overflow. The authors' gradient to the size of
+             a removed token is larger if its logit is above those of all present tokens: often 2 to 70, rarely 1e6 times.
+             Measured with that gradient (up to 1e6 times) on scikit-learn's digits, 400 labels, difference in accuracy and its
+             standard error: `LearnedPrune` +0.4 ± 0.4 points at keep=0.5 and -6.3 ± 2.8 at keep=0.3 (6 seeds), without gradient
+             clipping -20 ± 6 at keep=0.5 (4 seeds); `LearnedThresholds` +2.9 ± 1.4, with 9.7 tokens left for 9.3 (6 seeds).
     """
     logits = q @ k.transpose(-2, -1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    there = bias_of((size > 0).to(logits.dtype), mask)
-    above = logits - (logits.detach() + there).amax(-1, keepdim=True)
-    grown = torch.where(above > 0, 0.0, above).exp()
+    visible = (size > 0)[:, None, None, :]
     if mask is not None:
-        grown = grown * boolean(mask)
-    factor = size.to(logits.dtype)[:, None, :, None]  # by the values, so that no second map is made
-    itself = torch.where(factor > 0, factor, 1.0).detach() - factor
-    alone = grown.diagonal(dim1=-2, dim2=-1)[..., None] * itself
-    total = grown @ factor.expand(-1, grown.shape[1], -1, -1) + alone
-    return ((F.dropout(grown, dropout) @ (factor * v) + alone * v) / total).to(v.dtype)
+        visible = visible & check_mask(mask)
+    above = logits - logits.detach().masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
+    exponential = torch.where(above > 0, 0.0, above).exp()
+    if mask is not None:
+        exponential = exponential * check_mask(mask)
+    factor = size.to(logits.dtype)[:, None, :, None]  # multiplied with the values, which saves a second map
+    own_factor = torch.where(factor > 0, factor, 1.0).detach() - factor
+    to_itself = exponential.diagonal(dim1=-2, dim2=-1)[..., None] * own_factor
+    total = exponential @ factor.expand(-1, exponential.shape[1], -1, -1) + to_itself
+    return ((F.dropout(exponential, dropout) @ (factor * v) + to_itself * v) / total).to(v.dtype)

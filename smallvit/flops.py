@@ -1,7 +1,7 @@
-"""Compute: how much work a model does for an image, by the closed form of the papers, by torch's count, and by the clock.
+"""Cost of a model: multiply-adds by the closed form of the papers, by torch's counter, and measured time.
 
-Letters: n tokens into attention, m tokens into the MLP of the same block. MACs are multiply-accumulates, what the papers on
-token reduction call FLOPs; a FLOP counter counts two for each.
+MACs are multiply-accumulates, which papers on token reduction call FLOPs; a FLOP counter counts two for each. In formulas, n
+tokens enter the attention of a block and m tokens its MLP, prefix tokens included.
 """
 
 import copy
@@ -9,99 +9,108 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from smallvit.reduction.context import stands_first
+from smallvit.reduction.context import runs_before_attention
 from smallvit.vit import ViT
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def linear_macs(module: nn.Module) -> int:
-    """MACs of the linear maps of a module, for each token that goes through."""
+    """Return the MACs of all linear layers of a module for one token."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
-def block_macs(block: nn.Module, n: float | Tensor, m: float | Tensor) -> float | Tensor:
-    """MACs of one block by the closed form: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2) for heads that fill the width d.
+def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
+    """Return the MACs of one block: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2), for heads that fill the width d.
 
-    Norms, softmax, activation and biases are left out, as in the papers.
+    `n` tokens enter the attention and `m` tokens the MLP. Norms, softmax, activation and biases are left out, as in the papers.
     """
-    pair = 2 * block.attention.proj.in_features  # the attention map, and the values by it
-    return n * linear_macs(block.attention) + n * n * pair + m * linear_macs(block.mlp)
+    per_pair = 2 * block.attention.proj.in_features  # queries times keys, and the map times values
+    return n * linear_macs(block.attention) + n * n * per_pair + m * linear_macs(block.mlp)
 
 
-def tokens_per_layer(model: nn.Module, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
-    """For each block how many tokens its attention and its MLP see, prefix included; None where it depends on the image.
+def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
+    """Return for each block how many tokens its attention and its MLP process, or None if this depends on the image.
 
-    `image` is the height and width, by default those the model was built for.
+    Prefix tokens are counted. `image` is the height and width, by default those the model was built for.
     """
-    n, out = model.places(1, image or model.image)[0].tokens, []
+    n, counts = input_tokens(model, image), []
     for block in model.blocks:
         m = n
         if block.reduction is not None:
             m = block.reduction.left(n) if hasattr(block.reduction, "left") else None
         if m is None:
             return None
-        out.append((m if stands_first(block.reduction) else n, m))
+        counts.append((m if runs_before_attention(block.reduction) else n, m))
         n = m
-    return out
+    return counts
 
 
-def in_words(model: nn.Module) -> str:
-    """How many tokens are left where: `50 tokens, behind the blocks 42, 35, 29, 24; 0.61 of the MACs`."""
-    tokens, start = tokens_per_layer(model), f"{model.places(1, model.image)[0].tokens} tokens, behind the blocks"
+def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
+    """Return how many tokens enter the first block for an image of this height and width, prefix tokens included."""
+    height, width = image or model.image
+    return model.layer_contexts(1, (height, width))[0].tokens
+
+
+def describe_tokens(model: ViT) -> str:
+    """Describe the tokens left after each block: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`."""
+    tokens, start = tokens_per_layer(model), f"{input_tokens(model)} tokens, after the blocks"
     if tokens is None:
-        return f"{start} as many as the image asks for"
+        return f"{start} a number that depends on the image"
     start += f" {', '.join(str(m) for _, m in tokens)}"
     if not has_closed_form(model):
         return start
-    share = sum(closed_form(model).values()) / sum(closed_form(unreduced(model)).values())
-    return f"{start}; {share:.2f} of the MACs"
+    return f"{start}; {sum(closed_form(model).values()) / sum(closed_form(unreduced(model)).values()):.2f} of the MACs"
 
 
 def closed_form(
-    model: nn.Module,
+    model: ViT,
     tokens: Sequence[tuple[float, float]] | None = None,
     image: tuple[int, int] | None = None,
     embed: float | None = None,
 ) -> dict[str, float]:
-    """MACs for one image: `embed`, `blocks`, `reduction` (what the reduction itself costs) and `head`,
-    with what a pool has of layers behind it.
+    """Return the MACs for one image by the closed form, split into `embed`, `blocks`, `reduction` and `head`.
 
-    `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. Published figures leave `reduction` out. What
-    a kernel that makes no attention map computes again, for a reduction that asks for the map, is not in it. `embed` is what
-    `embed_macs` says, for whoever has asked already.
+    `reduction` is the cost of the reduction itself, which published figures leave out. `head` includes the layers of a pool.
+    `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the result of `embed_macs`, if
+    known already. If a reduction asks a fused kernel for its attention map, this second computation is not counted.
 
-    Raises   ValueError where the tokens depend on the image and are not given, or for attention without a projection `proj`.
+    Raises   ValueError if the tokens depend on the image and are not given, or for attention without a projection `proj`.
     """
-    image = image or model.image
-    tokens = tokens or tokens_per_layer(model, image)
+    height, width = image or model.image
+    tokens = tokens or tokens_per_layer(model, (height, width))
     if tokens is None:
-        raise ValueError("how many tokens this model keeps depends on the image; give tokens, for instance of seen_tokens")
+        raise ValueError("the number of tokens of this model depends on the image; give tokens, for instance from seen_tokens")
     if not has_closed_form(model):
         kind = type(model.blocks[0].attention).__name__
-        raise ValueError(f"{kind} has no projection `proj`, so no closed form is known; count it: counted(model, x)")
-    embed = embed_macs(model, image) if embed is None else embed
-    came, extra = model.places(1, image)[0].tokens, 0.0
+        raise ValueError(f"{kind} has no projection `proj`, so no closed form is known; use counted(model, x) instead")
+    n, reduction = input_tokens(model, (height, width)), 0.0
     for block, (_, m) in zip(model.blocks, tokens):
         if hasattr(block.reduction, "macs"):
-            extra += block.reduction.macs(came, block.attention.proj.in_features // block.attention.heads)
-        came = m
-    blocks = sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens))
-    head = linear_macs(model.head) + linear_macs(getattr(model.pool, "layers", nn.Identity()))
-    return {"embed": embed, "blocks": blocks, "reduction": extra, "head": head}
+            reduction += block.reduction.macs(n, block.attention.proj.in_features // block.attention.heads)
+        n = m
+    return {
+        "embed": embed_macs(model, (height, width)) if embed is None else embed,
+        "blocks": sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens)),
+        "reduction": reduction,
+        "head": linear_macs(model.head) + linear_macs(getattr(model.pool, "layers", nn.Identity())),
+    }
 
 
-def embed_macs(model: nn.Module, image: tuple[int, int]) -> float:
-    """MACs of the tokenizer for one image of that size, as torch counts them: each kind has a closed form of its own."""
+def embed_macs(model: ViT, image: Sequence[int]) -> float:
+    """Return the MACs of the tokenizer for one image of this height and width, by torch's counter."""
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
     return counted(model.tokenizer, blank) / 2
 
 
-def counted(model: nn.Module, images: Tensor) -> int:
-    """FLOPs (two for each multiply-accumulate) of one forward pass by torch's counter, which sees products alone."""
+def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
+    """Return the FLOPs of one forward pass by torch's counter: two per multiply-accumulate, matrix products only."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -109,40 +118,44 @@ def counted(model: nn.Module, images: Tensor) -> int:
     return counter.get_total_flops()
 
 
-def seen_tokens(model: nn.Module, images: Tensor) -> Tensor:
-    """For each image and block how many tokens attention and the MLP see: images x blocks x 2. For models that look first."""
-    came: list[Tensor] = []
+def seen_tokens(model: ViT, images: Tensor) -> Tensor:
+    """Return for each image and block how many tokens its attention and its MLP process, shape (images, blocks, 2).
 
-    def note(block, given, out):
-        x, size = out
-        came.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
+    The images are run through the model, so this also works if the number of tokens depends on the image.
+    """
+    counts: list[Tensor] = []
 
-    hooks = [block.register_forward_hook(note) for block in model.blocks]
+    def count(block, inputs, output):
+        x, size = output
+        counts.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
+
+    hooks = [block.register_forward_hook(count) for block in model.blocks]
     try:
         with torch.inference_mode():
             model(images)
     finally:
         for hook in hooks:
             hook.remove()
-    seen, n = [], torch.full((len(images),), model.places(1, tuple(images.shape[-2:]))[0].tokens)
-    for block, m in zip(model.blocks, came):
-        seen.append(torch.stack([m if stands_first(block.reduction) else n, m], dim=1))
+    pairs, n = [], torch.full((len(images),), input_tokens(model, images.shape[-2:]))
+    for block, m in zip(model.blocks, counts):
+        pairs.append(torch.stack([m if runs_before_attention(block.reduction) else n, m], dim=1))
         n = m
-    return torch.stack(seen, dim=1)
+    return torch.stack(pairs, dim=1)
 
 
-def unreduced(model: nn.Module) -> nn.Module:
-    """A copy of the model that reduces nothing."""
-    new = copy.deepcopy(model)
+def unreduced(model: Model) -> Model:
+    """Return a copy of the model without token reduction."""
+    new: Any = copy.deepcopy(model)
     for block in new.blocks:
         block.reduction = None
     return new
 
 
 def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """`params`, and `macs` for one image: torch's count, or, where that depends on the image, the mean over these.
+    """Return the number of parameters (`params`) and the MACs of one image (`macs`) of a model.
 
-    A model without parameters is what its `features` do.
+    MACs are counted by torch. If they depend on the image, they are the mean over `images`. For a model without parameters, its
+    `features` are counted.
     """
     params = sum(p.numel() for p in model.parameters())
     if reduces(model) and tokens_per_layer(model) is None:
@@ -150,58 +163,62 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
     return {"params": params, "macs": counted(forward(model), images[:1]) // 2}
 
 
-def forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a model does with images; one without parameters, and so without a head, makes features of them."""
+def forward(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return what runs a model on images: the model, or its method `features` if it has no parameters and so no head."""
     return model if next(model.parameters(), None) is not None else model.features
 
 
-def macs_of_each(model: nn.Module, images: Tensor, seen: Tensor | None = None) -> list[float]:
-    """MACs of each image, for a model whose tokens depend on the image: by the closed form, or one by one as counted.
+def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list[float]:
+    """Return the MACs of each image, for a model whose number of tokens depends on the image.
 
-    `seen` is what `seen_tokens` says of these images, for whoever has asked already.
+    They follow the closed form, or torch's counter image by image where no closed form is known. `seen` is the result of
+    `seen_tokens` for these images, if known already.
     """
     if not has_closed_form(model):
         return [counted(model, image[None]) / 2 for image in images]
-    each, size = (seen_tokens(model, images) if seen is None else seen).tolist(), tuple(images.shape[-2:])
-    embed = embed_macs(model, size)
-    return [sum(closed_form(model, tokens, size, embed).values()) for tokens in each]
+    height, width = images.shape[-2:]
+    embed = embed_macs(model, (height, width))
+    seen = seen_tokens(model, images) if seen is None else seen
+    return [sum(closed_form(model, tokens, (height, width), embed).values()) for tokens in seen.tolist()]
 
 
-def reduces(model: nn.Module) -> bool:
-    """Whether this is a `ViT` of which at least one block has a reduction."""
+def reduces(model: nn.Module) -> TypeGuard[ViT]:
+    """Return whether the model is a `ViT` with a reduction in at least one block."""
     return isinstance(model, ViT) and any(getattr(block, "reduction", None) is not None for block in model.blocks)
 
 
-def has_closed_form(model: ViT) -> bool:
-    """Whether all of its attention ends in a projection `proj`, as the formula has it."""
+def has_closed_form(model: Any) -> bool:
+    """Return whether the closed form of `block_macs` holds: the attention of every block has a linear projection `proj`."""
     return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
-    """The median time of each call; they take turns, so that what disturbs one disturbs all."""
+    """Return the median time of each call in milliseconds. The calls alternate, so that disturbances affect all of them."""
     times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repeats + 1):
-        for call, of in zip(calls, times):
+    for repeat in range(repeats + 1):
+        for call, measured in zip(calls, times):
             started = time.perf_counter()
             call()
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
-            if turn:  # the first is to warm up
-                of.append(1e3 * (time.perf_counter() - started))
-    return [median(of) for of in times]
+            if repeat:  # the first one warms up
+                measured.append(1e3 * (time.perf_counter() - started))
+    return [median(measured) for measured in times]
 
 
-def speedup(model: nn.Module, images: Tensor, repeats: int = 9) -> tuple[float, float]:
-    """Milliseconds of one forward pass over the images, and how often that goes into the time of the same model unreduced,
-    with whichever attention kernel makes that autotune. Below 1 the reduction loses time."""
-    kernels = [unreduced(model) for _ in range(2)]
-    for kernel, fused in zip(kernels, (False, True)):
-        for module in kernel.modules():
+def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]:
+    """Return the milliseconds of one forward pass, and how many times faster it is than the same model without reduction.
+
+    The unreduced model uses the faster of the two attention kernels. Below 1, the reduction loses time.
+    """
+    baselines = [unreduced(model) for _ in range(2)]
+    for baseline, fused in zip(baselines, (False, True)):
+        for module in baseline.modules():
             if hasattr(module, "fused"):
-                module.fused = fused
+                setattr(module, "fused", fused)  # noqa: B010
     with torch.inference_mode():
-        mine, *theirs = milliseconds([partial(each, images) for each in (model, *kernels)], repeats)
-    return mine, min(theirs) / mine
+        own, *others = milliseconds([partial(each, images) for each in (model, *baselines)], repeats)
+    return own, min(others) / own
 
 
 def match_budget(
@@ -214,37 +231,39 @@ def match_budget(
     channels: int = 1,
     of: str = "macs",
 ) -> float:
-    """The value of `knob`, to three decimals, at which the reduction brings `model` nearest to `share` of its MACs, or, with
-    `of="tokens"`, of the tokens that leave its last block.
+    """Find the value of an option at which a reduction brings a model to a given share of its MACs or of its last tokens.
 
-    `model` is called `(image, channels, classes)`, as in a `Run`; `between` are the values to look between. The MACs are those
-    of `closed_form`, what the reduction costs included, so they can be met for a reduction with a fixed schedule alone.
+    `model` is called `(image, channels, classes)`, as in a `Run`. `knob` is the name of the option of `reduction`, `share` the
+    target from 0 to 1, and `between` the lowest and highest value to try. The result is rounded to three decimals. With
+    `of="macs"` the MACs of `closed_form` are compared, the cost of the reduction included; with `of="tokens"` the tokens after
+    the last block. The number of tokens must not depend on the image.
 
-    Raises   ValueError if no value between those two comes within a twentieth of the share.
+    Raises   ValueError if no value in this range comes within 0.05 of the share, or for another `of`.
     """
     if of not in ("macs", "tokens"):
         raise ValueError(f"of is {of!r}; expected 'macs' or 'tokens'")
 
     with torch.device("meta"):
-        made = model(image, channels, 10)
-    places = made.places(len(made.blocks), image)
-    embed = embed_macs(made, image)
+        built: ViT = model(image, channels, 10)
+    contexts, embed = built.layer_contexts(len(built.blocks), image), embed_macs(built, image)
 
-    def spent(value: float | None) -> float:
+    def cost(value: float | None) -> float:
         with torch.device("meta"):
-            for block, place in zip(made.blocks, places):
-                block.reduction = None if value is None else reduction(place, **{knob: value})
-        return sum(closed_form(made, embed=embed).values()) if of == "macs" else float(tokens_per_layer(made)[-1][1])
+            for block, context in zip(built.blocks, contexts):
+                block.reduction = None if value is None else reduction(context, **{knob: value})
+        if of == "macs":
+            return sum(closed_form(built, embed=embed).values())
+        return float((tokens_per_layer(built) or [])[-1][1])
 
-    whole = spent(None)
+    full = cost(None)
     low, high = between
-    rising = spent(high) > spent(low)
+    rising = cost(high) > cost(low)
     while high - low > 1e-3:
         middle = round((low + high) / 2, 4)
-        low, high = (middle, high) if (spent(middle) / whole < share) == rising else (low, middle)
-    best = min((round(value, 3) for value in (low, high)), key=lambda value: abs(spent(value) / whole - share))
-    if abs(spent(best) / whole - share) > 0.05:
+        low, high = (middle, high) if (cost(middle) / full < share) == rising else (low, middle)
+    best = min((round(value, 3) for value in (low, high)), key=lambda value: abs(cost(value) / full - share))
+    if abs(cost(best) / full - share) > 0.05:
         raise ValueError(
-            f"{knob} from {between[0]} to {between[1]} comes to {spent(best) / whole:.2f} of the {of} at best; expected {share}"
+            f"{knob} from {between[0]} to {between[1]} reaches {cost(best) / full:.2f} of the {of} at best; expected {share}"
         )
     return best

@@ -1,9 +1,9 @@
-"""Pooling: from tokens to one feature.
+"""Pooling: the tokens become one feature.
 
-Contract: `pool(dim)` makes a module that is called `(x, size, prefix) -> b d`. `x` is b n d with `prefix` prefix tokens first;
-`size`, b n or None, says how many patches each token stands for, and a merged token weighs as much as they do. The attribute
-`class_tokens` says how many prefix tokens the pool reads; the model makes them. A pool whose feature is of another width has
-`make_head(classes)`: it makes the module that turns the feature into logits, with a `weight` that is drawn as any head's.
+Contract: `pool(dim)` makes a module that is called `(x, size, prefix) -> feature (b, d)`. `x` is (b, n, d), its first `prefix`
+tokens are prefix tokens. `size`, (b, n) or None, is the number of patches that each token stands for; it weights the mean. The
+attribute `class_tokens` is the number of prefix tokens that the pool reads; the model makes them. A pool whose feature has
+another width has `make_head(classes)`, which makes a module from feature to logits with a `weight` that the model initializes.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ClassToken(nn.Module):
-    """The feature is the class token: one extra token that looks at all others. Paper: ViT, arXiv:2010.11929."""
+    """Return the class token: an extra first token that attends to all others. Paper: ViT, arXiv:2010.11929."""
 
     class_tokens = 1
 
@@ -25,7 +25,7 @@ class ClassToken(nn.Module):
 
 
 class MeanTokens(nn.Module):
-    """The feature is the mean of the patch tokens (global average pooling), prefix tokens left out."""
+    """Return the mean of the patch tokens (global average pooling). Prefix tokens are left out."""
 
     class_tokens = 0
 
@@ -40,10 +40,10 @@ class MeanTokens(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """The feature is a weighted mean of the patch tokens, the weights a softmax of one learned score for each token.
+    """Return a weighted mean of the patch tokens; the weights are a softmax over one learned score per token.
 
     Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.2.
-    Off      a score of zero for all tokens equals `MeanTokens`.
+    Off      A score of zero for all tokens equals `MeanTokens`.
     """
 
     class_tokens = 0
@@ -57,37 +57,39 @@ class SequencePool(nn.Module):
         if size is None:
             return (x * score.softmax(1)).sum(1)
         size = size[:, prefix:, None]
-        # the largest score of those that are there: one that is gone must not drown them, and log(size) has no gradient at 0
+        # the maximum is over tokens of size above 0: a removed token with a large score must not make all others vanish
         above = score - score.detach().masked_fill(size == 0, float("-inf")).amax(1, keepdim=True)
         weight = size.to(x.dtype) * torch.where(above > 0, 0.0, above).exp()
         return (x * weight).sum(1) / weight.sum(1)
 
 
 class Projected(nn.Module):
-    """Another pool, and behind it `layers` times a linear map to `hidden`, BatchNorm and GELU, as a projection head begins.
+    """Another pool, followed by the first layers of a projection head: `layers` times a linear map, BatchNorm and GELU.
 
-    Paper    Chen et al. 2020 (SimCLR v2), arXiv:2006.10029, section 2: a part of the projection head is kept behind the
-             backbone, fine-tuned and probed. Self-supervision then ends in a shallower head, `DINO(layers=1)`: together they
-             compute what a head of three layers computed, and its hidden layers are not thrown away with it.
+    `pool` makes the pool and `hidden` is the width of the layers.
+
+    Paper    Chen et al. 2020 (SimCLR v2), arXiv:2006.10029, section 2: part of the projection head stays on the backbone for
+             fine-tuning and probing. Self-supervision then ends in a shallower head, `DINO(layers=1)`: together they compute
+             what a head of three layers computes, and its hidden layers are not thrown away with it.
     Off      `layers=0` equals the pool.
 
-    Raises   ValueError for a training batch of one image, which BatchNorm has no deviation of.
+    Raises   ValueError for a training batch of one image, of which BatchNorm cannot compute a variance.
     """
 
     def __init__(self, dim: int, *, pool: Callable = MeanTokens, hidden: int = 256, layers: int = 2):
         super().__init__()
         if hidden < 1 or layers < 0:
-            raise ValueError(f"got hidden={hidden}, layers={layers}; expected at least 1 wide, and 0 layers or more")
+            raise ValueError(f"got hidden={hidden}, layers={layers}; expected hidden of at least 1 and layers of at least 0")
         self.pool = pool(dim)
         self.class_tokens, self.dim, self.width = self.pool.class_tokens, dim, hidden if layers else dim
         widths = [dim] + [hidden] * layers
         self.layers = nn.Sequential()
-        for before, after in zip(widths[:-1], widths[1:]):  # no bias: BatchNorm has one
-            self.layers.extend([nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.GELU()])
+        for inputs, outputs in zip(widths[:-1], widths[1:]):  # no bias: BatchNorm has one
+            self.layers.extend([nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.GELU()])
 
     def forward(self, x: Tensor, size: Tensor | None = None, prefix: int = 0) -> Tensor:
         if self.training and len(x) == 1:
-            raise ValueError("Projected has BatchNorm and got one image to train on; expected a batch of at least two")
+            raise ValueError("Projected uses BatchNorm and got a training batch of one image; expected at least two")
         return self.layers(self.pool(x, size, prefix))
 
     def make_head(self, classes: int) -> nn.Linear:
@@ -95,13 +97,13 @@ class Projected(nn.Module):
 
 
 class DistilledTokens(nn.Module):
-    """The feature is the class token and, beside it, a distillation token, b 2d; each has a head of its own.
+    """Return the class token and the distillation token of DeiT, concatenated (b, 2 d); each has its own linear head.
 
-    Paper    Touvron et al. 2021 (DeiT), arXiv:2012.12877, section 4. `Distill(token=True)` trains the two apart: the class
-             token's head learns from labels, the other one from a teacher. The logits are the mean of both heads.
+    Paper    Touvron et al. 2021 (DeiT), arXiv:2012.12877, section 4. `Distill(token=True)` trains both heads: the class token's
+             from labels, the distillation token's from a teacher. The logits are the mean of both heads.
     Off      `ClassToken` with `registers=1` has the same tokens; its logits are those of the class token's head.
-    Departs  The paper adds the softmax of both heads; its authors' code and timm take the mean of their logits, and so do we.
-             With any other objective than `Distill(token=True)` that mean is what learns.
+    Departs  The paper adds the softmax of both heads; the authors' code and timm average their logits, as here. With any other
+             objective than `Distill(token=True)`, this average is trained.
     """
 
     class_tokens = 2
@@ -118,7 +120,7 @@ class DistilledTokens(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """The heads of `DistilledTokens`: b 2d -> the mean of their logits, b k; `apart` gives both."""
+    """The two linear heads of `DistilledTokens`: maps features (b, 2 d) to the mean of both heads' logits (b, classes)."""
 
     def __init__(self, dim: int, classes: int):
         super().__init__()
@@ -129,14 +131,14 @@ class TwoHeads(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Of the head that learns from labels, which starts as the head of any other pool does."""
+        """The weight of the head that learns from labels. The model initializes it like the head of any other pool."""
         return self.from_labels.weight
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits that learn from labels, and those that learn from a teacher."""
-        label, taught = x.chunk(2, dim=-1)
-        return self.from_labels(label), self.from_teacher(taught)
+        """Return the logits of both heads: of the one trained on labels, then of the one trained on a teacher."""
+        class_token, distillation_token = x.chunk(2, dim=-1)
+        return self.from_labels(class_token), self.from_teacher(distillation_token)
 
     def forward(self, x: Tensor) -> Tensor:
-        label, taught = self.apart(x)
-        return (label + taught) / 2
+        from_labels, from_teacher = self.apart(x)
+        return (from_labels + from_teacher) / 2

@@ -1,26 +1,25 @@
-"""Named randomness: every draw of a run comes from a stream known by (seed, name, step), never from what was drawn before.
+"""Random streams: each random draw of a run depends only on (seed, name, step), never on earlier draws.
 
-A generator that is passed around couples everything that draws from it: one more parameter in the model and the batches
-come in another order. Here each draw names its stream, so switching a technique on leaves the subset, the batch order, the
+A generator that is passed around couples all its users: one more parameter in the model would change the order of the batches.
+Here each draw has a stream of its own name. Enabling a technique therefore leaves the labeled subset, the batch order, the
 augmented pixels and the initial weights of all shared layers byte-identical, and a resumed run needs no generator state.
 
-The names in use: `subset` (which images are labelled and, where the data brings no validation images, which validate) and
-`subset/class` (in which order the classes take turns), `val` (which of the data's own validation images),
-`few_shot` (which images a few-shot probe draws), `order` (batches), `augment` (pixels),
-`init` (weights; an objective's own are `init/objective`) and `dropout` (inside the step, first of all the patches that an
-objective hides).
-The fixed test split of `digits()` belongs to no run: it is drawn as a subset is, under `digits/test` with seed 0.
+Names in use: `subset` (which images are labeled and, if the data has no validation images, which ones validate), `subset/class`
+(the order in which the classes take turns to get a label), `val` (which of the data's own validation images),
+`few_shot` (the images of a few-shot probe), `order` (batches), `augment` (pixels), `init` (weights; those of an objective are
+`init/objective`) and `dropout` (draws inside a training step, beginning with the patches that an objective masks).
+The fixed test split of `digits()` is independent of the run: it is drawn like a subset, as `digits/test` with seed 0.
 """
 
 import hashlib
 
 
 def stream(seed: int, name: str, step: int | str = 0) -> int:
-    """The 63-bit state of the stream `name` at `step`; the same on every machine and for every version of torch and numpy."""
+    """Return the 63-bit seed of the random stream `name` at `step`. It is the same on every machine and library version."""
     digest = hashlib.sha256(f"{seed}/{name}/{step}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def shuffled(items: list, seed: int, name: str) -> list:
-    """`items` in an order fixed by (seed, name): sorted by hash, so that no library's generator can change it."""
+    """Return the items in a random order that depends only on the seed and the name. Sorting by hash needs no generator."""
     return sorted(items, key=lambda item: hashlib.sha256(f"{seed}/{name}/{item}".encode()).digest())

@@ -1,11 +1,11 @@
-"""Tokenizers: from pixels to tokens.
+"""Tokenizers: the pixels of an image become tokens.
 
-Contract: `tokenizer(image, channels, dim)` makes a module `b c h w -> b n d`, tokens in reading order, one for each cell of
-`tokenizer.grid((h, w)) -> (rows, columns)`. An image that the patches do not tile is a ValueError that names both numbers and
-the nearest sizes that fit; any other size than `image` works too.
+Contract: `tokenizer(image, channels, dim)` makes a module that maps (b, channels, h, w) to (b, n, dim), one token for each cell
+of `tokenizer.grid((h, w)) -> (rows, columns)`, in row-major order. Images of another size than `image` work too. If the patches
+do not tile an image, ValueError names the patch size, the image size and the nearest sizes that fit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil, floor, prod
 
 import torch
@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-Image = tuple[int, int]
+Image = Sequence[int]  # height and width in pixels
 
 
 class PatchEmbed(nn.Module):
-    """Cut the image into squares of `patch` pixels and map each linearly to a token.
+    """Cut the image into squares of `patch` x `patch` pixels and map each linearly to a token.
+
+    `kernel` is the side of the square that a token sees, by default `patch`. A larger kernel is a convolution with zero padding
+    on the same grid; `kernel=patch + 2 * (patch // 2)` sees the pixels of a shifted patch, as a control for
+    `ShiftedPatchEmbed`. `linear=True` computes the same function with the same weights by a matrix product.
 
     Paper    ViT, arXiv:2010.11929.
-
-    `kernel` lets each token see beyond its square (a convolution of that size, zero padding, the same grid): with
-    `kernel=patch + 2 * (patch // 2)` it sees what a shifted patch sees, which makes it the control for `ShiftedPatchEmbed`.
-    `linear` computes the same function from the same weights as a matrix product over unfolded patches.
-
-    Raises   ValueError for `linear` with overlapping kernels, or a kernel that cannot be centred on the patch.
+    Departs  An image that the patches do not tile is refused; timm's `dynamic_img_pad` pads it.
+    Raises   ValueError for `linear` with a kernel other than the patch, or a kernel that cannot be centered on the patch.
     """
 
     def __init__(self, image: Image, channels: int, dim: int, *, patch: int, kernel: int | None = None, linear: bool = False):
@@ -46,7 +46,7 @@ class PatchEmbed(nn.Module):
         reset_as_linear(self.proj)
 
     def grid(self, image: Image) -> tuple[int, int]:
-        return tiles(image, self.patch)
+        return patch_grid(image, self.patch)
 
     def forward(self, x: Tensor) -> Tensor:
         self.grid(x.shape[-2:])
@@ -59,51 +59,49 @@ class PatchEmbed(nn.Module):
 class ShiftedPatchEmbed(nn.Module):
     """Shifted patch tokenization (SPT): each token sees its patch in the image and in four copies shifted by half a patch.
 
+    `shift` is "half-patch diagonal" (the paper), "1px cardinal" (one pixel along the axes) or "none". `norm=False` leaves out
+    the LayerNorm before the projection. `pad` is the value, in normalized units, of the pixels that a shift uncovers. The
+    authors use 0. This is black if pixels are only scaled, as this package does for digits, and gray if a mean is subtracted
+    (black is then -mean/std).
+
     Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.1: the image and its copies shifted to the four diagonals by
              half a patch, cut into patches, LayerNorm over all 5 c p p values, one linear map.
-    Off      `shift="none", norm=False` equals `PatchEmbed`; `shift="none"` alone is the LayerNorm without the shift, and
-             `norm=False` alone the shift without the LayerNorm (then a convolution of kernel 2p with tied weights): the two
-             controls that the paper lacks, since its baseline has no LayerNorm before the projection.
-    Departs  From the authors' code: any number of channels (theirs has 3 written in); patch 1 is refused, where half a patch is
-             no shift and their slices are empty; values are stored channel first, (c p p), where they are channel last (the
-             same function with the columns of the projection permuted). An odd patch shifts by floor(p / 2), as theirs.
-             From vit-pytorch, whose `SPT` shifts by one pixel along the axes: `shift="1px cardinal"` is that variant.
-
-    `pad` fills what a shift uncovers, in normalised units. The authors fill with 0. That is a black pixel where the data is
-    normalised by scale alone, as this package does for digits; where the mean is subtracted 0 is grey, and black is -mean/std.
-
+    Off      `shift="none", norm=False` equals `PatchEmbed`. `shift="none"` alone is the LayerNorm without the shift;
+             `norm=False` alone is the shift without the LayerNorm (a convolution of kernel 2p with tied weights). The paper
+             lacks these two controls, since its baseline has no LayerNorm before the projection.
+    Departs  From the authors' code: any number of channels (theirs is fixed to 3); patch 1 is refused, where half a patch is no
+             shift and their slices are empty; values are ordered channel first, (c p p), theirs channel last (the same function
+             with permuted columns of the projection). An odd patch shifts by floor(p / 2), as theirs. From vit-pytorch, whose
+             `SPT` shifts by one pixel along the axes: `shift="1px cardinal"` is that variant.
     Raises   ValueError for patch 1 with a half-patch shift, and for an unknown `shift`.
     """
 
     def __init__(
-        self,
-        image: Image,
-        channels: int,
-        dim: int,
-        *,
-        patch: int,
-        shift: str = "half-patch diagonal",
-        norm: bool = True,
-        pad: float = 0.0,
-    ):
+        self, image: Image, channels: int, dim: int, *,
+        patch: int, shift: str = "half-patch diagonal", norm: bool = True, pad: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         self.patch, self.pad = patch, pad
-        self.offsets = shifts(shift, patch)
+        self.offsets = shift_offsets(shift, patch)
         self.grid(image)
-        self.norm = nn.LayerNorm((1 + len(self.offsets)) * channels * patch**2) if norm else nn.Identity()
-        self.proj = nn.Linear((1 + len(self.offsets)) * channels * patch**2, dim)
+        values = (1 + len(self.offsets)) * channels * patch**2
+        self.norm = nn.LayerNorm(values) if norm else nn.Identity()
+        self.proj = nn.Linear(values, dim)
 
     def grid(self, image: Image) -> tuple[int, int]:
-        return tiles(image, self.patch)
+        return patch_grid(image, self.patch)
 
     def shifted(self, x: Tensor) -> Tensor:
-        """b c h w -> b 5c h w: the image, then its copies moved down-right, down-left, up-right, up-left."""
+        """Return images (b, c, h, w) and their shifted copies along the channels, (b, 5 c, h, w).
+
+        The copies follow the image in the order down-right, down-left, up-right, up-left.
+        """
         if not self.offsets:
             return x
         h, w = x.shape[-2:]
         s = max(abs(step) for offset in self.offsets for step in offset)
-        wide = F.pad(x, (s, s, s, s), value=self.pad)
-        return torch.cat([x] + [wide[..., s - dy : s - dy + h, s - dx : s - dx + w] for dy, dx in self.offsets], dim=1)
+        padded = F.pad(x, (s, s, s, s), value=self.pad)
+        return torch.cat([x] + [padded[..., s - dy : s - dy + h, s - dx : s - dx + w] for dy, dx in self.offsets], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.grid(x.shape[-2:])
@@ -112,9 +110,10 @@ class ShiftedPatchEmbed(nn.Module):
 
 
 class Resized(nn.Module):
-    """Another tokenizer, shown the image resized to `size` x `size` pixels: what weights trained on large images expect.
+    """Resize each image to `size` x `size` pixels, then apply another tokenizer: for weights pretrained on large images.
 
-    `interpolation` is that of the weights: "bicubic" or "bilinear", antialiased, so that shrinking is right too.
+    `tokenizer` makes that tokenizer. `interpolation` is "bicubic" or "bilinear", as the weights were trained with; both are
+    antialiased, so that shrinking is correct too.
 
     Raises   ValueError for another interpolation, or a size that the tokenizer cannot tile.
     """
@@ -126,7 +125,7 @@ class Resized(nn.Module):
         if interpolation not in ("bicubic", "bilinear"):
             raise ValueError(f"interpolation is {interpolation!r}; expected 'bicubic' or 'bilinear'")
         if size < 1:
-            raise ValueError(f"size is {size}; expected a side in pixels")
+            raise ValueError(f"size is {size}; expected a side in pixels, at least 1")
         self.size, self.interpolation = size, interpolation
         self.tokenizer = tokenizer((size, size), channels, dim)
 
@@ -135,21 +134,22 @@ class Resized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2:] != (self.size, self.size):
-            single = x.to(torch.promote_types(x.dtype, torch.float32))  # in half precision not on every device
+            single = x.to(torch.promote_types(x.dtype, torch.float32))  # not every device interpolates in half precision
             x = F.interpolate(single, (self.size, self.size), mode=self.interpolation, antialias=True).to(x.dtype)
         return self.tokenizer(x)
 
 
 class ConvStem(nn.Module):
-    """A small CNN in front of the transformer (hybrid): 3x3 convolutions of stride 2, each halving the image, `layers` of them.
+    """A small CNN as tokenizer (hybrid ViT): `layers` 3x3 convolutions of stride 2, each with norm and ReLU, then a 1x1 one.
 
-    Paper    Xiao et al. 2021, Early Convolutions Help Transformers See Better, arXiv:2106.14881: widths double towards `dim`, a
-             norm and ReLU after each, a 1x1 convolution last.
-    Departs  GroupNorm with one group instead of BatchNorm: no running statistics, so weight averaging and batches of one are
-             exact; each token depends on the whole image through it.
+    Options: `layers` (an integer, at least 1; default 3) is the number of convolutions. Each halves the height and width, so a
+    token covers 2^layers x 2^layers pixels: 8 x 8 by default, 4 x 4 with `layers=2`. The convolutions have 3x3 kernels, and
+    their widths double from layer to layer up to `dim`, with at least 8 channels. There are no other options. An odd side is
+    rounded up, so every image size fits: 28 pixels become 14, 7, 4.
 
-    An odd side is rounded up, as the padding does, so every image fits: 28 pixels become 14, 7, 4.
-
+    Paper    Xiao et al. 2021, Early Convolutions Help Transformers See Better, arXiv:2106.14881.
+    Departs  GroupNorm with one group instead of BatchNorm: it has no running statistics, so weight averaging and batches of one
+             image are exact; each token depends on the whole image through it.
     Raises   ValueError for fewer than 1 layer.
     """
 
@@ -159,16 +159,16 @@ class ConvStem(nn.Module):
             raise ValueError(f"layers is {layers}; expected at least 1")
         widths = [channels] + [max(8, dim >> (layers - 1 - i)) for i in range(layers)]
         self.layers = nn.Sequential()
-        for before, after in zip(widths[:-1], widths[1:]):
-            self.layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False))
-            self.layers.append(nn.GroupNorm(1, after))
-            self.layers.append(nn.ReLU())
+        for inputs, outputs in zip(widths[:-1], widths[1:]):
+            convolution = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+            self.layers.extend([convolution, nn.GroupNorm(1, outputs), nn.ReLU()])
         self.proj = nn.Conv2d(widths[-1], dim, 1)
         self.reset_parameters()
 
     def reset_parameters(self):
-        for layer in self.layers[::3]:
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        for parameter in self.layers.parameters():
+            if parameter.ndim > 1:  # the convolutions
+                nn.init.kaiming_normal_(parameter, mode="fan_out", nonlinearity="relu")
         reset_as_linear(self.proj)
 
     def grid(self, image: Image) -> tuple[int, int]:
@@ -180,10 +180,13 @@ class ConvStem(nn.Module):
 
 
 class ConvTokenizer(nn.Module):
-    """CCT's tokenizer: `layers` times a convolution that keeps the size, ReLU, and a max-pooling that halves it.
+    """The tokenizer of CCT: `layers` times a convolution, a ReLU and a max-pooling that halves height and width.
 
-    Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.3; hidden width 64, no bias, kaiming-normal. `kernel=3,
-             layers=1` is the 3x1 of its names. Goes with `SequencePool` and no class token; works with any pool.
+    `kernel` is the side of the convolutions; their stride is max(1, kernel // 2 - 1), 1 up to kernel 5. `hidden` is the width
+    of all layers but the last. CCT uses it with `SequencePool` and no class token; any pool works.
+
+    Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.3; hidden width 64, no bias, Kaiming-normal weights.
+             `kernel=3, layers=1` is the 3x1 of its model names.
     """
 
     def __init__(self, image: Image, channels: int, dim: int, *, kernel: int = 3, layers: int = 2, hidden: int = 64):
@@ -194,27 +197,25 @@ class ConvTokenizer(nn.Module):
         self.kernel, self.padding = kernel, max(1, kernel // 2)
         widths = [channels] + [hidden] * (layers - 1) + [dim]
         self.convs = nn.ModuleList(
-            nn.Conv2d(before, after, kernel, self.stride, self.padding, bias=False)
-            for before, after in zip(widths[:-1], widths[1:])
+            nn.Conv2d(inputs, outputs, kernel, self.stride, self.padding, bias=False)
+            for inputs, outputs in zip(widths[:-1], widths[1:])
         )
         self.grid(image)
         self.reset_parameters()
 
     def reset_parameters(self):
-        for conv in self.convs:
-            nn.init.kaiming_normal_(conv.weight)
+        for weight in self.convs.parameters():
+            nn.init.kaiming_normal_(weight)
 
     def grid(self, image: Image) -> tuple[int, int]:
-        def side(length: int) -> int:
-            for _ in self.convs:
-                length = (length + 2 * self.padding - self.kernel) // self.stride + 1
-                length = (length - 1) // 2 + 1
-            return length
-
-        rows, columns = side(image[0]), side(image[1])
+        rows, columns = image
+        for _ in self.convs:
+            rows, columns = ((side + 2 * self.padding - self.kernel) // self.stride + 1 for side in (rows, columns))
+            rows, columns = (rows - 1) // 2 + 1, (columns - 1) // 2 + 1
         if rows < 1 or columns < 1:
             raise ValueError(
-                f"image {image[0]} x {image[1]} leaves no token after {len(self.convs)} layers of kernel {self.kernel}"
+                f"image {image[0]} x {image[1]} leaves no token after {len(self.convs)} layers of kernel {self.kernel}; "
+                "use a larger image, or fewer layers"
             )
         return rows, columns
 
@@ -225,42 +226,45 @@ class ConvTokenizer(nn.Module):
         return rearrange(x, "b d r c -> b (r c) d")
 
 
-def tiles(image: Image, patch: int) -> tuple[int, int]:
-    """How many patches of `patch` pixels tile the image: (rows, columns)."""
+def patch_grid(image: Image, patch: int) -> tuple[int, int]:
+    """Return how many rows and columns of square patches tile an image. Raise ValueError if they do not tile it.
+
+    `image` is the height and width and `patch` the side of a patch, in pixels.
+    """
     h, w = image
     if patch < 1 or h % patch or w % patch or not h * w:
-        raise ValueError(f"patches of {patch} pixels do not tile an image of {h} x {w}; {what_fits(h, w, patch)}")
+        raise ValueError(f"patches of {patch} pixels do not tile an image of {h} x {w}; {sizes_that_fit(h, w, patch)}")
     return h // patch, w // patch
 
 
-def what_fits(h: int, w: int, patch: int) -> str:
-    """The patches that tile this image, and the nearest images that this patch tiles."""
+def sizes_that_fit(h: int, w: int, patch: int) -> str:
+    """Return a hint for an error message: patch sizes that tile an image, and the nearest image sizes that a patch tiles."""
     patches = [p for p in range(1, min(h, w) + 1) if h % p == 0 and w % p == 0]
-    advice = f"patch sizes that fit this image: {', '.join(map(str, patches)) or 'none'}"
+    hint = f"patch sizes that fit this image: {', '.join(map(str, patches)) or 'none'}"
     if patch < 1:
-        return advice
+        return hint
     smaller, larger = ([max(1, round(side / patch)) * patch for side in (h, w)] for round in (floor, ceil))
     images = dict.fromkeys(f"{rows} x {columns}" for rows, columns in (smaller, larger))
-    return f"{advice}; images that fit this patch: {' or '.join(images)}"
+    return f"{hint}; images that fit this patch: {' or '.join(images)}"
 
 
-def shifts(name: str, patch: int) -> list[tuple[int, int]]:
-    """The (down, right) moves, in pixels, of the copies that go with the image."""
+def shift_offsets(name: str, patch: int) -> list[tuple[int, int]]:
+    """Return the offsets (down, right) in pixels of the shifted copies of `ShiftedPatchEmbed`. `name` is its option `shift`."""
     half = patch // 2
-    moves = {
+    offsets = {
         "half-patch diagonal": [(half, half), (half, -half), (-half, half), (-half, -half)],
         "1px cardinal": [(0, 1), (0, -1), (1, 0), (-1, 0)],
         "none": [],
     }
-    if name not in moves:
-        raise ValueError(f"shift is {name!r}; expected one of {', '.join(map(repr, moves))}")
+    if name not in offsets:
+        raise ValueError(f"shift is {name!r}; expected one of {', '.join(map(repr, offsets))}")
     if name == "half-patch diagonal" and half == 0:
-        raise ValueError(f"half of a patch of {patch} pixel is no shift; take patch >= 2, or shift='none'")
-    return moves[name]
+        raise ValueError(f"half of a patch of {patch} pixel is no shift; use patch >= 2, or shift='none'")
+    return offsets[name]
 
 
 def reset_as_linear(conv: nn.Conv2d):
-    """Xavier-uniform over the flattened kernel, as for the linear map that a patch embedding is."""
+    """Draw the weights of a convolution Xavier-uniformly, as for the linear map over the flattened kernel; the bias is zero."""
     bound = (6 / (prod(conv.weight.shape[1:]) + conv.weight.shape[0])) ** 0.5
     nn.init.uniform_(conv.weight, -bound, bound)
     if conv.bias is not None:

@@ -64,14 +64,14 @@ def tokens_left(runs: Sequence[Run]) -> dict[str, str]:
         return {}
     import torch
 
-    from smallvit.flops import in_words, reduces
+    from smallvit.flops import describe_tokens, reduces
 
     found = {}
     for run in reducing:
         spec = run.data().spec
         with suppress(Exception), torch.device("meta"):  # what is wrong with a model is for its run to say
             model = run.model(spec.size, spec.channels, len(spec.classes))
-            found |= {run.arm: in_words(model)} if reduces(model) else {}
+            found |= {run.arm: describe_tokens(model)} if reduces(model) else {}
     return found
 
 

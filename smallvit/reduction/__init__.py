@@ -1,20 +1,20 @@
-"""Reduction: fewer tokens.
+"""Reduction: fewer tokens, by merging or pruning patches inside the blocks.
 
-Contract: `reduction(place)` makes a module for one block; `place` says where that is (see `LayerContext`). The block calls it between
-attention and the MLP, `(x, size, key, saliency) -> (x, size)`; one with a true attribute `first` stands before attention
-instead and is called `(x, size)`.
+Contract: `reduction(context)` makes a module for one block, or None; `context` is the block's `LayerContext`. The block calls
+the module between attention and the MLP, `(x, size, key, saliency) -> (x, size)`. If the module has a true attribute `first`,
+it is called before attention instead, as `(x, size)`.
 
-- `x` is b n d, its prefix tokens first; they stay first and are never merged or dropped. What stands in `x` behind the first
-  `place.dim` channels is moved along and decides nothing, so that whoever wants to know where the patches went sends them
-  along.
-- `size`, b n or None (all ones), says how many patches a token stands for. Its sum is conserved, or lowered by a pruner that
-  does not carry on what it drops. 0 is a token that is gone and still in the tensor: attention and pools do not see it.
-- `key()` is b n e, `saliency(queries)` b n (see `attention.AttentionOutput`): called only when needed.
-- `left(n)` says how many of n tokens go on from here in evaluation, None, as without it, where that depends on the image.
-- `macs(n, head_dim)`, where there is one, says what the reduction itself costs. An attribute `progress`, a float, is set to
-  the progress of the run while it is trained.
+- `x` is (b, n, d), prefix tokens first. Prefix tokens stay first and are never merged or dropped. Only the first `context.dim`
+  channels decide; further channels are carried along, which allows tracing where each patch went.
+- `size`, (b, n) or None (all ones), is the number of patches that each token stands for. Its sum stays the same, or decreases
+  if a pruner drops patches without fusing them. A token of size 0 is removed but still in the tensor: attention and pools
+  ignore it.
+- `key()` returns (b, n, e), `saliency(queries)` (b, n); see `attention.AttentionOutput`. They are computed only when called.
+- `left(n)` returns how many of n tokens are left after the module in evaluation, or None if that depends on the image, as
+  without `left`. `macs(n, head_dim)`, if present, returns the cost of the reduction itself in multiply-adds.
+- An attribute `progress` (a float), if present, is set to the progress of the run, from 0 to 1, during training.
 
-Parts of the layers may be left alone: there the module is the identity, as it is at its off setting.
+A reduction may act in some layers only; in the others its module is the identity, as with the off setting.
 """
 
 from .context import LayerContext

@@ -1,4 +1,4 @@
-"""Where a reduction stands, and the small moves that all reductions are made of."""
+"""The position of a reduction in the model, and operations on tokens that several reductions use."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class LayerContext(NamedTuple):
-    """What the model tells a reduction: its block and the tokens that come to it.
+    """What a reduction needs to know about its block and the tokens that arrive there.
 
-    It stands in block `layer`, from 0, of `depth`. Tokens are `dim` wide; `prefix` of them, first in the sequence, are no
-    patches, and the very first is a class token if `class_token`. Where nothing is reduced there are `patches` patches.
+    The block has the index `layer`, from 0, in a model of `depth` blocks. Tokens are `dim` wide. The first `prefix` tokens are
+    prefix tokens; the very first is a class token if `class_token`. Without reduction there are `patches` patches.
     """
 
     layer: int = 0
@@ -22,44 +22,47 @@ class LayerContext(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All tokens where nothing is reduced."""
+        """The number of tokens without reduction: prefix tokens and patches."""
         return self.prefix + self.patches
 
 
-def stands_first(reduction: nn.Module | None) -> bool:
-    """Whether it stands before the attention of its block and not behind it."""
+def runs_before_attention(reduction: nn.Module | None) -> bool:
+    """Return whether a reduction acts before the attention of its block (attribute `first`) instead of after it."""
     return bool(getattr(reduction, "first", False))
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens at those places: b n d, b m -> b m d; or b n, b m -> b m."""
+def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Select tokens by their indices (b, m): from tokens (b, n, d) to (b, m, d), or from sizes (b, n) to (b, m)."""
     if x.ndim == 2:
         return x.gather(1, index)
-    # whole rows are copied, not element by element
+    # index_select copies whole rows, which is faster than gathering element by element
     rows = index + x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, index.shape)
 
 
-def wide(index: Tensor, x: Tensor) -> Tensor:
-    """b m -> b m d, to gather or scatter whole tokens."""
+def expand_index(index: Tensor, x: Tensor) -> Tensor:
+    """Repeat token indices (b, m) over the channels of `x`, giving (b, m, d), for `scatter` and `gather`."""
     return index[..., None].expand(-1, -1, x.shape[-1])
 
 
-def stages(layers: tuple[int, ...] | None, depth: int) -> list[int]:
-    """The blocks that prune: those given, if any, or, as in EViT and DynamicViT, the ones at 1/4, 2/4 and 3/4 of the depth.
+def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
+    """Return the indices of the blocks that prune: `layers`, or by default the blocks at 1/4, 2/4 and 3/4 of the depth.
 
-    Raises ValueError for a block that is not there, or that is named twice.
+    The default is that of EViT and DynamicViT. Raise ValueError for an index that does not exist or occurs twice.
     """
     if layers is None:
         return sorted({depth * quarter // 4 for quarter in (1, 2, 3)})
-    real = isinstance(layers, tuple | list) and all(isinstance(layer, int) and 0 <= layer < depth for layer in layers)
-    if not real or len(set(layers)) < len(layers):
-        raise ValueError(f"layers is {layers!r}; expected different blocks of this model, from 0 to {depth - 1}")
+    valid = isinstance(layers, tuple | list) and all(isinstance(layer, int) and 0 <= layer < depth for layer in layers)
+    if not valid or len(set(layers)) < len(layers):
+        raise ValueError(f"layers is {layers!r}; expected different block indices of this model, from 0 to {depth - 1}")
     return sorted(layers)
 
 
-def fraction(keep: float, name: str) -> float:
-    """The fraction, if it is one."""
+def check_fraction(keep: float, name: str) -> float:
+    """Return `keep` as a float. Raise ValueError unless 0 < keep <= 1; `name` is the option's name in the message."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
     return float(keep)
+
+
+take, wide, stands_first = gather_tokens, expand_index, runs_before_attention  # until mae.py and explain/maps.py follow

@@ -1,92 +1,97 @@
-"""Merge (ToMe): what is alike becomes one token."""
+"""Merge (ToMe): similar patches become one token."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, take, wide
+from .context import LayerContext, expand_index, gather_tokens
 
 
 class Merge(nn.Module):
-    """Token merging (ToMe): in every layer the `r` most similar pairs of patches become one token each, their mean.
+    """Token merging (ToMe): in each block, the `r` most similar pairs of patches become one token each, their mean.
 
-    Paper    Bolya et al. 2022, arXiv:2210.09461, bipartite soft matching: patches at even places of the sequence are sources,
-             at odd places destinations; each source is matched to the destination of the most similar key (mean over heads,
-             cosine), the r best matches are merged, weighed by size. The sequence is then the prefix, the sources that stayed,
+    `r` is a number of merges per block, a fraction of the patches at hand (a float up to 0.5), or a tuple with one of these per
+    block. `inflect` spreads a whole number over the blocks, from -1 (early) over 0 (constant) to 1 (late), with the authors'
+    rounding. A block can merge at most half of its patches; as in the paper, a larger `r` is cut to that.
+
+    Paper    Bolya et al. 2022, arXiv:2210.09461, bipartite soft matching. Patches at even indices of the sequence are sources,
+             at odd indices destinations. Each source is matched to the destination with the most similar key (mean over heads,
+             cosine). The r best matches are merged, weighted by size. The new sequence is the prefix, the remaining sources,
              the destinations.
     Off      `r=0`.
-    Departs  All prefix tokens are protected, registers too, where the authors' code knows a class and a distillation token
-             alone. A key of zero length is no NaN. What stays is returned bit for bit. Proportional attention is the
-             attention's (`size`), and mean pooling weighs by size, which the authors' code does for MAE alone.
-
-    `r` is a number of merges in each layer, a fraction of the patches at hand, or a tuple with one of these for each layer. A
-    number is spread over the layers by `inflect` from -1 (early) over 0 (constant) to 1 (late), with the authors' rounding.
-    More merges than half of the patches cannot be made in one layer: as in the paper, as many are made as can.
-
-    Raises   ValueError for a negative `r`, a fraction over 0.5, a tuple of another length than the depth, or `inflect` beyond
+    Departs  All prefix tokens are protected, also registers; the authors' code protects a class and a distillation token. The
+             remaining sources keep the order of the image; without a class token the authors' code leaves them in the order of
+             their scores. A key of length zero gives no NaN. Tokens that do not take part in a merge stay bit for bit the same.
+             Proportional attention is part of the attention (`size`). Mean pooling weights by size; the authors' code does so
+             for MAE models only.
+    Raises   ValueError for a negative `r`, a fraction over 0.5, a tuple whose length is not the depth, or `inflect` outside
              [-1, 1].
     """
 
-    def __init__(self, place: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
+    def __init__(self, context: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()
-        self.prefix = place.prefix
-        self.r = schedule(r, inflect, place.depth)[place.layer]
+        self.prefix = context.prefix
+        self.r = merge_schedule(r, inflect, context.depth)[context.layer]
 
     def count(self, n: int) -> int:
-        """How many merges are made among n tokens."""
+        """Return the number of merges among n tokens."""
         patches = n - self.prefix
-        wanted = int(self.r * patches) if isinstance(self.r, float) else self.r
-        return min(wanted, patches // 2)
+        return min(int(self.r * patches) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
+        """Return how many of n tokens are left."""
         return n - self.count(n)
 
     def macs(self, n: int, head_dim: int) -> float:
-        """What the matching costs."""
+        """Return the multiply-adds of the matching among n tokens, for keys of width `head_dim`."""
         patches = n - self.prefix
         return (patches // 2) * (patches - patches // 2) * head_dim if self.count(n) else 0
 
-    def forward(self, x: Tensor, size: Tensor | None, key, saliency=None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, size: Tensor | None, key: Any, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
         n, p = x.shape[1], self.prefix
         r = self.count(n)
         if r == 0:
             return x, size
         if key is None:
-            raise ValueError("Merge needs the keys of the attention and this attention gives none; return AttentionOutput(x, key=...)")
+            raise ValueError("Merge needs the keys of the attention, which gives none; return AttentionOutput(x, key=...)")
         k = F.normalize(key().detach(), dim=-1)
-        first = p + p % 2  # where the sources begin; the destinations begin at the other parity
-        score, match = (k[:, first::2] @ k[:, p + 1 - p % 2 :: 2].transpose(1, 2)).max(-1)
+        first_source, first_target = p + p % 2, p + 1 - p % 2
+        score, match = (k[:, first_source::2] @ k[:, first_target::2].transpose(1, 2)).max(-1)
         order = score.argsort(dim=-1, descending=True, stable=True)
-        gone, match = order[:, :r], match.gather(1, order[:, :r])
-        stay = order[:, r:].sort(-1).values
+        merged, match = order[:, :r], match.gather(1, order[:, :r])
+        unmerged = order[:, r:].sort(-1).values
 
-        everywhere = torch.arange(n, device=x.device)
-        there, targets = everywhere[:p].expand(x.shape[0], -1), everywhere[p + 1 - p % 2 :: 2].expand(x.shape[0], -1)
-        left = torch.cat([there, first + 2 * stay, targets], dim=1)
-        gone, match = first + 2 * gone, match + p + stay.shape[1]
-        x, moved = take(x, left), take(x, gone)
-        if size is None:
-            size, mass = x.new_ones(left.shape), x.new_ones(gone.shape)
-        else:
-            size, mass = take(size, left), take(size, gone)
-        size = size.scatter_add(1, match, mass)
-        # a mean as steps towards what joins: tokens that nothing joins stay bit for bit what they are
-        share = mass / take(size, match)
-        return x.scatter_add(1, wide(match, x), (moved - take(x, match)) * share[..., None]), size
+        index = torch.arange(n, device=x.device).expand(x.shape[0], -1)
+        remaining = torch.cat([index[:, :p], first_source + 2 * unmerged, index[:, first_target::2]], dim=1)
+        merged, match = first_source + 2 * merged, match + p + unmerged.shape[1]
+        x, moved = gather_tokens(x, remaining), gather_tokens(x, merged)
+        before = x.new_ones(index.shape) if size is None else size
+        mass = gather_tokens(before, merged)
+        new_size = gather_tokens(before, remaining).scatter_add(1, match, mass)
+        # the mean is computed as a step towards the merged token, so that tokens without a merge stay bit for bit the same
+        share = mass / gather_tokens(new_size, match)
+        step = (moved - gather_tokens(x, match)) * share[..., None]
+        return x.scatter_add(1, expand_index(match, x), step), new_size
 
 
-def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | float]:
-    """What to merge in each layer: numbers are counts, fractions shares of the patches at hand."""
+def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:
+    """Return what to merge in each of `depth` blocks: integers are numbers of merges, floats are fractions of the patches.
+
+    `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
+    """
     if isinstance(r, bool) or not isinstance(r, int | float | tuple | list):
-        raise ValueError(f"r is {r!r}; expected a number of merges from 0 on, a fraction up to 0.5, or one of these a layer")
+        raise ValueError(f"r is {r!r}; expected a number of merges (0 or more), a fraction up to 0.5, or one of these a layer")
     if not -1 <= inflect <= 1:
         raise ValueError(f"inflect is {inflect}; expected from -1 (merge early) to 1 (merge late)")
     if inflect and not isinstance(r, int):
-        raise ValueError(f"inflect={inflect} spreads a number of merges and r is {r!r}; expected a whole number, or inflect=0")
+        raise ValueError(f"inflect={inflect} spreads a number of merges and r is {r!r}; expected an integer, or inflect=0")
     if isinstance(r, tuple | list):
         if len(r) != depth:
-            raise ValueError(f"got {len(r)} values of r for {depth} layers; expected one each, or a single one")
-        counts = list(r)
+            raise ValueError(f"got {len(r)} values of r for {depth} layers; expected one per layer, or a single one")
+        counts: list[int | float] = list(r)
     elif isinstance(r, float) or depth == 1:
         counts = [r] * depth
     else:
@@ -94,5 +99,5 @@ def schedule(r: int | float | tuple, inflect: float, depth: int) -> list[int | f
         counts = [int(first + 2 * (r - first) * layer / (depth - 1)) for layer in range(depth)]
     for count in counts:
         if not isinstance(count, int | float) or not count >= 0 or (isinstance(count, float) and not count <= 0.5):
-            raise ValueError(f"r is {count}; expected a number of merges from 0 on, or a fraction up to 0.5")
+            raise ValueError(f"r is {count}; expected a number of merges (0 or more), or a fraction up to 0.5")
     return counts
