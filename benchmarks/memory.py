@@ -1,4 +1,4 @@
-"""How much memory a step takes: how far a fresh process grows from before its model is made to its peak in the second step."""
+"""The peak memory of a training step: how much a new process grows from before its model is built to its second step."""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -12,27 +12,30 @@ from benchmarks.peers import Shape
 TINY = Shape(8, 1, 1, 2)
 
 
-def growth_of_a_fresh_process(make: Callable[[Shape], Callable], shape: Shape) -> float:
-    """MiB; a process of its own, since a peak never falls again."""
+def growth_in_new_process(make: Callable[[Shape], Callable], shape: Shape) -> float:
+    """Return `growth(make, shape)` of a new process, in MiB. The peak of a process never falls."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(growth, make, shape, torch.get_num_threads()).result()
 
 
 def growth(make: Callable[[Shape], Callable], shape: Shape, threads: int = 1) -> float:
-    """MiB by which the steps of `make(shape)` grow this process; what is loaded on the way there is loaded before."""
+    """Return by how many MiB this process grows when it builds `make(shape)` and calls the result twice.
+
+    A tiny model runs first, so that libraries which are loaded on first use do not count.
+    """
     torch.set_num_threads(threads)
     make(TINY)()
-    before = resident("VmRSS")
+    before = process_memory("VmRSS")
     step = make(shape)
     step()
     step()
-    return (resident("VmHWM") - before) / 1024
+    return (process_memory("VmHWM") - before) / 1024
 
 
-def resident(name: str) -> int:
-    """VmRSS, what this process holds now, or VmHWM, the most it has held; in KiB.
+def process_memory(name: str) -> int:
+    """Return the memory of this process in KiB: "VmRSS" is the current value, "VmHWM" the peak.
 
-    Not getrusage's ru_maxrss: that one is inherited from the process that started this one, which may have held far more.
+    ru_maxrss of getrusage is not used: a process inherits it from its parent, which may have used more.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

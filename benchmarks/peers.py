@@ -1,10 +1,10 @@
-"""How the peers do it: their models and loops as their own documentation writes them, as shipped and with their best flags.
+"""How the other libraries ("peers") do each task, written as in their documentation, with default settings or best flags.
 
-Best flags are what a user changes in a line: on a CPU timm's fused attention off, which is slow for few tokens; torch's fused
-AdamW; bf16 autocast where the processor multiplies bf16 itself; workers that make the batches while the model learns. Not among
-them is what takes more than a flag, such as torch.compile with its minute of compiling.
+Best flags are settings that a user can change in one line: on a CPU no fused attention in timm, which is slow for few tokens;
+the fused AdamW of torch; bf16 autocast if the processor supports bf16; worker processes that prepare batches during training.
+torch.compile is not among them, because it takes minutes to compile.
 
-A peer is imported by the function that uses it, so that one that is not installed costs its own lines alone.
+Each function imports its peer itself, so a peer that is not installed affects only its own lines of the table.
 """
 
 import copy
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from benchmarks.digits import batch_of, dataset, splits
+from benchmarks.digits import dataset, first_batch, splits
 from smallvit import Dataset
 from smallvit.augment import MultiCrop
 from smallvit.launch import cores
@@ -33,7 +33,7 @@ PEERS = ("timm", "vit-pytorch", "torchvision", "kornia", "lightly")
 
 
 class Shape(NamedTuple):
-    """A ViT with a class token, and how many images it is given at once."""
+    """The shape of a ViT with a class token, and its batch size."""
 
     dim: int
     depth: int
@@ -44,15 +44,15 @@ class Shape(NamedTuple):
 
 
 def version(peer: str) -> str | None:
-    """None where it is not installed."""
+    """Return the installed version of a package, or None."""
     try:
         return version_of(peer)
     except PackageNotFoundError:
         return None
 
 
-def native_bf16(device: str = "cpu") -> bool:
-    """Whether the processor multiplies bf16 itself; where it does not, bf16 is slower than float32."""
+def has_native_bf16(device: str = "cpu") -> bool:
+    """Return whether the processor supports bf16 in hardware; without this support bf16 is slower than float32."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     flags = Path("/proc/cpuinfo")
@@ -60,17 +60,19 @@ def native_bf16(device: str = "cpu") -> bool:
 
 
 def autocast(best: bool, device: str = "cpu") -> torch.autocast:
-    return torch.autocast(device, torch.bfloat16, enabled=best and native_bf16(device))
+    """Return the autocast context: bf16 for best flags if the hardware supports it, else float32."""
+    return torch.autocast(device, torch.bfloat16, enabled=best and has_native_bf16(device))
 
 
 def adamw(model: nn.Module, best: bool) -> torch.optim.AdamW:
+    """Return AdamW for the trained parameters of a model; the fused version for best flags."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.05, fused=True if best else None)
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """As many torch threads, for a while."""
+    """Use this number of torch threads inside the `with` statement."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -83,6 +85,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def timm_vit(shape: Shape, side: int, channels: int, best: bool) -> nn.Module:
+    """Return timm's ViT for square images and 10 classes; best flags switch off its fused attention."""
     from timm.layers import set_fused_attn, use_fused_attn
     from timm.models import VisionTransformer
 
@@ -104,7 +107,7 @@ def timm_vit(shape: Shape, side: int, channels: int, best: bool) -> nn.Module:
 
 
 def vit_pytorch_vit(shape: Shape, side: int, channels: int, best: bool) -> nn.Module:
-    """Its heads are 64 wide unless told: here as wide as everybody's. It has no other attention to choose."""
+    """Return the ViT of vit-pytorch, with heads as wide as in the other libraries (its default is 64). It has no flags."""
     from vit_pytorch import ViT
 
     return ViT(
@@ -124,14 +127,14 @@ VITS = {"timm": timm_vit, "vit-pytorch": vit_pytorch_vit}
 
 
 def step(shape: Shape, peer: str, best: bool) -> Callable[[], None]:
-    """One step of training, the same batch each time."""
+    """Return a call that makes one training step, always on the same batch."""
     data = dataset()
     model = VITS[peer](shape, data.spec.size[0], data.spec.channels, best)
-    return partial(learn, model, adamw(model, best), *batch_of(data, shape.batch), best)
+    return partial(learn, model, adamw(model, best), *first_batch(data, shape.batch), best)
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, best: bool):
-    """Forward, cross-entropy, backward, clip, AdamW."""
+    """Make one training step: forward, cross-entropy, backward, gradient clipping, AdamW."""
     with autocast(best, images.device.type):
         loss = F.cross_entropy(model(images), labels)
     optimizer.zero_grad()
@@ -141,21 +144,23 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
 
 
 def inference(shape: Shape, peer: str, best: bool) -> Callable[[], Tensor]:
-    """The logits of one batch."""
+    """Return a call that computes the logits of one batch."""
     data = dataset()
     model = VITS[peer](shape, data.spec.size[0], data.spec.channels, best)
-    return partial(predict, model.eval(), batch_of(data, shape.batch)[0], best)
+    return partial(predict, model.eval(), first_batch(data, shape.batch)[0], best)
 
 
 def predict(model: nn.Module, images: Tensor, best: bool = False) -> Tensor:
+    """Return the logits of images, without gradients."""
     with torch.inference_mode(), autocast(best, images.device.type):
         return model(images)
 
 
-# Augmentation, as strong as augment.digits(): displacements are as smooth, and about one pixel
+# Augmentation, as strong as augment.digits(): displacements of about one pixel, equally smooth
 
 
 def torchvision_warp() -> list[Callable]:
+    """Return torchvision's affine and elastic transforms."""
     from torchvision.transforms import v2
 
     bilinear = v2.InterpolationMode.BILINEAR
@@ -164,15 +169,15 @@ def torchvision_warp() -> list[Callable]:
 
 
 def torchvision_augmentation() -> Callable[[Tensor], Tensor]:
-    """Image by image: for a whole batch torchvision draws once, and all images move alike."""
+    """Return torchvision's transforms, applied image by image: for a whole batch torchvision makes only one random draw."""
     from torchvision.transforms import v2
 
-    change = v2.Compose([*torchvision_warp(), v2.RandomErasing(p=0.25)])
-    return lambda images: torch.stack([change(image) for image in images])
+    transform = v2.Compose([*torchvision_warp(), v2.RandomErasing(p=0.25)])
+    return lambda images: torch.stack([transform(image) for image in images])
 
 
 def kornia_augmentation() -> Callable[[Tensor], Tensor]:
-    """The whole batch at once, each image its own draw."""
+    """Return kornia's transforms, which take a whole batch and draw for each image."""
     from kornia import augmentation as kornia
 
     return nn.Sequential(
@@ -188,21 +193,22 @@ AUGMENTATIONS = {"torchvision": torchvision_augmentation, "kornia": kornia_augme
 # DINO
 
 
-def views(data: Dataset, steps: Sequence[MultiCrop], batch: int) -> Callable[[], list[Tensor]]:
-    """Normalised, view after view, each made of PIL images: as many as ours, in windows of the same sizes and areas.
+def views(data: Dataset, crops: Sequence[MultiCrop], batch: int) -> Callable[[], list[Tensor]]:
+    """Return a call that makes lightly's normalized views from PIL images, one tensor per view.
 
-    What else is done to an image is lightly's own: it has nothing for digits, and flips, blurs and solarises what ours bend.
+    Number, size and area of the crops are those of smallvit. The other transforms are lightly's: it has none for digits and
+    flips, blurs and solarizes images, where smallvit warps digits.
     """
     from lightly.transforms import DINOTransform
     from torchvision.transforms.functional import to_pil_image
 
-    (looks,) = steps
+    (crop,) = crops
     transform = DINOTransform(
         global_crop_size=data.spec.size[0],
-        global_crop_scale=looks.first[0].crop,
-        local_crop_size=looks.small[0].size,
-        local_crop_scale=looks.small[0].crop,
-        n_local_views=looks.local,
+        global_crop_scale=crop.first[0].crop,
+        local_crop_size=crop.small[0].size,
+        local_crop_scale=crop.small[0].crop,
+        n_local_views=crop.local,
         normalize={"mean": data.spec.mean, "std": data.spec.std},
     )
     pictures = [to_pil_image(image) for image in data.train.images[:batch]]
@@ -210,7 +216,7 @@ def views(data: Dataset, steps: Sequence[MultiCrop], batch: int) -> Callable[[],
 
 
 class LightlyDINO(nn.Module):
-    """DINO put together from lightly's parts: student, teacher, a head each, the loss. The head has the size of ours."""
+    """DINO made of lightly's parts: student and teacher with a projection head each, and the loss. Heads have our size."""
 
     def __init__(self, backbone: nn.Module, width: int):
         super().__init__()
@@ -226,19 +232,20 @@ class LightlyDINO(nn.Module):
         self.loss = DINOLoss(output_dim=1024)
 
     def forward(self, views: list[Tensor]) -> Tensor:
-        wanted = [self.teacher_head(self.teacher.features(view)) for view in views[:2]]
-        said = [self.student_head(self.student.features(view)) for view in views]
-        return self.loss(wanted, said, epoch=0)
+        """Return the loss; the first two views are the global ones."""
+        teacher = [self.teacher_head(self.teacher.features(view)) for view in views[:2]]
+        student = [self.student_head(self.student.features(view)) for view in views]
+        return self.loss(teacher, student, epoch=0)
 
 
-def dino(model: LightlyDINO, look: Callable[[], list[Tensor]], best: bool) -> Callable[[], None]:
-    """One step: views, momentum, forward, backward, AdamW."""
+def dino(model: LightlyDINO, make_views: Callable[[], list[Tensor]], best: bool) -> Callable[[], None]:
+    """Return a call that makes one step: views, update of the teacher, forward, backward, AdamW."""
     from lightly.models.utils import update_momentum
 
     optimizer = adamw(model, best)
 
-    def one():
-        views = look()
+    def step():
+        views = make_views()
         update_momentum(model.student, model.teacher, m=0.99)
         update_momentum(model.student_head, model.teacher_head, m=0.99)
         with autocast(best):
@@ -248,14 +255,14 @@ def dino(model: LightlyDINO, look: Callable[[], list[Tensor]], best: bool) -> Ca
         model.student_head.cancel_last_layer_gradients(current_epoch=0)
         optimizer.step()
 
-    return one
+    return step
 
 
 # A whole recipe
 
 
-class Pictures(TorchDataset):
-    """Images as torchvision's data sets give them: one at a time, from a PIL image, transformed when it is asked for."""
+class PILImages(TorchDataset):
+    """A data set like those of torchvision: it transforms one PIL image at a time, when the image is read."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, transform: Callable):
         self.images, self.labels, self.transform = images, labels, transform
@@ -263,42 +270,44 @@ class Pictures(TorchDataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, at: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        return self.transform(Image.fromarray(self.images[at])), int(self.labels[at])
+        return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
 
 
 def runs(shape: Shape, number: int, steps: int, labels: int, device: str, best: bool):
-    """ViTs of timm on torchvision's transforms and torch's DataLoader, trained and tested one after another.
+    """Train and test ViTs of timm one after another, with torchvision's transforms and torch's DataLoader.
 
-    As shipped torch computes on all cores and the loader makes its batches in between; at its best half of the cores make them.
+    With default settings torch uses all cores, and batches are made between the steps. With best flags half of the cores make
+    batches in parallel.
     """
     from torchvision.transforms import v2
 
-    (images, known), test = splits(28).values()
-    plain = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.0], [0.3])]
-    learned = Pictures(images[:labels], known[:labels], v2.Compose([*torchvision_warp(), *plain]))
-    unseen = DataLoader(Pictures(*test, v2.Compose(plain)), len(test[1]))
+    (images, targets), test = splits(28).values()
+    to_input = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.0], [0.3])]
+    train = PILImages(images[:labels], targets[:labels], v2.Compose([*torchvision_warp(), *to_input]))
+    test_loader = DataLoader(PILImages(*test, v2.Compose(to_input)), len(test[1]))
     workers = cores() // 2 if best else 0
-    more = {"num_workers": workers, "persistent_workers": True} if workers else {}
+    options = {"num_workers": workers, "persistent_workers": True} if workers else {}
     with threads(cores() - workers):
         for seed in range(number):
             torch.manual_seed(seed)
             model = timm_vit(shape, 28, 1, best and device == "cpu").to(device)
             optimizer = adamw(model, best)
-            batches = forever(DataLoader(learned, shape.batch, shuffle=True, drop_last=True, **more))
+            batches = repeat(DataLoader(train, shape.batch, shuffle=True, drop_last=True, **options))
             for batch in islice(batches, steps):
                 learn(model, optimizer, *(part.to(device) for part in batch), best)
-            for batch in unseen:
+            for batch in test_loader:
                 accuracy(model.eval(), *(part.to(device) for part in batch), best)
 
 
-def forever(loader: DataLoader) -> Iterator:
-    """Epoch after epoch."""
+def repeat(loader: DataLoader) -> Iterator:
+    """Yield the batches of endless epochs."""
     while True:
         yield from loader
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, best: bool) -> float:
+    """Return the share of correct predictions."""
     return (predict(model, images, best).argmax(1) == labels).float().mean().item()

@@ -1,7 +1,7 @@
-"""From a record to the table that the README shows: `python -m benchmarks.table FILE.json [README.md]`.
+"""Make the speed table of the documentation: `python -m benchmarks.table FILE.json [docs/explanation/speed.md]`.
 
-Without a README the table is printed; with one it takes the place of what is there between `<!-- speed -->` and `<!-- end -->`.
-The record holds what was measured and nothing else: ratios, and what is reckoned from it, are made here.
+Without a page the table is printed. With one it replaces the text between `<!-- speed -->` and `<!-- end -->`. The record
+holds only measured numbers; ratios and extrapolated times are computed here.
 """
 
 import json
@@ -10,84 +10,90 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-FLAGS = ("as shipped", "best flags")
-LENGTH = 1_500  # steps of a run in a recipe
+FLAGS = ("default settings", "best flags")
+LENGTH = 1_500  # steps of a run in a recipe, to which short runs are extrapolated
 
 
 def markdown(record: dict) -> str:
-    """The table, and in words what was measured and where."""
-    works = list(dict.fromkeys(line["work"] for line in record["lines"]))
-    lines = sorted(record["lines"] + reckoned(record["lines"]), key=lambda line: works.index(line["work"]))
-    rows = ["| work | ours | peer | as shipped | best flags |", "| --- | --- | --- | --- | --- |"]
-    for work, of_it in groupby(lines, key=title):
-        for at, line in enumerate(of_it):
-            how = f" ({line['how']})" if line.get("how") not in (None, "as it is") else ""
-            first = (work, amount(line["ours"], line["unit"]) + how) if at == 0 else ("", "")
-            rows.append("| " + " | ".join([*first, line["peer"], *cells(line)]) + " |")
-    return "\n".join([*rows, "", in_words(record)])
+    """Return the table of a record in Markdown, and a paragraph on how and where it was measured."""
+    tasks = list(dict.fromkeys(line["task"] for line in record["lines"]))
+    lines = sorted(record["lines"] + extrapolate(record["lines"]), key=lambda line: tasks.index(line["task"]))
+    rows = ["| task | smallvit | peer | peer, default settings | peer, best flags |", "| --- | --- | --- | --- | --- |"]
+    for task, same_task in groupby(lines, key=title):
+        for index, line in enumerate(same_task):
+            numerics = f" ({line['numerics']})" if line.get("numerics") not in (None, "default") else ""
+            first = (task, amount(line["smallvit"], line["unit"]) + numerics) if index == 0 else ("", "")
+            rows.append("| " + " | ".join([*first, line["peer"], *peer_cells(line)]) + " |")
+    return "\n".join([*rows, "", describe_method(record)])
 
 
 def title(line: dict) -> str:
+    """Return the first cell of a line: the task, and the number of steps if it has one."""
     steps = "" if line["steps"] is None else f", {line['steps']:,} steps each"
-    return line["work"] + steps + (" (reckoned)" if line.get("reckoned") else "")
+    return line["task"] + steps + (" (extrapolated)" if line.get("extrapolated") else "")
 
 
-def cells(line: dict) -> list[str]:
-    """What the peer took, and how many times ours that is."""
-    if line["as shipped"] is None:
+def peer_cells(line: dict) -> list[str]:
+    """Return two cells: what the peer needs with each of its settings, and how many times that of smallvit this is."""
+    if line[FLAGS[0]] is None:
         return ["not installed", ""]
     values = [line[flags] for flags in FLAGS]
-    return ["" if value is None else f"{amount(value, line['unit'])}, {value / line['ours']:.1f}x" for value in values]
+    return ["" if value is None else f"{amount(value, line['unit'])}, {value / line['smallvit']:.1f}x" for value in values]
 
 
 def amount(value: float, unit: str) -> str:
+    """Return a number with three significant digits or more, and its unit."""
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
-def reckoned(lines: list[dict], length: int = LENGTH) -> list[dict]:
-    """Runs of `length` steps, on the straight line through the two longest that were measured; none where one is as long."""
+def extrapolate(lines: list[dict], length: int = LENGTH) -> list[dict]:
+    """Return lines for runs of `length` steps, by a straight line through the two longest measured runs.
+
+    A task gets no line if only one length was measured, or if one run was as long as `length`.
+    """
     lengths: dict[tuple, list[dict]] = {}
     for line in lines:
-        if line["steps"] is not None and line["as shipped"] is not None:
-            lengths.setdefault((line["work"], line["peer"]), []).append(line)
-    out = []
+        if line["steps"] is not None and line[FLAGS[0]] is not None:
+            lengths.setdefault((line["task"], line["peer"]), []).append(line)
+    extrapolated = []
     for measured in lengths.values():
-        *_, short, long = [measured[0], *sorted(measured, key=lambda line: line["steps"])]  # of one alone: twice that
+        *_, short, long = [measured[0], *sorted(measured, key=lambda line: line["steps"])]  # one length: short is long
         if short["steps"] < long["steps"] < length:
-            far = (length - short["steps"]) / (long["steps"] - short["steps"])
-            numbers = {name: short[name] + far * (long[name] - short[name]) for name in ("ours", *FLAGS)}
-            out.append(long | numbers | {"steps": length, "reckoned": True})
-    return out
+            factor = (length - short["steps"]) / (long["steps"] - short["steps"])
+            numbers = {name: short[name] + factor * (long[name] - short[name]) for name in ("smallvit", *FLAGS)}
+            extrapolated.append(long | numbers | {"steps": length, "extrapolated": True})
+    return extrapolated
 
 
-def in_words(record: dict) -> str:
-    """How the numbers came about, on which machine."""
-    machine, several = record["machine"], "s" if record["machine"]["threads"] > 1 else ""
+def describe_method(record: dict) -> str:
+    """Return a paragraph: the machine, the versions, and how the numbers were measured."""
+    machine, plural = record["machine"], "s" if record["machine"]["threads"] > 1 else ""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    said = [
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} torch thread{several}; {versions}.",
-        "bf16 is among the best flags." if machine["bf16"] else "bf16 is not native here, and not among the best flags.",
-        f"Medians of {record['repeats']} turns (of whole recipes and of memory at most 3), everybody in turn in one process,",
-        "memory in a fresh one each. 2.0x: the peer takes twice what ours does.",
+    sentences = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} torch thread{plural}; {versions}.",
+        "The best flags include bf16." if machine["bf16"] else "The CPU has no native bf16; the best flags do not include it.",
+        f"Numbers are medians of {record['repeats']} repetitions (at most 3 for whole recipes and for memory).",
+        "All libraries take turns in one process; memory is measured in a new process each time.",
+        "2.0x: the peer needs twice the time or memory of smallvit.",
     ]
-    if reckoned(record["lines"]):
-        said.append("Reckoned: on the straight line through the two lengths above it.")
-    said.append(f"GPU: {machine['gpu']}." if machine["gpu"] else "No GPU was found, and its lines are left out.")
-    return " ".join(said)
+    if extrapolate(record["lines"]):
+        sentences.append("Extrapolated: a straight line through the two run lengths above.")
+    sentences.append(f"GPU: {machine['gpu']}." if machine["gpu"] else "There is no GPU; its benchmarks are left out.")
+    return " ".join(sentences)
 
 
-def put_into(readme: str, table: str) -> str:
-    """The README with this table. Raises ValueError if it has no place for one."""
+def insert_table(page: str, table: str) -> str:
+    """Return the text of a page with this table between its two markers. Raises ValueError if it has no markers."""
     place = re.compile(r"(<!-- speed -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
-    if not place.search(readme):
-        raise ValueError("the README has no <!-- speed --> ... <!-- end -->; put these two lines where the table belongs")
-    return place.sub(lambda found: found[1] + table + "\n" + found[2], readme)
+    if not place.search(page):
+        raise ValueError("the page has no <!-- speed --> ... <!-- end -->; put these two lines where the table belongs")
+    return place.sub(lambda match: match[1] + table + "\n" + match[2], page)
 
 
 if __name__ == "__main__":
-    made = markdown(json.loads(Path(sys.argv[1]).read_text()))
+    table = markdown(json.loads(Path(sys.argv[1]).read_text()))
     if len(sys.argv) > 2:
-        page = Path(sys.argv[2])
-        page.write_text(put_into(page.read_text(), made))
+        path = Path(sys.argv[2])
+        path.write_text(insert_table(path.read_text(), table))
     else:
-        print(made)
+        print(table)

@@ -1,0 +1,263 @@
+"""The benchmarks. Each yields `Task`s: what is timed, the call of smallvit, and the calls of the other libraries ("peers").
+
+Before anything is timed, a check ensures that all libraries do equal work: the same number of multiply-adds and parameters, of
+views and pixels, and a separate random draw for each image.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import ours, peers
+from benchmarks.digits import dataset
+from benchmarks.memory import growth_in_new_process
+from benchmarks.peers import AUGMENTATIONS, VITS, LightlyDINO, Shape, version
+from smallvit import DINO, Dataset, augment
+from smallvit.flops import counted, milliseconds
+from smallvit.numerics import DEFAULT, Numerics
+
+Call = Callable[[], object]
+
+FLAGS = {"default settings": False, "best flags": True}  # name -> argument `best` of the functions in peers.py
+
+SHAPES = (Shape(64, 6, 4, batch=128), Shape(192, 12, 3, batch=128), Shape(384, 12, 6, batch=64))  # the last is ViT-S
+SMALL = Shape(64, 6, 4, batch=64)
+RECIPE = Shape(64, 4, 2, batch=32, patch=7, mlp_ratio=2.0)  # 16 patches and the class token
+
+
+class Task(NamedTuple):
+    """One task that is timed for smallvit and for its peers.
+
+    ours       the call of smallvit
+    theirs     theirs[peer][flags] is the call of a peer; the inner dict is empty for a peer that is not installed
+    unit       unit of the result
+    measure    `measure(calls, repeats)` returns one number per call
+    steps      number of training steps of each run in a recipe
+    numerics   how smallvit computes its steps, as text, if several ways were tried
+    """
+
+    name: str
+    ours: Call
+    theirs: dict[str, dict[str, Call]]
+    unit: str = "ms"
+    measure: Callable[[Sequence[Call], int], list[float]] = milliseconds
+    steps: int | None = None
+    numerics: str | None = None
+
+
+def compare(task: Task, repeats: int) -> Iterator[dict]:
+    """Measure a task, and yield one line of the record per peer; None marks what was not measured."""
+    calls = {("smallvit", ""): task.ours}
+    calls |= {(peer, flags): call for peer, by_flags in task.theirs.items() for flags, call in by_flags.items()}
+    numbers = dict(zip(calls, task.measure([*calls.values()], repeats)))
+    for peer in task.theirs:
+        line = {"task": task.name, "steps": task.steps, "unit": task.unit, "numerics": task.numerics}
+        line |= {"smallvit": numbers["smallvit", ""], "peer": peer}
+        yield line | {flags: numbers.get((peer, flags)) for flags in FLAGS}
+
+
+def flags_of(peer: str) -> dict[str, bool]:
+    """Return the settings with which a peer is timed; none if it is not installed."""
+    return FLAGS if version(peer) else {}
+
+
+def check_equal(what: str, smallvit: object, peer: object):
+    """Raise ValueError unless both values are equal; `what` names them in the error."""
+    if smallvit != peer:
+        raise ValueError(f"{what}: smallvit {smallvit}, peer {peer}; expected equal, or their times cannot be compared")
+
+
+# Training step, inference, memory
+
+
+def train(shapes: Sequence[Shape] = SHAPES) -> Iterator[Task]:
+    """One training step of a ViT."""
+    for shape in shapes:
+        check_models(shape)
+        theirs = {peer: {flags: peers.step(shape, peer, best) for flags, best in flags_of(peer).items()} for peer in VITS}
+        training = ours.fast(shape, dataset())
+        name = f"training step, {describe_shape(shape)}"
+        yield Task(name, training.train_step, theirs, numerics=training.numerics.describe())
+
+
+def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Task]:
+    """The logits of one batch."""
+    for shape in shapes:
+        check_models(shape)
+        theirs = {peer: {flags: peers.inference(shape, peer, best) for flags, best in flags_of(peer).items()} for peer in VITS}
+        yield Task(f"inference, {describe_shape(shape)}", ours.inference(shape), theirs)
+
+
+def memory(shape: Shape = SHAPES[-1], growth: Callable = growth_in_new_process) -> Iterator[Task]:
+    """The memory of a model and two training steps, with each attention kernel. On Linux only."""
+    if sys.platform == "linux":
+        check_models(shape)
+        steps = {flags: partial(peers.step, peer="timm", best=best) for flags, best in flags_of("timm").items()}
+        theirs = {"timm": {flags: partial(growth, step, shape) for flags, step in steps.items()}}
+        for suffix, numerics in (("", DEFAULT), (", fused attention", Numerics(kernel="fused"))):
+            call = partial(growth, partial(ours.step, numerics=numerics), shape)
+            yield Task(f"peak memory of a training step, {describe_shape(shape)}{suffix}", call, theirs, "MiB", returned)
+
+
+def returned(calls: Sequence[Call], repeats: int) -> list[float]:
+    """Return the median of the numbers that each call returns, in at most three repetitions."""
+    return [median(call() for _ in range(min(repeats, 3))) for call in calls]
+
+
+def check_models(shape: Shape):
+    """Raise ValueError unless all ViTs have equal multiply-adds, and timm's has as many parameters as ours.
+
+    vit-pytorch has more norms and fewer biases, so its parameters differ slightly.
+    """
+    model, image = ours.vit(shape)((28, 28), 1, 10).eval(), torch.zeros(1, 1, 28, 28)
+    for peer, make in VITS.items():
+        if version(peer):
+            other = make(shape, 28, 1, best=False).eval()
+            check_equal(f"multiply-adds of {peer}", counted(model, image), counted(other, image))
+            if peer == "timm":
+                check_equal(f"parameters of {peer}", count_parameters(model), count_parameters(other))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of trained parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def describe_shape(shape: Shape) -> str:
+    """Return width, depth and batch size as text."""
+    return f"width {shape.dim}, depth {shape.depth}, batch {shape.batch}"
+
+
+def count_tokens(shape: Shape) -> int:
+    """Return the number of patches of a digit, 28 x 28 pixels."""
+    return (28 // shape.patch) ** 2
+
+
+# Augmentation and views
+
+
+def augmentation(batch: int = 256) -> Iterator[Task]:
+    """Affine and elastic transforms and random erasing, drawn for each image. No flags make the peers faster."""
+    images = dataset().train.pixels(slice(batch))
+    check_augmentation("smallvit", ours.augmentation, images)
+    theirs = {}
+    for peer, make in AUGMENTATIONS.items():
+        theirs[peer] = {}
+        if version(peer):
+            transform = make()
+            check_augmentation(peer, transform, images)
+            theirs[peer]["default settings"] = partial(transform, images)
+    yield Task(f"affine, elastic and random erasing of {batch} images", partial(ours.augmentation, images), theirs)
+
+
+def check_augmentation(name: str, transform: Callable[[Tensor], Tensor], images: Tensor):
+    """Raise ValueError if a transform changes the image size, or gives equal results for copies of one image."""
+    out = transform(images[:1].repeat(4, 1, 1, 1))
+    check_equal(f"image size after {name}", images.shape[1:], out.shape[1:])
+    check_equal(f"different images after {name}, of 4 equal ones", 4, len({image.numpy().tobytes() for image in out}))
+
+
+def views(batch: int = 64) -> Iterator[Task]:
+    """The views of images for DINO, from bytes to normalized pixels."""
+    for name, data, crops in view_settings():
+        ours_views, their_views = partial(ours.views, data, crops, batch), peers.views(data, crops, batch)
+        check_views(ours_views(), their_views())
+        yield Task(f"views of {name}, batch {batch}", ours_views, {"lightly": {"default settings": their_views}})
+
+
+def dino(shape: Shape = SMALL) -> Iterator[Task]:
+    """One training step of DINO, including its views. Both sides use the ViT of smallvit."""
+    for name, data, crops in view_settings():
+        their_views, spec = peers.views(data, crops, shape.batch), data.spec
+        check_views(ours.views(data, crops, shape.batch), their_views())
+        training = ours.fast(shape, data, objective=DINO, augment=crops, clip=0.0)
+        theirs = {}
+        for flags, best in flags_of("lightly").items():
+            model = LightlyDINO(ours.vit(shape)(spec.size, spec.channels, len(spec.classes)), shape.dim)
+            check_equal("parameters that DINO trains", count_parameters(training.objective), count_parameters(model))
+            theirs[flags] = peers.dino(model, their_views, best)
+        numerics = training.numerics.describe()
+        yield Task(f"DINO step on {name}, batch {shape.batch}", training.train_step, {"lightly": theirs}, numerics=numerics)
+
+
+def view_settings() -> Iterator[tuple[str, Dataset, tuple[augment.MultiCrop]]]:
+    """Yield name, data set and crops of the DINO benchmarks: digits, and photos of another size with colors."""
+    for name, side, channels, crops in (("digits", 28, 1, augment.digit_crops()), ("photos", 32, 3, augment.photo_crops())):
+        yield f"{name}, 2 global and {crops[0].local} local views", dataset(side, channels), crops
+
+
+def check_views(smallvit: list[Tensor], peer: list[Tensor]):
+    """Raise ValueError unless both lists hold as many views and pixels. Tensors may hold several views of equal size."""
+    check_equal("views", *(sum(map(len, views)) for views in (smallvit, peer)))
+    check_equal("pixels", *(sum(view.numel() for view in views) for views in (smallvit, peer)))
+
+
+# A whole recipe
+
+
+def recipe(
+    steps: Sequence[int] = (20, 60), runs: int = 16, labels: int = 1_000, device: str = "cpu", shape: Shape = RECIPE
+) -> Iterator[Task]:
+    """Many runs of a small ViT, from the start of the process to the test accuracy, with augmentation.
+
+    Runs are short, of two lengths, because the time to start a run matters much for short runs and little for long ones.
+    """
+    check_models(shape)
+    where = "on a GPU" if device == "cuda" else "on all cores"
+    stacked = f"smallvit trains {ours.STACK} as one model"
+    name = f"{runs} runs of a {count_tokens(shape)}-token ViT {where}, {labels:,} labels ({stacked})"
+    for length in steps:
+        job = (shape, runs, length, labels, device)
+        theirs = {"timm": {flags: partial(peers.runs, *job, best) for flags, best in flags_of("timm").items()}}
+        yield Task(name, partial(ours.runs, *job), theirs, "s", seconds, length)
+
+
+def gpu(steps: Sequence[int] = (20, 60)) -> Iterator[Task]:
+    """The recipe with 64 runs on a GPU, if there is one."""
+    if torch.cuda.is_available():
+        yield from recipe(steps, runs=64, device="cuda")
+
+
+def seconds(calls: Sequence[Call], repeats: int) -> list[float]:
+    """Return the median time of each call in seconds, in at most three repetitions, because one takes minutes."""
+    return [time / 1_000 for time in milliseconds(calls, min(repeats, 3))]
+
+
+def scale(
+    images: Sequence[int] = (100, 1_000, 10_000, 60_000), runs: Sequence[int] = (2, 32), steps: int = 300, shape: Shape = RECIPE
+) -> Iterator[Task]:
+    """Whether a training step takes longer with more images, and a run with more runs. The "peer" is the smallest setting."""
+    few, *more = images
+    smallest = {f"{few} labels": {"default settings": ours.step_with_images(shape, few)}}
+    for many in more:
+        name = f"training step, {count_tokens(shape)} tokens, {many:,} labels"
+        yield Task(name, ours.step_with_images(shape, many), smallest)
+    few, *more = runs
+    launch = partial(ours.runs, shape, steps=steps, labels=100, stack=1)
+    smallest = {f"{few} runs": {"default settings": partial(launch, few)}}
+    for many in more:
+        name = f"each of {many} runs of {steps} steps on all cores"
+        yield Task(name, partial(launch, many), smallest, "s", partial(seconds_per_run, (many, few)))
+
+
+def seconds_per_run(numbers: Sequence[int], calls: Sequence[Call], repeats: int) -> list[float]:
+    """Return the core-seconds of one run, for calls that make these numbers of runs on all cores."""
+    return [time * min(number, peers.cores()) / number for time, number in zip(seconds(calls, repeats), numbers)]
+
+
+BENCHMARKS = {
+    "train": train,
+    "inference": inference,
+    "augmentation": augmentation,
+    "views": views,
+    "dino": dino,
+    "recipe": recipe,
+    "scale": scale,
+    "gpu": gpu,
+    "memory": memory,
+}
