@@ -1,9 +1,10 @@
-"""Records -> verdicts, tables and pictures: what the runs of a recipe say, and how sure one may be of it."""
+"""Reports of a recipe's records: verdicts, tables and figures."""
 
-from .page import html, markdown
-from .reproduce import band
+from .compare import Comparison, Difference, Row, compare
+from .page import html, markdown, text
+from .reproduce import compare_with_committed
 from .statistics import holm, pairs_needed
-from .text import text
-from .verdicts import Comparison, Difference, Row, compare
 
-__all__ = ["Comparison", "Difference", "Row", "band", "compare", "holm", "html", "markdown", "pairs_needed", "text"]
+__all__ = [
+    "Comparison", "Difference", "Row", "compare", "compare_with_committed", "holm", "html", "markdown", "pairs_needed", "text",
+]  # fmt: skip

@@ -1,133 +1,155 @@
-"""A comparison as a page: Markdown to commit beside a recipe, and one HTML file to look at. Both lead with the verdicts."""
+"""The report of a recipe as Markdown, as one HTML file and as text for the terminal. All begin with the result."""
 
 import html as entities
+import inspect
 import re
 from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
 
-from smallvit.record import format_labels
+from smallvit.record import Record, format_labels
 
-from . import axes, figures
-from .choices import knobs
-from .format import (
-    WORDS,
-    budgets,
-    columns,
-    cost,
-    failures,
-    how_it_was_timed,
-    how_to_read,
-    interval,
-    mean_sd,
-    p_value,
-    percent,
-    points,
-    sentence,
-    summary,
-    unavailable,
-)
-from .probes import Probed, no_better_than_random, probed
-from .provenance import changes, pictures, provenance, warnings
-from .verdicts import Comparison, compare
+from . import figures, format, tables
+from .compare import compare
+from .provenance import changes, hyperparameters, provenance, warnings
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
 
-def markdown(records: Sequence[dict], *, title: str, doc: str, options: str = "") -> str:
-    """The report as Markdown, to be committed beside its recipe. `doc` (the recipe's docstring) stands at the top as it is;
-    `options` are the words, such as " --scale-steps 2", with which the recipe was run.
+def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
+    """The report as Markdown, to be committed beside its recipe.
+
+    `doc` is the docstring of the recipe, `options` the command-line options with which it was run, such as " --scale-steps 2",
+    and `earlier` the number of finished comparisons whose arms were removed from the recipe.
     """
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", doc)), default=0))
-    parts = [f"# {_md(title)}", f"{fence}text\n{doc.strip()}\n{fence}"]
-    if not present(records):
-        return "\n\n".join([*parts, EMPTY]) + "\n"
-    c, records = compare(records), present(records)
-    said = sections(c, records, options)
-    parts += ["## Verdicts", _md(said["summary"])]
-    for n in c.labels:
-        judged = sorted((row for row in c.at(n) if row.verdict), key=lambda row: WORDS.index(row.verdict))
-        parts += _section(format_labels(n).capitalize(), [sentence(c, row) for row in judged], level=3)
-    parts += [_md(said["how_to_read"])] if c.family else []
-    parts += _section("Warnings", said["warnings"]) + _section("Failures", said["failures"])
-    parts += _section("Unavailable here", said["unavailable"])
-    for n in c.labels:
-        parts += [f"## Results at {format_labels(n)}"]
-        for part in c.parts():
-            parts += [f"### Against {_md(part.baseline)}"] if n in part.labels and len(c.baselines) > 1 else []
-            parts += [_table(part, n, said["columns"])] if n in part.labels else []
-    for table in said["probed"]:
-        parts += [f"## Probes at {format_labels(table.labels)}", _probes(table)]
-    parts += [_md(said["how_it_was_timed"])] if said["how_it_was_timed"] else []
-    parts += _section("Budgets", said["budgets"])
-    parts += _section("What differs from the baseline", [f"{arm}: {'; '.join(of)}" for arm, of in said["changes"].items()])
-    parts += _section("Provenance", [f"{name}: {text}" for name, text in said["provenance"].items()])
-    return "\n\n".join(parts) + "\n"
+    page = content(records, title, doc, options, earlier)
+    parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
+    if page["c"]:
+        for heading, found in page["tables"].items():
+            folded = heading == "Accuracy of every seed"
+            parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
+            parts += [part for table in found for part in (f"### {_md(table.title)}", _table(table))]
+            parts += ["</details>"] if folded else []
+            parts += [_md(page["how_it_was_timed"]), _list(page["budgets"])] if heading == "Costs" else []
+        failures = [text for text, _ in page["failures"]]
+        for heading, lines in (("Warnings", page["warnings"]), ("Failures", failures)):
+            parts += [f"## {heading}", _list(lines)] if lines else []
+        parts += ["## Unavailable here", _md(page["unavailable"])] if page["unavailable"] else []
+        differences = [f"{arm}: {'; '.join(lines)}" for arm, lines in page["changes"].items()]
+        parts += [f"## Differences from {_md(page['c'].baseline)}", _list(differences)] if differences else []
+    if page["about"]:
+        parts += ["## About this experiment", *(f"**{name}.** " * bool(name) + _prose(text) for name, text in page["about"])]
+    if page["c"]:
+        parts += ["## Provenance", _list(f"{name}: {text}" for name, text in page["provenance"].items())]
+        parts += ["## How to read this page", *map(_md, page["how_to_read"])]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def html(records: Sequence[dict], *, title: str, doc: str, options: str = "") -> str:
-    """The report as one self-contained page: nothing is fetched, no script runs, and it follows the reader's light or dark."""
+def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
+    """The report as one HTML page without scripts or external files, for light and dark mode. Arguments as in `markdown`."""
     import jinja2
     from markupsafe import Markup
 
+    def prose(text: str) -> Markup:
+        return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", entities.escape(text)))
+
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    env.filters |= {f.__name__: f for f in (format_labels, percent, points, interval, p_value, mean_sd)}
-    page = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    given = {"title": title, "doc": doc.strip(), "light": axes.LIGHT, "dark": axes.DARK, "empty": EMPTY, "c": None}
-    if not present(records):
-        return page.render(given)
-    c, records = compare(records), present(records)
-    parts = c.parts()
-    draw = {"forest": figures.forest, "macs": figures.by_macs, "labels": figures.by_labels, "dots": figures.dots}
-    draw["curves"] = partial(figures.learning_curves, records=records)
-    draw["knobs"] = lambda part: figures.by_knob(part, knobs(part, records))
-    drawn = {name: [(part, Markup(svg)) for part in parts if (svg := of(part))] for name, of in draw.items()}
-    looks = {arm: look for part in parts for arm, look in axes.styles(part).items()}
-    given |= {"c": c, "parts": parts, "figures": drawn, "looks": looks, "cost": cost, "zip": zip}
-    given |= {"pictures": {arm: Markup(figures.tokens(picture)) for arm, picture in pictures(records).items()}}
-    return page.render(given | sections(c, records, options))
+    env.filters["zip"] = zip
+    template = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    page = content(records, title, doc, options, earlier) | {"light": figures.LIGHT, "dark": figures.DARK, "prose": prose}
+    if c := page["c"]:
+        shown = reported(records)
+        draw = {"forest": figures.forest, "macs": figures.by_macs, "labels": figures.by_labels, "dots": figures.dots}
+        draw["curves"] = partial(figures.learning_curves, records=shown)
+        draw["hyperparameters"] = lambda part: figures.by_hyperparameter(part, hyperparameters(part, shown))
+        parts = c.parts()
+        page["figures"] = {name: [(p, Markup(svg)) for p in parts if (svg := of(p))] for name, of in draw.items()}
+        page["looks"] = {arm: look for part in parts for arm, look in figures.styles(part).items()}
+        pictures = {r.arm: r.picture for r in reversed(shown) if "groups" in (r.picture or {})}
+        page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in c.arms if arm in pictures}
+    return template.render(page)
 
 
-def sections(c: Comparison, records: Sequence[dict], options: str) -> dict[str, Any]:
-    """What both pages say, by the names of the functions that say it."""
-    of_rows = (summary, how_to_read, failures, unavailable, columns, budgets)
-    said = {f.__name__: f(c) for f in of_rows} | {"probed": probed(records), "provenance": provenance(records, options)}
-    said |= {"warnings": warnings(records) + no_better_than_random(records), "changes": changes(c, records)}
-    return said | {"how_it_was_timed": how_it_was_timed(records) if c.reduced else ""}
+def text(records: Sequence[Record], earlier: int = 0) -> str:
+    """The report for the terminal: mean and SD of every arm at every number of labels, then one line for each verdict."""
+    c = compare(records, earlier)
+    rows = [row for row in c.rows if row.values]
+    if not rows:
+        return "no run has finished, so there is nothing to compare"
+    width = max(len(row.arm) for row in rows)
+    lines = []
+    for labels in dict.fromkeys(row.labels for row in rows):
+        lines.append(f"{format_labels(labels)}: test accuracy, mean and SD over seeds")
+        lines += [f"  {row.arm:{width}}  {format.mean_sd(row)}" for row in rows if row.labels == labels]
+    return "\n".join([*lines, "", *(format.sentence(c, row) for row in rows if row.role == "technique")])
 
 
-def present(records: Sequence[dict]) -> list[dict]:
-    """The records of runs that there are; a missing one says nothing of machine or code."""
-    return [record for record in records if record["status"] != "missing"]
+def content(records: Sequence[Record], title: str, doc: str, options: str, earlier: int) -> dict[str, Any]:
+    """Everything that both pages show, by name. `c` is the comparison, None without any run."""
+    question, about = sections(doc)
+    page = {"title": title, "question": question, "about": about, "c": None, "superseded": "", "answer": EMPTY, "notes": ""}
+    shown = reported(records)
+    if not shown:
+        return page
+    c, warned = compare(records, earlier), warnings(shown)
+    return page | {
+        "c": c,
+        "superseded": format.superseded(shown),
+        "answer": format.answer(c),
+        "notes": format.notes(c, warned),
+        "tables": tables.tables(c, shown),
+        "how_it_was_timed": format.how_it_was_timed(shown) if c.reduced else "",
+        "budgets": format.budgets(c),
+        "warnings": warned,
+        "failures": format.failures(c, shown),
+        "unavailable": format.unavailable(c),
+        "changes": changes(c, shown),
+        "provenance": provenance(shown, options),
+        "how_to_read": format.how_to_read(c),
+    }
 
 
-def _table(c: Comparison, labels: int | None, costs: dict[str, str]) -> str:
-    head = ["Arm", "Test accuracy, % (mean ± SD over seeds)", "Range", "Difference, points [95% CI]", "p", "Holm p", "Verdict"]
-    lines = [[*head, *costs.values()], ["-"] * (len(head) + len(costs))]
-    for row in c.at(labels):
-        d = row.difference
-        name = row.arm + f" ({row.role})" * (row.verdict is None) + f", {row.score}" * (row.score != "accuracy")
-        extent = f"{percent(min(row.values))} to {percent(max(row.values))}" if row.values else "–"
-        gain = f"{points(d.mean)} {interval(d)} (n = {len(d.values)})" if d else "–"
-        word = ": ".join(filter(None, (row.verdict, row.reason))) or "–"
-        spent = (number + f" ({'; '.join(more)})" * bool(more) for number, more in (cost(row, key) for key in costs))
-        tests = [p_value(d and d.p), p_value(d and d.p_holm)]
-        lines.append([_md(name), mean_sd(row), extent, gain, *tests, _md(word), *spent])
+def reported(records: Sequence[Record]) -> list[Record]:
+    """The records of runs that have started, without those that were trained only because another run needs them."""
+    return [r for r in records if r.status != "missing" and r.role != "dependency"]
+
+
+def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
+    """The question at the beginning of a recipe's docstring, and its other paragraphs as (name, text).
+
+    A named paragraph begins with `Name   text`; its further lines are indented. Other paragraphs have an empty name.
+    """
+    found: list[tuple[str, str]] = []
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
+        for number, line in enumerate(block.splitlines()):
+            name, text = match.groups() if (match := re.match(r"([A-Z]\w*) {2,}(\S.*)", line)) else ("", line.strip())
+            if name or number == 0:
+                found.append((name, text))
+            else:
+                found[-1] = found[-1][0], f"{found[-1][1]} {text}"
+    if found and found[0][0] in ("", "Question"):
+        return found[0][1], found[1:]
+    return "", found
+
+
+def _table(table: tables.Table) -> str:
+    lines = [["Arm", *table.columns], ["-"] * (1 + len(table.columns))]
+    for arm, cells in table.rows.items():
+        lines.append([_md(arm), *(_md(text + f" ({'; '.join(remarks)})" * bool(remarks)) for text, remarks in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _probes(table: Probed) -> str:
-    lines = [["Arm", *table.names], ["-"] * (1 + len(table.names))]
-    lines += [[_md(arm), *("–" if x is None else percent(x) for x in row)] for arm, row in table.rows.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _section(name: str, lines: list[str], level: int = 2) -> list[str]:
-    return [f"{'#' * level} {name}", "\n".join(f"- {_md(line)}" for line in lines)] if lines else []
+def _list(lines) -> str:
+    return "\n".join(f"- {_md(line)}" for line in lines)
 
 
 def _md(text: str) -> str:
-    """Text that Markdown leaves alone, whatever an arm or an error is called."""
+    """Text that Markdown shows unchanged."""
     text = re.sub(r"([\\`*|~$]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|^[+#-](?=\s))", r"\\\1", " ".join(text.split()))
-    return entities.escape(text, quote=False)
+    return entities.escape(text, quote=False).replace("&lt; ", "< ")
+
+
+def _prose(text: str) -> str:
+    """Text of a docstring in Markdown, where words in backticks are code."""
+    return "".join(part if k % 2 else _md(part) for k, part in enumerate(re.split(r"(`[^`]+`)", text)))

@@ -1,164 +1,202 @@
-"""Where the numbers of a report come from: what the arms were, what ran them, and what makes them less comparable."""
+"""Where the numbers of a report come from: what differs between arms, what ran them, and what makes them less comparable."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from smallvit.record import format_labels
+from smallvit.components import describe_value, differences
+from smallvit.record import RANDOM, Record, format_labels
 
-from .choices import choices
+from .compare import Comparison
+from .format import listed
 from .statistics import MIN_PAIRS, TIE, spread
-from .verdicts import Comparison
 
-COMPUTED = ("device", "precision", "threads", "kernel", "compiled")  # how, as the records say it
+MACHINE = ("device", "precision", "threads", "kernel", "compiled")  # fields of a record
+MIN_VALUES = 3  # values of a hyperparameter that are worth a figure; two are shown better as a paired difference
+NAMES = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}
 
 
-def warnings(records: Sequence[dict]) -> list[str]:
-    """What makes the arms less comparable than the table looks."""
+def warnings(records: Sequence[Record]) -> list[str]:
+    """What makes the arms less comparable than the tables suggest, one sentence each."""
     facts: dict[str, dict[str, dict]] = {}
     for r in records:
-        mine = {name: r.get(name) for name in ("cpu", *COMPUTED)}
-        mine |= {"code": r["code"].get("sha256")} if r.get("code") else {}
-        if data := (r.get("run") or {}).get("data"):
-            mine[f"content of {loader(data)}"] = r.get("data_sha256")
-        mine |= {f"{name} version": version for name, version in (r.get("versions") or {}).items()}
-        for name, value in mine.items():
+        conditions = {name: getattr(r, name) for name in ("cpu", *MACHINE)} | {"code": (r.code or {}).get("sha256")}
+        if data := r.run.get("data"):
+            conditions[f"content of {describe_value(data)}"] = r.data_sha256
+        conditions |= {f"{name} version": version for name, version in (r.versions or {}).items()}
+        for name, value in conditions.items():
             if value is not None:
-                facts.setdefault(name, {}).setdefault(str(value), {})[r["arm"]] = None
-    mixed = {name: of for name, of in facts.items() if len(of) > 1}
-    out = [f"AttentionOutput {name}: " + "; ".join(f"{v} in {', '.join(arms)}" for v, arms in of.items()) for name, of in mixed.items()]
-    scores = dict.fromkeys(r["score"] for r in records if r["score"] and r["role"] != "reference")
-    dirty = sum(bool((r.get("code") or {}).get("dirty")) for r in records)
-    reads = sum((r.get("test_reads") or 0) > 1 for r in records)
-    elsewhere = list(dict.fromkeys(r["arm"] for r in records if "make" in ((r.get("run") or {}).get("init") or {})))
-    repeats = max((r.get("test_repeats") or 0 for r in records), default=0)
-    out += [f"Test images that are training or validation images too, pixel by pixel: {repeats:,}"] if repeats else []
-    out += [f"What it took to train weights elsewhere is in no budget: {', '.join(elsewhere)}"] if elsewhere else []
+                facts.setdefault(name, {}).setdefault(str(value), {})[r.arm] = None
+    out = [
+        f"Runs differ in {name}: " + "; ".join(f"{value} in {listed(list(arms))}" for value, arms in values.items())
+        for name, values in facts.items()
+        if len(values) > 1
+    ]
+    scores = list(dict.fromkeys(r.score for r in records if r.score and r.role != "reference"))
+    uncommitted = sum(bool((r.code or {}).get("dirty")) for r in records)
+    reads = sum((r.test_reads or 0) > 1 for r in records)
+    external = list(dict.fromkeys(r.arm for r in records if "make" in (r.run.get("init") or {})))
+    repeats = max((r.test_repeats or 0 for r in records), default=0)
+    out += [f"Test images that are also training or validation images, pixel by pixel: {repeats:,}"] if repeats else []
+    out += [f"Costs exclude the training of external weights, used by {listed(external)}"] if external else []
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
-    out += [f"Runs of code with uncommitted changes, so that the commit does not say what ran: {dirty}"] if dirty else []
-    out += [f"Runs that read the test split more than once: {reads}"] if reads else []
-    return out + no_better_than_guessing(records)
+    out += [f"Runs of code with uncommitted changes, which the commit does not identify: {uncommitted}"] if uncommitted else []
+    out += [f"Runs that read the test images more than once: {reads}"] if reads else []
+    return out + no_better_than_guessing(records) + no_better_than_random(records)
 
 
-def no_better_than_guessing(records: Sequence[dict]) -> list[str]:
-    """Every arm that is not shown to do better than calling each test image by the most frequent class."""
-    cells: dict[tuple, list[dict]] = {}
+def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
+    """A warning for each arm whose accuracy is not shown to be above that of always naming the most frequent class."""
+    cells: dict[tuple, list[Record]] = {}
     for r in records:
-        if r["status"] == "finished" and r.get("test_majority") and r["role"] != "reference" and r["score"] == "accuracy":
-            cells.setdefault((r["arm"], r["labels"]), []).append(r)
+        if r.finished and r.test_majority and r.role != "reference" and r.score == "accuracy":
+            cells.setdefault((r.arm, r.labels), []).append(r)
     out = []
-    for (arm, labels), own in cells.items():
-        mean, _, low, _ = spread([r["test"]["accuracy"] for r in own])
-        majority = own[0]["test_majority"]
-        if (mean if len(own) < MIN_PAIRS else low) <= majority + TIE:
+    for (arm, labels), runs in cells.items():
+        mean, _, low, _ = spread([r.result for r in runs])
+        share = runs[0].test_majority or 0.0
+        bound = mean if len(runs) < MIN_PAIRS else low
+        if mean is not None and bound is not None and bound <= share + TIE:
             out.append(
-                f"{arm} at {format_labels(labels)}: {100 * mean:.2f}%, not shown to be better than calling every image by the most "
-                f"frequent class ({100 * majority:.2f}%); was it trained long enough?"
+                f"{arm} at {format_labels(labels)} has learned nothing that can be shown: its accuracy is {100 * mean:.2f}%, and "
+                f"always naming the most frequent class gives {100 * share:.2f}%. Check the learning rate and the number of steps"
             )
     return out
 
 
-def loader(data: dict) -> str:
-    """What loads the data, with its choices."""
-    choices = ", ".join(f"{name}={value}" for name, value in data.items() if name != "call" and value is not None)
-    return f"{data.get('call', '').rpartition('.')[2]}({choices})"
+def no_better_than_random(records: Sequence[Record]) -> list[str]:
+    """A warning for each arm and probe that is not shown to be above the same probe of an untrained model, paired by seed."""
+    finished = {(r.arm, r.labels, r.seed): r for r in records if r.finished}
+    cells = dict.fromkeys((r.arm, r.labels) for r in finished.values() if r.role != "reference")
+    probes = dict.fromkeys(name for r in finished.values() for name in r.probes or ())
+    out = []
+    for arm, labels in cells:
+        pairs = [
+            (r.test or {}, finished[RANDOM, labels, seed].test or {})
+            for (name, n, seed), r in finished.items()
+            if (name, n) == (arm, labels) and (RANDOM, n, seed) in finished
+        ]
+        for probe in probes:
+            gains = [trained[probe] - random[probe] for trained, random in pairs if probe in trained and probe in random]
+            mean, _, low, _ = spread(gains)
+            if mean is not None and (mean if low is None else low) <= 0:
+                bound = "" if low is None else f", 95% interval from {100 * low:+.2f}"
+                gain = f"{100 * mean:+.2f} points{bound}".replace("-", "−")
+                out.append(f"{arm} at {format_labels(labels)}, {probe}: not shown to be better than an untrained model ({gain})")
+    return out
 
 
-def changes(c: Comparison, records: Sequence[dict]) -> dict[str, list[str]]:
-    """Arm -> the fields of its runs that differ from its baseline's run with the same labels and seed."""
-    against, starts = {row.arm: row.baseline for row in c.rows}, started_from(records)
-    base = {(r["arm"], r["labels"], r["seed"]): choices(r["run"]) for r in records if r["role"] == "baseline" and r.get("run")}
-    runs, seen = Counter(), {}
-    for r in records:
-        theirs = base.get((against[r["arm"]], r["labels"], r["seed"]))
-        if r["role"] == "baseline" or theirs is None or not r.get("run"):
+def changes(c: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
+    """Arm -> what differs from its baseline's run with the same labels and seed: `tokenizer: PatchEmbed → ConvStem`."""
+    sources = initial_weights(records)
+    count: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = {}
+    for r, base in with_baselines(c, records):
+        count[r.arm] += 1
+        lines = found.setdefault(r.arm, Counter())
+        for path, values in changed_options(base.run, r.run).items():
+            texts = [describe_value(value) for value in values]
+            if path == "init":
+                texts = [sources.get(run.arm, text) for run, text in zip((base, r), texts)]
+            if path == "model":  # the options of the baseline's model are no difference
+                texts[0] = texts[0].partition("(")[0]
+            lines[f"{path.removeprefix('model.')}: {' → '.join(texts)}"] += 1
+    return {
+        arm: [line + f" (in {k} of {count[arm]} runs)" * (k < count[arm]) for line, k in lines.items()] or ["nothing"]
+        for arm, lines in found.items()
+    }
+
+
+def with_baselines(c: Comparison, records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Each run that is not a baseline's, with the run of its baseline at the same number of labels and seed."""
+    baseline_of = {row.arm: row.baseline for row in c.rows}
+    found = {(r.arm, r.labels, r.seed): r for r in records if r.run}
+    pairs = [(r, found.get((baseline_of.get(r.arm, ""), r.labels, r.seed))) for r in found.values() if r.role != "baseline"]
+    return [(r, base) for r, base in pairs if base]
+
+
+def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
+    """Option -> its value in both runs. Several differences of the earlier run in `init` or `teacher` count as one."""
+    found = differences(base, run)
+    for name in ("init", "teacher"):
+        if len(inside := [path for path in found if path.startswith(f"{name}.")]) > 1:
+            found = {path: values for path, values in found.items() if path not in inside} | {name: (base[name], run[name])}
+    return found
+
+
+def hyperparameters(c: Comparison, records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Numbers that alone distinguish arms from their one baseline: name -> arm -> value, the baseline first.
+
+    Where the records have the number of tokens and it differs, `tokens` is a further hyperparameter.
+    """
+    (baseline,) = c.baselines
+    found: dict[str, dict[str, float]] = {}
+    for r, base in with_baselines(c, records):
+        changed = changed_options(base.run, r.run)
+        (path, values), *others = changed.items() or [("", ())]
+        number = values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        if others or not number or path.startswith(("init", "teacher")) or c.arms.get(r.arm) != "technique":
             continue
-        mine = choices(r["run"])
-        fields = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
-        swapped = tuple(name.removesuffix("call") for name in fields if name.endswith(".call") and name in mine)
-        fields = [name for name in fields if name in mine or not name.startswith(swapped)]  # what went with its component
-        fields = [name for name in fields if f"{name}.call" not in mine]  # an empty slot that is filled has its own line
-        runs[r["arm"]] += 1
-        said = {name: (theirs.get(name, "absent"), mine.get(name, "absent")) for name in fields}
-        if "init" in said:
-            said["init"] = starts.get(against[r["arm"]], "absent"), starts.get(r["arm"], "absent")
-        if "teacher" in said:
-            said["teacher"] = taught_by(theirs), taught_by(mine)
-        seen.setdefault(r["arm"], Counter()).update(f"{name}: {there} → {here}" for name, (there, here) in said.items())
-    for arm, of in seen.items():
-        seen[arm] = [line + f" (in {k} of {runs[arm]} runs)" * (k < runs[arm]) for line, k in of.items()] or ["nothing"]
-    return seen
+        last = path.rpartition(".")[2]
+        pairs = {NAMES.get(last, last.replace("_", " ")): values}
+        if base.tokens and r.tokens and base.tokens != r.tokens:
+            pairs["tokens"] = base.tokens, r.tokens
+        for name, (before, after) in pairs.items():
+            found.setdefault(name, {baseline: before})[r.arm] = after
+    return {name: values for name, values in found.items() if len(set(values.values())) >= MIN_VALUES}
 
 
-def taught_by(choices: dict[str, str]) -> str:
-    """Who teaches a run with these choices."""
-    teacher = json.loads(choices.get("teacher", "null"))
-    return f"a run of {teacher['model']['call'].rpartition('.')[2]}" if teacher else "absent"
-
-
-def started_from(records: Sequence[dict]) -> dict[str, str]:
-    """Arm -> whose weights its runs start from, in a few words: an arm's, or those of runs that are no arm here."""
-    arms, found = {r["fingerprint"]: r["arm"] for r in records}, {}
+def initial_weights(records: Sequence[Record]) -> dict[str, str]:
+    """Arm -> `weights of A`, where its runs start from external weights or from the runs of an arm of this recipe."""
+    arms = {r.fingerprint: r.arm for r in records}
+    found: dict[str, str] = {}
     for r in records:
-        init = (r.get("run") or {}).get("init") or {}
+        init, earlier = r.run.get("init") or {}, (r.pretraining or {}).get("fingerprint")
         if "make" in init:
-            found[r["arm"]] = {init["name"]: None}
-        elif init:
-            start = (r.get("pretraining") or {}).get("fingerprint")  # a run that failed does not say
-            found.setdefault(r["arm"], {}).update({arms.get(start, start): None} if start else {})
-    return {arm: f"weights of {cut(names, 1) or 'another run'}" for arm, names in found.items()}
+            found[r.arm] = init["name"]
+        elif init and earlier in arms:
+            found[r.arm] = arms[earlier]
+    return {arm: f"weights of {name}" for arm, name in found.items()}
 
 
-def unlabelled(records: Sequence[dict]) -> list[str]:
-    """How many images an arm, or what it starts from, has seen whose labels it did not read."""
-    found = {}
-    for r in records:
-        count = max(r.get("unlabelled") or 0, (r.get("pretraining") or {}).get("unlabelled") or 0)
-        found[r["arm"]] = max(found.get(r["arm"], 0), count)
-    return [f"{arm}: {count:,}" for arm, count in found.items() if count]
-
-
-def provenance(records: Sequence[dict], options: str) -> dict[str, str]:
-    """Where the numbers come from and how to make them again."""
-    starts, recipe = started_from(records), f"{records[0]['recipe']}.py{options} (or its path)"
+def provenance(records: Sequence[Record], options: str) -> dict[str, str]:
+    """Which code, versions and machine made the records, and the commands that repeat the runs and this page."""
+    sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 
     def each(values: Iterable[str]) -> str:
         return "; ".join(f"{value} ({k} run{'s' * (k > 1)})" for value, k in Counter(values).items())
 
-    def code(k: dict) -> str:
+    def code(r: Record) -> str:
+        k = r.code or {}
         state = {True: "with uncommitted changes", False: "clean", None: "state unknown"}[k.get("dirty")]
         return f"{k.get('sha256')}, commit {k.get('commit') or 'unknown'}, {state}"
 
-    def loaded(r: dict) -> str:
-        told = {name: of for name, of in r["weights"].items() if name != "sha256" or "name" in r["weights"]}
-        said = {name: (cut(of) or "none") if isinstance(of, list) else json.dumps(of) for name, of in told.items()}
-        return ", ".join([*filter(None, [starts.get(r["arm"])]), *(f"{name} {of}" for name, of in said.items())])
+    def machine(r: Record) -> str:
+        values = {name: getattr(r, name) for name in ("cpu", *MACHINE)}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, False, "rule"))
 
+    def chosen(choice: dict) -> str:
+        others = [f"{name} {value}" for name, value in choice.items() if name != "what"]
+        return ", ".join(filter(None, (choice.get("what"), *others)))
+
+    def loaded(r: Record) -> str:
+        weights = r.init_weights or {}
+        shown = {name: value for name, value in weights.items() if name != "sha256" or "name" in weights}
+        texts = [f"{name} {listed(value) or 'none' if isinstance(value, list) else value}" for name, value in shown.items()]
+        return ", ".join([sources.get(r.arm) or describe_value(r.run.get("init")), *texts])
+
+    unlabelled: dict[str, int] = {}
+    for r in records:
+        count = max(r.unlabelled or 0, (r.pretraining or {}).get("unlabelled") or 0)
+        unlabelled[r.arm] = max(unlabelled.get(r.arm, 0), count)
     return {
-        "Records": each(r["status"] for r in records),
-        "Code": each(code(r.get("code") or {}) for r in records),
-        "Versions": each(", ".join(f"{k} {v}" for k, v in (r.get("versions") or {}).items()) for r in records),
-        "Machine": each(
-            ", ".join(f"{k} {r[k]}" for k in ("cpu", *COMPUTED) if r.get(k) not in (None, False, "rule")) for r in records
-        ),
-        "Chosen on validation": each(json.dumps(k) for r in records if (k := r.get("chosen_on_val"))) or "nothing",
-        "Images seen without labels": "; ".join(unlabelled(records)) or "none",
-        "Pretrained weights": each(loaded(r) for r in records if r.get("weights")) or "none",
+        "Records": each(r.status for r in records),
+        "Code": each(map(code, records)),
+        "Versions": each(", ".join(f"{name} {version}" for name, version in (r.versions or {}).items()) for r in records),
+        "Machine": each(map(machine, records)),
+        "Chosen on validation images": each(chosen(r.chosen_on_val) for r in records if r.chosen_on_val) or "nothing",
+        "Images used without labels": "; ".join(f"{arm}: {count:,}" for arm, count in unlabelled.items() if count) or "none",
+        "Pretrained weights": each(loaded(r) for r in records if r.init_weights) or "none",
         "Run again": f"smallvit run {recipe}",
         "Write this page again": f"smallvit report {recipe}",
     }
-
-
-def cut(names: Iterable[str], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
-    names = list(names)
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
-
-
-def pictures(records: Sequence[dict]) -> dict[str, dict]:
-    """Arm -> where the patches went in its first run that has a picture."""
-    found: dict[str, dict] = {}
-    for record in records:
-        if "groups" in (record.get("picture") or {}):
-            found.setdefault(record["arm"], record["picture"])
-    return found

@@ -1,59 +1,57 @@
-"""Bands: does a run that is trained again still give what its committed record says?"""
+"""Compare runs that were trained again with the committed records."""
 
 from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean, stdev
 
-from smallvit.record import format_labels
+from smallvit.record import Record, format_labels
 
-LEVEL = 0.99  # of the prediction interval: one arm in a hundred falls out by chance
-WIDEST = 0.6  # of a band that tells anything: in a wider one nearly every run would lie
+LEVEL = 0.99  # of the prediction interval: by chance one arm in a hundred lies outside
+MAX_WIDTH = 0.6  # a wider interval contains almost any result and verifies nothing
 
 
-def band(committed: Sequence[dict], again: Sequence[dict]) -> tuple[list[str], bool]:
-    """A line for every arm trained again, saying whether its mean lies in the band of the committed seeds; and whether all do.
+def compare_with_committed(committed: Sequence[Record], again: Sequence[Record]) -> tuple[list[str], bool]:
+    """Check whether runs that were trained again agree with their committed records.
 
-    The band is the 99% prediction interval for the mean of as many new runs, from the mean and the SD over the committed seeds
-    (t distribution). A run that failed, or an arm with fewer than 2 committed seeds or a band wider than 60 points, is not in
-    its band, unless it is identical to its record; nor is all well where no arm has one.
+    Returns one line for each arm and number of labels, and whether all of them agree. An arm agrees if its runs are identical
+    to the committed ones, or if their mean lies in the 99% prediction interval that follows from the mean and standard
+    deviation of the committed seeds (t distribution). It does not agree if a run failed, if fewer than 2 seeds are committed,
+    or if the interval is wider than 60 points. Arms whose weights are unavailable here are skipped; at least one arm must
+    agree.
     """
-    lines, found = [], []
-    for arm, labels in dict.fromkeys((record["arm"], record["labels"]) for record in again):
-        mine = [r for r in again if (r["arm"], r["labels"]) == (arm, labels)]
-        old = [r for r in committed if (r["arm"], r["labels"], r["status"]) == (arm, labels, "finished")]
-        said, good = held(old, mine)
-        lines.append(f"{arm} at {format_labels(labels)}: {said}")
-        found += [] if good is None else [good]
-    return lines, bool(found) and all(found)
+    lines, results = [], []
+    for arm, labels in dict.fromkeys((record.arm, record.labels) for record in again):
+        new = [r for r in again if (r.arm, r.labels) == (arm, labels)]
+        old = [r for r in committed if (r.arm, r.labels) == (arm, labels) and r.finished]
+        line, agrees = compare_arm(old, new)
+        lines.append(f"{arm} at {format_labels(labels)}: {line}")
+        results += [] if agrees is None else [agrees]
+    return lines, bool(results) and all(results)
 
 
-def held(old: Sequence[dict], mine: Sequence[dict]) -> tuple[str, bool | None]:
-    """What is to be said of one arm, and whether it lies in its band; None where it could not be trained here."""
-    if all(r["status"] == "unavailable" for r in mine):
-        return f"left out, unavailable here ({mine[0]['error']})", None
-    if any(r["status"] != "finished" for r in mine):
-        return f"no band ({next((r['error'] for r in mine if r['error']), 'a run failed')})", False
-    mean = fmean(map(score, mine))
-    if {(r["fingerprint"], score(r)) for r in mine} <= {(r["fingerprint"], score(r)) for r in old}:
+def compare_arm(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool | None]:
+    """The text for one arm, and whether its new runs agree with the old; None if its weights are unavailable here."""
+    if all(r.status == "unavailable" for r in new):
+        return f"left out, unavailable here ({new[0].error})", None
+    if not all(r.finished for r in new):
+        return f"not compared ({next((r.error for r in new if r.error), 'a run failed')})", False
+    mean = fmean(r.result for r in new)
+    if {(r.fingerprint, r.result) for r in new} <= {(r.fingerprint, r.result) for r in old}:
         return f"{100 * mean:.2f}%, identical to the record", True
     if len(old) < 2:
-        return "no band (fewer than 2 committed seeds)", False
-    low, high = prediction([score(r) for r in old], len(mine))
-    low, high, inside = max(low, 0.0), min(high, 1.0), low - 1e-12 <= mean <= high + 1e-12
-    word = "inside" if inside else "OUTSIDE"
-    if high - low > WIDEST:
-        word, inside = "TOO WIDE to tell anything; commit more seeds, or verify at more labels", False
-    return f"{100 * mean:.2f}%, band {100 * low:.2f} to {100 * high:.2f}% (99%, {len(old)} committed seeds): {word}", inside
+        return "not compared (fewer than 2 committed seeds)", False
+    low, high = prediction_interval([r.result for r in old], len(new))
+    low, high, agrees = max(low, 0.0), min(high, 1.0), low - 1e-12 <= mean <= high + 1e-12
+    verdict = "inside" if agrees else "OUTSIDE"
+    if high - low > MAX_WIDTH:
+        verdict, agrees = "TOO WIDE to verify anything; commit more seeds, or verify with more labels", False
+    interval = f"interval {100 * low:.2f} to {100 * high:.2f}% (99%, {len(old)} committed seeds)"
+    return f"{100 * mean:.2f}%, {interval}: {verdict}", agrees
 
 
-def prediction(values: Sequence[float], new: int) -> tuple[float, float]:
-    """The interval in which the mean of `new` more values lies with probability `LEVEL`."""
+def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
+    """The interval that contains the mean of `new` further values with probability 99%, by the t distribution."""
     from scipy.stats import t
 
     half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * stdev(values) * sqrt(1 / len(values) + 1 / new)
     return fmean(values) - half, fmean(values) + half
-
-
-def score(record: dict) -> float:
-    """The number by which a run is judged."""
-    return record["test"][record["score"]]

@@ -1,16 +1,19 @@
-"""What a few seeds can tell: the spread of a mean, Holm's adjustment, and how many pairs an effect takes."""
+"""Statistics of a few seeds: confidence intervals, Holm's correction and the number of pairs that a test needs."""
 
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-LEVEL = 0.05  # the chance of one or more false verdicts in a recipe
-TIE = 1e-9  # accuracies count images, so a smaller spread is rounding
-MIN_PAIRS = 6  # with five pairs even five wins of five have p = 0.0625 in a sign-flip test
+LEVEL = 0.05  # probability of at least one false verdict in a recipe
+TIE = 1e-9  # a smaller spread is rounding error, because accuracies are counts of images
+MIN_PAIRS = 6  # with five pairs, even five wins have p = 0.0625 in a sign-flip test
 
 
 def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None, float | None]:
-    """Mean, SD (n - 1) and the 95% t interval of the mean; None where there are too few values to say."""
+    """Mean, standard deviation (n - 1), and lower and upper end of the 95% t interval of the mean.
+
+    All four are None for no values; the last three are None for a single value.
+    """
     from scipy.stats import t
 
     if len(values) < 2:
@@ -21,7 +24,10 @@ def spread(values: Sequence[float]) -> tuple[float | None, float | None, float |
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: the smallest of m p-values times m, the next times m - 1, never below the one before."""
+    """Correct p-values for multiple comparisons by Holm's method.
+
+    The smallest of m p-values is multiplied by m, the next by m - 1, and so on; each is at least as large as the one before.
+    """
     adjusted, largest = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -30,7 +36,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: float = 0.8) -> int:
-    """How many pairs show `effect` with this power, if paired differences scatter by `sd`; at least the six a verdict needs."""
+    """Number of pairs (seeds) with which a paired t-test shows a difference of `effect` with probability `power`.
+
+    `sd` is the standard deviation of the paired differences, `level` the significance level. At least the six pairs that a
+    verdict needs.
+    """
     from scipy.stats import norm, t
 
     n = max(MIN_PAIRS, math.ceil(((norm.isf(level / 2) + norm.ppf(power)) * sd / effect) ** 2))

@@ -1,0 +1,340 @@
+"""Compare each arm with its baseline, seed by seed: accuracies, differences, verdicts and costs.
+
+Accuracies are fractions here; the pages show percent.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from smallvit.record import Record, format_labels
+
+from .statistics import LEVEL, MIN_PAIRS, TIE, holm, pairs_needed, spread
+
+FORWARD = ("tokens", "macs_sd", "ms", "speedup")  # numbers of the evaluator `cost` for a forward pass
+TOLERANCE = 0.05  # costs closer than this to the baseline's count as equal
+Cell = tuple[int | None, str]  # number of labels, arm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Accuracy of an arm minus accuracy of its baseline, seed by seed, with a paired t-test.
+
+    `low` and `high` are the 95% t interval of the mean. `p` is None if no test was possible, `p_holm` (Holm-corrected) also for
+    references.
+    """
+
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float
+    sd: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    p_holm: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Results of one arm at one number of labels. Baselines and references get no verdict (None).
+
+    baseline  the arm it is compared with; for a baseline, its own name
+    score     name of the number in `record.test` by which the arm is judged
+    values    the score of each seed in `seeds`, with `mean`, `sd` and the 95% t interval `low` to `high`
+    failures  seed -> status and error, for each seed without a result
+    verdict   better, worse, inconclusive, not enough seeds or no verdict; `reason` says why where that is not obvious
+    budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels: validation
+              labels used to choose something, and labels of earlier runs beyond those of this row
+    unequal   budget -> relative excess over the baseline's, where the two are more than 5% apart
+    forward   tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None without the evaluator `cost`
+    """
+
+    labels: int | None
+    arm: str
+    role: str
+    baseline: str
+    score: str
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float | None
+    sd: float | None
+    low: float | None
+    high: float | None
+    failures: dict[int, str]
+    difference: Difference | None
+    verdict: str | None
+    reason: str
+    budget: dict[str, float | None]
+    unequal: dict[str, float]
+    forward: dict[str, float | None]
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether no run of this row could start because its weights were unavailable. This is not counted as a failure."""
+        return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows of a recipe, ordered by number of labels and then by arm, each baseline followed by its arms.
+
+    arms     arm -> role
+    family   number of comparisons for which the p-values are Holm-corrected
+    earlier  how many of them belong to arms that were removed from the recipe after they had been run
+    """
+
+    baselines: tuple[str, ...]
+    arms: dict[str, str]
+    labels: tuple[int | None, ...]
+    rows: tuple[Row, ...]
+    family: int
+    earlier: int = 0
+
+    @property
+    def baseline(self) -> str:
+        """The name of the baseline; `the baseline of each arm` if there are several."""
+        return self.baselines[0] if len(self.baselines) == 1 else "the baseline of each arm"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the evaluator `cost` has measured an arm with fewer tokens."""
+        return any(row.forward[name] is not None for row in self.rows for name in ("tokens", "speedup"))
+
+    def at(self, labels: int | None) -> tuple[Row, ...]:
+        """The rows with this number of labels."""
+        return tuple(row for row in self.rows if row.labels == labels)
+
+    def parts(self) -> tuple["Comparison", ...]:
+        """One comparison for each baseline. `family` stays that of the whole recipe."""
+        groups = {baseline: tuple(row for row in self.rows if row.baseline == baseline) for baseline in self.baselines}
+        return tuple(
+            replace(
+                self,
+                baselines=(baseline,),
+                arms={row.arm: row.role for row in rows},
+                labels=tuple(dict.fromkeys(row.labels for row in rows)),
+                rows=rows,
+            )
+            for baseline, rows in groups.items()
+        )
+
+
+def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
+    """Compare every arm with its baseline at every number of labels, with one verdict for each technique.
+
+    A run without a record counts as missing: every arm is expected to have the same seeds and numbers of labels as its
+    baseline. A comparison with a missing or failed run, or with runs that used different images, gets no verdict. p-values are
+    Holm-corrected for all comparisons of techniques, including those without a test, so a failed run never makes the other
+    verdicts easier to reach. Arms whose weights are unavailable are not counted. Records with the role "dependency" are
+    ignored. `earlier` is the number of finished comparisons whose arms were removed from the recipe; they stay in the family.
+
+    Raises ValueError for records of several recipes, no baseline, an arm without a clear baseline, a run that is recorded
+    twice, an arm with two roles or two scores, or a score that is not between 0 and 1.
+    """
+    records = [r for r in records if r.role != "dependency"]
+    roles = _roles(records)
+    baseline_of = _baselines(records, roles)
+    seeds: dict[Cell, set[int]] = {}
+    for r in records:
+        seeds.setdefault((r.labels, baseline_of[r.arm]), set()).add(r.seed)
+    labels = tuple(sorted({n for n, _ in seeds}, key=lambda n: math.inf if n is None else n))
+    grid = [(n, arm) for n in labels for arm in baseline_of if (n, baseline_of[arm]) in seeds]
+    found = {(r.labels, r.arm, r.seed): r for r in records}
+    runs = {(n, arm): {s: found.get((n, arm, s)) for s in sorted(seeds[n, baseline_of[arm]])} for n, arm in grid}
+    finished = {cell: {s: r for s, r in cell_runs.items() if r and r.finished} for cell, cell_runs in runs.items()}
+    pairs = [(n, arm) for n, arm in grid if roles[arm] != "baseline"]
+    differences = {(n, arm): _difference(finished[n, arm], finished[n, baseline_of[arm]]) for n, arm in pairs}
+    gaps = {(n, arm): _gaps(arm, runs[n, arm], baseline_of[arm], runs[n, baseline_of[arm]]) for n, arm in grid}
+    unavailable = {cell for cell, cell_runs in runs.items() if all(_status(r) == "unavailable" for r in cell_runs.values())}
+    judged = [cell for cell in pairs if roles[cell[1]] == "technique" and cell not in unavailable]
+    verdicts = _judge({cell: differences[cell] for cell in judged}, gaps, len(judged) + earlier)
+    costs = {cell: costs_of(list(cell_runs.values())) for cell, cell_runs in finished.items()}
+    rows = []
+    for n, arm in grid:
+        done, baseline = finished[n, arm], baseline_of[arm]
+        values = tuple(r.result for r in done.values())
+        mean, sd, low, high = spread(values)
+        failed = {s: r for s, r in runs[n, arm].items() if s not in done}
+        difference, verdict, reason = verdicts.get((n, arm), (differences.get((n, arm)), None, gaps[n, arm]))
+        rows.append(
+            Row(
+                labels=n,
+                arm=arm,
+                role=roles[arm],
+                baseline=baseline,
+                score=next((r.score for r in records if r.arm == arm and r.finished and r.score), "accuracy"),
+                seeds=tuple(done),
+                values=values,
+                mean=mean,
+                sd=sd,
+                low=low,
+                high=high,
+                failures={s: ": ".join(filter(None, (_status(r), r and r.error))) for s, r in failed.items()},
+                difference=difference,
+                verdict=verdict,
+                reason=reason,
+                budget=costs[n, arm],
+                unequal=unequal(costs[n, arm], costs[n, baseline]),
+                forward={name: middle((r.test or {}).get(name) for r in done.values()) for name in FORWARD},
+            )
+        )
+    return Comparison(
+        baselines=tuple(dict.fromkeys(baseline_of.values())),
+        arms={arm: roles[arm] for arm in baseline_of},
+        labels=labels,
+        rows=tuple(rows),
+        family=len(judged) + earlier,
+        earlier=earlier,
+    )
+
+
+def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
+    """Medians of the costs over the seeds, pretraining included; None where a cost does not apply, as parameters of kNN.
+
+    MACs are those measured on test images if the evaluator `cost` has counted them.
+    """
+
+    def paid(r: Record, name: str) -> float | None:
+        own = (r.test or {}).get("macs", r.macs) if name == "macs" else getattr(r, name)
+        return None if own is None else own + (r.pretraining or {}).get(name, 0)
+
+    spent = {name: middle(paid(r, name) for r in records) for name in ("params", "macs", "images_seen", "seconds")}
+    return spent | {"extra_labels": max(map(extra_labels, records), default=None)}
+
+
+def extra_labels(record: Record) -> int:
+    """Number of labels that a run used beyond its labelled images: to choose something, or in earlier runs it starts from."""
+    earlier = record.pretraining or {}
+    before = earlier.get("labels") or 0
+    chosen = max((record.chosen_on_val or {}).get("labels", 0), earlier.get("chosen_labels") or 0)
+    return chosen + max(0, before - (record.labels or before))
+
+
+def unequal(costs: dict[str, float | None], base: dict[str, float | None]) -> dict[str, float]:
+    """Cost -> its relative excess over the baseline's, for costs that differ by more than 5%."""
+    excess = {}
+    for name, value in costs.items():
+        other = base[name]
+        if value is not None and other is not None and abs(value - other) > TOLERANCE * other:
+            excess[name] = value / other - 1 if other else math.inf
+    return excess
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
+    """`seed 3`, `seeds 0, 2`, or `every seed` if there are `total` of them."""
+    return "every seed" if len(seeds) == total else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def _status(record: Record | None) -> str:
+    return record.status if record else "missing"
+
+
+def _images(record: Record) -> tuple:
+    """Hashes of the images that a run used."""
+    return record.subset_sha256, record.data_sha256
+
+
+def _roles(records: Sequence[Record]) -> dict[str, str]:
+    """Arm -> role, in order of appearance. Raises ValueError if the records cannot be compared with each other."""
+    seen: set[tuple] = set()
+    roles: dict[str, str] = {}
+    scores: dict[str, str | None] = {}
+    for r in records:
+        run = f"{r.arm!r} at {format_labels(r.labels)}, seed {r.seed}"
+        if r.recipe != records[0].recipe:
+            raise ValueError(f"records of {records[0].recipe!r} and of {r.recipe!r}: report one recipe at a time")
+        if (r.arm, r.labels, r.seed) in seen:
+            raise ValueError(f"{run} is recorded twice; keep one record of each run")
+        seen.add((r.arm, r.labels, r.seed))
+        if roles.setdefault(r.arm, r.role) != r.role:
+            raise ValueError(f"{run} is a {r.role}, but was a {roles[r.arm]} in an earlier record; give it one role")
+        if r.finished and scores.setdefault(r.arm, r.score) != r.score:
+            raise ValueError(f"{run} is judged by {r.score!r}, earlier by {scores[r.arm]!r}; an arm has one score")
+    return roles
+
+
+def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, str]:
+    """Arm -> its baseline, each baseline followed by its arms. If there is only one baseline, arms need not name it."""
+    baselines = [arm for arm, role in roles.items() if role == "baseline"]
+    if not baselines:
+        raise ValueError(f"at least one arm must have the role baseline; none of {list(roles)} has it")
+    baseline_of: dict[str, str] = {}
+    for r in records:
+        possible = [r.arm] if r.role == "baseline" else baselines
+        name = r.baseline or (possible[0] if len(possible) == 1 else "")
+        if name not in possible or baseline_of.setdefault(r.arm, name) != name:
+            raise ValueError(f"{r.arm!r} has the baseline {name!r}; expected one of {possible}, and the same in all its runs")
+    return {arm: baseline for baseline in baselines for arm in baseline_of if baseline_of[arm] == baseline}
+
+
+def _difference(runs: dict[int, Record], base: dict[int, Record]) -> Difference | None:
+    """Paired t-test over the seeds for which both runs finished on the same images; None without such a seed.
+
+    p is None if the differences do not vary.
+    """
+    from scipy.stats import ttest_rel
+
+    seeds = tuple(s for s in runs if s in base and _images(runs[s]) == _images(base[s]))
+    if not seeds:
+        return None
+    scores, baseline_scores = [runs[s].result for s in seeds], [base[s].result for s in seeds]
+    values = tuple(a - b for a, b in zip(scores, baseline_scores))
+    _, sd, low, high = spread(values)
+    p = float(ttest_rel(scores, baseline_scores).pvalue) if sd is not None and sd > TIE else None
+    return Difference(seeds=seeds, values=values, mean=fmean(values), sd=sd, low=low, high=high, p=p)
+
+
+def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, base: dict[int, Record | None]) -> str:
+    """Which runs are missing for complete pairs, as text; empty if the pairs are complete."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for name, cell_runs in {arm: runs, baseline: base}.items():
+        for s, r in cell_runs.items():
+            if not (r and r.finished):
+                found.setdefault((name, _status(r)), []).append(s)
+    for s, r in runs.items():
+        other = base[s]
+        if r and other and r.finished and other.finished and _images(r) != _images(other):
+            found.setdefault((arm, f"used other images than {baseline}"), []).append(s)
+    return "; ".join(f"{name}, {format_seeds(s, len(runs))}: {problem}" for (name, problem), s in found.items())
+
+
+def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], family: int) -> dict[Cell, tuple]:
+    """Cell -> (difference with its Holm-corrected p, verdict, reason). In Holm's method a comparison without a test has p = 1."""
+    results: dict[Cell, tuple] = {}
+    tested: dict[Cell, Difference] = {}
+    for cell, d in differences.items():
+        verdict, reason = _untestable(d, gaps[cell], family)
+        results[cell] = d, verdict, reason
+        if d and not verdict:
+            tested[cell] = d
+    p_values = [1.0 if d.p is None else d.p for d in tested.values()]
+    for (cell, d), p in zip(tested.items(), holm(p_values + [1.0] * (family - len(tested)))):
+        verdict = "inconclusive" if p >= LEVEL else "better" if d.mean > 0 else "worse"
+        excludes_zero = d.low is not None and d.high is not None and d.low * d.high > 0
+        reason = "p is below 0.05 only before the Holm correction" if verdict == "inconclusive" and excludes_zero else ""
+        results[cell] = replace(d, p_holm=p), verdict, reason
+    return results
+
+
+def _untestable(d: Difference | None, gaps: str, family: int) -> tuple[str, str]:
+    """The verdict and its reason if no test is possible; two empty strings otherwise."""
+    if gaps or d is None:
+        return "no verdict", gaps
+    if (n := len(d.values)) < MIN_PAIRS:
+        if d.sd is None:
+            return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
+        need = pairs_needed(d.sd, level=LEVEL / family)
+        enough = f"about {need} would show a difference of 1 point with 80% power"
+        return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
+    if d.p is None and abs(d.mean) <= TIE:
+        return "inconclusive", "equal to the baseline for every seed; check that the technique changes anything"
+    if d.p is None:
+        return "no verdict", "the same difference for every seed, so no test is possible; check that the seeds differ"
+    return "", ""
