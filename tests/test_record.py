@@ -1,4 +1,4 @@
-"""Records: what is written is whole, what is read is named when it is not, and nothing that was there is lost."""
+"""Records: writing is atomic, damaged files are refused by name, fields are type-checked, and code and versions are identified."""
 
 import errno
 import importlib.util
@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,13 @@ import torch
 
 from smallvit import record as records
 from smallvit.record import (
-    FIELDS,
+    FORMAT,
     NEEDED,
     RECORD,
+    Record,
+    damaged_weights,
+    file_sha256,
+    one_picture_per_arm,
     read_record,
     read_records,
     write_atomic,
@@ -24,51 +29,53 @@ from smallvit.record import (
     write_text,
 )
 
-FULL = dict.fromkeys(FIELDS) | {
-    "recipe": "spt_lsa", "arm": "+SPT (ä, \u2028, \"quoted\")", "role": "technique", "labels": 100, "seed": 3, "status": "finished",
-    "fingerprint": "0123456789abcdef", "run": {"lr": 1e-3, "augment": [{"make": "smallvit.augment.Warp", "rotate": 0.1 + 0.2}]},
-    "score": "accuracy", "val": {"accuracy": 0.9}, "test": {"accuracy": 2 / 3, "nll": 5e-324}, "test_reads": 1, "params": 10**12,
-    "curve": [[10, 0.25, None], [20, 0.125, 1.0]], "code": {"sha256": "ab", "commit": None, "dirty": True}, "versions": {"torch": "2.15.0"},
-}  # fmt: skip
+FULL = Record(
+    recipe="spt_lsa", arm="+SPT (ä, \u2028, \"quoted\")", role="technique", labels=100, seed=3, status="finished",
+    fingerprint="0123456789abcdef", run={"lr": 1e-3, "augment": [{"make": "smallvit.augment.Warp", "rotate": 0.1 + 0.2}]},
+    score="accuracy", val={"accuracy": 0.9}, test={"accuracy": 2 / 3, "nll": 5e-324}, test_reads=1, params=10**12,
+    curve=[[10, 0.25, None], [20, 0.125, 1.0]], code={"sha256": "ab", "commit": None, "dirty": True}, versions={"torch": "2.15.0"},
+)  # fmt: skip
+PLAIN = asdict(FULL)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder: name -> bytes."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # Writing
 
 
-def torn(new: Path):
+def os_error(new: Path):
     new.write_text("half of it")
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def torch_runs_out_of_space(new: Path):
+def torch_error(new: Path):
     new.write_text("half of it")
     raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598")
 
 
-def safetensors_runs_out_of_space(new: Path):
+def safetensors_error(new: Path):
     safetensors = pytest.importorskip("safetensors")
     new.write_text("half of it")
     raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
-@pytest.mark.parametrize("write", [torn, torch_runs_out_of_space, safetensors_runs_out_of_space], ids=lambda f: f.__name__)
-def test_a_full_disk_leaves_the_earlier_file_whole_and_says_what_to_do(write, tmp_path):
+@pytest.mark.parametrize("write", [os_error, torch_error, safetensors_error], ids=lambda f: f.__name__)
+def test_full_disk_keeps_the_earlier_file_and_says_what_to_do(write, tmp_path):
     path = tmp_path / "checkpoint.pt"
     write_text(path, "the earlier one")
     with pytest.raises(ValueError, match=r"checkpoint\.pt in ") as raised:
         write_atomic(path, write)
-    assert files(tmp_path) == {"checkpoint.pt": b"the earlier one"}
+    assert contents(tmp_path) == {"checkpoint.pt": b"the earlier one"}
     assert all(word in str(raised.value) for word in (str(tmp_path), "untouched", "make room"))
     assert "o space left on device" in str(raised.value) or "enforce fail" in str(raised.value)
 
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A disk of 64 KiB, where the tests may make one."""
+    """A file system of 64 KiB. Skips the test where none can be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]
@@ -78,7 +85,7 @@ def tiny_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
-def test_on_a_disk_that_is_really_full(tiny_disk):
+def test_disk_that_is_really_full_keeps_the_earlier_files(tiny_disk):
     safetensors = pytest.importorskip("safetensors.torch")
     weights = {"w": torch.zeros(100_000)}
     writers = {
@@ -91,11 +98,11 @@ def test_on_a_disk_that_is_really_full(tiny_disk):
         with pytest.raises(ValueError, match="make room"):
             write_atomic(tiny_disk / name, write)
         assert (tiny_disk / name).read_text() == "the earlier one"
-    assert sorted(files(tiny_disk)) == sorted(writers)
+    assert sorted(contents(tiny_disk)) == sorted(writers)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interruption_leaves_the_earlier_file_and_stays_an_interruption(stop, tmp_path):
+def test_interruption_keeps_the_earlier_file_and_is_passed_on(stop, tmp_path):
     def interrupted(new: Path):
         new.write_text("half of it")
         raise stop
@@ -103,10 +110,10 @@ def test_an_interruption_leaves_the_earlier_file_and_stays_an_interruption(stop,
     write_text(tmp_path / "a", "the earlier one")
     with pytest.raises(stop):
         write_atomic(tmp_path / "a", interrupted)
-    assert files(tmp_path) == {"a": b"the earlier one"}
+    assert contents(tmp_path) == {"a": b"the earlier one"}
 
 
-def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path):
+def test_earlier_file_is_replaced_only_when_the_new_one_is_complete(tmp_path):
     path, seen = tmp_path / "a", []
 
     def write(new: Path):
@@ -114,13 +121,13 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path):
         seen.append((path.read_text(), new.parent == path.parent))
 
     write_text(path, "old")
-    with path.open() as reader:  # whoever was reading goes on reading the old one: it was replaced, not written over
+    with path.open() as reader:  # an open file still reads the old content: it was replaced, not overwritten
         write_atomic(path, write)
         assert reader.read() == "old"
-    assert seen == [("old", True)] and files(tmp_path) == {"a": b"new"}
+    assert seen == [("old", True)] and contents(tmp_path) == {"a": b"new"}
 
 
-def test_folders_are_made_and_a_file_in_their_place_is_named(tmp_path):
+def test_folders_are_created_and_a_file_in_their_place_is_refused(tmp_path):
     write_text(tmp_path / "a" / "b" / "c.txt", "x")
     assert (tmp_path / "a" / "b" / "c.txt").read_text() == "x"
     with pytest.raises(ValueError, match=r"could not write d\.txt in .*c\.txt"):
@@ -128,134 +135,207 @@ def test_folders_are_made_and_a_file_in_their_place_is_named(tmp_path):
     assert (tmp_path / "a" / "b" / "c.txt").read_text() == "x"
 
 
-# A record
+# Reading and writing records
 
 
-def test_every_field_comes_back_as_it_went(tmp_path):
-    assert len(FIELDS) == len(set(FIELDS)) == 41
+def test_every_field_is_read_as_it_was_written(tmp_path):
+    assert FULL.format == FORMAT == 2 and len(PLAIN) == 47
     write_record(tmp_path, FULL)
-    assert read_record(tmp_path) == FULL and list(read_record(tmp_path)) == list(FIELDS)
-    assert type(read_record(tmp_path)["test_reads"]) is int and type(read_record(tmp_path)["curve"][1][2]) is float
-    write_records(tmp_path / "all.jsonl", [FULL, FULL | {"seed": 4}])
-    assert read_records(tmp_path / "all.jsonl") == [FULL, FULL | {"seed": 4}]
+    again = read_record(tmp_path)
+    assert again == FULL and list(json.loads((tmp_path / RECORD).read_text())) == list(PLAIN)
+    assert type(again.test_reads) is int and type(again.curve[1][2]) is float
+    write_records(tmp_path / "all.jsonl", [FULL, replace(FULL, seed=4)])
+    assert read_records(tmp_path / "all.jsonl") == [FULL, replace(FULL, seed=4)]
     assert len((tmp_path / "all.jsonl").read_text().split("\n")) == 3
 
 
-def test_no_record_yet_is_none_and_no_records_are_none(tmp_path):
+def test_missing_record_is_none_and_an_empty_file_has_no_records(tmp_path):
     assert read_record(tmp_path) is None
     write_records(tmp_path / "all.jsonl", [])
     assert read_records(tmp_path / "all.jsonl") == []
+
+
+def test_fields_that_a_record_lacks_have_their_defaults(tmp_path):
+    minimal = {name: PLAIN[name] for name in (*NEEDED, "format")}
+    (tmp_path / RECORD).write_text(json.dumps(minimal))
+    record = read_record(tmp_path)
+    assert record == Record(**minimal) and record.baseline == "" and record.test is None
 
 
 @pytest.mark.parametrize(
     "field, value",
     [("test", {"accuracy": 0.5, "nll": float("nan")}), ("curve", [[1, float("inf"), 0.5]]), ("seconds", -float("inf"))],
 )
-def test_a_number_that_json_does_not_have_is_refused_and_its_field_named(field, value, tmp_path):
+def test_number_that_json_does_not_have_is_refused_with_its_field(field, value, tmp_path):
     write_record(tmp_path, FULL)
     write_records(tmp_path / "all.jsonl", [FULL])
-    before = files(tmp_path)
-    with pytest.raises(ValueError, match=f"^{field} of .*expected finite numbers"):
-        write_record(tmp_path, FULL | {field: value})
-    with pytest.raises(ValueError, match=f"^{field} of .*expected finite numbers"):
-        write_records(tmp_path / "all.jsonl", [FULL, FULL | {field: value}])
-    assert files(tmp_path) == before
+    before, diverged = contents(tmp_path), replace(FULL, **{field: value})
+    for write in (lambda: write_record(tmp_path, diverged), lambda: write_records(tmp_path / "all.jsonl", [FULL, diverged])):
+        with pytest.raises(ValueError, match=f"^{field} of .*expected finite numbers"):
+            write()
+    assert contents(tmp_path) == before
 
 
-def test_a_torn_last_line_is_named_with_its_number(tmp_path):
+# Damaged and foreign files
+
+WRONG_TYPES = {
+    "recipe": 3, "arm": None, "labels": "100", "seed": 1.0, "run": [], "val": 0.9, "test": [], "test_reads": True, "curve": {},
+    "params": "many", "macs": False, "seconds": "3 s", "compiled": 1, "code": "ab", "preprocess": [], "format": "2", "error": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "field, value", [*WRONG_TYPES.items(), ("role", "winner"), ("status", "running"), ("role", None), ("status", 1)]
+)
+def test_value_of_a_wrong_type_is_refused_by_field(field, value, tmp_path):
+    with pytest.raises(ValueError, match=f"{field} is .*expected"):
+        replace(FULL, **{field: value})
+    write_records(tmp_path / "all.jsonl", [FULL])
+    with open(tmp_path / "all.jsonl", "a") as file:
+        file.write(json.dumps(PLAIN | {field: value}))
+    with pytest.raises(ValueError, match=f"line 2 of 2 .*{field}" if field != "format" else "line 2 of 2 has record format '2'"):
+        read_records(tmp_path / "all.jsonl")
+
+
+@pytest.mark.parametrize("format_number", [None, 1, 3], ids=str)
+def test_record_of_another_format_is_refused_with_what_to_do(format_number, tmp_path):
+    """Version 0.1 wrote no format number."""
+    plain = {name: value for name, value in PLAIN.items() if name != "format"}
+    plain |= {} if format_number is None else {"format": format_number}
+    (tmp_path / RECORD).write_text(json.dumps(plain | {"weights": None, "floor": 3}))
+    with pytest.raises(ValueError) as raised:
+        read_record(tmp_path)
+    words = (str(tmp_path / RECORD), f"record format {format_number or 1}", "reads format 2", "run the recipe again")
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_torn_last_line_is_refused_with_its_number(tmp_path):
     path = tmp_path / "all.jsonl"
     write_records(path, [FULL] * 3)
-    whole = path.read_bytes()
-    line = len(whole) // 3
+    complete = path.read_bytes()
+    line = len(complete) // 3
     for cut in (1, line // 2, line - 2):
-        path.write_bytes(whole[: 2 * line + cut])
-        with pytest.raises(ValueError, match=f"{path}, line 3 of 3 is torn .* delete it"):
+        path.write_bytes(complete[: 2 * line + cut])
+        with pytest.raises(ValueError, match=f"{path}, line 3 of 3 is damaged .* delete it"):
             read_records(path)
-    path.write_bytes(whole[:-1])  # a missing end of line loses nothing
+    path.write_bytes(complete[:-1])  # a missing line break at the end loses nothing
     assert read_records(path) == [FULL] * 3
 
 
-BROKEN = {"empty": b"", "zeros": b"\0" * 4096, "bytes": b"\xff\xfe{", "python": b"{'a': 1}", "deep": b"[" * 100_000}
+NOT_RECORDS = {
+    "empty": (b"", "damaged"),
+    "zeros": (b"\0" * 4096, "damaged"),
+    "bytes": (b"\xff\xfe{", "damaged"),
+    "python": (b"{'a': 1}", "damaged"),
+    "deep": (b"[" * 100_000, "damaged"),
+    "torn": (json.dumps(PLAIN).encode()[:-20], "damaged"),
+    **{text: (text.encode(), "lacks recipe, arm") for text in ("[]", "3", "null", '"record"', "{}")},
+    **{
+        f"without {name}": (json.dumps({key: value for key, value in PLAIN.items() if key != name}).encode(), f"lacks {name};")
+        for name in NEEDED
+    },
+    "unknown field": (json.dumps(PLAIN | {"floor": 3}).encode(), "unknown fields floor"),
+}
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_file_that_is_no_json_is_named(kind, tmp_path):
-    (tmp_path / RECORD).write_bytes(BROKEN[kind])
-    with pytest.raises(ValueError, match=f"{tmp_path / RECORD} is torn or no JSON .* delete it"):
+@pytest.mark.parametrize("kind", NOT_RECORDS)
+def test_file_that_is_not_a_record_is_refused_by_name(kind, tmp_path):
+    content, words = NOT_RECORDS[kind]
+    (tmp_path / RECORD).write_bytes(content)
+    with pytest.raises(ValueError) as raised:
         read_record(tmp_path)
+    assert str(raised.value).startswith(str(tmp_path / RECORD)) and words in str(raised.value)
+    assert words != "damaged" or "delete it and run the recipe again" in str(raised.value)
 
 
-def test_a_name_that_came_later_is_none_in_earlier_records(tmp_path):
-    write_records(tmp_path / "old.jsonl", [{name: value for name, value in FULL.items() if name in NEEDED}])
-    assert read_records(tmp_path / "old.jsonl")[0] == dict.fromkeys(FIELDS) | {name: FULL[name] for name in NEEDED}
+def test_damaged_weights_are_told_from_intact_and_missing_ones(tmp_path):
+    weights = tmp_path / records.WEIGHTS
+    assert damaged_weights(tmp_path, FULL) is damaged_weights(tmp_path, replace(FULL, weights_sha256="ab")) is None
+    weights.write_bytes(b"weights")
+    record = replace(FULL, weights_sha256=file_sha256(weights))
+    assert damaged_weights(tmp_path, record) is None
+    weights.write_bytes(b"wEights")
+    assert damaged_weights(tmp_path, record).startswith(f"{weights} is damaged")
 
 
-@pytest.mark.parametrize("field", NEEDED)
-def test_a_record_that_lacks_a_field_is_refused_and_the_field_named(field, tmp_path):
-    path = tmp_path / "all.jsonl"
-    write_records(path, [FULL, {name: value for name, value in FULL.items() if name != field}])
-    with pytest.raises(ValueError, match=f"line 2 of 2 is no record: it lacks {field};"):
-        read_records(path)
+# What a record can be asked
 
 
-@pytest.mark.parametrize("other", [[], 3, None, "record", {}])
-def test_json_that_is_no_record_is_refused(other, tmp_path):
-    (tmp_path / RECORD).write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="is no record: it lacks recipe, arm"):
-        read_record(tmp_path)
+def test_result_is_the_number_by_which_the_arm_is_judged():
+    assert FULL.finished and FULL.result == 2 / 3
+    assert not replace(FULL, status="failed").finished
+    for changes in ({"test": None}, {"score": None}, {"score": "knn_1"}, {"test": {"accuracy": 1.5}}):
+        with pytest.raises(ValueError, match=r"seed 3: test has no .* between 0 and 1"):
+            replace(FULL, **changes).result  # noqa: B018
 
 
-# Which code
+def test_pictures_are_kept_for_one_seed_of_each_arm_and_number_of_labels():
+    drawn = [replace(FULL, picture={"groups": []}, labels=labels, seed=seed) for labels in (10, 20) for seed in (0, 1)]
+    assert [record.picture is not None for record in one_picture_per_arm(drawn)] == [True, False, True, False]
+    assert [replace(record, picture=None) for record in one_picture_per_arm(drawn)] == [replace(d, picture=None) for d in drawn]
 
 
-def hash_of(package: Path) -> str:
-    """What the copy of the package in that folder says of its own code."""
+def test_every_field_is_documented():
+    text = Path(records.__file__).read_text()
+    for field in fields(Record):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"    {field.name}: ")]
+        assert len(line.partition("  # ")[2].split()) >= 2, line
+
+
+# The code and the machine
+
+
+def load_copy(package: Path):
+    """The module `record` of a copy of the package."""
     spec = importlib.util.spec_from_file_location("copied_record", package / "record.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.code()["sha256"]
+    return module
+
+
+def code_hash(package: Path) -> str:
+    return load_copy(package).code()["sha256"]
 
 
 @pytest.fixture
 def package(tmp_path) -> Path:
+    """A copy of the package in another folder."""
     copied = tmp_path / "somewhere" / "smallvit"
     shutil.copytree(Path(records.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
     return copied
 
 
-def test_the_hash_is_of_the_files_not_of_their_place_or_of_what_python_leaves_there(package):
-    before = hash_of(package)
+def test_code_hash_does_not_depend_on_the_folder_or_on_compiled_files(package):
+    before = code_hash(package)
     assert before == records.code()["sha256"] and len(before) == 64
     (package / "__pycache__").mkdir(exist_ok=True)
     (package / "__pycache__" / "vit.cpython-311.pyc").write_bytes(b"compiled")
     (package / "recipes").mkdir()
     (package / "recipes" / "mine.py").write_text("RUNS = []")
-    assert hash_of(package) == before
+    assert code_hash(package) == before
 
 
-def test_the_hash_changes_with_every_file_and_its_name(package):
+def test_code_hash_changes_with_every_file_and_its_name(package):
     paths = sorted(package.rglob("*.py"))
     assert len(paths) >= 30
-    found = {hash_of(package)}
+    found = {code_hash(package)}
     for path in paths:
         text = path.read_bytes()
         path.write_bytes(text + b"#")
-        found.add(hash_of(package))
+        found.add(code_hash(package))
         path.write_bytes(text)
     (package / "pooling.py").rename(package / "pools.py")
-    found.add(hash_of(package))
+    found.add(code_hash(package))
     assert len(found) == len(paths) + 2
 
 
-def test_a_copy_in_somebody_elses_repository_does_not_borrow_its_commit(package):
+def test_copy_inside_another_repository_does_not_report_its_commit(package):
     git = ["git", "-C", package.parent, "-c", "user.name=a", "-c", "user.email=a@b.c"]
     if not shutil.which("git"):
         pytest.skip("needs git")
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
-    spec = importlib.util.spec_from_file_location("copied_record", package / "record.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_copy(package)
     assert module.code()["commit"] is None and module.code()["dirty"] is None
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "now it is tracked"], check=True)
@@ -266,7 +346,7 @@ def test_a_copy_in_somebody_elses_repository_does_not_borrow_its_commit(package)
     assert module.code()["dirty"] is True
 
 
-def test_versions_and_processor_are_named():
+def test_versions_and_processor_are_recorded():
     found = records.versions()
     assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
     assert {"python", "numpy", "scikit-learn"} <= found.keys() and all(found.values())
