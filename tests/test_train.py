@@ -1,15 +1,18 @@
-"""Training: what is equal bit for bit, what survives a kill, and what is refused."""
+"""Training: equal bit for bit, also after a kill and resume; what a technique must not change; and what is refused."""
 
 import multiprocessing
 import os
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file
+from toys import TINY_VIT
 
 from smallvit import (
     Attention,
@@ -22,21 +25,21 @@ from smallvit import (
     ShiftedPatchEmbed,
     SinCos2d,
     SmallCNN,
+    Supervised,
     ViT,
     augment,
     digits,
     fit,
     linear_probe,
     optim,
-    record,
 )
-from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
+from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, code, read_record, write_record
 from smallvit.rng import stream
-from smallvit.train.fit import evaluations
-from smallvit.train.loop import CHECKS, Training, order
+from smallvit.train import checkpoint
+from smallvit.train.fit import Tags, evaluate
+from smallvit.train.loop import CHECKS, Training, batch_index
 
-TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
-SHORT = Run(model=TINY, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
+SHORT = Run(model=TINY_VIT, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -47,8 +50,16 @@ def equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def without_times(record: dict) -> dict:
-    return {name: value for name, value in record.items() if name != "seconds"}
+def without_times(record: Record) -> dict:
+    return asdict(record) | {"seconds": None}
+
+
+def training_of(run: Run) -> Training:
+    data = run.data()
+    return Training(run, data, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
+
+
+# Equal bit for bit
 
 
 @pytest.mark.parametrize(
@@ -62,37 +73,30 @@ def without_times(record: dict) -> dict:
     ids=["plain", "dropout", "cnn in bf16", "early stop"],
 )
 def test_two_fits_are_bitwise_equal_and_another_seed_is_not(run, tmp_path):
-    one, two = fit(run, tmp_path / "1"), fit(run, tmp_path / "2")
-    assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
+    torch.manual_seed(1)
+    one = fit(run, tmp_path / "1")
+    torch.manual_seed(2)  # the caller's generator does not matter
+    two = fit(run, tmp_path / "2")
+    assert (tmp_path / "1" / WEIGHTS).read_bytes() == (tmp_path / "2" / WEIGHTS).read_bytes()
     assert without_times(one) == without_times(two)
     fit(run.vary(seed=1), tmp_path / "3")
     assert not equal(weights(tmp_path / "1"), weights(tmp_path / "3"))
 
 
-def test_the_generator_of_the_caller_does_not_matter(tmp_path):
-    torch.manual_seed(1)
-    fit(SHORT, tmp_path / "1")
-    torch.manual_seed(2)
-    fit(SHORT, tmp_path / "2")
-    assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
-
-
-def seen_by(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]:
-    """Every augmented batch of the run, the weights it starts from, and its labelled images."""
-    data = run.data()
-    subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
-    training = Training(run, data, subset, "cpu")
-    start = {name: p.detach().clone() for name, p in training.model.state_dict().items()}
+def first_steps(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]:
+    """The augmented batches of five steps of a run, its initial weights, and the hash of its labelled images."""
+    training = training_of(run)
+    initial = {name: p.detach().clone() for name, p in training.model.state_dict().items()}
     batches = []
     training.objective.register_forward_pre_hook(lambda _, given: batches.append(given[0].images.clone()))
     for _ in range(5):
         training.train_step()
-    return batches, start, subset.sha256
+    return batches, initial, training.subset.sha256
 
 
-def test_a_technique_changes_neither_subset_nor_order_nor_pixels_nor_shared_weights():
+def test_technique_changes_neither_subset_nor_batches_nor_shared_weights():
     base = SHORT.vary(attention=partial(Attention, dropout=0.1))
-    batches, start, sha256 = seen_by(base)
+    batches, initial, sha256 = first_steps(base)
     arms = {
         "SPT": base.vary(tokenizer=partial(ShiftedPatchEmbed, patch=2)),
         "LSA": base.vary(attention=partial(LocalityAttention, dropout=0.1)),
@@ -102,247 +106,15 @@ def test_a_technique_changes_neither_subset_nor_order_nor_pixels_nor_shared_weig
         "block": base.vary(block=partial(Block, layer_scale=1e-4, dropout=0.1)),
     }
     for name, run in arms.items():
-        theirs, begin, subset = seen_by(run)
-        assert subset == sha256 and all(torch.equal(a, b) for a, b in zip(batches, theirs)), name
-        shared = [key for key in start if key in begin and begin[key].shape == start[key].shape]
+        other_batches, other_initial, subset = first_steps(run)
+        assert subset == sha256 and all(torch.equal(a, b) for a, b in zip(batches, other_batches)), name
+        shared = [key for key in initial if key in other_initial and other_initial[key].shape == initial[key].shape]
         assert len(shared) > 15, f"{name} shares {len(shared)} tensors"
-        assert all(torch.equal(start[key], begin[key]) for key in shared), name
+        assert all(torch.equal(initial[key], other_initial[key]) for key in shared), name
     assert not torch.equal(batches[0], batches[1])
 
 
-def test_every_epoch_sees_every_image_once_and_in_another_order():
-    places = torch.cat([order(10, 4, step, seed=0) for step in range(5)])
-    first, second = places[:10].tolist(), places[10:].tolist()
-    assert sorted(first) == sorted(second) == list(range(10)) and first != second
-    assert torch.equal(places, order(10, 20, 0, seed=0)) and torch.equal(places[16:], order(10, 4, 4, seed=0))
-    assert not torch.equal(places, order(10, 20, 0, seed=1))
-
-
-def test_the_rate_rises_in_a_line_and_falls_in_a_cosine():
-    paces = [optim.learning_rate(step / 100, 0.1, 1 / 100) for step in range(100)]
-    assert paces[0] == pytest.approx(0.1) and paces[9] == pytest.approx(1) and paces[55] == pytest.approx(0.5)
-    assert 0 < paces[-1] < 0.01 and paces[10:] == sorted(paces[10:], reverse=True)
-    assert optim.learning_rate(0.0, 0.0, 0.01) == 1
-
-
-def test_averaged_weights_are_the_stated_running_mean(tmp_path):
-    run = SHORT.vary(ema=0.25, clip=0.0)
-    data = run.data()
-    subset = data.subset(labels=run.labels, val=run.val, seed=0)
-    training = Training(run, data, subset, "cpu")
-    mean = None
-    for step in range(1, 13):
-        training.train_step()
-        now = training.objective.model.head.weight.detach().double()
-        weight = 1 / min(step, 0.25 * 24)
-        mean = now.clone() if mean is None else mean + weight * (now - mean)
-    assert torch.allclose(training.model.head.weight.double(), mean, atol=1e-6)
-
-
-def test_weight_decay_spares_norms_biases_temperatures_tokens_and_positions():
-    model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), attention=LocalityAttention, position=Learned)
-    (decayed, spared), paces = optim.decay_groups(model, 0.1)
-    assert [pace(0.3, 0.7) for pace in paces] == [0.7, 0.7]
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
-    assert {names[id(p)] for p in decayed["params"]} == {
-        name for name, p in model.named_parameters() if p.ndim > 1 and name not in ("prefix", "position.table")
-    }
-    assert len(decayed["params"]) + len(spared["params"]) == len(names)
-
-
-@pytest.mark.parametrize(
-    "field, value", [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("clip", 0.01), ("ema", 0.5), ("batch", 9)]
-)
-def test_every_choice_of_the_optimizer_matters(field, value, tmp_path):
-    fit(SHORT, tmp_path / "1")
-    fit(SHORT.vary(**{field: value}), tmp_path / "2")
-    assert not equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
-
-
-def test_a_record_says_what_was_done(tmp_path):
-    record = fit(SHORT, tmp_path, recipe="test")
-    assert record["status"] == "finished" and record["recipe"] == "test" and record["score"] == "accuracy"
-    assert record["steps"] == 24 and record["images_seen"] == 24 * 8 and record["test_reads"] == 1
-    assert record["params"] == sum(p.numel() for p in weights(tmp_path).values())
-    assert record["macs"] > 0 and record["threads"] == torch.get_num_threads() and record["chosen_on_val"] is None
-    assert 0 <= record["test"]["accuracy"] <= 1 and len(record["curve"]) == CHECKS and record["curve"][-1][0] == 24
-    assert read_record(tmp_path) == record
-    assert not (tmp_path / CHECKPOINT).exists()
-
-
-def test_a_finished_run_is_not_trained_again(tmp_path):
-    fit(SHORT, tmp_path)
-    before = (tmp_path / RECORD).read_bytes()
-    fit(SHORT, tmp_path, watch=lambda *_: pytest.fail("it was trained again"))
-    assert (tmp_path / RECORD).read_bytes() == before
-
-
-def test_early_stop_ends_early_reports_the_best_and_counts_the_labels(tmp_path):
-    record = fit(SHORT.vary(early_stop=2, steps=240, lr=8e-3), tmp_path)
-    curve = [score for _, _, score in record["curve"]]
-    assert len(curve) < CHECKS and max(curve[-2:]) <= max(curve[:-2])
-    assert record["val"]["accuracy"] == max(curve)
-    assert record["chosen_on_val"] == {"what": "early stop", "labels": 50}
-
-
-def test_early_stop_without_validation_images_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"early_stop.*validation"):
-        fit(SHORT.vary(early_stop=2, val=0), tmp_path)
-
-
-def test_a_run_without_validation_images_trains(tmp_path):
-    record = fit(SHORT.vary(val=0), tmp_path)
-    assert record["val"] == {} and all(score is None for _, _, score in record["curve"])
-
-
-def test_a_probe_of_an_untrained_model_counts_what_it_chose_on(tmp_path):
-    record = fit(SHORT.vary(steps=0, evaluators=(linear_probe,)), tmp_path)
-    assert record["steps"] == 0 and record["score"] == "linear_probe"
-    assert record["chosen_on_val"] == {"what": "C of the linear probe", "labels": 50}
-
-
-def test_flips_on_digits_are_refused_unless_forced(tmp_path):
-    with pytest.raises(ValueError, match="Flip on digits"):
-        fit(SHORT.vary(augment=(augment.Flip(),)), tmp_path)
-    assert fit(SHORT.vary(augment=(augment.Flip(force=True),)), tmp_path)["status"] == "finished"
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_seed(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"loss is nan by step \d+ of 24 \(seed 0\)"):
-        fit(SHORT.vary(lr=10.0, clip=0.0, weight_decay=10.0, block=partial(Block, layer_scale=1e30)), tmp_path)
-    assert read_record(tmp_path) is None
-
-
-def test_what_does_not_fit_the_data_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"patches of 3 pixels do not tile an image of 8 x 8"):
-        fit(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), tmp_path)
-    with pytest.raises(ValueError, match=r"3 heads do not divide width 16"):
-        fit(SHORT.vary(heads=3), tmp_path)
-    with pytest.raises(ValueError, match="labels"):
-        fit(SHORT.vary(labels=5000), tmp_path)
-
-
-# Killed and taken up again
-
-
-def child(run: Run, folder: Path) -> multiprocessing.Process:
-    """`fit` in a process of its own, to be killed."""
-    process = multiprocessing.get_context("fork").Process(target=fit, args=(run, folder))
-    process.start()
-    return process
-
-
-def test_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
-    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.05)
-    run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)
-    whole = fit(run, tmp_path / "whole")
-    folder, resumed_at = tmp_path / "killed", [0]
-    for attempt in range(4):
-        process = child(run, folder)
-        while process.is_alive() and step_of(folder) == resumed_at[-1]:
-            time.sleep(0.005)
-        time.sleep((stream(attempt, "kill") % 100) / 1000)
-        process.kill()
-        process.join()
-        resumed_at.append(step_of(folder))
-    killed = fit(run, folder)
-    assert len(set(resumed_at)) >= 3, f"the kills hit nothing: {resumed_at}"
-    assert equal(weights(tmp_path / "whole"), weights(folder))
-    assert without_times(whole) == without_times(killed)
-
-
-def step_of(folder: Path) -> int:
-    """The step that the folder's checkpoint holds."""
-    return torch.load(folder / CHECKPOINT, weights_only=True)["step"] if (folder / CHECKPOINT).exists() else 0
-
-
-def half_way(tmp_path: Path, run: Run = SHORT) -> None:
-    """Leave a checkpoint of `run` at step 10 in the folder."""
-    tmp_path.mkdir(exist_ok=True)
-    data = run.data()
-    training = Training(run, data, data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
-    for _ in range(10):
-        training.train_step()
-    training.checkpoint, training.made_by = tmp_path / CHECKPOINT, record.code()["sha256"] + data.sha256
-    training.save()
-
-
-def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
-    half_way(tmp_path, SHORT.vary(lr=5e-4))
-    before = (tmp_path / CHECKPOINT).read_bytes()
-    with pytest.raises(ValueError, match=r"is of run .* not of"):
-        fit(SHORT, tmp_path)
-    assert (tmp_path / CHECKPOINT).read_bytes() == before
-
-
-def test_a_record_of_another_run_is_refused_and_kept(tmp_path):
-    fit(SHORT, tmp_path)
-    before = (tmp_path / RECORD).read_bytes()
-    with pytest.raises(ValueError, match="holds the record of run"):
-        fit(SHORT.vary(lr=5e-4), tmp_path)
-    assert (tmp_path / RECORD).read_bytes() == before
-
-
-def test_a_broken_checkpoint_is_named_and_a_malicious_one_is_not_run(tmp_path):
-    half_way(tmp_path)
-    whole = (tmp_path / CHECKPOINT).read_bytes()
-    (tmp_path / CHECKPOINT).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read"):
-        fit(SHORT, tmp_path)
-
-    class Evil:
-        def __reduce__(self):
-            return (os.system, (f"touch {tmp_path}/owned",))
-
-    torch.save({"fingerprint": Evil()}, tmp_path / CHECKPOINT)
-    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read"):
-        fit(SHORT, tmp_path)
-    assert not (tmp_path / "owned").exists()
-
-
-def test_a_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
-    half_way(tmp_path)
-    before = (tmp_path / CHECKPOINT).read_bytes()
-
-    def full(state, path):
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.0)
-    with pytest.raises(ValueError, match=r"could not write checkpoint\.pt.*No space left on device"):
-        fit(SHORT, tmp_path)
-    monkeypatch.undo()
-    assert (tmp_path / CHECKPOINT).read_bytes() == before and len(list(tmp_path.glob(".checkpoint*"))) == 0
-    fit(SHORT, tmp_path)
-    fit(SHORT, tmp_path / "whole")
-    assert equal(weights(tmp_path), weights(tmp_path / "whole"))
-
-
-def test_two_processes_do_not_train_one_run_at_the_same_time(tmp_path):
-    from filelock import FileLock, Timeout
-
-    with FileLock(tmp_path / ".lock"), pytest.raises(Timeout):
-        fit(SHORT, tmp_path)
-
-
-def test_a_checkpoint_of_other_code_or_data_is_not_gone_on_from(tmp_path):
-    half_way(tmp_path / "old")
-    state = torch.load(tmp_path / "old" / CHECKPOINT, weights_only=True)
-    torch.save(state | {"made_by": "other"}, tmp_path / "old" / CHECKPOINT)
-    fit(SHORT, tmp_path / "old")
-    fit(SHORT, tmp_path / "new")
-    assert equal(weights(tmp_path / "old"), weights(tmp_path / "new"))
-
-
-def test_what_a_kill_left_half_written_is_cleared_away(tmp_path):
-    (tmp_path / ".checkpoint.pt.1.new").write_bytes(b"half")
-    fit(SHORT, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", WEIGHTS, RECORD]
-
-
-def test_an_augmentation_that_draws_elsewhere_is_still_the_same_in_every_arm():
+def test_transform_that_ignores_its_generator_is_still_the_same_in_every_arm():
     class Careless:
         unsafe_for_digits = None
 
@@ -353,11 +125,110 @@ def test_an_augmentation_that_draws_elsewhere_is_still_the_same_in_every_arm():
     for dropout in (0.0, 0.5):
         run = SHORT.vary(block=partial(Block, dropout=dropout))
         object.__setattr__(run, "augment", (Careless(),))
-        seen.append(seen_by(run)[0])
+        seen.append(first_steps(run)[0])
     assert all(torch.equal(one, two) for one, two in zip(*seen))
 
 
-# The numbers of evaluators
+# The steps
+
+
+def test_every_epoch_contains_every_image_once_in_another_order():
+    index = torch.cat([batch_index(10, 4, step, seed=0) for step in range(5)])
+    first, second = index[:10].tolist(), index[10:].tolist()
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    assert torch.equal(index, batch_index(10, 20, 0, seed=0)) and torch.equal(index[16:], batch_index(10, 4, 4, seed=0))
+    assert not torch.equal(index, batch_index(10, 20, 0, seed=1))
+
+
+def test_learning_rate_rises_linearly_and_falls_in_a_cosine():
+    rates = [optim.learning_rate(step / 100, 0.1, 1 / 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1) and rates[55] == pytest.approx(0.5)
+    assert 0 < rates[-1] < 0.01 and rates[10:] == sorted(rates[10:], reverse=True)
+    assert optim.learning_rate(0.0, 0.0, 0.01) == 1
+
+
+@pytest.mark.parametrize("schedule, last", [("cosine", 0.0), ("constant", 1.0)])
+def test_schedule_of_a_run_sets_the_rate_of_the_optimizer(schedule, last):
+    training = training_of(SHORT.vary(steps=100, schedule=schedule, lr=2e-3))
+    rates = []
+    for training.step in (0, 9, 99):
+        training.set_learning_rates(training.optimizer)
+        rates.append(training.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([2e-4, 2e-3, 2e-3 * last], abs=1e-6)
+
+
+def test_ema_is_the_stated_running_mean_of_the_weights():
+    training = training_of(SHORT.vary(ema=0.25, clip=0.0))
+    mean = None
+    for step in range(1, 13):
+        training.train_step()
+        now = training.objective.model.head.weight.detach().double()
+        weight = 1 / min(step, 0.25 * 24)
+        mean = now.clone() if mean is None else mean + weight * (now - mean)
+    assert torch.allclose(training.model.head.weight.double(), mean, atol=1e-6)
+
+
+def test_weight_decay_spares_norms_biases_temperatures_prefix_tokens_and_positions():
+    model = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), attention=LocalityAttention, position=Learned)
+    (decayed, spared), rates = optim.decay_groups(Supervised(model), 0.1)
+    assert [rate(0.3, 0.7) for rate in rates] == [0.7, 0.7]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
+    assert {names[id(p)] for p in decayed["params"]} == {
+        name for name, p in model.named_parameters() if p.ndim > 1 and name not in ("prefix", "position.table")
+    }
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("schedule", "constant"), ("layer_decay", 0.5), ("clip", 0.01),
+     ("ema", 0.5), ("batch", 9)],
+)  # fmt: skip
+def test_every_setting_of_the_optimizer_changes_the_weights(field, value, tmp_path):
+    fit(SHORT, tmp_path / "1")
+    fit(SHORT.vary(**{field: value}), tmp_path / "2")
+    assert not equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
+
+
+# Records
+
+
+def test_record_contains_what_was_done(tmp_path):
+    record = fit(SHORT, tmp_path, tags=Tags(recipe="test", arm="a", role="baseline", baseline="a"))
+    assert record.finished and (record.recipe, record.arm, record.role, record.baseline) == ("test", "a", "baseline", "a")
+    assert record.score == "accuracy" and record.result == record.test["accuracy"]
+    assert record.steps == 24 and record.images_seen == 24 * 8 and record.test_reads == 1
+    assert record.params == sum(p.numel() for p in weights(tmp_path).values())
+    assert record.macs > 0 and record.threads == torch.get_num_threads() and record.chosen_on_val is None
+    assert 0 <= record.test["accuracy"] <= 1 and len(record.curve) == CHECKS and record.curve[-1][0] == 24
+    assert read_record(tmp_path) == record and not (tmp_path / CHECKPOINT).exists()
+
+
+def test_finished_run_is_not_trained_again(tmp_path):
+    fit(SHORT, tmp_path)
+    before = (tmp_path / RECORD).read_bytes()
+    fit(SHORT, tmp_path, watch=lambda *_: pytest.fail("it was trained again"))
+    assert (tmp_path / RECORD).read_bytes() == before
+
+
+def test_early_stop_reports_the_best_check_and_counts_the_labels(tmp_path):
+    record = fit(SHORT.vary(early_stop=2, steps=240, lr=8e-3), tmp_path)
+    curve = [score for _, _, score in record.curve]
+    assert len(curve) < CHECKS and max(curve[-2:]) <= max(curve[:-2])
+    assert record.val["accuracy"] == max(curve)
+    assert record.chosen_on_val == {"what": "early stop", "labels": 50}
+
+
+def test_run_without_validation_images_trains(tmp_path):
+    record = fit(SHORT.vary(val=0), tmp_path)
+    assert record.val == {} and all(score is None for _, _, score in record.curve)
+
+
+def test_probe_of_an_untrained_model_counts_the_labels_of_its_choice(tmp_path):
+    record = fit(SHORT.vary(steps=0, evaluators=(linear_probe,)), tmp_path)
+    assert record.steps == 0 and record.score == "linear_probe"
+    assert record.chosen_on_val == {"what": "C of the linear probe", "labels": 50}
 
 
 def half(model, splits):
@@ -372,18 +243,193 @@ def seven(model, splits):
     yield "seven", 7.0
 
 
-@pytest.mark.parametrize(
-    ("evaluators", "words"),
-    [
-        ((half, another_half), "another_half yields 'half', 0.25; expected another name"),
-        ((seven, half), "seven yields 'seven', 7; expected a share from 0 to 1 first"),
-    ],
-    ids=["a name twice", "no share"],
-)
-def test_numbers_that_overwrite_another_or_cannot_judge_are_refused(evaluators, words):
+def test_numbers_that_hide_another_or_cannot_judge_are_refused():
     data = digits()
     model, subset = SHORT.model((8, 8), 1, 10), data.subset(labels=50, val=20, seed=0)
-    with pytest.raises(ValueError, match=words):
-        evaluations(SimpleNamespace(evaluators=evaluators, early_stop=0), model, subset, data.test)
-    found = evaluations(SimpleNamespace(evaluators=(half, seven), early_stop=0), model, subset, data.test)
+
+    def results(*evaluators):
+        return evaluate(SimpleNamespace(evaluators=evaluators, early_stop=0), model, subset, data.test)
+
+    for evaluators, words in (
+        ((half, another_half), "another_half reports 'half'.*expected another name"),
+        ((seven, half), "seven reports seven=7 first.*from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            results(*evaluators)
+    found = results(half, seven)
     assert found["score"] == "half" and found["val"] == found["test"] == {"half": 0.5, "seven": 7.0}
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"early_stop": 2, "val": 0}, "early_stop.*validation"),
+        ({"augment": (augment.Flip(),)}, "Flip on digits"),
+        ({"tokenizer": partial(PatchEmbed, patch=3)}, "patches of 3 pixels do not tile an image of 8 x 8"),
+        ({"heads": 3}, "3 heads do not divide width 16"),
+        ({"labels": 5000}, "labels"),
+        ({"labels": 100, "batch": 100_000}, "batch=100000 for 100 training images; expected at most 10000"),
+    ],
+)
+def test_settings_that_do_not_fit_the_data_are_refused_before_training(changes, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "train_step", lambda self: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match=words):
+        fit(SHORT.vary(**changes), tmp_path)
+
+
+def test_unsafe_transform_can_be_forced_and_a_batch_may_repeat_images(tmp_path):
+    assert fit(SHORT.vary(augment=(augment.Flip(force=True),)), tmp_path / "flip").finished
+    assert fit(SHORT.vary(labels=10, batch=1000, steps=1), tmp_path / "batch").finished
+
+
+def test_loss_that_is_not_finite_ends_the_run_with_its_step_and_seed(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step \d+ of 24 \(seed 0\)"):
+        fit(SHORT.vary(lr=10.0, clip=0.0, weight_decay=10.0, block=partial(Block, layer_scale=1e30)), tmp_path)
+    assert read_record(tmp_path) is None
+
+
+def test_two_processes_cannot_train_one_run_at_the_same_time(tmp_path):
+    with FileLock(tmp_path / ".lock"), pytest.raises(Timeout):
+        fit(SHORT, tmp_path)
+
+
+# Killed and resumed
+
+
+def start_fit(run: Run, folder: Path) -> multiprocessing.Process:
+    """Start `fit` in another process."""
+    process = multiprocessing.get_context("fork").Process(target=fit, args=(run, folder))
+    process.start()
+    return process
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step of the checkpoint in a folder; 0 if there is none."""
+    return torch.load(folder / CHECKPOINT, weights_only=True)["step"] if (folder / CHECKPOINT).exists() else 0
+
+
+def test_run_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
+    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.05)
+    run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)
+    uninterrupted = fit(run, tmp_path / "uninterrupted")
+    folder, resumed_at = tmp_path / "killed", [0]
+    for attempt in range(4):
+        process = start_fit(run, folder)
+        while process.is_alive() and checkpoint_step(folder) == resumed_at[-1]:
+            time.sleep(0.005)
+        time.sleep((stream(attempt, "kill") % 100) / 1000)
+        process.kill()
+        process.join()
+        resumed_at.append(checkpoint_step(folder))
+    killed = fit(run, folder)
+    assert len(set(resumed_at)) >= 3, f"the kills came too late: {resumed_at}"
+    assert equal(weights(tmp_path / "uninterrupted"), weights(folder))
+    assert without_times(uninterrupted) == without_times(killed)
+
+
+def leave_checkpoint(folder: Path, run: Run = SHORT) -> bytes:
+    """Write a checkpoint of a run at step 10 into a folder, as a killed `fit` leaves it. Returns its content."""
+    folder.mkdir(exist_ok=True)
+    training = training_of(run)
+    for _ in range(10):
+        training.train_step()
+    training.origin = code()["sha256"] + run.data().sha256
+    checkpoint.save(training, folder / CHECKPOINT)
+    return (folder / CHECKPOINT).read_bytes()
+
+
+def test_checkpoint_is_resumed_at_its_step(tmp_path, monkeypatch):
+    leave_checkpoint(tmp_path / "resumed")
+    fit(SHORT, tmp_path / "new")
+    steps, train_step = [], Training.train_step
+    monkeypatch.setattr(Training, "train_step", lambda self: (steps.append(self.step), train_step(self)))
+    fit(SHORT, tmp_path / "resumed")
+    assert steps == list(range(10, 24)) and equal(weights(tmp_path / "resumed"), weights(tmp_path / "new"))
+
+
+def test_checkpoint_of_other_code_or_data_starts_again(tmp_path):
+    leave_checkpoint(tmp_path / "old")
+    state = torch.load(tmp_path / "old" / CHECKPOINT, weights_only=True)
+    state["objective"] = {name: torch.zeros_like(tensor) for name, tensor in state["objective"].items()}
+    torch.save(state | {"origin": "other"}, tmp_path / "old" / CHECKPOINT)
+    fit(SHORT, tmp_path / "old")
+    fit(SHORT, tmp_path / "new")
+    assert equal(weights(tmp_path / "old"), weights(tmp_path / "new"))
+
+
+class Evil:
+    """Runs a shell command when it is unpickled."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def spoil_checkpoint(kind: str, folder: Path):
+    if kind == "torn":
+        content = leave_checkpoint(folder)
+        (folder / CHECKPOINT).write_bytes(content[: len(content) // 2])
+    elif kind == "malicious":
+        torch.save({"fingerprint": Evil(f"touch {folder}/owned")}, folder / CHECKPOINT)
+    elif kind == "other run":
+        leave_checkpoint(folder, SHORT.vary(lr=5e-4))
+    elif kind == "record of another run":
+        fit(SHORT.vary(lr=5e-4), folder)
+    elif kind == "torn record":
+        fit(SHORT, folder)
+        (folder / RECORD).write_bytes((folder / RECORD).read_bytes()[:-100])
+    else:
+        record = fit(SHORT, folder)
+        content = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(content[:-4] + b"\0\0\0\0" if kind == "damaged weights" else content[:-4])
+        write_record(folder, record)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("torn", "checkpoint.pt cannot be read .*delete it"),
+        ("malicious", "checkpoint.pt cannot be read"),
+        ("other run", r"checkpoint.pt belongs to run \w+, not to"),
+        ("record of another run", r"holds run \w+, not"),
+        ("torn record", "record.json is damaged .*delete it"),
+        ("damaged weights", "model.safetensors is damaged.*delete the folder"),
+        ("torn weights", "model.safetensors is damaged.*delete the folder"),
+    ],
+)
+def test_damaged_files_and_files_of_another_run_are_refused_and_kept(kind, words, tmp_path):
+    spoil_checkpoint(kind, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"}
+    with pytest.raises(ValueError, match=words):
+        fit(SHORT, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"} == before
+    assert not (tmp_path / "owned").exists()
+
+
+def test_full_disk_during_a_checkpoint_keeps_the_one_before(tmp_path, monkeypatch):
+    before = leave_checkpoint(tmp_path)
+
+    def full(state, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.0)
+    with pytest.raises(ValueError, match=r"could not write checkpoint\.pt.*No space left on device"):
+        fit(SHORT, tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / CHECKPOINT).read_bytes() == before and len(list(tmp_path.glob(".checkpoint*"))) == 0
+    fit(SHORT, tmp_path)
+    fit(SHORT, tmp_path / "new")
+    assert equal(weights(tmp_path), weights(tmp_path / "new"))
+
+
+def test_half_written_files_of_a_killed_run_are_deleted(tmp_path):
+    (tmp_path / ".checkpoint.pt.1.new").write_bytes(b"half")
+    fit(SHORT, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", WEIGHTS, RECORD]

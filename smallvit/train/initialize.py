@@ -1,5 +1,6 @@
 """Initialization: the objective before its first step, with new weights, or weights from another run or from elsewhere."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -76,9 +77,9 @@ def read_weights(folder: Path, run: str) -> dict[str, Tensor]:
         raise ValueError(f"{folder} has no {path.name}; delete its {records.RECORD} and run the recipe again")
     try:
         with safe_open(path, "pt") as file:
-            owner = (file.metadata() or {}).get("fingerprint")
+            owner = json.loads((file.metadata() or {}).get("smallvit", "{}")).get("fingerprint")
             if owner != run:
                 raise ValueError(f"{path} holds the weights of run {owner}, not of {run}; put the right file there")
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete the folder and run the recipe again") from error

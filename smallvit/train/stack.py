@@ -28,8 +28,8 @@ class Stack:
     """k trainings that take their steps together. The members keep all mutable state: weights, optimizer, EMA, step and loss.
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
-    bitwise. The constructor checks this: the losses on the first batch must be those of each member alone. Models with random numbers
-    inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
+    bitwise. The constructor checks this: the losses on the first batch must be those of each member alone. Models with random
+    numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
 
     Raises NotStackable for trainings at different steps, runs that differ in more than their seed, an objective that is not
     stackable, and losses that differ from those of the members alone.

@@ -23,7 +23,8 @@ class TrainedModel:
         trained.predict_proba(pixels)                   # probabilities, shape (images, classes)
 
     Images are paths, PIL images, or arrays and tensors with pixels as bytes or in [0, 1]; see `Preprocess`. The attribute
-    `model` is the bare PyTorch module in evaluation mode. Its input is `preprocess(images)`: it gives wrong results for raw pixels.
+    `model` is the bare PyTorch module in evaluation mode. Its input is `preprocess(images)`: it gives wrong results for raw
+    pixels.
 
     model        the PyTorch module; input (images, channels, height, width), normalized
     classes      the names of the classes, in the order of the outputs
@@ -43,11 +44,11 @@ class TrainedModel:
     def predict_proba(self, images: Any, batch: int = 256) -> Tensor:
         """The probability of each class for each image, shape (images, classes); each row sums to 1.
 
-        Raises ValueError for images that cannot be read or do not fit, and for a model that was trained without labels.
+        Raises ValueError for images that cannot be read or do not fit, and for a model whose head was not trained on labels.
         """
-        if not self.run.reads_labels:
-            name = type(self).__name__
-            raise ValueError(f"this {name} was trained without labels, so it has no classifier; use .model.features(...)")
+        new_head = not self.run.steps and any("head." in name for name in (self.record.init_weights or {}).get("missing", ()))
+        if new_head or not trains_classifier(self.run):
+            raise ValueError("the head of this model was not trained on labels, so it has no classes; use .model.features(...)")
         parameter = next(self.model.parameters(), torch.zeros(()))
         pixels = self.preprocess(images)
         return torch.cat([self.model(part.to(parameter)).float().softmax(-1).cpu() for part in pixels.split(batch)])
@@ -55,6 +56,11 @@ class TrainedModel:
     def predict(self, images: Any) -> list[str]:
         """The name of the most probable class of each image. See `predict_proba` for what images may be."""
         return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
+
+
+def trains_classifier(run: Run) -> bool:
+    """Whether a run, or the run that its weights come from, trains a head on labels."""
+    return run.reads_labels and (run.steps > 0 or (isinstance(run.init, Run) and trains_classifier(run.init)))
 
 
 def load(folder: str | Path) -> TrainedModel:
@@ -81,12 +87,12 @@ def load(folder: str | Path) -> TrainedModel:
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:
     """Write the weights of a model as safetensors, with the fingerprint of the run and the preprocessing as metadata.
 
-    Returns the fields of the record that describe the file.
+    Equal weights give equal files: the metadata have one key, because safetensors writes several in random order. Returns the fields of the record that describe the file.
     """
     from safetensors.torch import save_file
 
     preprocess = Preprocess.from_spec(spec).to_dict()
-    metadata = {"fingerprint": fingerprint(run), "preprocess": json.dumps(preprocess)}
+    description = json.dumps({"fingerprint": fingerprint(run), "preprocess": preprocess})
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    records.write_atomic(path, lambda new: save_file(tensors, new, metadata=metadata))
+    records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"smallvit": description}))
     return {"preprocess": preprocess, "weights_sha256": records.file_sha256(path)}
