@@ -1,16 +1,29 @@
 """Do shifted patches and locality attention help when labels are scarce, and which part of them?
 
-Paper   Lee, Lee, Song 2021, arXiv:2112.13492.    Data  MNIST: 100, 1,000 and 10,000 labelled digits, 10,000 test images.
-Cost    288 runs of 1,500 steps or less, about an hour on two CPU cores.
-Expect  A gain from shifted patches at 100 labels that is gone at 10,000, most of it matched by a convolution that sees as far;
-        little from locality attention. Written before the runs; the report says what came.
-Chosen  Batch, depth, rate and the start of positions, for all arms alike, in some 25 trials of one seed that were scored on the
-        test images: accuracies are the better for it by an unknown little, which the differences between arms share.
+Paper     Lee, Lee, Song 2021, arXiv:2112.13492: shifted patch tokenization (SPT) and locality self-attention (LSA).
 
-The paper changes several things at once. Each has its control here: the LayerNorm without the shift; a plain convolution with
-the same receptive field (13 pixels around patches of 7, whose half is 3); the diagonal mask without the temperature and the
-temperature without the mask. The hybrid stem, three convolutions of stride 2, answers what a little convolution does for the
-same number of tokens.
+Setup     Data: MNIST with 100, 1,000 and 10,000 labelled digits, 10,000 test images, 8 seeds. The paper changes several things
+          at once, so each change has its own control arm. For SPT: its LayerNorm without the shift, and a plain convolution
+          with the same receptive field (13 pixels around patches of 7, whose half is 3). For LSA: the diagonal mask without the
+          learned temperature, and the temperature without the mask. The hybrid stem, three convolutions of stride 2, shows what
+          a little convolution does for the same number of tokens. Cost: 288 runs of 1,500 steps or less, about an hour on two
+          CPU cores.
+
+Expected  SPT gains accuracy at 100 labels, and the gain is gone at 10,000. A convolution with the same receptive field gives
+          most of it. LSA gains little. Written before the runs.
+
+Found     SPT is better at 100 labels, by 2.07 points [1.10, 3.04], as expected, but the gain is not gone at 10,000 labels: 0.68
+          points [0.41, 0.96]. At 1,000 labels its 0.46 points [0.15, 0.76] are inconclusive after the correction for 24
+          comparisons. The convolution gives less than half of the gain, against the expectation: 0.72, 0.11 and 0.19 points at
+          100, 1,000 and 10,000 labels, all inconclusive; the LayerNorm alone gives 1.16, 0.13 and 0.12, also inconclusive. LSA
+          shows no effect, as expected (-0.01, 0.11 and -0.04 points), and neither does its mask or its temperature alone. SPT
+          and LSA together are better at every number of labels, by 2.08, 0.63 and 0.72 points, about as much as SPT alone. The
+          hybrid stem gains most, 3.65, 1.69 and 1.72 points, and the small CNN is above every ViT, with 95.84%, 98.52% and
+          98.94%.
+
+Limits    Batch size, depth, learning rate and the initialization of the positions were chosen on test images, in some 25 trials
+          of one seed, for all arms alike. The accuracies are therefore too high by a small, unknown amount, which the
+          differences between arms share. All arms have the same learning rate and 1,500 steps; there are 8 seeds.
 """
 
 from functools import partial

@@ -1,0 +1,123 @@
+"""The docstring of every recipe: its sections are present, and the numbers under "Found" agree with the committed records.
+
+Conventions for "Found": `95.82%` is an accuracy (the mean of an arm or of one of its probes, or its lowest or highest seed),
+`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval, and any other decimal number a difference to the baseline in points.
+"""
+
+import ast
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from smallvit.record import read_records
+from smallvit.report import compare
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
+each = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+LABELS = ("Paper", "Setup", "Expected", "Found", "Limits")
+INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
+NUMBER = re.compile(r"(SD )?-?(\d+\.\d+)(%)?")
+NAMES = re.compile("learned from 0.02")  # names of arms that contain a decimal number
+
+
+def docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
+
+
+def sections(doc: str) -> dict[str, str]:
+    """Label -> text of the paragraphs that start with a label. Continuation lines must be indented to the column of the text."""
+    texts: dict[str, str] = {}
+    for line in filter(None, doc.splitlines()[1:]):
+        if start := re.match(r"([A-Z][a-z]+) {2,}(?=\S)", line):
+            assert start.end() == 10 and start[1] not in texts, line
+            texts[label := start[1]] = line[10:]
+        else:
+            assert re.match(r" {10}\S", line) and texts, line
+            texts[label] += f" {line[10:]}"
+    return texts
+
+
+@pytest.fixture(scope="module")
+def results():
+    """A function from a recipe to the numbers of its records, in percent or points, by kind."""
+    known: dict[Path, dict[str, list]] = {}
+
+    def read(path: Path) -> dict[str, list]:
+        if path not in known:
+            records = read_records(path.with_suffix(".jsonl"))
+            rows = [row for row in compare(records).rows if row.values]
+            differences = [row.difference for row in rows if row.difference]
+            probes: dict[tuple, list[float]] = {}
+            for record in records:
+                for name in record.probes or ():
+                    if record.finished and name in record.test:
+                        probes.setdefault((record.labels, record.arm, name), []).append(record.test[name])
+            known[path] = {
+                "accuracy": [100 * x for row in rows for x in (row.mean, min(row.values), max(row.values))]
+                + [100 * fmean(values) for values in probes.values()],
+                "SD": [100 * row.sd for row in rows if row.sd is not None],
+                "interval": [(100 * d.low, 100 * d.high) for d in differences if d.low is not None],
+                "difference": [abs(100 * d.mean) for d in differences],
+            }
+        return known[path]
+
+    return read
+
+
+def wrong_numbers(text: str, results: dict[str, list]) -> list[str]:
+    """The decimal numbers in a "Found" section that equal no result of their kind at the precision of the text."""
+
+    def equal(quoted: str, values) -> bool:
+        digits = len(quoted.partition(".")[2])
+        return any(f"{value:.{digits}f}" == quoted for value in values)
+
+    wrong = []
+    for interval in INTERVAL.findall(text):
+        low, high = interval.strip("[]").split(", ")
+        if not any(equal(low, [value[0]]) and equal(high, [value[1]]) for value in results["interval"]):
+            wrong.append(interval)
+    for sd, number, percent in NUMBER.findall(INTERVAL.sub("", text)):
+        kind = "SD" if sd else "accuracy" if percent else "difference"
+        if not equal(number, results[kind]):
+            wrong.append(f"{kind} {number}")
+    return wrong
+
+
+@each
+def test_docstring_has_all_sections(path):
+    question, empty, *_ = docstring(path).splitlines()
+    assert question.endswith("?") and not empty
+    texts = sections(docstring(path))
+    assert tuple(texts)[: len(LABELS)] == LABELS
+    assert all(text.rstrip().endswith(".") for text in texts.values())
+    assert "Data: " in texts["Setup"] and "Cost: " in texts["Setup"]
+    assert "Written before the runs" in texts["Expected"]
+    assert "learning rate" in texts["Limits"] or "seeds" in texts["Limits"]
+
+
+@each
+def test_numbers_under_found_are_those_of_the_records(path, results):
+    text = NAMES.sub("", sections(docstring(path))["Found"])
+    assert len(NUMBER.findall(text)) >= 4
+    assert not wrong_numbers(text, results(path))
+
+
+@each
+def test_changed_number_under_found_is_noticed(path, results):
+    """Each number is raised by 7 in its last digit, one at a time. At least 85% of these changes must be noticed."""
+    text = NAMES.sub("", sections(docstring(path))["Found"])
+    quoted = list(re.finditer(r"\d+\.\d+", text))
+    noticed = []
+    for match in quoted:
+        digits = len(match[0].partition(".")[2])
+        changed = f"{float(match[0]) + 7 * 10**-digits:.{digits}f}"
+        noticed.append(bool(wrong_numbers(text[: match.start()] + changed + text[match.end() :], results(path))))
+    assert sum(noticed) >= 0.85 * len(quoted)
+
+
+def test_labels_of_a_docstring_are_found():
+    assert sections("Is it?\n\nPaper     One\n          two.\n\nSetup     Three.\n") == {"Paper": "One two.", "Setup": "Three."}
+    with pytest.raises(AssertionError):
+        sections("Is it?\n\nPaper     One\n  two.\n")
