@@ -17,7 +17,7 @@ Found     Positions learned from N(0, 1) are best (86.81%). 1-D sines are 3.62 p
           the ViT reaches 41.72%, far below positions learned from 0.02, which were expected to be near it. After so few steps
           it matters most how different the positions are from each other (see Limits for the measurements): most waves of the
           2-D sines are so long that they hardly change over 7 places. Positions learned from N(0, 1) show nothing of the grid,
-          as expected; in those learned from 0.02 neighbors are alike.
+          as expected; in those learned from 0.02 neighbors are somewhat alike.
 
 Limits    Nothing was chosen here: batch size and learning rate are those of the recipe `spt_lsa`, which chose them on test
           images; the runs are shorter (600 steps), with 8 seeds. Two arms were tried once with another seed, on validation
@@ -25,13 +25,13 @@ Limits    Nothing was chosen here: batch size and learning rate are those of the
           and is not in the records. Positions more than three patches apart have a mean cosine similarity of 0.0 from N(0, 1),
           0.6 with 1-D sines and 0.8 with 2-D sines; with `temperature=10` in place of 10,000 one seed of the 2-D sines rose
           from 76% to 84% on validation images. Neighboring positions have a cosine of 0.0 from N(0, 1); those learned from 0.02
-          are still short (length 0.3), but neighbors are alike (0.2).
+          are still short (length 0.3), but neighbors are somewhat alike (0.2).
 
 Pictures  After the runs, `position_similarity(load(folder).model).savefig("similarity.png")` draws which positions are alike,
-          as a 7 x 7 grid of maps; `folder` is that of any run, below runs/explain. `position_table(100,
-          16).savefig("sines.png")` draws the sines themselves, positions by channels; try (1_000, 160) too. All three functions
-          are imported from `smallvit`. `smallvit summary explain` prints the output shape of each step of this model, and
-          `smallvit summary vit_base_patch16_224` those of the paper's model.
+          as a 7 x 7 grid of maps; `folder` is that of any run, below runs/explain.
+          `position_table(100, 16).savefig("sines.png")` draws the sines themselves, positions by channels; try (1_000, 160)
+          too. All three functions are imported from `smallvit`. `smallvit summary explain` prints the output shape of each step
+          of this model, and `smallvit summary vit_base_patch16_224` those of the paper's model.
 """
 
 from functools import partial

@@ -22,8 +22,8 @@ Found     SPT is better at 100 labels, by 2.07 points [1.10, 3.04], as expected,
           98.94%.
 
 Limits    Batch size, depth, learning rate and the initialization of the positions were chosen on test images, in some 25 trials
-          of one seed, for all arms alike. The accuracies are therefore too high by a small, unknown amount, which the
-          differences between arms share. All arms have the same learning rate and 1,500 steps; there are 8 seeds.
+          of one seed, for all arms alike. The accuracies are therefore too high by a small, unknown amount, and the differences
+          between arms share this uncertainty. All arms have the same learning rate and 1,500 steps; there are 8 seeds.
 """
 
 from functools import partial

@@ -7,8 +7,9 @@ Setup     Data: MNIST with 1,000 labelled digits, 10,000 test images, 8 seeds; 1
           own baseline, with shifted patches, because a plain ViT needs more steps than this machine has time for; with 196
           patches even this baseline gets fewer steps. "Off the shelf" is the trained baseline with the reduction added and no
           further training; "tuned" is 15% more steps with the reduction, next to an arm with as many steps without it. Every
-          arm has half of the baseline's multiply-adds, by a closed formula (LTMP learns its thresholds for that budget). The
-          plain way to halve the cost is an arm too: a ViT of half the depth. Cost: 264 runs, 70 minutes on two CPU cores.
+          reduction is set to half of the baseline's multiply-adds by a closed formula (LTMP learns its thresholds for that
+          budget). The plain way to halve the cost is an arm too: a ViT of half the depth. Cost: 264 runs, 70 minutes on two CPU
+          cores.
 
 Expected  With 196 patches most of the image is black, so merging equal patches off the shelf costs little and saves time. With
           16 patches every one counts: accuracy falls and no time is saved. A little training closes most of the gap. Written
