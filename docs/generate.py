@@ -5,13 +5,11 @@
 `conf.py` calls `write_pages` at every build. The generated files are not committed.
 """
 
-import ast
 import re
 import shutil
 from pathlib import Path
 
 import smallvit
-from smallvit.recipe import recipe_files
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -54,11 +52,13 @@ def names_of(module: str) -> tuple[str, ...]:
 
 def reference_page(module: str, title: str) -> str:
     """The API page of a module: its docstring, then every documented name."""
-    lines = [f"# {title}", "", f"`smallvit.{module}`", "", "```{eval-rst}", f".. automodule:: smallvit.{module}", "   :no-members:", ""]
+    lines = [f"# {title}", "", f"`smallvit.{module}`", "", "```{eval-rst}"]
+    lines += [f".. automodule:: smallvit.{module}", "   :no-members:", ""]
     for name in names_of(module):
         member = getattr(__import__(f"smallvit.{module}", fromlist=[name]), name)
         kind = "autoclass" if isinstance(member, type) else "autofunction" if callable(member) else "autodata"
-        lines += [f".. {kind}:: smallvit.{module}.{name}", *(["   :members:"] if kind == "autoclass" and module in WITH_MEMBERS else []), ""]
+        members = ["   :members:"] if kind == "autoclass" and module in WITH_MEMBERS else []
+        lines += [f".. {kind}:: smallvit.{module}.{name}", *members, ""]
     return "\n".join([*lines, "```", ""])
 
 
@@ -66,13 +66,8 @@ WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate")
 
 
 def reports() -> dict[str, str]:
-    """The pages of the recipes: the committed report, with its links pointing to the repository's files."""
-    return {path.stem: path.with_suffix(".md").read_text(encoding="utf-8") for path in recipe_files() if path.parent.name == "recipes"}
-
-
-def question(path: Path) -> str:
-    """The first line of a recipe's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
+    """The committed reports, by the name of their recipe."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "recipes").glob("*.md"))}
 
 
 def write_pages():
@@ -108,7 +103,6 @@ def to_rst(lines: list[str]) -> list[str]:
     """A docstring as reStructuredText: labelled paragraphs become a definition list, indented blocks become code."""
     out: list[str] = []
     paragraph: list[str] = []
-    table_indent = None
 
     def flush():
         nonlocal paragraph
@@ -127,7 +121,7 @@ def to_rst(lines: list[str]) -> list[str]:
             flush()
             start = match.start("text")
             text = [match["text"]]
-            while index + 1 < len(lines) and lines[index + 1].strip() and len(lines[index + 1]) - len(lines[index + 1].lstrip()) >= min(start, 4):
+            while index + 1 < len(lines) and lines[index + 1].startswith(" " * min(start, 4)) and lines[index + 1].strip():
                 index += 1
                 text.append(lines[index].strip())
             out.extend([inline(match["label"].strip()), f"   {inline(' '.join(text))}", ""])
@@ -154,7 +148,7 @@ def to_rst(lines: list[str]) -> list[str]:
 def inline(text: str) -> str:
     """Escape text for reStructuredText; `code` becomes ``code``."""
     parts = re.split(r"(`[^`]+`)", text)
-    return "".join(f"`{part}`" if part.startswith("`") and part.endswith("`") and len(part) > 2 else escape(part) for part in parts)
+    return "".join(f"`{part}`" if re.fullmatch("`[^`]+`", part) else escape(part) for part in parts)
 
 
 def escape(text: str) -> str:

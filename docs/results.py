@@ -77,8 +77,9 @@ def picture(dark: bool) -> str:
     from matplotlib.figure import Figure
 
     ink, soft, background = ("#e6edf3", "#8b949e", "#0d1117") if dark else ("#1f2328", "#656d76", "#ffffff")
-    colors = dict(zip(COLUMNS, ("#ff9f45", "#e05c8a", "#7a74ff", "#35a7c8") if dark else ("#c25700", "#b52a5f", "#4f46d6", "#0e7490")))
-    style = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
+    bright, deep = ("#ff9f45", "#e05c8a", "#7a74ff", "#35a7c8"), ("#c25700", "#b52a5f", "#4f46d6", "#0e7490")
+    colors = dict(zip(COLUMNS, bright if dark else deep))
+    style = {"svg.fonttype": "path", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9, 5.4), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
@@ -100,7 +101,7 @@ def picture(dark: bool) -> str:
         ax.minorticks_off()
         ax.set_yticks(range(len(TECHNIQUES)), TECHNIQUES)
         ax.set_ylim(len(TECHNIQUES) - 0.4, -0.6)
-        ax.set_xlabel("change of test accuracy, percentage points (95% interval; filled: verdict after Holm's correction)")
+        ax.set_xlabel("change of test accuracy in percentage points, 95% interval (filled: better or worse)")
         ax.tick_params(colors=ink, length=0)
         ax.grid(axis="x", color=soft, alpha=0.25, linewidth=0.7)
         ax.set_axisbelow(True)
@@ -115,7 +116,8 @@ def picture(dark: bool) -> str:
 
 def with_block(text: str, name: str, content: str) -> str:
     """The text with the part between `<!-- name -->` and `<!-- end -->` replaced."""
-    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
+    block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
 def written() -> Iterable[tuple[Path, str]]:
