@@ -80,9 +80,9 @@ def ablate(
     """List the runs of a comparison: every arm for every number of labels and every seed. The first arm is the baseline.
 
     With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression
-    and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model.
-    `extra_references` adds more, such as `imagenet_vit_s(baseline)`. Seeds are in the outer loop, so that a comparison that was
-    stopped early already contains all arms.
+    and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained
+    model. `extra_references` adds more, such as `imagenet_vit_s(baseline)`. Seeds are in the outer loop, so that a comparison
+    that was stopped early already contains all arms.
 
     Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, and if
     a seed or a number of labels occurs twice.
@@ -210,9 +210,9 @@ def imagenet_vit_s(
     """A ViT-S pretrained on ImageNet, on the data of the baseline: fine-tuned, frozen, and the same model from scratch.
 
     Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
-    are resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at
-    most 300 steps, with a learning rate that falls by a quarter from block to block; so does training from scratch, which
-    `scratch=False` leaves out. Frozen features are judged by logistic regression. `name` (of a timm model) and `file` are
+    are resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning
+    takes at most 300 steps, with a learning rate that falls by a quarter from block to block; so does training from scratch,
+    which `scratch=False` leaves out. Frozen features are judged by logistic regression. `name` (of a timm model) and `file` are
     those of `Weights`. The names of the arms say what the weights were trained on.
     """
     kind = name.partition(".")[0]

@@ -233,7 +233,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
                 if name in numbers:
                     raise ValueError(f"{title} reports {name!r}, as another evaluator does; expected another name")
                 if not numbers and not 0 <= value <= 1:
-                    raise ValueError(f"{title} reports {name}={value:.4g} first; expected a number from 0 to 1 that judges a run")
+                    raise ValueError(f"{title} reports {name}={value:.4g} first; expected a number from 0 to 1 to judge it")
                 numbers[name] = float(value)
                 if declaration(evaluator).probe and re.fullmatch(rf"{title}(_\d+)?", name):
                     probes[name] = None

@@ -87,7 +87,8 @@ def load(folder: str | Path) -> TrainedModel:
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:
     """Write the weights of a model as safetensors, with the fingerprint of the run and the preprocessing as metadata.
 
-    Equal weights give equal files: the metadata have one key, because safetensors writes several in random order. Returns the fields of the record that describe the file.
+    Returns the fields of the record that describe the file. Equal runs give equal files: the metadata have only one key,
+    because safetensors writes several keys in a random order.
     """
     from safetensors.torch import save_file
 
