@@ -1,8 +1,9 @@
-"""Weights from elsewhere: the same from every kind of file, timm's own function of other images, and refused where they do not fit."""
+"""Pretrained weights: every kind of file gives equal models, outputs equal those of timm, and files that do not fit are refused."""
 
 import argparse
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from toys import randomize
 
 from smallvit import (
     ConvStem,
@@ -42,30 +44,41 @@ from smallvit.ablation import trained_on
 from smallvit.launch import launch
 from smallvit.optim import decay_groups
 from smallvit.pretrained import Unavailable
+from smallvit.pretrained.convert import rename
 
-TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"  # mean and deviation 0.5
-DEIT = "deit_tiny_patch16_224.fb_in1k"  # those of ImageNet, another for each channel
-GREY = ((0.1307,), (0.3081,))
-COLOUR = ((0.4, 0.5, 0.3), (0.2, 0.3, 0.25))
+TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"  # trained with mean and standard deviation 0.5
+DEIT = "deit_tiny_patch16_224.fb_in1k"  # trained with those of ImageNet, which differ by channel
+GRAY = ((0.1307,), (0.3081,))
+COLOR = ((0.4, 0.5, 0.3), (0.2, 0.3, 0.25))
 
 
-def perturbed(model):
+PATCH4 = partial(PatchEmbed, patch=4)
+
+
+def tiny(image=28, channels=1, classes=10, **options) -> ViT:
+    """A ViT with the shape of TINY, for square images."""
+    return like(TINY, **options)((image, image), channels, classes).eval()
+
+
+def tiny4(**options) -> ViT:
+    """The same with patches of 4 pixels, unless the options say otherwise."""
+    return tiny(**{"tokenizer": PATCH4} | options)
+
+
+def random_weights(model):
     torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return model.eval()
+    return randomize(model, 0.02).eval()
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """One random model of a name as timm would publish it, in a file; made once for each name."""
+    """A function of a timm name that returns a random model of this name and its file of weights, made once per name."""
     folder, made = tmp_path_factory.mktemp("weights"), {}
 
     def file(name, **options):
         key = json.dumps([name, options])
         if key not in made:
-            model = perturbed(timm.create_model(name.partition(".")[0], **options))
+            model = random_weights(timm.create_model(name.partition(".")[0], **options))
             path = folder / f"{len(made)}-{name}.safetensors"
             save_file(model.state_dict(), path)
             made[key] = model, str(path)
@@ -74,21 +87,21 @@ def files(tmp_path_factory):
     return file
 
 
-def timms(name, file, image, patch, **options):
-    """timm's own adaptation of that file to another image and patch, three channels."""
+def timm_adapted(name, file, image, patch, **options):
+    """timm's own adaptation of this file to another image and patch size, with its mean and standard deviation."""
     cfg = timm.get_pretrained_cfg(name).to_dict() | {"file": file, "custom_load": False, "hf_hub_id": None, "url": ""}
     size = {"img_size": image, "patch_size": patch, "pretrained": True, "pretrained_cfg": cfg}
     model = timm.create_model(name.partition(".")[0], **(size | options))
     return model.eval(), torch.tensor(cfg["mean"])[:, None, None], torch.tensor(cfg["std"])[:, None, None]
 
 
-def seen(pixels, channels):
-    """The pixels as this package normalises them; statistics of grey or of colour images."""
-    mean, std = GREY if channels == 1 else COLOUR
+def normalize(pixels, channels):
+    """The pixels normalized by the statistics of gray or of color images."""
+    mean, std = GRAY if channels == 1 else COLOR
     return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
-# timm's own function, of other images
+# Equal outputs
 
 
 VARIANTS = {
@@ -99,7 +112,7 @@ VARIANTS = {
     "vit_small_patch16_224.augreg_in21k_ft_in1k": 2,
     "vit_small_patch14_reg4_dinov2.lvd142m": 2,  # no head
 }
-IMAGES = [(28, 4, 1), (32, 4, 3), (28, 7, 1), (28, 4, 3)]  # the larger models see the first two in the short suite
+IMAGES = [(28, 4, 1), (32, 4, 3), (28, 7, 1), (28, 4, 3)]  # larger models: only the first one or two in the short suite
 CASES = [
     pytest.param(name, *case, marks=[pytest.mark.slow] if at >= 3 - size else [])
     for name, size in VARIANTS.items()
@@ -108,64 +121,62 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, image, patch, channels", CASES)
-def test_small_images_get_timms_features_of_the_same_pixels(files, name, image, patch, channels):
+def test_small_images_give_equal_features_and_logits(files, name, image, patch, channels):
     reference, file = files(name)
-    theirs, mean, std = timms(name, file, image, patch)
+    theirs, mean, std = timm_adapted(name, file, image, patch)
     ours = like(name, tokenizer=partial(PatchEmbed, patch=patch))((image, image), channels, 1000).eval()
-    report = Weights(name=name, file=file).load(ours, *(GREY if channels == 1 else COLOUR))
+    report = Weights(name=name, file=file).load(ours, *(GRAY if channels == 1 else COLOR))
     pixels = torch.rand(2, channels, image, image)
     with torch.no_grad():
-        wanted = theirs.forward_features((pixels.expand(-1, 3, -1, -1) - mean) / std)
-        found = ours.features(seen(pixels, channels))
-        assert (found - theirs.forward_head(wanted, pre_logits=True)).abs().max() <= 1e-5 * max(1, found.abs().max())
+        expected = theirs.forward_features((pixels.expand(-1, 3, -1, -1) - mean) / std)
+        found = ours.features(normalize(pixels, channels))
+        assert (found - theirs.forward_head(expected, pre_logits=True)).abs().max() <= 1e-5 * max(1, found.abs().max())
         if reference.num_classes:
-            assert (ours(seen(pixels, channels)) - theirs.forward_head(wanted)).abs().max() <= 1e-5
-    own = [(name, tensor) for name, tensor in ours.state_dict().items() if report["new"] == [] or "head" not in name]
-    assert report["loaded"] == len(own) >= 100 and len(report["resized"]) == 2 and report["left_over"] == []
+            assert (ours(normalize(pixels, channels)) - theirs.forward_head(expected)).abs().max() <= 1e-5
+    weights = [name for name in ours.state_dict() if report["new"] == [] or "head" not in name]
+    assert report["loaded"] == len(weights) >= 100 and len(report["resized"]) == 2 and report["left_over"] == []
 
 
 @pytest.mark.parametrize(
     "name", [TINY, DEIT, pytest.param("vit_base_patch16_224.augreg_in21k_ft_in1k", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("channels", [1, 3])
-def test_large_images_get_timms_logits_and_so_do_small_ones_enlarged(files, name, channels):
+def test_large_and_enlarged_images_give_equal_logits(files, name, channels):
     theirs, file = files(name)
-    _, mean, std = timms(name, file, 224, 16)
+    _, mean, std = timm_adapted(name, file, 224, 16)
     whole = like(name)((224, 224), channels, 1000).eval()
     enlarged = like(name, tokenizer=partial(Resized, tokenizer=partial(PatchEmbed, patch=16)))((28, 28), channels, 1000).eval()
     for model in (whole, enlarged):
-        report = Weights(name=name, file=file).load(model, *(GREY if channels == 1 else COLOUR))
+        report = Weights(name=name, file=file).load(model, *(GRAY if channels == 1 else COLOR))
         assert report["resized"] == []
     small = torch.rand(1, channels, 28, 28)
     large = nn.functional.interpolate(small, size=(224, 224), mode="bicubic", antialias=True)
     with torch.no_grad():
-        wanted = theirs((large.expand(-1, 3, -1, -1) - mean) / std)
-        assert (whole(seen(large, channels)) - wanted).abs().max() <= 1e-5
-        assert (enlarged(seen(small, channels)) - wanted).abs().max() <= 1e-5
+        expected = theirs((large.expand(-1, 3, -1, -1) - mean) / std)
+        assert (whole(normalize(large, channels)) - expected).abs().max() <= 1e-5
+        assert (enlarged(normalize(small, channels)) - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_tensor_by_tensor_these_are_timms_own_weights(files, channels):
-    """Where mean and deviation are the weights' own, nothing is exchanged, and timm's adaptation is ours."""
+def test_adapted_weights_equal_those_of_timm(files, channels):
+    """With the mean and standard deviation of the weights, all adaptation is that of timm."""
     _, file = files(TINY)
-    theirs, _, _ = timms(TINY, file, 28, 4, in_chans=channels, num_classes=7)
+    theirs, _, _ = timm_adapted(TINY, file, 28, 4, in_chans=channels, num_classes=7)
     ours = like(TINY, tokenizer=partial(PatchEmbed, patch=4))((28, 28), channels, 7)
     Weights(name=TINY, file=file).load(ours, 0.5, 0.5)
-    from smallvit.pretrained.convert import rename
-
     compared = 0
-    for name, wanted in rename(theirs.state_dict()).items():
+    for name, expected in rename(theirs.state_dict()).items():
         if not name.startswith("head."):
-            assert (ours.state_dict()[name] - wanted).abs().max() <= 1e-6, name
+            assert (ours.state_dict()[name] - expected).abs().max() <= 1e-6, name
             compared += 1
     assert compared == 150
 
 
-# The same from every kind of file
+# Kinds of files
 
 
-def as_google_wrote_it(model) -> dict:
-    """The arrays of the original .npz under their names: kernels height width in out, heads apart."""
+def google_arrays(model) -> dict:
+    """The weights of a timm model as in an original .npz: kernels are height width in out, and heads have their own axis."""
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     width, heads = model.embed_dim, model.blocks[0].attn.num_heads
     arrays = {
@@ -178,9 +189,9 @@ def as_google_wrote_it(model) -> dict:
         "head/kernel": state["head.weight"].T,
         "head/bias": state["head.bias"],
     }
-    for at in range(len(model.blocks)):
-        block, there = f"blocks.{at}.", f"Transformer/encoderblock_{at}/"
-        attention = f"{there}MultiHeadDotProductAttention_1/"
+    for index in range(len(model.blocks)):
+        block, google = f"blocks.{index}.", f"Transformer/encoderblock_{index}/"
+        attention = f"{google}MultiHeadDotProductAttention_1/"
         q, k, v = state[block + "attn.qkv.weight"].reshape(3, heads, -1, width)
         biases = state[block + "attn.qkv.bias"].reshape(3, heads, -1)
         for name, kernel, bias in zip(("query", "key", "value"), (q, k, v), biases):
@@ -188,92 +199,84 @@ def as_google_wrote_it(model) -> dict:
         arrays[f"{attention}out/kernel"] = state[block + "attn.proj.weight"].T.reshape(heads, -1, width)
         arrays[f"{attention}out/bias"] = state[block + "attn.proj.bias"]
         for name, norm in (("LayerNorm_0", "norm1"), ("LayerNorm_2", "norm2")):
-            arrays |= {
-                f"{there}{name}/scale": state[f"{block}{norm}.weight"],
-                f"{there}{name}/bias": state[f"{block}{norm}.bias"],
-            }
+            arrays[f"{google}{name}/scale"] = state[f"{block}{norm}.weight"]
+            arrays[f"{google}{name}/bias"] = state[f"{block}{norm}.bias"]
         for name, fc in (("Dense_0", "fc1"), ("Dense_1", "fc2")):
-            arrays[f"{there}MlpBlock_3/{name}/kernel"] = state[f"{block}mlp.{fc}.weight"].T
-            arrays[f"{there}MlpBlock_3/{name}/bias"] = state[f"{block}mlp.{fc}.bias"]
+            arrays[f"{google}MlpBlock_3/{name}/kernel"] = state[f"{block}mlp.{fc}.weight"].T
+            arrays[f"{google}MlpBlock_3/{name}/bias"] = state[f"{block}mlp.{fc}.bias"]
     return arrays
 
 
-def written(model, kind, folder):
+def write_file(model, kind, folder) -> str:
+    """Write the weights as one kind of file; return its path."""
     state = model.state_dict()
     path = folder / ("weights" + (".npz" if kind == "npz" else ".pth"))
     if kind == "npz":
-        np.savez(path, **as_google_wrote_it(model))
+        np.savez(path, **google_arrays(model))
     elif kind == "dino":
         projection = {"module.head.mlp.0.weight": torch.zeros(4, 4), "module.head.last_layer.weight_v": torch.zeros(4, 4)}
         bare = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
         student = {f"module.backbone.{name}": torch.zeros_like(tensor) for name, tensor in bare.items()}
         teacher = {f"backbone.{name}": tensor for name, tensor in bare.items()}
-        options = argparse.Namespace(arch="vit_small", lr=0.0005)  # as the official ones hold them
+        options = argparse.Namespace(arch="vit_small", lr=0.0005)  # as in the official checkpoints
         torch.save({"student": student | projection, "teacher": teacher | projection, "epoch": 7, "args": options}, path)
     else:
-        torch.save(
-            {"plain": state, "model": {"model": state}, "ddp": {"state_dict": {f"module.{k}": v for k, v in state.items()}}}[
-                kind
-            ],
-            path,
-        )
+        ddp = {f"module.{name}": tensor for name, tensor in state.items()}
+        torch.save({"plain": state, "model": {"model": state}, "ddp": {"state_dict": ddp}}[kind], path)
     return str(path)
 
 
 @pytest.mark.parametrize("kind", ["plain", "model", "ddp", "dino", "npz"])
-def test_every_kind_of_file_gives_the_same_tensors(files, tmp_path, kind):
+def test_every_kind_of_file_gives_equal_weights(files, tmp_path, kind):
     model, file = files(TINY)
-    shape = like(TINY, tokenizer=partial(PatchEmbed, patch=7))
-    one, other = (shape((28, 28), 1, 5) for _ in range(2))
-    Weights(name=TINY, file=file).load(one, *GREY)
-    report = Weights(name=TINY, file=written(model, kind, tmp_path)).load(other, *GREY)
+    one, other = (tiny(classes=5, tokenizer=partial(PatchEmbed, patch=7)) for _ in range(2))
+    Weights(name=TINY, file=file).load(one, *GRAY)
+    report = Weights(name=TINY, file=write_file(model, kind, tmp_path)).load(other, *GRAY)
     other = other.state_dict()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.state_dict().items() if not name.startswith("head."))
     assert report["new"] == ["head.weight", "head.bias"] and report["loaded"] == 150
 
 
-def test_a_folder_in_the_environment_is_looked_into_before_the_hub(files, tmp_path, monkeypatch):
+def test_folder_of_the_environment_variable_is_used_before_the_hub(files, tmp_path, monkeypatch):
     model, _ = files(TINY)
     monkeypatch.setenv("SMALLVIT_WEIGHTS", str(tmp_path))
     torch.save(model.state_dict(), tmp_path / f"{TINY}.pth")
     assert Weights(name=TINY).path() == tmp_path / f"{TINY}.pth"
 
 
-# What does not fit is refused by its name
+# Files that do not fit
 
 
-def changed(files, tmp_path, change, name=TINY):
-    state = {key: tensor.clone() for key, tensor in files(name)[0].state_dict().items()}
-    change(state)
-    save_file(state, tmp_path / "changed.safetensors")
-    return Weights(name=name, file=str(tmp_path / "changed.safetensors"))
-
-
-def renamed(state):
+def rename_weight(state):
     state["blocks.3.attn.kqv.weight"] = state.pop("blocks.3.attn.qkv.weight")
 
 
-def narrower(state):
-    state["blocks.3.mlp.fc1.weight"] = state["blocks.3.mlp.fc1.weight"][:5].clone()
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (renamed, r"blocks\.3\.attn\.qkv\.weight is missing, blocks\.3\.attn\.kqv\.weight is unknown"),
+        (rename_weight, r"blocks\.3\.attn\.qkv\.weight is missing, blocks\.3\.attn\.kqv\.weight is unknown"),
         (lambda state: state.pop("pos_embed"), "pos_embed is missing"),
+        (lambda state: state.update(pos_embed=torch.zeros(197)), r"pos_embed is \(197,\), expected \(1, 197, 192\)"),
         (lambda state: state.update(extra=torch.zeros(3)), "extra is unknown"),
-        (narrower, r"blocks\.3\.mlp\.fc1\.weight is \(5, 192\), expected \(768, 192\)"),
+        (
+            lambda state: state.update({"blocks.3.mlp.fc1.weight": torch.zeros(5, 192)}),
+            r"blocks\.3\.mlp\.fc1\.weight is \(5, 192\), expected \(768, 192\)",
+        ),
+        (lambda state: state.update({"patch_embed.proj.weight": torch.zeros(192, 7)}), r"patch_embed\.proj\.weight is \(192, 7\), expected"),
+        (lambda state: state["norm.weight"].fill_(torch.nan), r"norm\.weight is not finite"),
     ],
-    ids=["renamed", "missing", "left over", "another shape"],
+    ids=["renamed", "missing", "flat positions", "left over", "another shape", "flat kernel", "not finite"],
 )
-def test_a_file_that_is_not_that_model_is_refused_with_the_name_of_the_weight(files, tmp_path, change, said):
-    with pytest.raises(ValueError, match=rf"changed\.safetensors is not {TINY}: {said}"):
-        changed(files, tmp_path, change).load(like(TINY)((224, 224), 3, 1000), *COLOUR)
+def test_file_of_another_model_is_refused_with_the_name_of_the_weight(files, tmp_path, change, message):
+    state = {key: tensor.clone() for key, tensor in files(TINY)[0].state_dict().items()}
+    change(state)
+    save_file(state, tmp_path / "changed.safetensors")
+    with pytest.raises(ValueError, match=rf"changed\.safetensors is not {TINY}: {message}"):
+        Weights(name=TINY, file=str(tmp_path / "changed.safetensors")).load(tiny(224, 3, 1000), *COLOR)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "new", "said"),
+    ("options", "new", "message"),
     [
         (
             {"attention": LocalityAttention},
@@ -289,79 +292,115 @@ def test_a_file_that_is_not_that_model_is_refused_with_the_name_of_the_weight(fi
     ],
     ids=["LSA", "SPT", "stem", "positions", "registers", "shallower", "deeper"],
 )
-def test_a_part_that_does_not_carry_over_must_be_named(files, knobs, new, said):
-    file, shape = files(TINY)[1], {"tokenizer": partial(PatchEmbed, patch=4)} | knobs
-    with pytest.raises(ValueError, match=said):
-        Weights(name=TINY, file=file).load(like(TINY, **shape)((28, 28), 1, 10), *GREY)
-    report = Weights(name=TINY, file=file, new=new).load(like(TINY, **shape)((28, 28), 1, 10), *GREY)
-    named = [name for name in report["new"] + report["left_over"] if not name.startswith("head.")]
-    assert named and all(f".{new[0]}." in f".{name}." for name in named)
-
-
-def test_other_models_channels_names_and_files_are_refused(files, tmp_path):
+def test_parts_that_do_not_fit_must_be_listed_in_new(files, options, new, message):
     file = files(TINY)[1]
-    with pytest.raises(ValueError, match=r"SmallCNN cannot start from .*; expected a ViT, such as like"):
-        Weights(name=TINY, file=file).load(SmallCNN((28, 28), 1, 10), *GREY)
-    with pytest.raises(ValueError, match="the images have 4 channels, the weights 3; expected as many, or 1"):
-        Weights(name=TINY, file=file).load(like(TINY)((224, 224), 4, 10), 0.5, 0.5)
-    with pytest.raises(ValueError, match=r"timm has no model 'vit_tiny_patch16_225'; expected one of .*vit_tiny"):
-        like("vit_tiny_patch16_225")
-    with pytest.raises(ValueError, match="this timm model has the class ResNet"):
-        like("resnet10t")
-    for wrong in ({"file": "weights.onnx"}, {"name": ""}, {"new": "head"}, {"file": tmp_path}):
-        with pytest.raises(ValueError, match="expected"):
-            Weights(**{"name": TINY} | wrong)
-    with pytest.raises(ValueError, match=r"there is no file nowhere\.pth"):
-        Weights(name=TINY, file="nowhere.pth").path()
-    with pytest.raises(ValueError, match=r"timm has no weights 'vit_tiny_patch16_224\.bogus'"):
-        Weights(name="vit_tiny_patch16_224.bogus").path()
-    with pytest.raises(ValueError, match=r"names atention\.scael, where nothing is new"):
-        Weights(name=TINY, file=file, new=("atention.scael",)).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
-    with pytest.raises(ValueError, match="does not fit the model"):
-        Weights(name=TINY, file=file, new=("weight", "bias", "table")).load(ViT((224, 224), 3, 10), 0.5, 0.5)
-    (tmp_path / "torn.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"torn\.safetensors cannot be read"):
-        Weights(name=TINY, file=str(tmp_path / "torn.safetensors")).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
+    with pytest.raises(ValueError, match=message):
+        Weights(name=TINY, file=file).load(tiny4(**options), *GRAY)
+    report = Weights(name=TINY, file=file, new=new).load(tiny4(**options), *GRAY)
+    changed = [name for name in report["new"] + report["left_over"] if not name.startswith("head.")]
+    assert changed and all(f".{new[0]}." in f".{name}." for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: like("vit_tiny_patch16_225"), r"timm has no model 'vit_tiny_patch16_225'; expected one of .*vit_tiny"),
+        (lambda: like("resnet10t"), "this timm model has the class ResNet"),
+        (lambda: Weights(name=TINY, file="weights.onnx"), "'weights.onnx'; expected one that ends in .safetensors"),
+        (lambda: Weights(name=""), "name is ''; expected timm's name"),
+        (lambda: Weights(name=TINY, new="head"), "new is 'head'; expected names of parts"),
+        (lambda: Weights(name=TINY, file=Path("weights.pth")), "expected its path as a text"),
+        (lambda: Weights(name=TINY, file="nowhere.pth").path(), r"there is no file nowhere\.pth"),
+        (lambda: Weights(name="vit_tiny_patch16_224.bogus").path(), r"timm has no weights 'vit_tiny_patch16_224\.bogus'"),
+    ],
+)
+def test_unknown_names_and_wrong_options_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("model", "new", "message"),
+    [
+        (lambda: SmallCNN((28, 28), 1, 10), (), r"SmallCNN cannot start from .*; expected a ViT, such as like"),
+        (lambda: tiny(224, 4), (), "the images have 4 channels, the weights 3; expected as many, or 1"),
+        (lambda: tiny(224, 3), ("atention.scael",), r"names atention\.scael, where nothing is new"),
+        (lambda: ViT((224, 224), 3, 10), ("weight", "bias", "table"), "does not fit the model"),
+    ],
+    ids=["CNN", "channels", "misspelled", "shape"],
+)
+def test_models_that_do_not_fit_are_refused(files, model, new, message):
+    with pytest.raises(ValueError, match=message):
+        Weights(name=TINY, file=files(TINY)[1], new=new).load(model(), 0.5, 0.5)
+
+
+@pytest.mark.parametrize("damage", ["text", "empty", "truncated", "changed"])
+@pytest.mark.parametrize("kind", ["safetensors", "plain", "npz"])
+def test_damaged_file_is_refused_by_its_name(files, tmp_path, kind, damage):
+    model, file = files(TINY)
+    path = Path(file) if kind == "safetensors" else Path(write_file(model, kind, tmp_path))
+    content = path.read_bytes()
+    broken = tmp_path / f"broken{path.suffix}"
+    middle = len(content) // 2
+    flipped = content[:8] + bytes(200) + content[208:middle] + bytes(1000) + content[middle + 1000 :]
+    broken.write_bytes({"text": b"not weights", "empty": b"", "truncated": content[:middle], "changed": flipped}[damage])
+    with pytest.raises(ValueError, match=rf"broken\{path.suffix} cannot be read"):
+        Weights(name=TINY, file=str(broken)).load(tiny(224, 3), 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list without tensors"),
+        ({"model": {"epoch": 3}}, "holds a dict without tensors"),
+        ({"module.a": torch.zeros(1), "a": torch.zeros(1)}, "has two weights called a"),
+        ({"a": torch.zeros(1, dtype=torch.long)}, "a in .* is torch.int64"),
+    ],
+)
+def test_checkpoint_without_usable_weights_is_refused_by_its_name(tmp_path, content, message):
+    torch.save(content, tmp_path / "odd.pth")
+    with pytest.raises(ValueError, match=message) as error:
+        Weights(name=TINY, file=str(tmp_path / "odd.pth")).load(tiny(224, 3), 0.5, 0.5)
+    assert "odd.pth" in str(error.value)
 
 
 @pytest.mark.parametrize("name, options", [(TINY, {"in_chans": 1}), ("vit_tiny_patch16_224", {"patch_size": 32})])
-def test_a_kernel_of_other_channels_or_patches_is_refused_from_either_kind_of_file(tmp_path, name, options):
-    model = perturbed(timm.create_model("vit_tiny_patch16_224", **options))
+def test_kernel_of_other_channels_or_patches_is_refused(tmp_path, name, options):
+    model = random_weights(timm.create_model("vit_tiny_patch16_224", **options))
     for kind in ("plain", "npz"):
         with pytest.raises(ValueError, match=r"patch_embed.proj.weight is|embedding/kernel is"):
-            Weights(name=TINY, file=written(model, kind, tmp_path)).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
+            Weights(name=TINY, file=write_file(model, kind, tmp_path)).load(tiny(224, 3), 0.5, 0.5)
 
 
-def test_a_head_of_other_classes_in_an_npz_does_not_pass_as_pretrained(tmp_path):
-    model = perturbed(timm.create_model("vit_tiny_patch16_224", num_classes=30))
-    report = Weights(name=TINY, file=written(model, "npz", tmp_path)).load(like(TINY)((224, 224), 3, 1000), 0.5, 0.5)
+def test_head_of_other_classes_in_an_npz_is_not_loaded(tmp_path):
+    model = random_weights(timm.create_model("vit_tiny_patch16_224", num_classes=30))
+    report = Weights(name=TINY, file=write_file(model, "npz", tmp_path)).load(tiny(224, 3, 1000), 0.5, 0.5)
     assert report["new"] == ["head.weight", "head.bias"]
 
 
-@pytest.mark.parametrize("knobs, kept", [({"pool": MeanTokens}, 49), ({"registers": 2}, 50)], ids=["mean", "registers"])
-def test_positions_carry_over_to_other_prefix_tokens(files, knobs, kept):
+@pytest.mark.parametrize("options", [{"pool": MeanTokens}, {"registers": 2}], ids=["mean", "registers"])
+def test_positions_of_patches_are_loaded_with_other_prefix_tokens(files, options):
     file = files(TINY)[1]
-    ours = like(TINY, tokenizer=partial(PatchEmbed, patch=4), **knobs)((28, 28), 1, 10)
-    report = Weights(name=TINY, file=file, new=("prefix",)).load(ours, *GREY)
-    plain = like(TINY, tokenizer=partial(PatchEmbed, patch=4))((28, 28), 1, 10)
-    Weights(name=TINY, file=file).load(plain, *GREY)
+    ours, plain = tiny4(**options), tiny4()
+    report = Weights(name=TINY, file=file, new=("prefix",)).load(ours, *GRAY)
+    Weights(name=TINY, file=file).load(plain, *GRAY)
     assert torch.equal(ours.position.table[-49:], plain.position.table[-49:]) and "position.table" not in report["new"]
 
 
-def test_a_grid_of_another_shape_with_as_many_places_is_resampled_all_the_same(files):
+def test_positions_are_resampled_to_another_grid_of_equal_length(files):
     theirs, file = files(TINY)
     ours = like(TINY)((112, 448), 3, 10)
     report = Weights(name=TINY, file=file).load(ours, 0.5, 0.5)
     assert report["resized"] == ["position.table: 14 x 14 to 7 x 28"]
     square = theirs.pos_embed[0, 1:].detach().T.reshape(1, -1, 14, 14)
-    wanted = nn.functional.interpolate(square, size=(7, 28), mode="bicubic", antialias=True).flatten(2)[0].T
-    assert (ours.position.table[1:] - wanted).abs().max() < 1e-5
+    expected = nn.functional.interpolate(square, size=(7, 28), mode="bicubic", antialias=True).flatten(2)[0].T
+    assert (ours.position.table[1:] - expected).abs().max() < 1e-5
     assert torch.equal(ours.position.table[0], theirs.pos_embed[0, 0])
 
 
-def test_where_prefix_tokens_have_no_positions_they_bring_theirs_along(files):
+def test_positions_of_prefix_tokens_are_added_if_the_model_has_none(files):
     theirs, file = files(TINY)
-    ours = like(TINY, position=partial(Learned, on_prefix=False))((224, 224), 3, 1000).eval()
+    ours = tiny(224, 3, 1000, position=partial(Learned, on_prefix=False))
     report = Weights(name=TINY, file=file).load(ours, 0.5, 0.5)
     assert report["adapted"] == ["prefix: 1 tokens with their positions added"] and len(ours.position.table) == 196
     x = torch.randn(1, 3, 224, 224)
@@ -369,54 +408,53 @@ def test_where_prefix_tokens_have_no_positions_they_bring_theirs_along(files):
         assert (ours(x) - theirs.eval()(x)).abs().max() < 1e-4
 
 
-def test_nothing_in_a_file_is_executed(tmp_path):
+def test_no_code_in_a_file_is_executed(tmp_path):
     class Trap:
         def __reduce__(self):
             return (tmp_path / "sprung").touch, ()
 
     torch.save({"model": Trap()}, tmp_path / "trap.pth")
     with pytest.raises(ValueError, match=r"trap\.pth cannot be read"):
-        Weights(name=TINY, file=str(tmp_path / "trap.pth")).load(like(TINY)((224, 224), 3, 10), 0.5, 0.5)
+        Weights(name=TINY, file=str(tmp_path / "trap.pth")).load(tiny(224, 3), 0.5, 0.5)
     assert not (tmp_path / "sprung").exists()
 
 
-# Techniques on top
+# With other slots
 
 
-def test_shifted_patches_without_their_norm_start_as_the_pretrained_function(files):
-    file = files(TINY)[1]
-    plain = like(TINY, tokenizer=partial(PatchEmbed, patch=4))((28, 28), 1, 10).eval()
-    shifted = like(TINY, tokenizer=partial(ShiftedPatchEmbed, patch=4, norm=False))((28, 28), 1, 10).eval()
+def test_shifted_patches_without_norm_give_equal_features(files):
+    plain, shifted = tiny4(), tiny4(tokenizer=partial(ShiftedPatchEmbed, patch=4, norm=False))
     for model in (plain, shifted):
-        Weights(name=TINY, file=file).load(model, *GREY)
+        Weights(name=TINY, file=files(TINY)[1]).load(model, *GRAY)
     x = torch.randn(2, 1, 28, 28)
     with torch.no_grad():
         assert (plain.features(x) - shifted.features(x)).abs().max() <= 1e-5
     assert shifted.tokenizer.proj.weight.shape == (192, 5 * 16) and (shifted.tokenizer.proj.weight[:, 16:] == 0).all()
 
 
-def test_locality_attention_without_its_mask_starts_as_the_pretrained_function_and_a_reduction_is_new(files):
-    file, patch = files(TINY)[1], partial(PatchEmbed, patch=4)
-    attention = partial(LocalityAttention, mask_self=False)
-    models = [like(TINY, tokenizer=patch, **knobs)((28, 28), 1, 10).eval() for knobs in ({}, {"attention": attention})]
+def test_locality_attention_without_mask_gives_equal_features(files):
+    models = tiny4(), tiny4(attention=partial(LocalityAttention, mask_self=False))
     for model, new in zip(models, ((), ("attention.scale",))):
-        Weights(name=TINY, file=file, new=new).load(model, *GREY)
+        Weights(name=TINY, file=files(TINY)[1], new=new).load(model, *GRAY)
     x = torch.randn(2, 1, 28, 28)
     with torch.no_grad():
         assert (models[0].features(x) - models[1].features(x)).abs().max() <= 1e-5
-    learned = like(TINY, tokenizer=patch, reduction=partial(LearnedPrune, keep=0.7))((28, 28), 1, 10)
-    report = Weights(name=TINY, file=file).load(learned, *GREY)
+
+
+def test_learned_reduction_is_initialized_anew(files):
+    model = tiny4(reduction=partial(LearnedPrune, keep=0.7))
+    report = Weights(name=TINY, file=files(TINY)[1]).load(model, *GRAY)
     assert all("reduction" in name or name.startswith("head.") for name in report["new"]) and len(report["new"]) > 2
 
 
-def test_rates_fall_from_block_to_block_as_timms_do():
+def test_layer_decay_gives_the_learning_rates_of_timm():
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=3)
     from timm.optim import param_groups_layer_decay
 
-    wanted = {}
+    expected = {}
     for group in param_groups_layer_decay(theirs, layer_decay=0.75):
-        wanted |= {id(p): group["lr_scale"] for p in group["params"]}
-    names = {name: wanted[id(p)] for name, p in theirs.named_parameters()}
+        expected |= {id(p): group["lr_scale"] for p in group["params"]}
+    names = {name: expected[id(p)] for name, p in theirs.named_parameters()}
     ours = like("vit_tiny_patch16_224")((224, 224), 3, 3)
     holder = nn.Module()
     holder.model = ours
@@ -426,8 +464,8 @@ def test_rates_fall_from_block_to_block_as_timms_do():
     scale = {name: found[id(p)] for name, p in ours.named_parameters()}
     pairs = {"head.weight": "head.weight", "tokenizer.proj.weight": "patch_embed.proj.weight"}
     pairs |= {"position.table": "pos_embed", "prefix": "cls_token"}
-    pairs |= {f"blocks.{at}.mlp.0.weight": f"blocks.{at}.mlp.fc1.weight" for at in range(12)}
-    assert all(scale[here] == pytest.approx(names[there]) for here, there in pairs.items())
+    pairs |= {f"blocks.{index}.mlp.0.weight": f"blocks.{index}.mlp.fc1.weight" for index in range(12)}
+    assert all(scale[ours] == pytest.approx(names[timms]) for ours, timms in pairs.items())
     with pytest.raises(ValueError, match="SmallCNN has none"):
         holder.model = SmallCNN((28, 28), 1, 3)
         decay_groups(holder, 0.05, 0.75)
@@ -436,42 +474,45 @@ def test_rates_fall_from_block_to_block_as_timms_do():
 # In a run
 
 
-SHAPE = like(TINY, tokenizer=partial(PatchEmbed, patch=4))
+@pytest.fixture
+def offline(monkeypatch):
+    """The hub cannot be reached."""
+    import huggingface_hub
+
+    def fail(*args, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
+
+
+SHAPE = like(TINY, tokenizer=PATCH4)
 SHORT = Run(data=digits, model=SHAPE, steps=2, batch=4, labels=20, val=20, ema=0.0, lr=1e-4, layer_decay=0.75)
 
 
-def test_a_run_starts_from_weights_and_its_record_says_which(files, tmp_path):
+def test_run_loads_weights_and_its_record_names_them(files, tmp_path):
     file = files(TINY)[1]
     run = SHORT.vary(init=Weights(name=TINY, file=file))
     record = fit(run, tmp_path / "tuned")
     assert record["weights"]["name"] == TINY and len(record["weights"]["sha256"]) == 64
     assert record["weights"]["new"] == ["head.weight", "head.bias"] and record["pretraining"] is None
     assert rebuild(describe(run)) == run and fingerprint(run) != fingerprint(SHORT)
-    still = fit(run.vary(steps=0), tmp_path / "still")
+    untrained = fit(run.vary(steps=0), tmp_path / "still")
     fresh = fit(SHORT.vary(steps=0), tmp_path / "fresh")
-    assert still["test"] != fresh["test"]
-    loaded, model = load(tmp_path / "tuned")  # the file may have gone
+    assert untrained["test"] != fresh["test"]
+    loaded, model = load(tmp_path / "tuned")
     assert loaded == run and isinstance(model, ViT)
 
 
-def test_without_network_and_file_one_sentence_says_so_and_the_other_arms_are_run(tmp_path, capfd, monkeypatch):
-    import huggingface_hub
-
-    def refused(*words, **options):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
+def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tmp_path, capfd, monkeypatch, offline):
     monkeypatch.delenv("SMALLVIT_WEIGHTS", raising=False)
     with pytest.raises(Unavailable, match=r"put vit_tiny.*\.safetensors into a folder and set SMALLVIT_WEIGHTS to it"):
         fit(SHORT.vary(init=Weights(name=TINY)), tmp_path / "alone")
-    small = Run(
-        data=digits, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=1), steps=2, val=20
-    )
+    small = Run(data=digits, model=partial(ViT, tokenizer=PATCH4, dim=8, depth=1, heads=1), steps=2, val=20)
     arms = {"scratch": small, "tuned": small.vary(model=SHAPE, init=Weights(name=TINY)), "wider": small.vary(dim=16)}
     runs = ablate(arms, labels=[20], seeds=range(6), references=False)
     records = launch(runs, tmp_path / "out", recipe="t", jobs=1)
-    said = capfd.readouterr().err
-    assert said.count("unavailable:") == 1 and said.count(TINY) <= 3
+    messages = capfd.readouterr().err
+    assert messages.count("unavailable:") == 1 and messages.count(TINY) <= 3
     by_arm = {arm: {r["status"] for r in records if r["arm"] == arm} for arm in arms}
     assert by_arm == {"scratch": {"finished"}, "tuned": {"unavailable"}, "wider": {"finished"}}
     comparison = compare(records)
@@ -481,14 +522,8 @@ def test_without_network_and_file_one_sentence_says_so_and_the_other_arms_are_ru
         assert "Unavailable here" in page and "SMALLVIT_WEIGHTS" in page and "Failures" not in page
 
 
-def test_weights_that_have_come_since_are_used(files, tmp_path, monkeypatch):
+def test_weights_that_become_available_are_used(files, tmp_path, monkeypatch, offline):
     monkeypatch.setenv("SMALLVIT_WEIGHTS", str(tmp_path / "weights"))
-    import huggingface_hub
-
-    def refused(*words, **options):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
     run = SHORT.vary(init=Weights(name=TINY), steps=1)
     assert [r["status"] for r in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["unavailable"]
     (tmp_path / "weights").mkdir()
@@ -496,7 +531,7 @@ def test_weights_that_have_come_since_are_used(files, tmp_path, monkeypatch):
     assert [r["status"] for r in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["finished"]
 
 
-def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_verdict():
+def test_pretrained_references_are_named_by_their_training_data():
     scratch = Run(steps=1_000, labels=None)
     arms = imagenet_vit_s(scratch, upsampled=True)
     assert list(arms)[:2] == ["ViT-S from ImageNet-21k (fine-tuned)", "ViT-S from ImageNet-21k (frozen)"] and len(arms) == 5
@@ -505,14 +540,14 @@ def test_yardsticks_are_named_by_what_their_weights_were_trained_on_and_get_no_v
     assert {run.arm for run in runs if run.init is None and run.arm in arms} == {"ViT-S from scratch"}
     assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
     assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
-    tiny = imagenet_vit_s(scratch, name=TINY, upsampled=True)
+    tiny_arms = imagenet_vit_s(scratch, name=TINY, upsampled=True)
     kind = TINY.partition(".")[0]
-    assert list(tiny)[-2:] == [f"{kind} from ImageNet-21k at 224 pixels (frozen)", f"{kind} from scratch"]
+    assert list(tiny_arms)[-2:] == [f"{kind} from ImageNet-21k at 224 pixels (frozen)", f"{kind} from scratch"]
     bilinear = imagenet_vit_s(scratch, name="vit_base_patch16_224_miil.in21k_ft_in1k", upsampled=True)
     with torch.device("meta"):
-        models = [run.model((28, 28), 1, 10) for some in (arms, tiny, bilinear) for run in some.values()]
+        models = [run.model((28, 28), 1, 10) for group in (arms, tiny_arms, bilinear) for run in group.values()]
     assert [model.norm.weight.shape[0] for model in models] == [384] * 5 + [192] * 5 + [768] * 5
-    ways = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
-    assert ways == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as the weights' own config says"
+    resizing = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
+    assert resizing == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as in timm's configuration of the weights"
     with pytest.raises(ValueError, match="is the name of a reference and of an arm"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, extra_references=arms)
