@@ -306,7 +306,7 @@ def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, base: dict[in
 
 
 def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], family: int) -> dict[Cell, tuple]:
-    """Cell -> (difference with its Holm-corrected p, verdict, reason). In Holm's method a comparison without a test has p = 1."""
+    """Cell -> (difference with its Holm-corrected p, verdict, reason). Comparisons without a test enter with p = 1."""
     results: dict[Cell, tuple] = {}
     tested: dict[Cell, Difference] = {}
     for cell, d in differences.items():

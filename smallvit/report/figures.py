@@ -14,7 +14,7 @@ from typing import Any
 
 from smallvit.record import Record, format_labels
 
-from .compare import TOLERANCE, Comparison, Row
+from .compare import TOLERANCE, Comparison, Difference, Row
 
 # Eight hues that can be distinguished from each other and from the ink with any kind of color blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")
@@ -41,15 +41,14 @@ def style() -> Iterator[None]:
 
 @style()
 def forest(c: Comparison) -> str:
-    """Paired differences to the baseline in points: a dot for each seed, a marker for the mean, a bar for the 95% t interval."""
+    """Paired differences to the baseline in points: dots for seeds, a marker for the mean, a bar for the 95% t interval."""
     arms = [arm for arm, role in c.arms.items() if role == "technique"]
-    rows = {n: [r for r in c.at(n) if r.arm in arms and r.difference] for n in c.labels}
+    rows = {n: {r.arm: r.difference for r in c.at(n) if r.arm in arms and r.difference} for n in c.labels}
     figure, panels = subplots([n for n in rows if rows[n]], arms)
     for n, ax in panels.items():
         ax.axvline(0, color=INK, linewidth=1)
-        for r in rows[n]:
-            d = r.difference
-            strip(ax, arms.index(r.arm), d.values, d.mean, d.low, d.high, styles(c)[r.arm], scale=100)
+        for arm, d in rows[n].items():
+            strip(ax, arms.index(arm), d, styles(c)[arm], scale=100)
         ax.locator_params(axis="x", nbins=6)
         ax.set(xlabel=f"points above {c.baseline}")
     return svg(figure, "forest", "paired differences to the baseline")
@@ -63,7 +62,7 @@ def dots(c: Comparison) -> str:
     figure, panels = subplots([n for n in rows if rows[n]], arms)
     for n, ax in panels.items():
         for r in rows[n]:
-            strip(ax, arms.index(r.arm), r.values, r.mean, r.low, r.high, styles(c)[r.arm])
+            strip(ax, arms.index(r.arm), r, styles(c)[r.arm])
         stretch(ax, "x", [v for r in rows[n] for v in (*r.values, r.low, r.high)], most=5)
         ax.set(xlabel="test accuracy, %")
     return svg(figure, "dots", "test accuracy of every run")
@@ -84,7 +83,7 @@ def by_macs(c: Comparison) -> str:
     for n, ax in panels.items():
         whole = next(r for r in rows[n] if r.role == "baseline")
         ax.axhline(whole.mean, color=INK, linewidth=0.8, linestyle=":")
-        share = {r.arm: r.budget["macs"] / whole.budget["macs"] for r in rows[n]}
+        share = {r.arm: (r.budget["macs"] or 0) / (whole.budget["macs"] or 1) for r in rows[n]}
         for r in rows[n]:
             equal = [arm for arm in share if abs(share[arm] - share[r.arm]) < 0.01]
             x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
@@ -101,7 +100,7 @@ def by_labels(c: Comparison) -> str:
     """Mean test accuracy against the number of labels, with 95% t intervals; empty for a single number of labels."""
     lines = {arm: [r for r in c.rows if r.arm == arm and r.labels and r.values] for arm in c.arms}
     lines = {arm: rows for arm, rows in lines.items() if rows}
-    sizes = sorted({r.labels for rows in lines.values() for r in rows})
+    sizes = sorted({r.labels for rows in lines.values() for r in rows if r.labels})
     if len(sizes) < 2:
         return ""
     figure, panels = subplots(["Accuracy against number of labels"], height=5.6, width=11)
@@ -109,7 +108,7 @@ def by_labels(c: Comparison) -> str:
     ends, looks = {}, styles(c)
     apart = (sizes[-1] / sizes[0]) ** 0.007  # arms stand side by side, so that no interval hides another
     for place, (arm, rows) in enumerate(lines.items()):
-        xs = [r.labels * apart ** (place - len(c.arms) / 2) for r in rows]
+        xs = [(r.labels or 0) * apart ** (place - len(c.arms) / 2) for r in rows]
         dashes = ":" if c.arms[arm] == "reference" else "-"
         ax.plot(xs, [r.mean for r in rows], dashes, marker=looks[arm]["marker"], color=looks[arm]["color"])
         for x, r in zip(xs, rows):
@@ -235,7 +234,7 @@ def styles(c: Comparison) -> dict[str, dict]:
     return looks
 
 
-def subplots(names: list, arms: Sequence[str] = (), *, height: float = 0, width: float = 0, columns: int = 3) -> tuple[Any, dict]:
+def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, columns: int = 3) -> tuple[Any, dict[Any, Any]]:
     """A figure and its panels by name, `columns` in a row; `arms` are written down the left side. Sizes are in inches."""
     from matplotlib.figure import Figure
 
@@ -254,12 +253,13 @@ def subplots(names: list, arms: Sequence[str] = (), *, height: float = 0, width:
     return figure, panels
 
 
-def strip(ax, y: int, values: Sequence[float], mean: float, low: float | None, high: float | None, look: dict, scale: int = 1):
+def strip(ax, y: int, found: Row | Difference, look: dict, scale: int = 1):
     """Draw one arm at height `y`: its seeds as small dots below, the interval and the mean above them."""
-    ax.plot([scale * v for v in values], [y + 0.2] * len(values), "o", color=look["color"], alpha=0.45, markersize=3.5)
-    if low is not None and high is not None:
-        ax.plot([scale * low, scale * high], [y - 0.08] * 2, color=look["color"], linewidth=2)
-    ax.plot([scale * mean], [y - 0.08], look["marker"], color=look["color"])
+    values = [scale * v for v in found.values]
+    ax.plot(values, [y + 0.2] * len(values), "o", color=look["color"], alpha=0.45, markersize=3.5)
+    if found.low is not None and found.high is not None:
+        ax.plot([scale * found.low, scale * found.high], [y - 0.08] * 2, color=look["color"], linewidth=2)
+    ax.plot([scale * (found.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
 
 
 def stretch(ax, axis: str, values: Sequence[float | None], most: int):
@@ -273,7 +273,7 @@ def stretch(ax, axis: str, values: Sequence[float | None], most: int):
     low, high = forward(min(known)), forward(min(1.0, max(known)))
     low, high = (low - 0.06 * (high - low) - 0.005), (high + 0.06 * (high - low) + 0.005)
     bottom, top = float(1.003 - 10**-low), float(1.003 - 10**-high)
-    ticks = round_ticks(bottom, min(top, 1.0), lambda a, b: abs(forward(a) - forward(b)) > (high - low) / most)
+    ticks = round_ticks(bottom, min(top, 1.0), lambda a, b: bool(abs(forward(a) - forward(b)) > (high - low) / most))
     getattr(ax, f"set_{axis}scale")("function", functions=(forward, lambda t: 1.003 - 10.0 ** -np.asarray(t, float)))
     getattr(ax, f"set_{axis}ticks")(ticks, [f"{100 * t:.4g}" for t in ticks])
     getattr(ax, f"set_{axis}lim")(bottom, top)

@@ -94,7 +94,7 @@ def excess(share: float) -> str:
 
 
 def sentence(c: Comparison, row: Row) -> str:
-    """A verdict as one line: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`; names the baseline if there are several."""
+    """A verdict as one line: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`. Names one of several baselines."""
     d, reason = row.difference, f" ({row.reason})" if row.reason else ""
     decided = row.verdict in ("better", "worse")
     start = f"{row.arm} at {format_labels(row.labels)}: {row.verdict}"
@@ -175,33 +175,34 @@ def superseded(records: Sequence[Record]) -> str:
 
 def notes(c: Comparison, warnings: Sequence[str]) -> str:
     """What a reader must know beside the answer: arms that were removed, runs without a result, warnings."""
-    out, s = [], "s" * (c.earlier > 1)
-    if c.earlier:
-        out.append(
-            f"The family counts {c.earlier} further comparison{s} whose arms were removed from the recipe after they had been run."
-        )
     lost = sum(len(row.failures) for row in c.rows if not row.unavailable)
-    total = lost + sum(len(row.values) for row in c.rows)
+    total, s = lost + sum(len(row.values) for row in c.rows), "s" * (c.earlier > 1)
+    removed = f"{c.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
+    out = [f"The family counts {removed}."] if c.earlier else []
     out += [f"{lost} of {total} runs have no result; see Failures."] if lost else []
-    out += [f"There {'are' if len(warnings) > 1 else 'is'} {len(warnings)} warning{'s' * (len(warnings) > 1)} below."] * bool(warnings)
+    if warnings:
+        out.append("There is 1 warning below." if len(warnings) == 1 else f"There are {len(warnings)} warnings below.")
     return " ".join(out)
 
 
 def how_to_read(c: Comparison) -> list[str]:
     """What the terms and brackets of a page mean, for a reader without the code."""
-    return [
-        "Differences are paired: runs with the same seed are trained on the same images in the same order. Brackets are the 95% t "
-        "interval of the mean paired difference, in percentage points of test accuracy. This interval is not corrected for the "
-        "number of comparisons.",
-        f"p-values are Holm-corrected for the number of comparisons ({c.family} in this recipe). A verdict of better or worse needs "
-        f"a corrected p below {LEVEL}, at least {MIN_PAIRS} seeds and no missing run. Inconclusive means that no difference was "
-        "shown; it does not mean that the arms are equal. References are rows for orientation and get no verdict.",
-        "All intervals and standard deviations (SD) are over seeds, on one fixed set of test images. They do not tell how much the "
-        "results would change with other test images.",
-        "Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked. "
-        "Extra labels are validation labels that were used to choose something, and labels of an earlier run that the arm starts "
-        "from.",
-    ]
+    text = f"""
+    Differences are paired: runs with the same seed are trained on the same images in the same order. Brackets are the 95% t
+    interval of the mean paired difference, in percentage points of test accuracy. This interval is not corrected for the number
+    of comparisons.
+
+    p-values are Holm-corrected for the number of comparisons ({c.family} in this recipe). A verdict of better or worse needs a
+    corrected p below {LEVEL}, at least {MIN_PAIRS} seeds and no missing run. Inconclusive means that no difference was shown.
+    It does not mean that the arms are equal. References are rows for orientation and get no verdict.
+
+    All intervals and standard deviations (SD) are over seeds, on one fixed set of test images. They do not tell how much the
+    results would change with other test images.
+
+    Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
+    Extra labels are validation labels that were used to choose something, and labels of an earlier run that the arm starts from.
+    """
+    return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
 
 
 def how_it_was_timed(records: Sequence[Record]) -> str:
@@ -209,27 +210,14 @@ def how_it_was_timed(records: Sequence[Record]) -> str:
     evaluators = [e for r in records for e in r.run.get("evaluators") or () if e.get("call") == COST]
     sizes = sorted({e["batch"] for e in evaluators})
     batches = f" on batches of {' and '.join(map(str, sizes))} images" if sizes else ""
-    return (
-        "Tokens left is the number of tokens after the last block. MACs are counted on test images. Where they depend on the image, "
-        "both are means, and the SD is over images. Speed-up is the time of a forward pass of the same model without reduction, "
-        f"with its fastest attention kernel, divided by the time of the reduced model, in the same process{batches} (median over "
-        "seeds). A speed-up below 1 means that the reduction makes the model slower. The milliseconds of different arms were "
-        "measured in different processes while other runs were active, so compare speed-ups, not milliseconds."
-    )
-
-
-def budgets(c: Comparison) -> list[str]:
-    """Which costs all techniques share with their baseline (within 5%), and which they do not."""
-    rows, lines = [row for row in c.rows if row.role != "reference"], []
-    for name, title in BUDGETS.items():
-        arms = []
-        for arm in dict.fromkeys(row.arm for row in rows):
-            shares = [row.unequal[name] for row in rows if row.arm == arm and name in row.unequal]
-            arms += [f"{arm} ({' to '.join(dict.fromkeys(map(excess, (min(shares), max(shares)))))})"] if shares else []
-            arms += [f"{arm} (not recorded)"] if any(row.budget[name] is None for row in rows if row.arm == arm) else []
-        text = f"not within 5% of the baseline's for {listed(arms, NAMED)}" if arms else "equal within 5%"
-        lines.append(f"{title}: {text}")
-    return lines
+    text = f"""
+    Tokens left is the number of tokens after the last block. MACs are counted on test images. Where they depend on the image,
+    both are means, and the SD is over images. Speed-up is the time of a forward pass of the same model without reduction, with
+    its fastest attention kernel, divided by the time of the reduced model, in the same process{batches} (median over seeds). A
+    speed-up below 1 means that the reduction makes the model slower. The milliseconds of different arms were measured in
+    different processes while other runs were active, so compare speed-ups, not milliseconds.
+    """
+    return " ".join(text.split())
 
 
 def failures(c: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -3,15 +3,14 @@
 import html as entities
 import inspect
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from typing import Any
 
 from smallvit.record import Record, format_labels
 
 from . import figures, format, tables
-from .compare import compare
+from .compare import Comparison, compare
 from .provenance import changes, hyperparameters, provenance, warnings
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
@@ -31,7 +30,7 @@ def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = 
             parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
             parts += [part for table in found for part in (f"### {_md(table.title)}", _table(table))]
             parts += ["</details>"] if folded else []
-            parts += [_md(page["how_it_was_timed"]), _list(page["budgets"])] if heading == "Costs" else []
+            parts += [_md(page["how_it_was_timed"])] if heading == "Costs" else []
         failures = [text for text, _ in page["failures"]]
         for heading, lines in (("Warnings", page["warnings"]), ("Failures", failures)):
             parts += [f"## {heading}", _list(lines)] if lines else []
@@ -56,17 +55,22 @@ def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", 
 
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters["zip"] = zip
-    template = env.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
     page = content(records, title, doc, options, earlier) | {"light": figures.LIGHT, "dark": figures.DARK, "prose": prose}
     if c := page["c"]:
         shown = reported(records)
-        draw = {"forest": figures.forest, "macs": figures.by_macs, "labels": figures.by_labels, "dots": figures.dots}
-        draw["curves"] = partial(figures.learning_curves, records=shown)
-        draw["hyperparameters"] = lambda part: figures.by_hyperparameter(part, hyperparameters(part, shown))
+        draw: dict[str, Callable[[Comparison], str]] = {
+            "forest": figures.forest,
+            "macs": figures.by_macs,
+            "labels": figures.by_labels,
+            "hyperparameters": lambda part: figures.by_hyperparameter(part, hyperparameters(part, shown)),
+            "dots": figures.dots,
+            "curves": lambda part: figures.learning_curves(part, shown),
+        }
         parts = c.parts()
-        page["figures"] = {name: [(p, Markup(svg)) for p in parts if (svg := of(p))] for name, of in draw.items()}
+        page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
         page["looks"] = {arm: look for part in parts for arm, look in figures.styles(part).items()}
-        pictures = {r.arm: r.picture for r in reversed(shown) if "groups" in (r.picture or {})}
+        pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}
         page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in c.arms if arm in pictures}
     return template.render(page)
 
@@ -100,7 +104,6 @@ def content(records: Sequence[Record], title: str, doc: str, options: str, earli
         "notes": format.notes(c, warned),
         "tables": tables.tables(c, shown),
         "how_it_was_timed": format.how_it_was_timed(shown) if c.reduced else "",
-        "budgets": format.budgets(c),
         "warnings": warned,
         "failures": format.failures(c, shown),
         "unavailable": format.unavailable(c),
@@ -140,7 +143,7 @@ def _table(table: tables.Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _list(lines) -> str:
+def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {_md(line)}" for line in lines)
 
 

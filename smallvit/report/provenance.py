@@ -58,8 +58,8 @@ def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
         bound = mean if len(runs) < MIN_PAIRS else low
         if mean is not None and bound is not None and bound <= share + TIE:
             out.append(
-                f"{arm} at {format_labels(labels)} has learned nothing that can be shown: its accuracy is {100 * mean:.2f}%, and "
-                f"always naming the most frequent class gives {100 * share:.2f}%. Check the learning rate and the number of steps"
+                f"{arm} at {format_labels(labels)}: accuracy {100 * mean:.2f}%, not shown to be better than always naming the "
+                f"most frequent class ({100 * share:.2f}%). Check the learning rate and the number of steps"
             )
     return out
 
@@ -80,9 +80,9 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
             gains = [trained[probe] - random[probe] for trained, random in pairs if probe in trained and probe in random]
             mean, _, low, _ = spread(gains)
             if mean is not None and (mean if low is None else low) <= 0:
-                bound = "" if low is None else f", 95% interval from {100 * low:+.2f}"
+                bound = "" if low is None else f" (95% interval from {100 * low:+.2f})"
                 gain = f"{100 * mean:+.2f} points{bound}".replace("-", "−")
-                out.append(f"{arm} at {format_labels(labels)}, {probe}: not shown to be better than an untrained model ({gain})")
+                out.append(f"{arm} at {format_labels(labels)}, {probe}: not shown to be better than an untrained model, {gain}")
     return out
 
 
@@ -133,12 +133,12 @@ def hyperparameters(c: Comparison, records: Sequence[Record]) -> dict[str, dict[
     found: dict[str, dict[str, float]] = {}
     for r, base in with_baselines(c, records):
         changed = changed_options(base.run, r.run)
-        (path, values), *others = changed.items() or [("", ())]
-        number = values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        if others or not number or path.startswith(("init", "teacher")) or c.arms.get(r.arm) != "technique":
+        numbers = {path: values for path, values in changed.items() if all(type(value) in (int, float) for value in values)}
+        path = next(iter(numbers), "")
+        if len(changed) != 1 or not numbers or path.startswith(("init", "teacher")) or c.arms.get(r.arm) != "technique":
             continue
         last = path.rpartition(".")[2]
-        pairs = {NAMES.get(last, last.replace("_", " ")): values}
+        pairs = {NAMES.get(last, last.replace("_", " ")): numbers[path]}
         if base.tokens and r.tokens and base.tokens != r.tokens:
             pairs["tokens"] = base.tokens, r.tokens
         for name, (before, after) in pairs.items():

@@ -44,7 +44,7 @@ def each_table(c: Comparison) -> list[tuple[str, tuple[Row, ...]]]:
 
 
 def accuracy_tables(c: Comparison) -> list[Table]:
-    """Accuracy, difference to the baseline, p and verdict of each arm."""
+    """Accuracy, difference to the baseline, Holm-corrected p and verdict of each arm."""
     columns = ("Test accuracy, % (mean ± SD over seeds)", "Difference, points [95% CI]", "Holm p", "Verdict")
 
     def cells(row: Row) -> list[tuple[str, list[str]]]:
@@ -52,7 +52,7 @@ def accuracy_tables(c: Comparison) -> list[Table]:
         return [
             (mean_sd(row), []),
             (f"{points(d.mean)} {interval(d)}", [f"n = {len(d.values)}"] * (d.seeds != row.seeds)) if d else ("–", []),
-            (p_value(d and d.p_holm), [f"p {'' if d.p < 0.001 else '= '}{p_value(d.p)}"] if d and d.p is not None else []),
+            (p_value(d and d.p_holm), []),
             (row.verdict or row.role, [row.reason] * bool(row.reason) + [f"by {row.score}"] * (row.score != "accuracy")),
         ]
 
@@ -67,21 +67,16 @@ def cost_tables(c: Comparison) -> list[Table]:
 
 
 def seed_tables(c: Comparison) -> list[Table]:
-    """The accuracy of every seed, in percent, and its range."""
-    rows = {
-        (title, row.arm): [
-            (f"{percent(min(row.values))} to {percent(max(row.values))}", []),
-            (", ".join(f"{percent(value)} ({seed})" for seed, value in zip(row.seeds, row.values)), []),
-        ]
-        for title, table in each_table(c)
-        for row in table
-        if row.values
-    }
-    columns = ("Range", "Accuracy, % (seed)")
-    return [
-        Table(title=title, columns=columns, rows={arm: cells for (name, arm), cells in rows.items() if name == title})
-        for title in dict.fromkeys(title for title, _ in rows)
-    ]
+    """The range of the accuracies, p before the Holm correction, and the accuracy of every seed."""
+
+    def cells(row: Row) -> list[tuple[str, list[str]]]:
+        seeds = [f"{percent(value)} ({seed})" for seed, value in zip(row.seeds, row.values)]
+        extent = f"{percent(min(row.values))} to {percent(max(row.values))}"
+        return [(extent, []), (p_value(row.difference and row.difference.p), []), (", ".join(seeds), [])]
+
+    columns = ("Range", "p, not corrected", "Accuracy, % (seed)")
+    found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(c)]
+    return [Table(title=title, columns=columns, rows=rows) for title, rows in found if rows]
 
 
 def probe_tables(records: Sequence[Record]) -> list[Table]:
