@@ -1,4 +1,4 @@
-"""Streams: the same numbers on every machine for ever, and no two streams that know of each other."""
+"""Random streams: the same numbers on every machine and in every version, and no two streams that are related."""
 
 import ast
 import hashlib
@@ -11,7 +11,7 @@ import torch
 from smallvit import rng
 from smallvit.rng import shuffled, stream
 
-# Committed records rest on these: a change makes every published number irreproducible.
+# Committed records depend on these values: a change makes every published number irreproducible.
 GOLDEN = {
     (0, "subset", 0): 6518292570242966442,
     (0, "order", 3): 5172884068272721061,
@@ -23,22 +23,22 @@ SHUFFLED = {0: [2, 10, 8, 5, 11, 0, 9, 7, 4, 6, 3, 1], 1: [8, 11, 0, 5, 1, 7, 4,
 
 
 @pytest.mark.parametrize("name", GOLDEN, ids=str)
-def test_a_stream_starts_where_it_always_has(name):
+def test_streams_never_change(name):
     assert stream(*name) == GOLDEN[name]
 
 
 @pytest.mark.parametrize("seed", SHUFFLED)
-def test_an_order_is_what_it_always_was(seed):
+def test_orders_never_change(seed):
     assert shuffled(range(12), seed, "subset") == SHUFFLED[seed]
 
 
-def test_the_rule_written_out():
+def test_stream_follows_its_rule():
     digest = hashlib.sha256(b"7/order/12").hexdigest()
-    low_end_first = int("".join(reversed([digest[i : i + 2] for i in range(0, 16, 2)])), 16)
-    assert stream(7, "order", 12) == low_end_first // 2
+    little_endian = int("".join(reversed([digest[i : i + 2] for i in range(0, 16, 2)])), 16)
+    assert stream(7, "order", 12) == little_endian // 2
 
 
-def test_no_two_streams_are_one_and_torch_takes_them_all():
+def test_streams_are_distinct_and_valid_torch_seeds():
     names = ["subset", "subset/class", "val", "order", "augment", "init", "dropout", "mask"]
     states = [stream(*key) for key in product(range(20), names, range(50))]
     assert len(set(states)) == len(states) == 8_000
@@ -48,47 +48,41 @@ def test_no_two_streams_are_one_and_torch_takes_them_all():
     assert (ones - 0.5).abs().max() < 5 * 0.5 / 8_000**0.5  # every bit is a fair coin
 
 
-def test_neighbouring_streams_draw_unrelated_numbers():
-    drawn = torch.stack(
-        [torch.rand(500, generator=torch.Generator().manual_seed(stream(0, "augment", step))) for step in range(40)]
-    )
-    related = torch.corrcoef(drawn) - torch.eye(40)
-    assert related.abs().max() < 5 / 500**0.5
+def test_streams_of_neighboring_steps_are_uncorrelated():
+    seeds = [stream(0, "augment", step) for step in range(40)]
+    drawn = torch.stack([torch.rand(500, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    assert (torch.corrcoef(drawn) - torch.eye(40)).abs().max() < 5 / 500**0.5
 
 
-def test_a_stream_depends_on_nothing_that_was_drawn_before():
-    state = torch.get_rng_state()
+def test_stream_does_not_depend_on_earlier_draws_and_changes_no_generator():
     before = [stream(0, "order", 1), shuffled(range(50), 0, "val")]
     torch.rand(7)
-    changed = torch.get_rng_state()
+    state = torch.get_rng_state()
     assert [stream(0, "order", 1), shuffled(range(50), 0, "val")] == before
-    assert torch.equal(changed, torch.get_rng_state())
-    torch.set_rng_state(state)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("items", [[], ["a"], list(range(1000)), ["b", "a", "ä", "c/d"]], ids=len)
-def test_shuffled_is_a_permutation(items):
+def test_shuffled_is_a_permutation_that_ignores_the_given_order(items):
     given = list(items)
     found = shuffled(items, 3, "val")
     assert sorted(found) == sorted(given) and items == given
-    assert shuffled(given[::-1], 3, "val") == found  # the order they came in does not matter
+    assert shuffled(given[::-1], 3, "val") == found
 
 
-def test_shuffles_differ_by_seed_and_by_name_and_prefer_no_place():
+def test_shuffles_differ_by_seed_and_name_and_favor_no_index():
     orders = [tuple(shuffled(range(30), seed, name)) for seed, name in product(range(200), ("subset", "val"))]
     assert len(set(orders)) == 400
     where = torch.tensor([order.index(0) for order in orders]).double()
     assert abs(where.mean() - 14.5) < 5 * (30**2 / 12) ** 0.5 / 400**0.5
 
 
-def test_the_docstring_lists_the_names_in_use():
-    place, used = {"stream": 1, "shuffled": 2, "draw": 3}, set()
+def test_docstring_lists_all_names_in_use():
+    name_argument, used = {"stream": 1, "shuffled": 2, "balanced_split": 3}, set()
     for path in Path(rng.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and place.get(node.func.id)
-            named = (
-                name and len(node.args) > name and isinstance(node.args[name], ast.Constant)
-            )  # explain has a draw of its own
-            used |= {node.args[name].value} if named else set()
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in name_argument:
+                argument = node.args[name_argument[node.func.id]]
+                used |= {argument.value} if isinstance(argument, ast.Constant) else set()
     assert used >= {"subset", "val", "order", "augment", "init", "dropout", "digits/test"}
     assert not [name for name in used if f"`{name}`" not in rng.__doc__]
