@@ -2,7 +2,7 @@
 
 import dataclasses
 from importlib import import_module
-from math import cos, exp, log, pi, radians, sin, tan
+from math import exp, pi
 from pkgutil import iter_modules
 
 import pytest
@@ -227,26 +227,7 @@ def test_apply_refuses_an_invalid_batch(images):
         augment.apply(digits(), Batch(images, torch.ones(2, 1)), seeded())
 
 
-# Warp
-
-
-@pytest.mark.parametrize(("h", "w"), [(12, 12), (9, 15), (16, 7)])
-@pytest.mark.parametrize("seed", range(4))
-def test_warp_is_the_documented_affine_map(h, w, seed):
-    batch = random_batch(1, 2, h, w)
-    u = [2 * x - 1 for x in torch.rand(6, generator=seeded(seed)).tolist()]
-    angle, lean, side = radians(40 * u[0]), radians(20 * u[1]), min(h, w)
-    rotation = torch.tensor([[cos(angle), -sin(angle)], [sin(angle), cos(angle)]])
-    shear = torch.tensor([[1, tan(lean)], [0, 1]])
-    zoom = torch.diag(torch.tensor([exp(log(1.3) * u[2]), exp(log(1.3) * u[3])]))
-    matrix, shift = rotation @ shear @ zoom, 0.2 * side * torch.tensor(u[4:])
-    to_pixels = torch.diag(torch.tensor([w / 2, h / 2]))  # from the coordinates of grid_sample
-    offset = -(to_pixels.inverse() @ matrix @ shift)[:, None]
-    theta = torch.cat([to_pixels.inverse() @ matrix @ to_pixels, offset], dim=1)
-    grid = F.affine_grid(theta[None], batch.images.shape, align_corners=False)
-    expected = F.grid_sample(batch.images, grid, align_corners=False)
-    warp = Warp(rotate=40, scale=0.3, shear=20, shift=0.2, force=True)
-    torch.testing.assert_close(warp(batch, seeded(seed)).images, expected, atol=1e-5, rtol=0)
+# Warp: for its affine map and its crops see tests/test_multicrop.py
 
 
 def test_warp_shifts_by_up_to_the_given_fraction_of_the_shorter_side():

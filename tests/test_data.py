@@ -540,9 +540,9 @@ def test_invalid_preprocess_is_refused_by_the_name_of_the_field(field, value):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"size": [8, 8]}, r"missing \['channels', 'classes', 'mean', 'std'\]"),
-        (DIGITS | {"crop": 1}, r"unknown \['crop'\]"),
-        (None, "missing"),
+        ({"size": [8, 8]}, r"missing or unknown: \['channels', 'classes', 'mean', 'std'\]"),
+        (DIGITS | {"crop": 1}, r"missing or unknown: \['crop'\]"),
+        (None, "missing or unknown: None"),
     ],
 )
 def test_dictionary_with_missing_or_unknown_fields_is_refused(values, message):

@@ -43,19 +43,19 @@ def views_of(batch, *transforms, seed=0):
 
 
 @pytest.mark.parametrize(("h", "w", "size"), [(12, 12, None), (9, 15, (6, 7)), (16, 7, 20)])
-@pytest.mark.parametrize("aim", ["anywhere", "ink"])
+@pytest.mark.parametrize(("crop", "aim"), [((1.0, 1.0), "anywhere"), ((0.1, 0.6), "anywhere"), ((0.1, 0.6), "ink")], ids=str)
 @pytest.mark.parametrize("moved", [False, True], ids=["crop only", "crop and moves"])
-def test_crop_is_the_documented_window_and_its_content_is_warped(h, w, size, aim, moved):
-    moves = dict(rotate=25, scale=0.3, shear=20, shift=0.1) if moved else {}
+def test_warp_is_the_documented_affine_map_of_the_documented_crop(h, w, size, crop, aim, moved):
+    moves = dict(rotate=40, scale=0.3, shear=20, shift=0.2, force=True) if moved else {}
     batch, b = random_batch(6, 2, h, w), 6
     batch.images[:, :, : h // 2] *= 0.7
-    images = Warp(**moves, crop=(0.1, 0.6), aspect=2, aim=aim, size=size)(batch, seeded(3)).images
+    images = Warp(**moves, crop=crop, aspect=2, aim=aim, size=size)(batch, seeded(3)).images
     generator = seeded(3)
-    window, affine = torch.rand(4, b, generator=generator).tolist(), (2 * torch.rand(6, b, generator=generator) - 1).tolist()
+    window = torch.rand(4, b, generator=generator).T.tolist() if crop[0] < 1 else [(1, 0.5, 0.5, 0.5)] * b
+    affine = (2 * torch.rand(6, b, generator=generator) - 1).T.tolist()
     rows, columns = (h, w) if size is None else (size, size) if isinstance(size, int) else size
-    for i in range(b):
-        area, shape, place_x, place_y = (numbers[i] for numbers in window)
-        area = 0.1 + 0.5 * area
+    for i, ((area, shape, place_x, place_y), u) in enumerate(zip(window, affine)):
+        area = crop[0] + (crop[1] - crop[0]) * area
         aspect = exp((2 * shape - 1) * min(log(2), -log(area)))
         width, height = (area * aspect) ** 0.5, (area / aspect) ** 0.5
         x, y = (2 * place_x - 1) * (1 - width), (2 * place_y - 1) * (1 - height)
@@ -66,13 +66,12 @@ def test_crop_is_the_documented_window_and_its_content_is_warped(h, w, size, aim
                 left -= batch.images[i, :, pixel // w, pixel % w].mean().item()
             x, y = (2 * (pixel % w) + 1) / w - 1, (2 * (pixel // w) + 1) / h - 1
             x, y = min(max(x, width - 1), 1 - width), min(max(y, height - 1), 1 - height)
-        u = [numbers[i] for numbers in affine]
-        angle, lean = radians(25 * u[0]), radians(20 * u[1])
-        rotation = torch.tensor([[cos(angle), -sin(angle)], [sin(angle), cos(angle)]])
-        zoom = torch.diag(torch.tensor([exp(log(1.3) * u[2]), exp(log(1.3) * u[3])]))
-        matrix, shift = rotation @ torch.tensor([[1, tan(lean)], [0, 1]]) @ zoom, 0.1 * min(h, w) * torch.tensor(u[4:])
-        if not moved:
-            matrix, shift = torch.eye(2), torch.zeros(2)
+        matrix, shift = torch.eye(2), torch.zeros(2)
+        if moved:
+            angle, lean = radians(40 * u[0]), radians(20 * u[1])
+            rotation = torch.tensor([[cos(angle), -sin(angle)], [sin(angle), cos(angle)]])
+            zoom = torch.diag(torch.tensor([exp(log(1.3) * u[2]), exp(log(1.3) * u[3])]))
+            matrix, shift = rotation @ torch.tensor([[1, tan(lean)], [0, 1]]) @ zoom, 0.2 * min(h, w) * torch.tensor(u[4:])
         to_pixels = torch.diag(torch.tensor([w / 2, h / 2]))  # from the coordinates of grid_sample
         extent = torch.diag(torch.tensor([width, height]))
         linear = extent @ to_pixels.inverse() @ matrix @ to_pixels

@@ -73,11 +73,10 @@ class Preprocess:
 
         Raises    ValueError naming the field that is missing, unknown or invalid.
         """
-        expected = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != expected:
-            found = values.keys() if isinstance(values, dict) else set()
-            missing, unknown = sorted(expected - found), sorted(map(str, found - expected))
-            raise ValueError(f"Preprocess: expected a dictionary with {sorted(expected)}; missing {missing}, unknown {unknown}")
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or values.keys() != names:
+            wrong = sorted(map(str, names.symmetric_difference(values))) if isinstance(values, dict) else repr(values)
+            raise ValueError(f"Preprocess: expected a dictionary of {', '.join(sorted(names))}; missing or unknown: {wrong}")
         converted: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**converted)
 
