@@ -1,1 +1,1 @@
-"""The commands: one file each, loaded when it is called. `main(chosen)` takes the parsed words and gives the exit status."""
+"""The commands of the command line, one file each. `main(options)` gets the parsed options and returns the exit status."""

@@ -1,4 +1,4 @@
-"""smallvit list: the recipes at hand, and what each asks."""
+"""smallvit list: the available recipes and their questions."""
 
 import argparse
 import ast
@@ -6,11 +6,12 @@ import ast
 from smallvit.recipe import recipe_files
 
 
-def main(chosen: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
+    """Print the name and the question of each recipe, without importing any. Returns the exit status 0."""
     for path in recipe_files():
         try:
-            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "no question asked"
-        except (SyntaxError, ValueError) as error:  # no Python, or no text
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "it has no docstring with a question"
+        except (SyntaxError, ValueError) as error:
             doc = f"cannot be read: {error}"
         print(f"{path.stem:16} {doc.splitlines()[0]}")
     return 0

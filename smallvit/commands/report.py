@@ -1,86 +1,136 @@
-"""smallvit report: the tables, verdicts and figures of what has been run so far."""
+"""smallvit report: tables, verdicts and figures of the runs that have finished so far."""
 
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from smallvit.launch.scheduler import recall
-from smallvit.recipe import find_recipe, load_recipe, with_length
-from smallvit.record import one_picture_each, read_records, write_records, write_text
+from smallvit.ablation import ArmRun
+from smallvit.launch.progress import error_text
+from smallvit.launch.scheduler import Damaged, recall, tags
+from smallvit.recipe import find_recipe, load_recipe
+from smallvit.record import RECORD, Record, one_picture_per_arm, read_record, read_records, write_records, write_text
 from smallvit.report import html, markdown, text
+from smallvit.report.page import reported
+from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
-from smallvit.train.fit import blank
+from smallvit.train.fit import new_record
 
 
-def main(chosen: argparse.Namespace) -> int:
-    path = find_recipe(chosen.recipe)
+def main(options: argparse.Namespace) -> int:
+    """Write the report of a recipe and print its verdicts. Returns 0 if all its runs have finished, otherwise 1.
+
+    With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of the
+    committed records.
+    """
+    path = find_recipe(options.recipe)
     module = load_recipe(path)
-    planned, out = of_that_length(module.RUNS, chosen)
-    records = gathered(planned, out, path.stem)
+    runs, out = scaled(module.RUNS, options)
+    records, earlier = collect(runs, out, path.stem), removed_comparisons(runs, out, path.stem)
     published = path.with_suffix(".jsonl")
-    if chosen.publish:
-        if chosen.scale_steps > 1:
-            raise ValueError(f"--scale-steps {chosen.scale_steps} is not what {path.name} says; change its steps and publish those runs")
-        left = sum(record["status"] not in ("finished", "unavailable") for record in records)
-        left += sum(record["status"] == "unavailable" and record["role"] == "baseline" for record in records)
+    if options.publish:
+        if options.scale_steps > 1:
+            raise ValueError(
+                f"--publish got --scale-steps {options.scale_steps}, but the runs of {path.name} are shorter; change the steps"
+                " there"
+            )
+        left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
         if left:
-            raise ValueError(f"{left} of {len(records)} runs have not finished; a published report has all of them")
-        records = one_picture_each(records)
+            raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
+        records = one_picture_per_arm(records)
         write_records(published, records)
-        write_report(path, module, records, path.with_suffix(""))
+        write_report(path, module, records, path.with_suffix(""), earlier=earlier)
         return 0
-    if all(record["status"] == "missing" for record in records):
-        if not published.exists() or chosen.scale_steps > 1:
-            start = f"smallvit run {chosen.recipe}{length_option(chosen.scale_steps)}"
-            raise ValueError(f"no runs of {path.stem} in {out}; start them with: {start}")
+    if all(record.status == "missing" for record in records):
+        if not published.exists() or options.scale_steps > 1:
+            command = f"smallvit run {options.recipe}{scale_option(options.scale_steps)}"
+            raise ValueError(f"no runs of {path.stem} in {out}; start them with: {command}")
         records = read_records(published)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
-        now = {fingerprint(run) for run in module.RUNS}
-        if old := sum(record["fingerprint"] not in now for record in records):
-            print(f"note: {old} of {len(records)} are of runs with other choices or defaults than {path.name} has today")
-    write_report(path, module, records, out / path.stem / "report", chosen.scale_steps)
-    return status(records, len(records))
+        current = {fingerprint(entry.run) for entry in module.RUNS}
+        if old := sum(record.fingerprint not in current for record in records):
+            print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
+    write_report(path, module, records, out / path.stem / "report", options.scale_steps, earlier)
+    return status(records)
 
 
-def of_that_length(runs: list, chosen: argparse.Namespace) -> tuple[list, Path]:
-    """The runs of a recipe as long as they were asked for, and where they lie."""
-    if chosen.scale_steps == 1:
-        return runs, Path(chosen.out)
-    return [with_length(run, lambda steps: steps * chosen.scale_steps) for run in runs], Path(chosen.out) / f"scale-steps-{chosen.scale_steps}"
+def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
+    """The runs of a recipe with their steps multiplied by `--scale-steps`, and the folder that these runs lie in."""
+    factor, out = options.scale_steps, Path(options.out)
+    if factor == 1:
+        return list(runs), out
+    return [entry.with_steps(lambda steps: steps * factor) for entry in runs], out / f"scale-steps-{factor}"
 
 
-def length_option(scale_steps: int) -> str:
-    """How `--scale-steps` is said on the command line, nothing where it changes nothing."""
-    return f" --scale-steps {scale_steps}" * (scale_steps > 1)
+def scale_option(factor: int) -> str:
+    """The option `--scale-steps` as text for a command line; empty for 1."""
+    return f" --scale-steps {factor}" * (factor > 1)
 
 
-def gathered(runs: list, out: Path, recipe: str) -> list[dict]:
-    """A record of every run: what it left, or that it is missing, since verdicts pay for all that a recipe compares."""
-    unknown = dict.fromkeys(("code", "versions", "cpu"))
-    return [recall(run, out, recipe) or blank(run, recipe, status="missing") | unknown for run in runs]
+def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
+    """A record for each run: the one on disk, or one with the status "missing". Damaged ones are named and count as missing."""
+    records = []
+    for entry in runs:
+        record = None
+        try:
+            record = recall(entry, out, recipe)
+        except Damaged as error:
+            print(f"note: {error}; smallvit run trains this run again", file=sys.stderr)
+        if record is None:
+            record = new_record(entry.run, tags(entry, recipe), status="missing")
+            record.code = record.versions = record.cpu = None  # nothing was computed
+        records.append(record)
+    return records
 
 
-def write_report(path: Path, module: ModuleType, records: list[dict], target: Path, scale_steps: int = 1):
-    """Write `target.md` and `target.html`, then print the verdicts."""
+def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
+    """The number of comparisons (arm, labels) with finished runs on disk whose arm was removed from the recipe.
+
+    They still count for the Holm correction: otherwise an arm could be deleted after its result was seen.
+    """
+    arms, current = {entry.arm for entry in runs}, {fingerprint(entry.run) for entry in runs}
+    removed = set()
+    for path in (out / recipe).rglob(RECORD):
+        try:
+            record = read_record(path.parent)
+        except (OSError, ValueError):  # damaged, or of another version
+            continue
+        if record and record.finished and (record.role, record.recipe) == ("technique", recipe):
+            removed |= {(record.arm, record.labels)} if record.arm not in arms and record.fingerprint not in current else set()
+    return len(removed)
+
+
+def write_report(
+    path: Path, module: ModuleType, records: list[Record], target: Path, scale_steps: int = 1, earlier: int = 0
+):
+    """Write `target.md` and `target.html`, and print the verdicts and warnings.
+
+    `earlier` is the number of comparisons whose arms were removed from the recipe.
+    """
     for suffix, page in ((".md", markdown), (".html", html)):
-        said = page(records, title=path.stem, doc=module.__doc__ or "", options=length_option(scale_steps))
-        write_text(target.with_suffix(suffix), said)
-    print(text(records))
+        options = scale_option(scale_steps)
+        content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, earlier=earlier)
+        write_text(target.with_suffix(suffix), content)
+    print(text(records, earlier=earlier))
+    for warning in warnings(reported(records)):
+        print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")
 
 
-def status(records: list[dict], expected: int) -> int:
-    """0 if every run asked for has finished, those aside whose weights are not to be had; else 1 and a word about it."""
-    finished = sum(record["status"] in ("finished", "unavailable") for record in records)
-    failed = sum(record["status"] == "failed" for record in records)
-    if failed:
-        print(f"smallvit: {failed} of {expected} runs failed; --retry tries them again", file=sys.stderr)
-        why = Counter((record["arm"], record["error"]) for record in records if record["status"] == "failed")
-        for (arm, error), times in why.items():
+def status(records: Sequence[Record]) -> int:
+    """The exit status: 0 if all runs have finished, otherwise 1 after printing which failed or are missing.
+
+    Runs whose external weights are unavailable do not count as failed, but at least one run must have finished.
+    """
+    count = Counter(record.status for record in records)
+    if count["failed"]:
+        print(f"smallvit: {count['failed']} of {len(records)} runs failed; --retry trains them again", file=sys.stderr)
+        errors = Counter((record.arm, error_text(record)) for record in records if record.status == "failed")
+        for (arm, error), times in errors.items():
             print(f"  {arm}: {error}" + f" ({times} runs)" * (times > 1), file=sys.stderr)
-    if expected - finished - failed:
-        print(f"smallvit: {expected - finished - failed} of {expected} runs are still to be trained", file=sys.stderr)
-    nothing = not any(record["status"] == "finished" for record in records)
-    return int(finished < expected or nothing)
+    left = len(records) - count["finished"] - count["unavailable"] - count["failed"]
+    if left:
+        print(f"smallvit: {left} of {len(records)} runs are still to be trained", file=sys.stderr)
+    return int(bool(count["failed"] or left or not count["finished"]))

@@ -1,63 +1,73 @@
-"""smallvit run: train what a recipe compares, and report it."""
+"""smallvit run: train the runs of a recipe and write its report."""
 
 import argparse
 import shutil
 import sys
+from contextlib import suppress
 
+from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.autotune import autotune
+from smallvit.launch.local import check_device
 from smallvit.launch.plan import plan, tokens_left
-from smallvit.launch.scheduler import folder
+from smallvit.launch.scheduler import Damaged, recall
 from smallvit.numerics import Numerics, parse_numerics
-from smallvit.recipe import find_recipe, load_recipe, only, shortened
-from smallvit.train.fit import finished
+from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 
-from .report import gathered, of_that_length, status, write_report
+from .report import collect, removed_comparisons, scaled, status, write_report
 
 
-def main(chosen: argparse.Namespace) -> int:
-    path = find_recipe(chosen.recipe)
+def main(options: argparse.Namespace) -> int:
+    """Train the runs of a recipe that have not finished, and write the report. Returns 0 if all have finished, otherwise 1."""
+    check_device(options.device)
+    path = find_recipe(options.recipe)
     module = load_recipe(path)
-    planned, out = of_that_length(module.RUNS, chosen)
-    runs = only(planned, chosen.only)
-    if chosen.smoke:
-        runs = planned = shortened(runs)
+    recipe_runs, out = scaled(module.RUNS, options)
+    runs = only(recipe_runs, options.only)
+    if options.smoke:
+        runs = recipe_runs = smoke_test_runs(runs)
         out = out / "smoke"
-    given = parse_numerics(chosen.numerics)
-    if chosen.dry_run:
-        print(
-            plan(runs, chosen.jobs, chosen.device, lambda run: not chosen.smoke and finished(run, folder(run, out, path.stem)))
-        )
+    given = parse_numerics(options.numerics)
+
+    def finished(entry: ArmRun) -> bool:
+        record = None
+        with suppress(Damaged):
+            record = recall(entry, out, path.stem)
+        return not options.smoke and record is not None and record.finished
+
+    if options.dry_run:
+        print(plan(runs, options.jobs, options.device, finished, recipe_runs))
         return 0
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be made ({error}); choose another folder") from error
-    if chosen.smoke:
-        shutil.rmtree(out / path.stem, ignore_errors=True)  # to see that all works means to try it now
+        raise ValueError(f"--out {out} cannot be created ({error}); choose another folder") from error
+    if options.smoke:
+        shutil.rmtree(out / path.stem, ignore_errors=True)  # a smoke test trains again each time
     for arm, tokens in tokens_left(runs).items():
         print(f"{arm}: {tokens}")
-    numerics, stack = Numerics(**given), chosen.stack or 1
-    if chosen.fast:
-        given |= {"stack": chosen.stack} if chosen.stack else {}
-        print("fast: a few steps are tried in every way", file=sys.stderr)
-        numerics, stack, why = autotune(planned, out / path.stem, chosen.jobs, chosen.device, given)
-        print(f"fast: {why}")
+    numerics, stack = Numerics(**given), options.stack or 1
+    if options.fast:
+        given |= {"stack": options.stack} if options.stack else {}
+        print("fast: measuring a few steps with each kernel, precision and stack size", file=sys.stderr)
+        numerics, stack, reason = autotune(recipe_runs, out / path.stem, options.jobs, options.device, given)
+        print(f"fast: {reason}")
     launch(
         runs,
         out,
         recipe=path.stem,
+        recipe_runs=recipe_runs,
         source=path,
-        jobs=chosen.jobs,
+        jobs=options.jobs,
         stack=stack,
-        device=chosen.device,
+        device=options.device,
         numerics=numerics,
-        retry=chosen.retry,
-        fail_fast=chosen.fail_fast,
+        retry=options.retry,
+        fail_fast=options.fail_fast,
     )
-    records = gathered(planned, out, path.stem)
-    write_report(path, module, records, out / path.stem / "report", chosen.scale_steps)
-    if chosen.smoke:
-        print("smoke: every arm was trained for two steps to see that it works; the numbers mean nothing")
-    asked = {(run.arm, run.labels, run.seed) for run in runs}
-    return status([r for r in records if (r["arm"], r["labels"], r["seed"]) in asked], len(runs))
+    records, earlier = collect(recipe_runs, out, path.stem), removed_comparisons(recipe_runs, out, path.stem)
+    write_report(path, module, records, out / path.stem / "report", options.scale_steps, earlier)
+    if options.smoke:
+        print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
+    requested = {(entry.arm, entry.labels, entry.seed) for entry in runs}
+    return status([record for record in records if (record.arm, record.labels, record.seed) in requested])

@@ -1,48 +1,57 @@
-"""smallvit summary: what comes out of a model, step by step."""
+"""smallvit summary: the shapes, parameters and multiply-adds of a model, layer by layer."""
 
 import argparse
+from typing import Any
 
-from smallvit import like, summary
+import smallvit
 from smallvit.recipe import find_recipe, load_recipe, only
 
 
-def main(chosen: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
+    """Print the summary of the model of an arm, or of a timm model. Returns the exit status 0."""
     try:
-        path = find_recipe(chosen.model)
+        path = find_recipe(options.model)
     except ValueError as error:
-        model, image = of_timm(chosen, error)
+        model, image = timm_model(options, error)
     else:
-        run = only(load_recipe(path).RUNS, [f"arm={chosen.arm}"] if chosen.arm else [])[0]
-        spec = run.data().spec
-        size = spec.size if chosen.image is None else (chosen.image, chosen.image)
-        image = (chosen.channels or spec.channels, *size)
-        model = run.model(size, image[0], len(spec.classes))
-        print(f"{path.stem}, {run.arm}:")
+        entry = only(load_recipe(path).RUNS, [f"arm={options.arm}"] if options.arm else [])[0]
+        spec = entry.run.data().spec
+        size = spec.size if options.image is None else (options.image, options.image)
+        image = (options.channels or spec.channels, *size)
+        model = entry.run.model(size, image[0], len(spec.classes))
+        print(f"{path.stem}, {entry.arm}:")
     try:
-        print(summary(model, image))
-    except (AssertionError, RuntimeError) as error:  # of a model that is not ours
-        raise ValueError(f"{chosen.model} does not take images of {' x '.join(map(str, image))}: {error}") from error
+        print(smallvit.summary(model, image))
+    except (AssertionError, RuntimeError) as error:  # raised by timm models
+        raise ValueError(f"{options.model} does not accept images of {' x '.join(map(str, image))}: {error}") from error
     return 0
 
 
-def of_timm(chosen: argparse.Namespace, error: ValueError) -> tuple:
-    """A model of timm's without memory for its weights, as a `ViT` where it is one; and the image that it is for."""
+def timm_model(options: argparse.Namespace, error: ValueError) -> tuple[Any, tuple[int, int, int]]:
+    """A timm model without memory for its weights, and its image shape (channels, height, width).
+
+    A plain ViT is returned as a smallvit `ViT`. `error` says why the name is no recipe; it is raised, with a note, if timm has
+    no such model either.
+    """
     import timm
     import torch
 
-    name = chosen.model
+    name = options.model
     if not timm.is_model(name.partition(".")[0]):
         raise ValueError(f"{error} (timm has no model of that name either)") from None
-    if chosen.arm:
-        raise ValueError(f"{name} is a model of timm's and has no arm {chosen.arm!r}; leave --arm out")
-    cfg = timm.get_pretrained_cfg(name)
-    size = cfg.input_size[1:] if chosen.image is None else (chosen.image, chosen.image)
-    channels = chosen.channels or cfg.input_size[0]
+    if options.arm:
+        raise ValueError(f"{name} is a timm model and has no arm {options.arm!r}; leave out --arm")
+    config = timm.get_pretrained_cfg(name)
+    if config is None:
+        raise ValueError(f"timm does not say which images {name} expects; choose another model")
+    channels, height, width = config.input_size
+    size = (options.image or height, options.image or width)
+    channels = options.channels or channels
     with torch.device("meta"):
         try:
-            made = like(name)
-        except ValueError:  # what is no plain ViT is shown as timm has it
+            create = smallvit.like(name)
+        except ValueError:  # not a plain ViT
             model = timm.create_model(name, in_chans=channels)
         else:
-            model = made(size, channels, cfg.num_classes)
+            model = create(size, channels, config.num_classes)
     return model, (channels, *size)

@@ -1,42 +1,50 @@
-"""smallvit verify: train some committed runs again, and hold them against their band."""
+"""smallvit verify: train some runs again and compare them with the committed records."""
 
 import argparse
 from pathlib import Path
 
 from smallvit.launch import launch
-from smallvit.recipe import find_recipe, load_recipe, only, value
+from smallvit.launch.local import check_device
+from smallvit.recipe import filter_value, find_recipe, load_recipe, only
 from smallvit.record import code, read_records
-from smallvit.report import band
+from smallvit.report import compare_with_committed
 from smallvit.run import fingerprint
 
 
-def main(chosen: argparse.Namespace) -> int:
-    path = find_recipe(chosen.recipe)
+def main(options: argparse.Namespace) -> int:
+    """Train a few committed runs again. Returns 0 if every arm agrees with its committed records, otherwise 1."""
+    check_device(options.device)
+    path = find_recipe(options.recipe)
     module = load_recipe(path)
-    if not path.with_suffix(".jsonl").exists():
-        raise ValueError(
-            f"{path.stem} has no committed records ({path.with_suffix('.jsonl').name} beside it); publish them first"
-        )
-    committed = read_records(path.with_suffix(".jsonl"))
-    names = {(record["arm"], record["labels"], record["seed"]) for record in committed if record["status"] == "finished"}
-    runs = [run for run in module.RUNS if (run.arm, run.labels, run.seed) in names]
+    published = path.with_suffix(".jsonl")
+    if not published.exists():
+        raise ValueError(f"{path.stem} has no committed records ({published.name} beside it); create them with --publish")
+    committed = read_records(published)
+    names = {(record.arm, record.labels, record.seed) for record in committed if record.finished}
+    runs = [entry for entry in module.RUNS if (entry.arm, entry.labels, entry.seed) in names]
     if not runs:
-        raise ValueError(
-            f"no committed record is of a run that {path.name} asks for today: its arms, labels or seeds have changed"
-        )
-    labels = chosen.labels or str(value(min(runs, key=lambda run: (run.labels is None, run.labels or 0)), "labels"))
-    seeds = sorted({run.seed for run in runs})[: chosen.seeds]
-    runs = [run for run in only(runs, [f"labels={labels}"]) if run.seed in seeds]
-    out = Path(chosen.out) / "verify" / code()["sha256"][:12]  # other code makes other runs, whatever was verified before
-    again = launch(runs, out, recipe=path.stem, source=path, jobs=chosen.jobs, device=chosen.device, retry=True)
-    recorded = {record["fingerprint"] for record in committed}
-    changed = sorted({run.arm for run in runs if fingerprint(run) not in recorded})
-    if changed:
-        print(f"note: {', '.join(changed)}: a choice or a default has changed since the records were made")
-    lines, good = band(committed, again)
+        raise ValueError(f"none of the committed records is of a run in {path.name}: its arms, labels or seeds have changed")
+    smallest = min(runs, key=lambda entry: (entry.labels is None, entry.labels or 0))
+    seeds = sorted({entry.seed for entry in runs})[: options.seeds]
+    runs = [e for e in only(runs, [f"labels={options.labels or filter_value(smallest, 'labels')}"]) if e.seed in seeds]
+    out = Path(options.out) / "verify" / code()["sha256"][:12]  # changed code trains all runs again
+    again = launch(
+        runs,
+        out,
+        recipe=path.stem,
+        recipe_runs=module.RUNS,
+        source=path,
+        jobs=options.jobs,
+        device=options.device,
+        retry=True,
+    )
+    recorded = {record.fingerprint for record in committed}
+    if changed := sorted({entry.arm for entry in runs if fingerprint(entry.run) not in recorded}):
+        print(f"note: {', '.join(changed)}: a setting or a default has changed since the records were made")
+    lines, agree = compare_with_committed(committed, again)
     print("\n".join(lines))
     if left := len(runs) - len(again):
-        print(f"{left} runs are being trained by another process; verify again when it is through")
-        good = False
-    print("verified: every arm lies in its band" if good else "NOT verified: see above")
-    return 0 if good else 1
+        print(f"{left} runs are being trained by another process; start the command again when it has ended")
+        agree = False
+    print("verified: every arm agrees with its committed records" if agree else "NOT verified: see above")
+    return 0 if agree else 1

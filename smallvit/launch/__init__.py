@@ -1,11 +1,11 @@
-"""Launching: the runs of a recipe over the cores of this machine.
+"""Training the runs of a recipe in parallel, on the cores of this machine.
 
-pool.py        launch: worker processes, one thread each, and what to do when one dies
-schedule.py    Scheduler: what is still to be trained, in which order, and what came of it
-worker.py      work: what a worker does with the runs it is handed
-progress.py    Bar: how far all of it is
-plan.py        plan: what would be run, how the arms differ, how long it takes
-trial.py       autotune: in which way steps are computed autotune here
+local.py       launch: worker processes with one thread each; restarts a run whose worker has died
+scheduler.py   Scheduler: which runs are still to be trained, in which order, and their records
+worker.py      the code that a worker process executes
+progress.py    Bar: the progress bar
+plan.py        plan: what `--dry-run` prints, with the estimated time
+autotune.py    autotune: finds the fastest numerics and stack size for this machine
 """
 
 from .local import cores, launch

@@ -1,6 +1,6 @@
-"""The trial: how this machine trains the runs of a recipe autotune, found out by a few steps in every way that there is.
+"""Autotune: measure a few training steps of a recipe to find its fastest numerics and stack size on this machine.
 
-One choice for the whole recipe, so that its arms stay comparable, and made once: it is kept beside the runs.
+All runs of a recipe use the same choice, so that its arms stay comparable. The choice is stored beside the runs.
 """
 
 import json
@@ -8,250 +8,257 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smallvit import record as records
+from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import function
 from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
 
-from .local import cores, refuse_absent
-from .scheduler import with_dependencies
+from .local import check_device, cores
 
 if TYPE_CHECKING:
     from smallvit.train.loop import Training
 
-STEPS, FEWEST = 8, 3  # timed of each; the fewest where they take long
-LONG_ENOUGH = 20.0  # seconds
+STEPS, FEWEST_STEPS = 8, 3  # timed for each variant; the smaller number for slow ones
+TIME_LIMIT = 20.0  # seconds for the timed steps of all variants
 STACKS = (1, 2, 4, 8)
-GAIN = 0.95  # what takes more than this share of the time is not worth another rounding
+GAIN = 0.95  # another variant is chosen only if it takes less than this share of the time: it also changes rounding
 STACK_GAIN = 0.9
-HOPELESS = 3.0  # who takes so many times as long as another is not asked again
-HOPELESS_IN_WORDS = f"over {HOPELESS:g} times as long as another"
-WORTH_COMPILING = 600.0  # seconds that the recipe takes; to try it takes up to a minute
-MOST = 8  # kinds of runs that are asked
-KEPT = "fast.json"
+TOO_SLOW = 3.0  # a variant that takes so many times as long as another one is not timed further
+WORTH_COMPILING = 600.0  # seconds of the whole recipe from which compilation is tried, which takes up to a minute
+MOST_KINDS = 8  # kinds of runs that are measured
+STORED = "fast.json"
 
-Shapes = list[tuple[Run, int]]
-"""Runs that stand for all that are alike in model and objective, and how many steps those take."""
+Kinds = list[tuple[Run, int]]
+"""One run of each kind (equal model, objective and batch size), with the number of steps of all runs of this kind."""
 
 
 def autotune(
-    runs: Sequence[Run], folder: Path, jobs: int | None, device: str, given: dict | None = None
+    runs: Sequence[ArmRun], folder: Path, jobs: int | None, device: str, given: dict | None = None
 ) -> tuple[Numerics, int, str]:
-    """How to compute the steps of these runs here, how many seeds to train as one, and in words why.
+    """Find the fastest numerics and stack size for these runs on this machine. Returns them and a text with the measurements.
 
-    What is `given`, fields of an `Numerics` and `stack`, is settled; the rest is tried: kernels of attention, half precision
-    where all runs are in full precision, seeds as one, and compiling where the recipe is long enough for that to pay. The
-    choice is kept in `folder` for this machine and what was given, and taken the next time, also for arms that came since: all
-    of a recipe is computed alike. References have no say in it.
+    Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
+    in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.
 
-    Raises   ValueError for a device that is not there, and for what is given and is no choice.
+    The choice is stored in `folder/fast.json` for this machine and these given options, and is used again the next time, also
+    for arms that were added since.
+
+    Raises   ValueError for a device that is not there, and for invalid values in `given`.
     """
     from filelock import FileLock
 
-    refuse_absent(device)
+    check_device(device)
     given = given or {}
-    check_numerics(settled(given), given.get("stack", 1))
-    path, kept = Path(folder) / KEPT, {}
+    check_numerics(fixed_numerics(given), given.get("stack", 1))
+    path, stored = Path(folder) / STORED, {}
     key = json.dumps([machine(device), sorted(given.items())])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # two at once would disturb each other's clock
-        with suppress(OSError, ValueError):  # none yet, or none that can be read
-            kept = json.loads(path.read_text(encoding="utf-8"))
-        if key in kept:
-            numerics, stack, why = kept[key]
-            return Numerics(*numerics), stack, f"{why} (as tried before; without {path} it is tried again)"
-        if not (shapes := shapes_of(runs)):
-            return settled(given), given.get("stack", 1), "nothing is trained"
-        numerics, stack, why = tried(runs, shapes, jobs, device, given)
-        records.write_text(path, json.dumps(kept | {key: (numerics, stack, why)}, indent=1) + "\n")
-    return numerics, stack, why
+    with FileLock(path.with_suffix(".lock")):  # two measurements at once would disturb each other
+        with suppress(OSError, ValueError):  # no file yet, or a damaged one
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        if key in stored:
+            numerics, stack, reason = stored[key]
+            return Numerics(*numerics), stack, f"{reason} (measured earlier; delete {path} to measure again)"
+        if not (kinds := kinds_of(runs)):
+            return fixed_numerics(given), given.get("stack", 1), "there is nothing to train"
+        numerics, stack, reason = measure(runs, kinds, jobs, device, given)
+        records.write_text(path, json.dumps(stored | {key: (numerics, stack, reason)}, indent=1) + "\n")
+    return numerics, stack, reason
 
 
-def settled(given: dict) -> Numerics:
-    """What is given, and else as it is."""
+def fixed_numerics(given: dict) -> Numerics:
+    """The numerics with the given options; the others have their default."""
     return Numerics(**{name: value for name, value in given.items() if name in CHOICES})
 
 
-def tried(runs: Sequence[Run], shapes: Shapes, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
-    """The choice by trial: first kernel and precision, then how many as one, then whether to compile."""
+def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
+    """Choose by measurement: first kernel and precision, then the stack size, then whether to compile."""
     import torch
 
-    torch.set_num_threads(1)  # as a worker has it
+    torch.set_num_threads(1)  # as in a worker
 
-    def begin(way: Numerics) -> list["Training"]:
-        return [begun(run, way, device) for run, _ in shapes]
+    def begin(numerics: Numerics) -> list["Training"]:
+        return [begun(run, numerics, device) for run, _ in kinds]
 
-    counts = [steps for _, steps in shapes]
-    ways = ways_to_try(given, full=all(run.precision == "fp32" for run in with_dependencies(runs)[0]))
-    times, said = race(ways, begin, counts)
-    best = winner(times, ways)
+    counts = [steps for _, steps in kinds]
+    variants = ways_to_try(given, fp32=all(entry.run.precision == "fp32" for entry in with_dependencies(runs)[0]))
+    times, texts = race(variants, begin, counts)
+    best = winner(times, variants)
     stack = given.get("stack", 1 if given.get("compiled") else None)
     if stack is None:
-        stack, words = stack_size(runs, jobs, device, best)
-        said.append(words)
-    share = times.get(best, 0) / min(jobs or cores(), len(runs))  # the seconds that the recipe takes
+        stack, text = stack_size(runs, jobs, device, best)
+        texts.append(text)
+    seconds = times.get(best, 0) / min(jobs or cores(), len(runs))  # of the whole recipe
     if given.get("compiled"):
         best = best._replace(compiled=True)
-    elif "compiled" not in given and stack == 1 and share > WORTH_COMPILING:
+    elif "compiled" not in given and stack == 1 and seconds > WORTH_COMPILING:
         started, compiled = time.perf_counter(), best._replace(compiled=True)
-        again, words = race([best, compiled], begin, counts)
-        said += words[1:]
-        gained = share * (1 - again[compiled] / again[best]) if {best, compiled} <= again.keys() else 0
-        if gained > time.perf_counter() - started:
+        again, more = race([best, compiled], begin, counts)
+        texts += more[1:]
+        saved = seconds * (1 - again[compiled] / again[best]) if {best, compiled} <= again.keys() else 0
+        if saved > time.perf_counter() - started:
             best = compiled
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return best, stack, f"{best.describe()}, {stack} as one; {'; '.join(said)}"
+    return best, stack, f"{best.describe()}, {stack} run{'s' * (stack > 1)} as one model; {'; '.join(texts)}"
 
 
-def ways_to_try(given: dict, full: bool = True) -> list[Numerics]:
-    """What is given as it is, and what is not in every way; half precision only for runs in `full` precision."""
+def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
+    """All combinations of kernel and precision that agree with the given options; bf16 only if all runs use `fp32`."""
     kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
-    precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if full else [None]
+    precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if fp32 else [None]
     return [Numerics(precision, kernel) for precision in precisions for kernel in kernels]
 
 
 def race(
-    ways: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
+    variants: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
 ) -> tuple[dict[Numerics, float], list[str]]:
-    """The seconds that so many steps of each training take in each way, and the same in words.
+    """Measure which numerics are fastest. Returns the seconds of each variant and a text for each.
 
-    They take turns, so that what disturbs one disturbs all. Left out is who fails, who comes to other losses than the first,
-    and who is hopelessly slow.
+    begin    creates one training of each kind with the given numerics
+    counts   the number of steps of each kind; the seconds are those of all these steps
+
+    The variants take turns, so that a disturbance affects all. Variants that fail, whose first losses differ from those of the
+    first variant, or that are much slower than another one have no seconds.
     """
     import torch
 
     from smallvit.train.stack import TOLERANCE
 
-    field: dict[Numerics, list[Training]] = {}
-    warmed: dict[Numerics, float] = {}
-    times: dict[Numerics, list[float]] = {}
-    out: dict[Numerics, str] = {}
-    first: list[float] = []
-    for way in ways:
+    trainings: dict[Numerics, list[Training]] = {}
+    first_seconds: dict[Numerics, float] = {}
+    excluded: dict[Numerics, str] = {}
+    expected: list[float] = []
+    for variant in variants:
         try:
-            field[way] = begin(way)
-            warmed[way] = sum(a_step(one.train_step, one, 1) for one in field[way])  # it also loads things, most for the first
-            losses = [training.loss.item() for training in field[way]]
-        except Exception as error:  # what is wrong with a run its record will say
-            out[way] = in_words(error)
-            field.pop(way, None)  # and its memory
+            created = begin(variant)
+            started = time.perf_counter()  # includes what the first step loads, most of it for the first variant
+            for training in created:
+                training.train_step()
+            losses = [training.loss.item() for training in created]
+        except Exception as error:  # if the run itself is at fault, its record will say so
+            excluded[variant] = first_line(error)
             continue
-        first = first or losses
-        near = TOLERANCE["bf16" if any(one.precision == "bf16" for one in field[way]) else "fp32"]
-        if not torch.allclose(torch.tensor(losses), torch.tensor(first), rtol=near, atol=near):
-            out[way] = f"losses {losses} where {first} was expected"
-        elif not way.compiled and warmed[way] > HOPELESS * min(warmed.values()):
-            out[way] = HOPELESS_IN_WORDS
+        seconds = first_seconds[variant] = time.perf_counter() - started
+        expected = expected or losses
+        tolerance = TOLERANCE["bf16" if any(training.precision == "bf16" for training in created) else "fp32"]
+        if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=tolerance):
+            excluded[variant] = f"the losses are {losses} instead of {expected}"
+        elif not variant.compiled and seconds > TOO_SLOW * min(first_seconds.values()):
+            excluded[variant] = f"more than {TOO_SLOW:g} times as slow as another one"
         else:
-            times[way] = []
-    began = time.perf_counter()
-    for turn in range(STEPS):
-        if turn >= FEWEST and time.perf_counter() - began > LONG_ENOUGH:
-            break
-        for way in [way for way in times if way not in out]:
-            times[way].append(sum(count * a_step(one.train_step, one, 1) for one, count in zip(field[way], counts)))
-            if min(times[way]) > HOPELESS * min(min(of) for of in times.values() if of):
-                out[way] = HOPELESS_IN_WORDS
-    found = {way: sorted(of)[len(of) // 2] for way, of in times.items() if way not in out}
-    return found, [f"{way.describe()}: {out.get(way) or f'{1e3 * found[way] / sum(counts):.3g} ms a step'}" for way in ways]
+            trainings[variant] = created
+    limit = TIME_LIMIT / max(sum(first_seconds[variant] for variant in trainings), 1e-9)
+    repeats = int(max(FEWEST_STEPS, min(STEPS, limit)))
+    pairs = [(training.train_step, training) for created in trainings.values() for training in created]
+    medians = iter(step_seconds(pairs, repeats))
+    times = {variant: sum(count * next(medians) for count in counts) for variant in trainings}
+    texts = [excluded.get(v) or f"{1e3 * times[v] / sum(counts):.3g} ms per step" for v in variants]
+    return times, [f"{variant.describe()}: {text}" for variant, text in zip(variants, texts)]
 
 
-def winner(times: dict[Numerics, float], ways: Sequence[Numerics]) -> Numerics:
-    """The autotune; the first of all if nobody gains enough on it."""
-    best = min(times, key=times.get, default=ways[0])
-    return ways[0] if times.get(ways[0], float("inf")) * GAIN < times.get(best, 0) else best
+def winner(times: dict[Numerics, float], variants: Sequence[Numerics]) -> Numerics:
+    """The fastest variant; the first of all variants unless another one is at least 5% faster."""
+    best = min(times, key=times.__getitem__, default=variants[0])
+    return variants[0] if times.get(variants[0], float("inf")) * GAIN < times.get(best, 0) else best
+
+
+def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats: int = STEPS) -> list[float]:
+    """The median seconds of one step of each training, after one step to warm up. The trainings take turns.
+
+    Each pair is a function that takes a step, and the training (one member of the stack, for a stack).
+    """
+    from smallvit.flops import milliseconds
+
+    def step(train_step: Callable[[], None], training: "Training"):
+        train_step()
+        training.loss.item()  # waits for an accelerator
+
+    return [each / 1e3 for each in milliseconds([partial(step, *pair) for pair in pairs], repeats)]
 
 
 def begun(run: Run, numerics: Numerics, device: str) -> "Training":
-    """A training before its first step, with more steps than are tried, where it has any."""
-    from smallvit.train.fit import drawn
+    """The training of a run before its first step, for measurements: without loading weights of other runs or from elsewhere.
+
+    It has more steps than are measured, unless the run has none.
+    """
+    from smallvit.train.fit import load_data
     from smallvit.train.loop import Training
 
-    run = replace(unstarted(run), steps=max(run.steps, 2 * STEPS) if run.steps else 0)
-    training = Training(run, *drawn(run), device, numerics=numerics)
+    init = None if isinstance(run.init, Weights) else run.init  # without a folder, weights of another run are not loaded
+    unlabelled = run.unlabelled and not run.pseudo_labels
+    steps = max(run.steps, 2 * STEPS) if run.steps else 0
+    run = replace(run, init=init, pseudo_labels=None, unlabelled=unlabelled, steps=steps)
+    training = Training(run, *load_data(run), device, numerics=numerics)
     training.objective.train()
     return training
 
 
-def stack_size(runs: Sequence[Run], jobs: int | None, device: str, numerics: Numerics = DEFAULT) -> tuple[int, str]:
-    """How many seeds are best trained as one, and in words why; measured by a few steps of every kind of run.
+def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: Numerics = DEFAULT) -> tuple[int, str]:
+    """Measure how many seeds are best trained as one model. Returns the number and a text with the measurements.
 
-    One choice for the whole recipe. It is 1 unless that many together take a tenth less for all steps, and never so many that a
-    worker is idle. A kind that cannot be stacked counts as it is alone.
+    The number is the same for the whole recipe. It is 1 unless a stack saves at least 10% of the time of all steps. It never
+    leaves a worker without a run. Kinds of runs that cannot be stacked count with their time alone.
     """
     from smallvit.train.stack import Stack
 
-    refuse_absent(device)
-    if not (shapes := shapes_of(runs)):
-        return 1, "nothing is trained"
-    seeds = sorted({run.seed for run in runs})
-    most = min(len(seeds), sum(run.steps > 0 for run in runs) // (jobs or cores()))
-    alone: list[float] = [0.0] * len(shapes)  # what fails alone its record will say
-    refused: dict[int, str] = {}
-    times, said = {}, []
+    check_device(device)
+    if not (kinds := kinds_of(runs)):
+        return 1, "there is nothing to train"
+    seeds = sorted({entry.seed for entry in runs})
+    most = min(len(seeds), sum(entry.run.steps > 0 for entry in runs) // (jobs or cores()))
+    alone = [0.0] * len(kinds)  # seconds per step; 0 for a run that fails, whose record will say why
+    failed: dict[int, str] = {}
+    times, texts = {}, []
     for size in (size for size in STACKS if size <= max(most, 1)):
-        each = list(alone)
-        for at in (at for at in range(len(shapes)) if at not in refused):
+        seconds = list(alone)
+        for index, (run, _) in enumerate(kinds):
+            if index in failed:
+                continue
             try:
-                members = [begun(replace(shapes[at][0], seed=seed), numerics, device) for seed in seeds[:size]]
+                members = [begun(replace(run, seed=seed), numerics, device) for seed in seeds[:size]]
                 train_step = members[0].train_step if size == 1 else Stack(members).train_step
-                each[at] = a_step(train_step, members[0]) / size
+                seconds[index] = step_seconds([(train_step, members[0])])[0] / size
             except Exception as error:
-                refused[at] = in_words(error)
-        if len(refused) == len(shapes):
-            said.append(f"{size} together: {refused[max(refused)]}")
+                failed[index] = first_line(error)
+        if len(failed) == len(kinds):
+            texts.append(f"stack of {size}: {failed[max(failed)]}")
             break
-        alone = each if size == 1 else alone
-        times[size] = sum(count * step for step, (_, count) in zip(each, shapes))
-        said.append(f"{size} together: {1e3 * times[size] / sum(count for _, count in shapes):.3g} ms a step of each")
-    said += [f"of {len(shapes)} kinds of runs {len(refused)} are trained alone"] if 0 < len(refused) < len(shapes) else []
-    best = min(times, key=times.get, default=1)
-    return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(said)
+        alone = seconds if size == 1 else alone
+        times[size] = sum(count * step for step, (_, count) in zip(seconds, kinds))
+        texts.append(f"stack of {size}: {1e3 * times[size] / sum(count for _, count in kinds):.3g} ms per step of each run")
+    if 0 < len(failed) < len(kinds):
+        texts.append(f"{len(failed)} of {len(kinds)} kinds of runs cannot be stacked")
+    best = min(times, key=times.__getitem__, default=1)
+    return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(texts)
 
 
-def a_step(train_step: Callable[[], None], training: "Training", steps: int = STEPS) -> float:
-    """The seconds that a step of this training takes, alone or among others: the median of so many."""
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        train_step()
-        training.loss.item()  # an accelerator is waited for
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
-
-
-def unstarted(run: Run) -> Run:
-    """The run without weights to be found first, and without what its start would take images for: a step takes as long."""
-    init = None if isinstance(run.init, Weights) else run.init  # what another run would leave is not looked for
-    return replace(run, init=init, pseudo_labels=None, unlabelled=run.unlabelled and not run.pseudo_labels)
-
-
-def shapes_of(runs: Sequence[Run]) -> Shapes:
-    """One run for each model, objective and batch among the arms and what they start from: those with the most steps."""
+def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
+    """One run for each model, objective and batch size of the arms and their dependencies: the kinds with the most steps."""
     found: dict[tuple, tuple[Run, int]] = {}
-    for run in with_dependencies(runs)[0]:
-        if run.steps and run.role != "reference":
+    for entry in with_dependencies(runs)[0]:
+        run = entry.run
+        if run.steps and entry.role != "reference":
             key = json.dumps(describe(run)["model"], sort_keys=True), function(run.objective), run.batch
             first, steps = found.get(key, (run, 0))
             found[key] = first, steps + run.steps
-    return sorted(found.values(), key=lambda shape: -shape[1])[:MOST]
+    return sorted(found.values(), key=lambda kind: -kind[1])[:MOST_KINDS]
 
 
-def in_words(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
     return ", ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def machine(device: str) -> list[str]:
-    """What a trial holds for: the processor, the accelerator, and the library that computes."""
+def machine(device: str) -> list[Any]:
+    """What a measurement is valid for: the processor, the GPU or device, and the version of torch."""
     import torch
 
-    return [
-        records.cpu(),
-        torch.cuda.get_device_name() if device in ("cuda", "auto") and torch.cuda.is_available() else device,
-        torch.__version__,
-    ]
+    gpu = torch.cuda.get_device_name() if device in ("cuda", "auto") and torch.cuda.is_available() else device
+    return [records.cpu(), gpu, torch.__version__]

@@ -1,33 +1,36 @@
-"""Launching: many runs over the cores of this machine, one process a core, one thread a process.
+"""Launching runs on this machine: one worker process for each core, with one thread each.
 
-Each run is independent and each process has one thread, so results are bitwise the same for any number of workers. A worker
-takes a run as plain JSON; what it leaves is its record. Nothing is lost when anything dies: finished runs are skipped the next
-time, started ones go on from their checkpoint.
+Runs are independent and every worker has one thread, so the results are bitwise equal for any number of workers. A worker gets
+a run as plain JSON and leaves a record. Nothing is lost when a process dies: finished runs are skipped the next time, and
+interrupted ones continue from their checkpoint.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
+from smallvit.ablation import ArmRun
 from smallvit.numerics import DEFAULT, Numerics, check_numerics
-from smallvit.run import Run
+from smallvit.record import Record
 
-from .scheduler import Scheduler
+from .scheduler import Scheduler, Task
 
 
 def launch(
-    runs: Sequence[Run],
+    runs: Sequence[ArmRun],
     out: str | Path,
     *,
     recipe: str,
+    recipe_runs: Iterable[ArmRun] = (),
     source: str | Path | None = None,
     jobs: int | None = None,
     stack: int = 1,
@@ -35,66 +38,85 @@ def launch(
     numerics: Numerics = DEFAULT,
     retry: bool = False,
     fail_fast: bool = False,
-    show: Callable[[dict], None] | None = None,
-) -> list[dict]:
-    """Train every run that has no record yet, in `out/<recipe>/...`, and return all records in the order of `runs`.
+    show: Callable[[Record], None] | None = None,
+) -> list[Record]:
+    """Train all runs that have no record yet, in parallel, and return the records of all runs in the order of `runs`.
 
-    `jobs` workers, by default one for each core; `source` is the recipe's file, which workers load for the components defined
-    there. With `stack` > 1 so many runs that differ only in their seed are trained as one model, which is faster where models
-    are small: they agree with those trained alone to rounding, and their records say so. All steps are computed as `numerics`
-    says, which `smallvit.launch.autotune.autotune` finds; the records say that too. A failed run is reported at once,
-    leaves a record that says why, and is tried again only with `retry=True`; one whose weights were not to be had is tried
-    again every time. A worker that is killed has its run taken up once more from its checkpoint. `show(record)` is called for
-    every record as it comes.
+    A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
+    `retry=True`; runs whose external weights were unavailable are tried again each time. If a worker is killed, its run is
+    resumed once from its checkpoint.
+
+    runs         the runs to train, as `ablate` returns them
+    out, recipe  the runs lie in the folder `out/recipe`
+    recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
+    source       the recipe file, if it defines components that the runs use
+    jobs         number of worker processes; None means one for each core
+    stack        train so many runs that differ only in their seed as one model. This is faster for small models. The weights
+                 agree with those of single runs up to rounding
+    device       "cpu", "cuda", "mps" or "auto"
+    numerics     precision, attention kernel and compilation; `smallvit.launch.autotune.autotune` finds the fastest
+    fail_fast    start no further run after the first failure
+    show         called with each new record
+
+    Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
+                 data that cannot be read or have changed.
     """
-    refuse_absent(device)
+    check_device(device)
     if stack < 1:
-        raise ValueError(f"stack is {stack}; expected how many runs to train as one, at least 1")
+        raise ValueError(f"stack is {stack}; expected the number of runs to train as one model, at least 1")
+    if wrong := [run for run in runs if not isinstance(run, ArmRun)]:
+        raise ValueError(f"runs contains {type(wrong[0]).__name__}; expected ArmRun(run=..., arm=...), as ablate returns")
     check_numerics(numerics, stack)
-    for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; what torch is told does not reach the others
+    for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; torch.set_num_threads does not reach them all
         os.environ[f"{library}_NUM_THREADS"] = "1"
 
-    def again(record: dict) -> bool:
-        return record["status"] == "unavailable" or (retry and record["status"] != "finished")
+    def try_again(record: Record) -> bool:
+        return record.status == "unavailable" or (retry and not record.finished)
 
-    context = processes(device)
-    schedule = Scheduler(runs, out, recipe, again=again, stack=stack, fail_fast=fail_fast, show=show)
-    slots = [Worker(context, source, device, numerics) for _ in range(min(jobs or cores(), len(schedule.queue)))]
+    context = process_context(device)
+    schedule = Scheduler(
+        runs, out, recipe, recipe_runs=recipe_runs, try_again=try_again, stack=stack, fail_fast=fail_fast, show=show
+    )
+    workers = [Worker(context, source, device, numerics) for _ in range(min(jobs or cores(), len(schedule.queue)))]
+    if workers:
+        text = f"{recipe}: training {len(schedule.queue)} runs; starting {len(workers)} worker processes"
+        print(text, file=sys.stderr, flush=True)
     busy: dict[Future, Worker] = {}
     try:
         while schedule.queue or busy:
-            for slot in slots:
-                if slot not in busy.values() and (group := schedule.take(len(slots))):
-                    busy[slot.start(group, [schedule.task(at) for at in group], recipe)] = slot
-            through, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in through:
-                slot = busy.pop(future)
+            for worker in workers:
+                if worker not in busy.values() and (group := schedule.next_group(len(workers))):
+                    busy[worker.start(group, [schedule.task(index) for index in group])] = worker
+            ended, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in ended:
+                worker = busy.pop(future)
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    slot.replace()
-                schedule.came(slot.at, future.result() if error is None else error)
-            schedule.bar.move([slot.progress[0] for slot in busy.values()])
+                    worker.restart()
+                schedule.handle(worker.group, future.result() if error is None else error)
+            schedule.bar.show_progress([worker.progress[0] for worker in busy.values()])
     finally:
-        for slot in slots:
-            slot.kill()
-        for slot in slots:
-            slot.pool.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.pool.shutdown(wait=True, cancel_futures=True)
         schedule.bar.close()
-    return schedule.records
+    return schedule.requested_records
 
 
-def processes(device: str) -> BaseContext:
-    """Where workers come from: on Linux they are forks of a server, which begins now to load what they need, and loads it once.
+def process_context(device: str) -> Any:
+    """The multiprocessing context that starts the workers.
 
-    An accelerator does not survive a fork, and other systems do not fork well: there each worker loads its own.
+    On Linux the workers are forks of a server process, which imports torch once; the server is started here. With an
+    accelerator, which does not survive a fork, and on other systems, every worker imports torch itself.
     """
     from multiprocessing import forkserver
 
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
-    # with what the first step of an optimizer, the first digits and the first probe would load: two seconds of each worker's
-    loaded_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
-    forkserver.set_forkserver_preload(["smallvit.launch.worker", *loaded_once])
+    # includes what the first optimizer step, the first digits and the first probe import: two seconds in each worker
+    imported_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
+    forkserver.set_forkserver_preload(["smallvit.launch.worker", *imported_once])
     with ignore_sigint():
         forkserver.ensure_running()
     return get_context("forkserver")
@@ -102,7 +124,7 @@ def processes(device: str) -> BaseContext:
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
-    """A process that is started meanwhile does not hear Ctrl-C, not while it loads either; its parent decides."""
+    """Let processes that are started inside the `with` statement ignore Ctrl-C; their parent decides what it does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -114,46 +136,60 @@ def ignore_sigint() -> Iterator[None]:
 
 
 class Worker:
-    """A worker process of its own, so that when it dies it is known which run died with it."""
+    """One worker process. Each has a pool of its own, so that it is known which run was in training when a process dies.
 
-    def __init__(self, context: BaseContext, source: str | Path | None, device: str, numerics: Numerics):
+    context   the multiprocessing context
+    source    the recipe file, or None
+    group     positions of the runs that it trains
+    progress  shared array with one number: the steps done, or -1 before the worker has begun
+    """
+
+    def __init__(self, context: Any, source: str | Path | None, device: str, numerics: Numerics):
         self.context, self.settings = context, (source, device, numerics)
-        self.at: list[int] = []  # which runs it is at
-        self.replace()
+        self.group: list[int] = []
+        self.restart()
 
-    def replace(self):
+    def restart(self):
+        """Create the process pool; also after the process has died."""
         from .worker import prepare
 
-        self.progress = self.context.RawArray("d", 1)  # steps done; no lock that a killed worker could keep
+        self.progress = self.context.RawArray("d", 1)  # without a lock, which a killed worker would keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
 
-    def start(self, at: list[int], tasks: list[tuple], recipe: str) -> Future:
+    def start(self, group: list[int], tasks: list[Task]) -> Future:
+        """Send a group of runs to the process."""
         from .worker import work
 
-        self.at, self.progress[0] = at, 0
-        words = (tasks, recipe, *self.settings)
         try:
-            return self.pool.submit(work, *words)
-        except BrokenProcessPool:  # it died idle
-            self.replace()
-            return self.pool.submit(work, *words)
+            return self.submit(group, work, tasks)
+        except BrokenProcessPool:  # the process died while it was idle
+            self.restart()
+            return self.submit(group, work, tasks)
+
+    def submit(self, group: list[int], work: Callable, tasks: list[Task]) -> Future:
+        """Call `work` in the process."""
+        self.group, self.progress[0] = group, -1
+        return self.pool.submit(work, tasks, *self.settings)
 
     def kill(self):
+        """Kill the process. Files stay intact, since each is written under another name and then moved into place."""
         for process in list((self.pool._processes or {}).values()):
-            process.kill()  # nothing to tidy up: checkpoints are written beside and moved into place
+            process.kill()
 
 
-def refuse_absent(device: str):
-    """Refuse a device that torch does not know or this machine does not have."""
+def check_device(device: str):
+    """Raise ValueError for an unknown device, and for one that this machine or this installation of torch does not have."""
     import torch
 
     if device not in ("cpu", "cuda", "mps", "auto"):
         raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto")
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if device in there and not there[device]():
-        raise ValueError(f"device is {device!r} but torch finds none here; take --device cpu, or install a torch built for it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(device, bool)
+        if device in ("cuda", "mps") and not found():
+            raise ValueError(f"device is {device!r}, but torch finds no such GPU on this machine; use --device cpu")
 
 
 def cores() -> int:
-    """The cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,85 +1,178 @@
-"""The plan: what a recipe would train here, in words, and how long that would take."""
+"""The plan of a recipe, which `--dry-run` prints: its arms, how they differ, and how long the runs take on this machine."""
 
+import os
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from smallvit.components import knobs
+from smallvit.ablation import ArmRun, with_dependencies
+from smallvit.components import options
+from smallvit.data import HeldOut
 from smallvit.numerics import DEFAULT
 from smallvit.pretrained import Weights
 from smallvit.run import Run, difference
 
-from .autotune import STEPS, a_step, begun
-from .local import cores
-from .scheduler import with_dependencies
+from .autotune import begun, step_seconds
+from .local import Worker, check_device, cores, process_context
+from .progress import user_line
+
+if TYPE_CHECKING:
+    from smallvit.train.loop import Training
+
+# images that are evaluated for the estimate; the time for more is extrapolated
+MOST_TRAIN = 2_000
+TEST_COUNTS = (250, 1_000)
 
 
-def plan(runs: Sequence[Run], jobs: int | None, device: str, finished: Callable[[Run], object] = lambda run: False) -> str:
-    """The arms, how they differ from the baseline, and a measured estimate of the time that those not `finished` take.
+def plan(
+    runs: Sequence[ArmRun],
+    jobs: int | None,
+    device: str,
+    finished: Callable[[ArmRun], object] = lambda entry: False,
+    recipe_runs: Sequence[ArmRun] = (),
+) -> str:
+    """A text with the arms, how each differs from its baseline, and the estimated time of the runs that are not `finished`.
 
-    Nothing is trained or downloaded. Raises ValueError for an arm that cannot be trained, with its name.
+    The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
+    workers. Nothing is trained to the end and nothing is downloaded.
+
+    Raises ValueError for a device that is not there, and, with its name, for an arm that cannot be trained.
     """
-    runs, _ = with_dependencies(runs)
-    left = [run for run in runs if not finished(run)]
+    check_device(device)
+    runs, _ = with_dependencies(runs, recipe_runs)
+    left = [entry for entry in runs if not finished(entry)]
     jobs = max(1, min(jobs or cores(), len(left)))
-    first = {run.arm: run for run in reversed(runs)}
+    first = {entry.arm: entry for entry in reversed(runs)}
     tokens = tokens_left(runs)
-    seconds, later, lines = 0.0, 0.0, []
-    for arm, run in {run.arm: first[run.arm] for run in runs}.items():
-        count, still = (sum(other.arm == arm for other in some) for some in (runs, left))
+    now: list[float] = []
+    after_download: list[float] = []
+    lines = []
+    for arm in dict.fromkeys(entry.arm for entry in runs):
+        entry, run = first[arm], first[arm].run
+        count, unfinished = (sum(other.arm == arm for other in group) for group in (runs, left))
         try:
-            one = estimate(run, device)
-            absent = isinstance(run.init, Weights) and run.init.at_hand() is None
+            seconds = estimate(run, device)
+            weights = run.init if isinstance(run.init, Weights) and run.init.local_path() is None else None
         except Exception as error:
-            raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}") from error
-        seconds, later = seconds + one * still * (not absent), later + one * still * absent
-        note = f"; {count - still} have finished" if still < count else ""
-        note += f"; {run.init.name} is to be downloaded" if absent else ""
-        lines.append(f"{arm}: {count} runs of {run.steps} steps, about {one:.0f} s each{note}")
+            line = user_line("".join(traceback.format_exception(error)))
+            raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}" + f" ({line})" * bool(line)) from error
+        (after_download if weights else now).extend([seconds] * unfinished)
+        note = f"; {count - unfinished} have finished" if unfinished < count else ""
+        note += f"; {weights.name} must be downloaded" if weights else ""
+        lines.append(f"{arm}: {count} runs of {run.steps} steps, about {seconds:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
-        baseline = next((other for other in runs if other.arm == run.baseline), runs[0])
+        baseline = next((other for other in runs if other.arm == entry.baseline), runs[0])
         if arm != baseline.arm:
-            changes = difference(baseline.vary(labels=run.labels, seed=run.seed), run)
-            lines += [f"    {name}: {here} -> {there}" for name, (here, there) in changes.items()]
-    more = f" (and {clock(later / jobs)} with the weights that are to be downloaded)" if later else ""
-    told = f"about {clock(seconds / jobs)}{more} with {jobs} jobs on {device}, measured by a few steps of each arm"
+            changes = difference(baseline.run.vary(labels=run.labels, seed=run.seed), run)
+            lines += [f"    {name}: {old} -> {new}" for name, (old, new) in changes.items()]
+    start = worker_start(device) if left else 0.0
+    total, later = start + parallel(now, jobs), parallel(after_download, jobs)
+    more = f" (and {clock(later)} for the runs whose weights must be downloaded)" if later else ""
+    source = "estimated from a few steps and one evaluation of each arm"
+    text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
     kept = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
-    return "\n".join([*lines, f"{len(runs)} runs, {kept}{told}"])
+    return "\n".join([*lines, f"{len(runs)} runs, {kept}{text}"])
 
 
 def estimate(run: Run, device: str) -> float:
-    """The seconds that a run takes on this machine, by the median of a few steps on one thread; evaluation left out."""
+    """The seconds that a run takes on this machine, measured on one thread: training, validation and evaluation."""
     import torch
 
+    from smallvit.flops import milliseconds
+    from smallvit.train.loop import CHECKS
+
     torch.set_num_threads(1)
-    training = begun(run, DEFAULT, device)  # a step takes as long from whichever weights
-    steps = min(STEPS, run.steps)
-    return run.steps * a_step(training.train_step, training, steps) if steps else 0.0
+    training = begun(run, DEFAULT, device)  # other initial weights would take as long
+    seconds = evaluation_seconds(training)
+    if not run.steps:
+        return seconds
+
+    def step_and_validate():
+        training.train_step()
+        training.validate()
+
+    step = step_seconds([(training.train_step, training)])[0]
+    validation = milliseconds([step_and_validate], repeats=1)[0] / 1e3 - step
+    return seconds + run.steps * step + min(CHECKS, run.steps) * max(validation, 0.0)
 
 
-def tokens_left(runs: Sequence[Run]) -> dict[str, str]:
-    """For each arm that reduces tokens, how many are left behind which block."""
-    # where the slot is seen to be empty, as in most recipes, no model is built to find that out
-    reducing = [run for run in {run.arm: run for run in runs}.values() if run.role != "reference" and may_reduce(run.model)]
+def evaluation_seconds(training: "Training") -> float:
+    """The seconds of the last evaluation of a run and of counting its multiply-adds.
+
+    Measured with training images in place of the test images. With many images a part is measured, and the time for the others
+    is extrapolated. Returns 0 if a part of the images is not enough for an evaluator.
+    """
+    from smallvit.flops import milliseconds
+    from smallvit.train.fit import evaluate
+
+    run, subset, data = training.run, training.subset, training.run.data()
+    all_train, all_test = len(subset.train), len(data.test.open())  # only the number of test images is used
+    train, (fewer, more) = min(MOST_TRAIN, all_train), (min(count, all_test, len(data.train)) for count in TEST_COUNTS)
+
+    def seconds(train: int, test: int) -> float:
+        part, images = replace(subset, train=subset.train.take(slice(train))), HeldOut(data.train.take(slice(test)))
+        return milliseconds([partial(evaluate, run, training.model, part, images)], repeats=1)[0] / 1e3
+
+    total = milliseconds([training.facts], repeats=1)[0] / 1e3
+    with suppress(ValueError):  # too few images for an evaluator
+        measured = seconds(train, more)
+        total += measured
+        if all_test > more > fewer:
+            total += max(measured - seconds(train, fewer), 0) / (more - fewer) * (all_test - more)
+        if all_train > train:
+            total += max(measured - seconds(train // 2, more), 0) / (train - train // 2) * (all_train - train)
+    return total
+
+
+def worker_start(device: str) -> float:
+    """The seconds until a worker process is ready to train, measured by starting one."""
+    started = time.perf_counter()
+    worker = Worker(process_context(device), None, device, DEFAULT)
+    try:
+        worker.pool.submit(os.getpid).result()
+    finally:
+        worker.pool.shutdown()
+    return time.perf_counter() - started
+
+
+def parallel(seconds: Sequence[float], jobs: int) -> float:
+    """The time of runs that take these seconds if each starts as soon as one of `jobs` workers is free."""
+    busy = [0.0] * jobs
+    for each in seconds:
+        busy[busy.index(min(busy))] += each
+    return max(busy)
+
+
+def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
+    """For each arm that reduces tokens, a text that says how many are left after each block."""
+    # a model is built only if it may reduce tokens, which most arms do not
+    first = {entry.arm: entry for entry in runs if entry.role != "reference"}
+    reducing = {arm: entry.run for arm, entry in first.items() if may_reduce(entry.run.model)}
     if not reducing:
         return {}
     import torch
 
     from smallvit.flops import describe_tokens, reduces
 
-    found = {}
-    for run in reducing:
+    texts = {}
+    for arm, run in reducing.items():
         spec = run.data().spec
-        with suppress(Exception), torch.device("meta"):  # what is wrong with a model is for its run to say
+        with suppress(Exception), torch.device("meta"):  # a model that cannot be built fails in its own run
             model = run.model(spec.size, spec.channels, len(spec.classes))
-            found |= {run.arm: describe_tokens(model)} if reduces(model) else {}
-    return found
+            texts |= {arm: describe_tokens(model)} if reduces(model) else {}
+    return texts
 
 
 def may_reduce(model: Callable) -> bool:
-    """Whether something stands in the model's slot of that name; where it has none, nobody knows."""
-    slot = knobs(model).get("reduction")
+    """Whether a model may reduce tokens: its option `reduction` is set, or it has no such option, so that nothing is known."""
+    slot = options(model).get("reduction")
     return slot is None or slot.default is not None
 
 
 def clock(seconds: float) -> str:
+    """A time as text, in seconds, minutes or hours."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

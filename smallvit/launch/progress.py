@@ -1,46 +1,58 @@
-"""Progress: one bar for a whole recipe."""
+"""Progress in the terminal: one bar for a whole recipe, and one line for each failure."""
 
+import re
 import sys
+import time
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from smallvit.record import format_labels
-from smallvit.run import Run
+from smallvit import record as records
+from smallvit.ablation import ArmRun
+from smallvit.record import Record, format_labels
+
+FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
 
 
 class Bar:
-    """One progress bar for the whole recipe, in steps, with the time left and the accuracies so far.
+    """One progress bar for all runs of a recipe. It counts steps and shows the time left and the accuracies so far.
 
-    They are those on validation images, since whoever watches may stop or change the recipe. Where nobody watches (a log file)
-    there is a line for every tenth of the runs and for every failure.
+    The accuracies are those on validation images, because a reader may stop or change the recipe after seeing them. The clock
+    starts with the first training step, so the time left does not include the start of the workers. If the output is not a
+    terminal (a log file), there is one line for every tenth of the runs and for every failure instead.
+
+    runs   all runs
+    found  their records, None for a run without one
+    todo   positions of the runs that will be trained
     """
 
-    def __init__(self, runs: Sequence[Run], found: Sequence[dict | None], todo: Sequence[int]):
+    def __init__(self, runs: Sequence[ArmRun], found: Sequence[Record | None], todo: Sequence[int]):
         from tqdm import tqdm
 
         self.runs, self.todo = runs, len(todo)
-        self.ended, self.done = len(runs) - len(todo), 0.0
-        self.scores: dict[tuple, list[float]] = {}
+        self.ended, self.steps, self.started = len(runs) - len(todo), 0.0, False
+        self.scores: dict[tuple[str, int | None], list[float]] = {}
         for record in found:
-            self.count(record)
-        steps = max(sum(runs[at].steps for at in todo), 1)
+            self.add_score(record)
+        steps = max(sum(runs[index].run.steps for index in todo), 1)
         self.watched = sys.stderr.isatty() and bool(todo)
         self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, nrows=20, disable=not self.watched)
-        self.move()
+        self.show_progress()
 
-    def count(self, record: dict | None):
-        if record is not None and record["status"] == "finished" and record["role"] != "reference" and record["val"]:
-            self.scores.setdefault((record["arm"], record["labels"]), []).append(record["val"][record["score"]])
+    def add_score(self, record: Record | None):
+        """Add the validation accuracy of a finished run to those of its arm."""
+        if record is not None and record.finished and record.role != "reference" and record.val:
+            self.scores.setdefault((record.arm, record.labels), []).append(record.val[record.score])
 
-    def tell(self, run: Run, record: dict | None):
-        """One run has ended; None if another process is at it."""
+    def run_ended(self, entry: ArmRun, record: Record | None):
+        """Count a run that has ended; None as its record means that another process trains it."""
         self.ended += 1
-        self.done += run.steps
-        self.count(record)
+        self.steps += entry.run.steps
+        self.add_score(record)
+        name = f"{entry.arm}, {format_labels(entry.labels)}, seed {entry.seed}"
         if record is None:
-            self.bar.write(f"{run.arm}, {format_labels(run.labels)}, seed {run.seed} is trained by another process", file=sys.stderr)
-        elif record["status"] == "failed":
-            self.bar.write(f"FAILED {run.arm}, {format_labels(run.labels)}, seed {run.seed}: {record['error']}", file=sys.stderr)
+            self.bar.write(f"{name} is being trained by another process", file=sys.stderr)
+        elif record.status == "failed":
+            self.bar.write(f"FAILED {name}: {error_text(record)}", file=sys.stderr)
         elif not self.watched and self.ended % max(self.todo // 10, 1) == 0:
             print(self.headline(), file=sys.stderr, flush=True)
 
@@ -50,15 +62,36 @@ class Bar:
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
         return f"{self.ended}/{len(self.runs)} runs" + (f", {format_labels(labels)}: {'  '.join(means)}" if means else "")
 
-    def move(self, steps: Sequence[float] = ()):
-        """Show how far it is, with the steps done of runs that have not ended."""
-        if self.watched:
-            self.bar.n = min(self.done + sum(steps), self.bar.total)
-            room = get_terminal_size().columns - 45  # what the bar itself takes
-            self.bar.set_postfix_str(self.headline()[:room])
+    def show_progress(self, steps: Sequence[float] = ()):
+        """Redraw the bar. `steps` are the steps done of the runs in training; -1 for a worker that has not begun yet."""
+        if not self.watched:
+            return
+        if not self.started and any(step >= 0 for step in steps):
+            self.started, self.bar.start_t = True, time.time()
+        self.bar.n = min(self.steps + sum(step for step in steps if step > 0), self.bar.total)
+        text = self.headline() if self.started else f"starting the workers, {self.headline()}"
+        self.bar.set_postfix_str(text[: get_terminal_size().columns - 45])  # the bar itself takes 45 columns
 
     def close(self):
+        """Leave the bar as it is and end its line."""
         self.bar.close()
 
 
-FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
+def error_text(record: Record) -> str:
+    """The error of a failed run, with the last line of the user's own code that was executed, if there is one."""
+    line = user_line(record.traceback or "")
+    return f"{record.error} ({line})" if line else str(record.error)
+
+
+def user_line(traceback: str) -> str:
+    """The last line of the user's own code in a Python traceback: "mine.py, line 12: return x + 1"; empty if there is none.
+
+    Files of smallvit, of other installed packages and of Python itself are not the user's.
+    """
+    package = records.__file__.replace("\\", "/").rpartition("/")[0]
+    for path, number, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', traceback)):
+        path = path.replace("\\", "/")
+        ours = path.startswith(f"{package}/") and not path.startswith(f"{package}/recipes/")
+        if not ours and not re.search(r"/(site|dist)-packages/|/lib/python\d|^<", path):
+            return f"{path.rpartition('/')[2]}, line {number}: {code}"
+    return ""

@@ -1,260 +1,345 @@
-"""The schedule: what of a recipe is still to be trained, in which order, and what came of it.
+"""Scheduler: which runs of a recipe are still to be trained, in which order, and what became of them.
 
-A run is named by its place in a list: those asked for, behind them those that must be trained before. Nothing is lost when
-anything dies: what has a record is not trained again, and what failed has one that says why.
+A run is identified by its position in one list: the requested runs, then the runs that they depend on. Every run that ended has
+a record on disk, also if it failed. So nothing is lost when a process dies.
 """
 
+import json
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from smallvit import record as records
-from smallvit.components import in_words
+from smallvit.ablation import ArmRun, with_dependencies
+from smallvit.components import describe_value
 from smallvit.pretrained import Unavailable, Weights
-from smallvit.run import NAMING, Run, describe, fingerprint
+from smallvit.record import Record
+from smallvit.run import Run, describe, fingerprint
+from smallvit.train.fit import Tags, new_record
 
 from .progress import Bar
 
+LONGEST_NAME = 100  # characters of an arm in the name of its folder
+
+
+class Task(NamedTuple):
+    """One run as it is sent to a worker: the run as plain JSON, its tags, its folder, and the folders of its dependencies."""
+
+    run: dict
+    tags: Tags
+    folder: Path
+    dependencies: dict[str, Path]
+
+
+class Damaged(ValueError):
+    """Raised for a folder in which the record or the weights cannot be read. The run has to be trained again."""
+
+    def __init__(self, folder: Path, reason: str):
+        super().__init__(reason)
+        self.folder = folder
+
+    def set_aside(self):
+        """Rename the record and the weights to `*.damaged`, so that the run can be trained again, and say so."""
+        for name in (records.RECORD, records.WEIGHTS):
+            path = self.folder / name
+            with suppress(FileNotFoundError):
+                os.replace(path, path.with_name(f"{name}.damaged"))
+        print(f"note: {self}; renamed to *.damaged, and the run is trained again", file=sys.stderr)
+
 
 class Scheduler:
-    """The runs of a recipe in turn, by their records and by what they need.
+    """Chooses the run that is trained next, from the records on disk and from what each run depends on.
 
-    `again(record)` says whether a run that has a record is to be trained once more. With `stack` > 1 runs that differ in their
-    seed alone are handed out together. `show(record)` is called for every record as it comes; at the first failure
-    `fail_fast` leaves the rest.
+    runs         the requested runs
+    out, recipe  the runs lie in the folder `out/recipe`
+    recipe_runs  all runs of the recipe. A dependency that is one of them keeps its arm and its folder
+    try_again    a function of a record: whether a run that has this record is trained once more
+    stack        the largest number of runs, equal except for their seed, that are trained together
+    fail_fast    start no further run after the first failure
+    show         called with each new record
 
-    Raises   ValueError where the folder of a run holds another, or where data or a file of weights cannot be read.
+    Damaged records and weights are renamed, with a message, and these runs are trained again.
+
+    Raises       ValueError if a folder holds another run, and if data or a file of weights cannot be read.
     """
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[ArmRun],
         out: str | Path,
         recipe: str,
         *,
-        again: Callable[[dict], bool],
+        recipe_runs: Iterable[ArmRun] = (),
+        try_again: Callable[[Record], bool] = lambda record: False,
         stack: int = 1,
         fail_fast: bool = False,
-        show: Callable[[dict], None] | None = None,
+        show: Callable[[Record], None] | None = None,
     ):
         self.out, self.recipe, self.stack, self.fail_fast, self.show = out, recipe, stack, fail_fast, show
-        self.asked = len(runs)
-        self.runs, self.dependencies = with_dependencies(runs)
-        self.found = [recall(run, out, recipe) for run in self.runs]
-        unfinished = [run for run, record in zip(self.runs, self.found) if record is None or record["status"] != "finished"]
-        self.absent = unavailable(unfinished)
-        wanted = [at for at, record in enumerate(self.found) if record is None or again(record)]
-        todo = [at for at in wanted if at < self.asked]
-        while more := [at for at in wanted if at not in todo and self.needed(at, todo)]:  # one before may need another
+        self.requested = len(runs)
+        self.runs, self.dependencies = with_dependencies(runs, recipe_runs)
+        self.records = [self.existing_record(entry) for entry in self.runs]
+        unfinished = [entry.run for entry, record in zip(self.runs, self.records) if record is None or not record.finished]
+        self.unavailable = unavailable_weights(unfinished)
+        untrained = [index for index, record in enumerate(self.records) if record is None or try_again(record)]
+        todo = [index for index in untrained if index < self.requested]
+        while more := [index for index in untrained if index not in todo and self.is_needed(index, todo)]:
             todo += more
-        warn_other_version(self.found)
-        for data in dict.fromkeys(self.runs[at].data for at in todo):
-            self.look_at(data)
-        for reason in self.absent.values():
-            print(f"unavailable: {reason}; the runs that start from it are left out", file=sys.stderr)
-        self.queue, self.under_way = in_turn(todo, self.dependencies), set()
-        self.stopped = False  # at the first failure
-        self.alone: set[int] = set()  # to be trained so, since something went wrong in company
-        self.kin = [fingerprint(run.at_seed(0)) if stack > 1 else at for at, run in enumerate(self.runs)]
-        self.bar = Bar(self.runs, self.found, todo)
+        warn_other_version(self.records)
+        for data in dict.fromkeys(self.runs[index].run.data for index in todo):
+            self.check_data(data)
+        for reason in self.unavailable.values():
+            print(f"unavailable: {reason}; the runs that need these weights are left out", file=sys.stderr)
+        self.queue, self.in_training = dependencies_first(todo, self.dependencies), set[int]()
+        self.stopped = False  # by fail_fast
+        self.alone = set[int]()  # runs that are not stacked any more, because a stack with them has failed
+        self.stack_keys = [fingerprint(e.run.at_seed(0)) if stack > 1 else index for index, e in enumerate(self.runs)]
+        self.bar = Bar(self.runs, self.records, todo)
 
-    def look_at(self, data: Callable):
-        """Refuse data that are not those of the runs that have finished: they would stand in one table. Say what is odd."""
-        loaded, plain = data(), describe(data)  # downloaded once and with its own bar, and what is wrong with it said once
-        done = [record for record in self.found if record is not None and record.get("data_sha256")]
-        if other := sum(record["run"]["data"] == plain and record["data_sha256"] != loaded.sha256 for record in done):
+    def existing_record(self, entry: ArmRun) -> Record | None:
+        """The record of a run; None if it has none, or if it was damaged and has been set aside."""
+        try:
+            return recall(entry, self.out, self.recipe)
+        except Damaged as error:
+            error.set_aside()
+            return None
+
+    def check_data(self, data: Callable):
+        """Raise ValueError if finished runs used other images or labels than the data set has now.
+
+        Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
+        """
+        loaded, plain = data(), describe(data)
+        changed = sum(
+            record is not None and record.data_sha256 not in (None, loaded.sha256) and record.run["data"] == plain
+            for record in self.records
+        )
+        if changed:
             raise ValueError(
-                f"{other} runs have finished on other images or labels than {in_words(plain)} gives today; put those back, or "
-                "train all runs on these in another --out"
+                f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore "
+                "the data, or train all runs again in another --out folder"
             )
         if loaded.repeats:
-            said = f"{loaded.repeats:,} test images of {in_words(plain)} are training or validation images too"
-            print(f"note: {said}", file=sys.stderr)
+            text = f"{loaded.repeats:,} test images of {describe_value(plain)} are also training or validation images"
+            print(f"note: {text}", file=sys.stderr)
 
     @property
-    def records(self) -> list[dict]:
-        """Those there are, in the order in which the runs were asked for."""
-        return [record for record in self.found[: self.asked] if record is not None]
+    def requested_records(self) -> list[Record]:
+        """The records of the requested runs, in their order; without those that another process is training."""
+        return [record for record in self.records[: self.requested] if record is not None]
 
-    def needed(self, at: int, todo: Sequence[int]) -> bool:
-        """Whether any of those is to be trained from this one, and can be."""
-        return any(at in self.dependencies[one].values() and self.runs[one].init not in self.absent for one in todo)
+    def is_needed(self, index: int, todo: Sequence[int]) -> bool:
+        """Whether one of the runs in `todo` depends on this run and can be trained."""
+        return any(
+            index in self.dependencies[other].values() and self.runs[other].run.init not in self.unavailable for other in todo
+        )
 
-    def take(self, workers: int) -> list[int]:
-        """What one of so many workers is to train now: one run, or a stack; nothing where all that is left must wait."""
+    def next_group(self, workers: int) -> list[int]:
+        """Choose what one of the `workers` trains next: one run, or several to be stacked; empty if nothing can start now.
+
+        Runs that cannot be trained, because a dependency failed, get a failure record here.
+        """
         while ready := self.ready():
-            at = ready[0]
-            earlier = self.dependency_records(at)
-            stop = self.absent.get(self.runs[at].init) or blocked_by(earlier)
-            if stop or None in earlier.values():  # None: another process is at it
-                self.queue.remove(at)
-                self.ended(at, stop and failed(self.runs[at], self.out, self.recipe, stop))
+            index = ready[0]
+            earlier = self.dependency_records(index)
+            obstacle = self.unavailable.get(self.runs[index].run.init) or blocked_by(earlier)
+            if obstacle or None in earlier.values():  # None: another process trains the dependency
+                self.queue.remove(index)
+                self.end_run(index, record_failure(self.runs[index], self.out, self.recipe, obstacle) if obstacle else None)
                 continue
-            alike = [one for one in ready if self.kin[one] == self.kin[at] and one not in self.alone and self.free(one)]
-            share = -(-len(ready) // workers)  # as many as leave the other workers theirs
-            group = [at] if at in self.alone else alike[: min(self.stack, share)]
-            self.queue = [one for one in self.queue if one not in group]
-            self.under_way.update(group)
+            key = self.stack_keys[index]
+            equal = [i for i in ready if self.stack_keys[i] == key and i not in self.alone and self.is_free(i)]
+            share = -(-len(ready) // workers)  # leaves enough runs for the other workers
+            group = [index] if index in self.alone else equal[: min(self.stack, share)]
+            self.queue = [other for other in self.queue if other not in group]
+            self.in_training.update(group)
             return group
         return []
 
     def ready(self) -> list[int]:
-        """Of those in the queue the ones that wait for nothing."""
-        unfinished = {*self.queue, *self.under_way}
-        return [at for at in self.queue if unfinished.isdisjoint(self.dependencies[at].values())]
+        """The queued runs whose dependencies have all ended."""
+        unfinished = {*self.queue, *self.in_training}
+        return [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]
 
-    def free(self, at: int) -> bool:
-        """Whether all that the run needs has finished."""
-        earlier = self.dependency_records(at)
+    def is_free(self, index: int) -> bool:
+        """Whether all dependencies of a run have finished successfully."""
+        earlier = self.dependency_records(index)
         return None not in earlier.values() and not blocked_by(earlier)
 
-    def dependency_records(self, at: int) -> dict[str, dict | None]:
-        return {field: self.found[one] for field, one in self.dependencies[at].items()}
+    def dependency_records(self, index: int) -> dict[str, Record | None]:
+        """The records of the runs that a run depends on, by field ("init", "teacher")."""
+        return {field: self.records[other] for field, other in self.dependencies[index].items()}
 
-    def task(self, at: int) -> tuple:
-        """A run as a worker takes it: see `smallvit.launch.worker.Task`."""
-        run, places = self.runs[at], {field: self.folder(one) for field, one in self.dependencies[at].items()}
-        return describe(run), {name: getattr(run, name) for name in NAMING}, self.folder(at), places
+    def task(self, index: int) -> Task:
+        """The run as it is sent to a worker."""
+        entry = self.runs[index]
+        places = {field: self.folder(other) for field, other in self.dependencies[index].items()}
+        return Task(describe(entry.run), tags(entry, self.recipe), self.folder(index), places)
 
-    def folder(self, at: int) -> Path:
-        return folder(self.runs[at], self.out, self.recipe)
+    def folder(self, index: int) -> Path:
+        """The folder of a run."""
+        return folder(self.runs[index], self.out, self.recipe)
 
-    def came(self, group: Sequence[int], result: list[dict] | BaseException):
-        """A worker has come back: with a record of each, or with what went wrong."""
-        self.under_way.difference_update(group)
+    def handle(self, group: Sequence[int], result: list[Record] | BaseException):
+        """Handle what a worker returned for a group of runs: their records, or the exception that it raised.
+
+        If a stack fails, or if the worker of a run is killed for the first time, each of its runs is tried once more, alone.
+        """
+        self.in_training.difference_update(group)
         killed = isinstance(result, BrokenProcessPool)
         if isinstance(result, list):
-            for at, record in zip(group, result):
-                self.ended(at, record)
+            for index, record in zip(group, result):
+                self.end_run(index, record)
         elif self.stopped:
-            pass  # they are left as they are, to be gone on with
+            pass  # the runs keep their checkpoints and can be resumed
         elif len(group) > 1 or (killed and group[0] not in self.alone):
-            self.alone.update(group)  # each once more by itself, so that one failure is no other run's
+            self.alone.update(group)
             self.queue[:0] = group
         else:
-            self.ended(group[0], failed(self.runs[group[0]], self.out, self.recipe, result))
+            self.end_run(group[0], record_failure(self.runs[group[0]], self.out, self.recipe, result))
 
-    def ended(self, at: int, record: dict | None):
-        """A run is over; None if another process is at it."""
-        self.found[at] = record
-        self.bar.tell(self.runs[at], record)
+    def end_run(self, index: int, record: Record | None):
+        """Store the record of a run that has ended; None if another process trains it."""
+        self.records[index] = record
+        self.bar.run_ended(self.runs[index], record)
         if record is not None and self.show:
             self.show(record)
-        if record is not None and self.fail_fast and record["status"] == "failed":
+        if record is not None and self.fail_fast and record.status == "failed":
             self.queue.clear()
             self.stopped = True
 
 
-NEEDS = {"init": "start", "teacher": "teacher"}
+def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
+    """The positions in `todo` in their order, except that each run comes right after its dependencies."""
+    selected, order = set(todo), {}  # a dict keeps the order
+
+    def add(index: int):
+        for other in dependencies[index].values():
+            add(other)
+        if index in selected:
+            order[index] = None
+
+    for index in todo:
+        add(index)
+    return list(order)
 
 
-def with_dependencies(runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, int]]]:
-    """The runs, behind them those that must be trained before and that are not among them; and for each where its own are."""
-    runs = list(runs)
-    place = {fingerprint(run): at for at, run in enumerate(runs)}
-    for run in runs:  # grows while it is walked: a start may have a start
-        for other in run.dependencies.values():
-            if place.setdefault(fingerprint(other), len(runs)) == len(runs):
-                runs.append(other)
-    return runs, [{field: place[fingerprint(other)] for field, other in run.dependencies.items()} for run in runs]
+def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
+    """The reason why a run cannot be trained, given the records of its dependencies; None if they have finished.
 
-
-def in_turn(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
-    """What is to be done in the order given, each right behind what it needs: so a comparison fills up evenly."""
-    wanted, turn = set(todo), {}  # a dict keeps the order
-
-    def add(at: int):
-        for one in dependencies[at].values():
-            add(one)
-        if at in wanted:
-            turn[at] = None
-
-    for at in todo:
-        add(at)
-    return list(turn)
-
-
-def blocked_by(before: dict[str, dict | None]) -> Exception | None:
-    """What keeps a run from being trained, by the records of those before it; the first that has not finished decides."""
-    for field, record in before.items():
+    The first dependency without success decides. None as its record means that another process trains it.
+    """
+    for field, record in earlier.items():
         if record is None:
             return None
-        if record["status"] != "finished":
-            kind = Unavailable if record["status"] == "unavailable" else RuntimeError
-            return kind(f"its {NEEDS[field]} failed: {record['error']}")
+        if not record.finished:
+            kind = Unavailable if record.status == "unavailable" else RuntimeError
+            return kind(f"its {'initialization' if field == 'init' else 'teacher'} failed: {record.error}")
     return None
 
 
-def unavailable(runs: Sequence[Run]) -> dict[Weights, Unavailable]:
-    """The weights that these runs ask for and that cannot be had; the others are downloaded now, by one process."""
-    absent = {}
+def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
+    """The external weights of these runs that cannot be obtained, with the reason; the others are downloaded now, once."""
+    found: dict[object, Unavailable] = {}
     for weights in dict.fromkeys(run.init for run in runs if isinstance(run.init, Weights)):
         try:
             weights.path()
         except Unavailable as error:
-            absent[weights] = error
-    return absent
+            found[weights] = error
+    return found
 
 
-def failed(run: Run, out: str | Path, recipe: str, error: BaseException) -> dict | None:
-    """Leave a record of a run that raised, and return it; None where another process is at it. A finished record stays."""
+def tags(entry: ArmRun, recipe: str) -> Tags:
+    """The names of a run in its record."""
+    return Tags(recipe, entry.arm, entry.role, entry.baseline)
+
+
+def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseException) -> Record | None:
+    """Write the record of a run that raised `error`, with the traceback of the worker, and return it.
+
+    Returns None if another process trains the run. The record of a finished run is never replaced; it is returned.
+    """
     from filelock import FileLock, Timeout
 
-    from smallvit.train.fit import blank
-
-    killed = isinstance(error, BrokenProcessPool)
-    reason = "the worker was killed twice (out of memory?)" if killed else f"{type(error).__name__}: {error}"
-    status = "failed"
-    if isinstance(error, Unavailable):
-        status, reason = "unavailable", str(error)
-    record, path = blank(run, recipe, status, reason), folder(run, out, recipe)
     if isinstance(error, Timeout):
         return None
+    status, reason, traceback = "failed", f"{type(error).__name__}: {error}", None
+    if isinstance(error, BrokenProcessPool):
+        reason = "the worker process was killed twice (out of memory?)"
+    elif isinstance(error, Unavailable):
+        status, reason = "unavailable", str(error)
+    elif error.__cause__ is not None:  # concurrent.futures puts the traceback of the worker there, in triple quotes
+        traceback = str(error.__cause__).strip().removeprefix('"""').removesuffix('"""').strip()
+    record, place = new_record(entry.run, tags(entry, recipe), status, reason, traceback), folder(entry, out, recipe)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with FileLock(path / ".lock", timeout=0):
-            done = recall(run, out, recipe)
-            if done is not None and done["status"] == "finished":
+        place.mkdir(parents=True, exist_ok=True)
+        with FileLock(place / ".lock", timeout=0):
+            done = recall(entry, out, recipe)
+            if done is not None and done.finished:
                 return done
-            records.write_record(path, record)
+            records.write_record(place, record)
     except Timeout:
         return None
-    except (OSError, ValueError) as full:
-        record["error"] += f"; and {full}"
+    except (OSError, ValueError) as problem:
+        record.error = f"{reason}; and {problem}"
     return record
 
 
-def recall(run: Run, out: str | Path, recipe: str) -> dict | None:
-    """The record of that run, if there is one, under the names that the recipe gives it today.
+def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
+    """The record of a run on disk, with the arm, role and baseline that the recipe gives it now; None if there is none.
 
-    Raises ValueError if its folder holds another run.
+    Raises Damaged if the record cannot be read, or if the weights of a finished run differ from the record. Raises ValueError
+    if the folder holds another run, or a record of another version of smallvit.
     """
-    path = folder(run, out, recipe)
-    record = records.read_record(path)
+    place = folder(entry, out, recipe)
+    try:
+        record = records.read_record(place)
+    except (OSError, ValueError) as error:
+        if of_another_version(place / records.RECORD):
+            raise
+        raise Damaged(place, f"{place / records.RECORD} is damaged") from error
     if record is None:
         return None
-    if record["fingerprint"] != fingerprint(run):
-        raise ValueError(f"{path} holds another run than {run.arm!r}; move it away, or choose another --out")
-    return record | {"recipe": recipe} | {name: getattr(run, name) for name in NAMING}
+    if record.fingerprint != fingerprint(entry.run):
+        raise ValueError(f"{place} holds another run than {entry.arm!r}; move it away, or choose another --out folder")
+    if record.finished and records.damaged_weights(place, record):
+        raise Damaged(place, f"{place / records.WEIGHTS} is damaged")
+    return replace(record, **tags(entry, recipe)._asdict())
 
 
-def warn_other_version(found: Sequence[dict | None]):
-    """Say how many finished runs come from another version of the library: they are kept, and shown as they are."""
-    now = records.code()["sha256"]
-    strange = sum(record is not None and record["code"]["sha256"] != now for record in found)
-    if strange:
-        print(f"note: {strange} runs are of another version of smallvit; --out a new folder trains them again", file=sys.stderr)
+def of_another_version(path: Path) -> bool:
+    """Whether a record that cannot be read is intact but was written by another version of smallvit."""
+    try:
+        plain = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(plain, dict) or not plain.keys() >= set(records.NEEDED):
+        return False
+    return plain.get("format", 1) != records.FORMAT or bool(plain.keys() - {field.name for field in fields(Record)})
 
 
-def folder(run: Run, out: str | Path, recipe: str) -> Path:
-    """Where a run lives: readable, and different for different runs.
+def warn_other_version(found: Iterable[Record | None]):
+    """Print how many runs were trained by another version of the library. They are kept and shown as they are."""
+    current = records.code()["sha256"]
+    count = sum(record is not None and bool(record.code) and record.code["sha256"] != current for record in found)
+    if count:
+        text = f"note: {count} runs were trained by another version of smallvit; a new --out folder trains them again"
+        print(text, file=sys.stderr)
 
-    What is trained before others and is no arm lies in one place for all of them: a part of a recipe may call it otherwise.
+
+def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
+    """The folder of a run: `out/recipe/labels/arm/seed-fingerprint`. It is readable, and different for different runs.
+
+    The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
+    them lie in `dependencies`, because different comparisons may give them different names.
     """
-    arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", run.arm).strip("-") or "arm"
-    arm = "before" if run.arm.startswith(("start of ", "teacher of ")) else arm
-    return (
-        Path(out) / recipe / str("all" if run.labels is None else run.labels) / arm / f"seed{run.seed}-{fingerprint(run)[:8]}"
-    )
+    arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", entry.arm)[:LONGEST_NAME].strip("-.") or "arm"
+    labels = "all" if entry.labels is None else str(entry.labels)
+    parts = (labels, "dependencies" if entry.role == "dependency" else arm)
+    return Path(out, recipe, *parts, f"seed{entry.seed}-{fingerprint(entry.run)[:8]}")

@@ -1,51 +1,75 @@
-"""A worker: a process with one thread that trains the runs it is handed, one after another.
+"""The code that a worker process executes: it has one thread and trains the runs that it is sent.
 
-Loading torch takes as long as training a small run. On Linux a server loads this file once and every worker is a fork of it
-(see `launch.processes`), so what a run needs is imported here, at the top.
+Importing torch takes as long as training a small run. On Linux a server process imports this module once, and every worker is
+a fork of that server (see `local.process_context`). So everything that a run needs is imported at the top of this file.
 """
 
 import os
+import pickle
 import signal
-from dataclasses import replace
 from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 
 from smallvit import record as records
 from smallvit.numerics import Numerics
 from smallvit.recipe import load_recipe
+from smallvit.record import Record
 from smallvit.run import rebuild
 from smallvit.train import fit_stacked
 
-records.code()  # of the files as they were loaded: somebody may edit them while this worker trains
-PROGRESS = None  # where this worker tells its steps
+from .scheduler import Task
+
+records.code()  # hash the files as they were imported: they may be edited while this worker trains
+PROGRESS: Any = [0.0]  # steps done, shared with the parent process
 
 
-def prepare(progress, environment: dict[str, str]):
-    """Make a worker: one thread, ignore_sigint to Ctrl-C (its parent decides), gone when its parent is, in its parent's environment."""
+def prepare(progress: Any, environment: dict[str, str]):
+    """Set up a worker process: one thread, the environment of the parent, and no reaction to Ctrl-C.
+
+    The parent decides what Ctrl-C does. The worker exits when its parent has exited. `progress` is a shared array with one
+    element, in which the worker counts its steps.
+    """
     global PROGRESS
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
-    os.environ.clear()  # a server knows only the one that it was started in
+    Thread(target=exit_with, args=(parent_process(),), daemon=True).start()
+    os.environ.clear()  # a server process has the environment of the moment when it was started
     os.environ.update(environment)
     torch.set_num_threads(1)
     PROGRESS = progress
 
 
-Task = tuple[dict, dict, Path, dict[str, Path]]
-"""A run as plain JSON, its names, its folder, and the folders of those before it, by the fields that ask for them."""
+def exit_with(parent: BaseProcess | None):
+    """Wait until the parent process has exited, then exit."""
+    if parent is not None:
+        parent.join()
+    os._exit(1)
 
 
-def work(tasks: list[Task], recipe: str, source: str | Path | None, device: str, numerics: Numerics) -> list[dict]:
-    """Train a run, or several that differ only in their seed, and return their records."""
+def work(tasks: list[Task], source: str | Path | None, device: str, numerics: Numerics) -> list[Record]:
+    """Train one run, or several that differ only in their seed, and return their records.
+
+    `source` is the recipe file, which defines components that the runs use. An error of a run is raised as it is; as a
+    RuntimeError if its class cannot be pickled.
+    """
 
     def watch(step: int, accuracy: float | None):
         PROGRESS[0] = step * len(tasks)
 
+    PROGRESS[0] = 0
     if source is not None:
         load_recipe(source)
-    plains, namings, folders, dependencies = zip(*tasks)
-    runs = [replace(rebuild(plain), **naming) for plain, naming in zip(plains, namings)]
-    return fit_stacked(runs, folders, recipe=recipe, device=device, watch=watch, dependencies=dependencies, numerics=numerics)
+    runs, tags, folders, dependencies = zip(*tasks)
+    options = {"tags": tags, "device": device, "watch": watch, "dependencies": dependencies, "numerics": numerics}
+    try:
+        return fit_stacked([rebuild(run) for run in runs], folders, **options)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an exception class of the user that the parent could not receive
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
