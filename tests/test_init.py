@@ -1,13 +1,16 @@
-"""Runs that start from another run: trained first and once, paired with it, its weights loaded whole, its cost in the budget."""
+"""Runs that start from another run (`init`): trained first and once, paired by seed, loaded completely, and counted as costs."""
 
 import hashlib
 import shutil
+import sys
+import types
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from toys import TINY_VIT
 
 from smallvit import (
     AttentionOutput,
@@ -20,7 +23,6 @@ from smallvit import (
     PatchEmbed,
     Run,
     SmallCNN,
-    ViT,
     ablate,
     accuracy,
     augment,
@@ -33,113 +35,71 @@ from smallvit import (
     fit,
     rebuild,
 )
+from smallvit.ablation import with_dependencies
 from smallvit.data.images import HeldOut
 from smallvit.launch import launch
-from smallvit.launch.scheduler import with_dependencies
-from smallvit.recipe import shortened, with_length
 from smallvit.record import WEIGHTS, read_record
 
-TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=4, heads=2)
-SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
-SHELF = SHORT.vary(init=SHORT, steps=0, augment=(), ema=0.0)
+SHORT = Run(model=partial(TINY_VIT, depth=4), labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+FROZEN = SHORT.vary(init=SHORT, steps=0, augment=(), ema=0.0)
 
 
-def test_with_no_step_and_nothing_reduced_it_is_the_run_it_starts_from(tmp_path):
-    record = fit(SHELF.vary(reduction=Merge), tmp_path)
-    before = read_record(tmp_path / "init")
-    assert before["fingerprint"] == fingerprint(SHORT) == record["pretraining"]["fingerprint"]
-    assert record["test"] == before["test"] and record["steps"] == 0 and record["seconds"] == 0
-    ours, theirs = load_file(tmp_path / WEIGHTS), load_file(tmp_path / "init" / WEIGHTS)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def entries_of(arms: dict[str, Run], labels=(50,), seeds=(0,)):
+    return ablate(arms, labels=labels, seeds=seeds, references=False)
 
 
-def test_what_the_start_cost_stands_in_the_record_its_own_start_included(tmp_path):
+# Weights and costs
+
+
+def test_run_without_steps_equals_the_run_that_it_starts_from(tmp_path):
+    record, start = fit(FROZEN.vary(reduction=Merge), tmp_path), read_record(tmp_path / "init")
+    assert start.fingerprint == fingerprint(SHORT) == record.pretraining["fingerprint"]
+    assert (start.role, start.arm) == ("dependency", "init of run")
+    assert record.test == start.test and record.steps == 0 and record.seconds == 0
+    loaded, expected = load_file(tmp_path / WEIGHTS), load_file(tmp_path / "init" / WEIGHTS)
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
+
+
+def test_record_contains_the_cost_of_all_earlier_runs_and_the_loaded_weights(tmp_path):
     second = SHORT.vary(init=SHORT, steps=6)
     record = fit(second.vary(init=second, steps=2), tmp_path)
-    assert record["images_seen"] == 2 * 8
-    assert (record["pretraining"]["images_seen"], record["pretraining"]["steps"]) == ((6 + 12) * 8, 6 + 12)
-    assert record["weights"]["loaded"] == len(load_file(tmp_path / WEIGHTS)) and record["weights"]["missing"] == []
-    assert record["weights"]["sha256"] == hashlib.sha256((tmp_path / "init" / WEIGHTS).read_bytes()).hexdigest()
+    assert record.images_seen == 2 * 8
+    assert (record.pretraining["images_seen"], record.pretraining["steps"]) == ((6 + 12) * 8, 6 + 12)
+    assert record.init_weights["loaded"] == len(load_file(tmp_path / WEIGHTS)) and record.init_weights["missing"] == []
+    assert record.init_weights["sha256"] == hashlib.sha256((tmp_path / "init" / WEIGHTS).read_bytes()).hexdigest()
 
 
-def test_only_a_reduction_may_be_new(tmp_path):
-    start, learned = tmp_path / "start", partial(LearnedPrune, keep=0.5)
-    fit(SHORT, start)
-    record = fit(SHELF.vary(reduction=learned), tmp_path / "learned", start=start)
-    assert record["weights"]["missing"] and all(".reduction." in name for name in record["weights"]["missing"])
-    with pytest.raises(ValueError, match=r"do not fit: blocks.0.*expected the same model but for its reduction"):
-        fit(SHELF.vary(dim=32), tmp_path / "wide", start=start)
-    with pytest.raises(ValueError, match=r"do not fit: .*prefix; expected"):
-        fit(SHELF.vary(registers=2), tmp_path / "registers", start=start)
+@pytest.mark.parametrize(
+    "init, teacher, steps",
+    [(SHORT, SHORT, 12), (SHORT, SHORT.vary(init=SHORT, steps=7), 19), (SHORT.vary(lr=3e-4), SHORT, 24)],
+    ids=["same run", "one after the other", "two runs"],
+)
+def test_earlier_run_that_is_used_twice_is_counted_once(init, teacher, steps, tmp_path):
+    record = fit(SHORT.vary(init=init, teacher=teacher, objective=Distill, steps=2), tmp_path)
+    assert record.pretraining["steps"] == steps and record.pretraining["images_seen"] == steps * 8
 
 
-def test_another_runs_folder_is_no_start(tmp_path):
-    fit(SHORT.vary(steps=3), tmp_path / "other")
-    with pytest.raises(ValueError, match="holds the record of run"):
-        fit(SHELF, tmp_path / "mine", start=tmp_path / "other")
+def test_labels_of_an_earlier_run_are_counted_in_the_budget(tmp_path):
+    more = FROZEN.vary(labels=None, init=SHORT.vary(labels=400))
+    records = launch(entries_of({"base": SHORT.vary(labels=None), "more": more}), tmp_path, recipe="t", jobs=1)
+    assert records[1].pretraining["labels"] == 400
+    assert {row.arm: row.budget["extra_labels"] for row in compare(records).rows} == {"base": 0, "more": 350}
 
 
-def test_starts_are_trained_first_and_once_also_those_that_no_arm_is(tmp_path):
-    other = SHORT.vary(lr=3e-3)
-    arms = {"scratch": SHORT, "shelf": SHELF, "tuned": SHORT.vary(init=SHORT, steps=4), "other": SHELF.vary(init=other)}
-    runs = ablate(arms, labels=[50], seeds=[3, 4], references=False)
-    ordered, starts = with_dependencies(runs)
-    assert [ordered[at["init"]].lr for at in starts if at] == [1e-3, 1e-3, 3e-3] * 2 and len(ordered) == 10
-    told = []
-    records = launch(list(reversed(runs)), tmp_path, recipe="t", jobs=2, show=told.append)
-    assert [r["status"] for r in records] == ["finished"] * 8 and len(told) == 10
-    scratch = {r["seed"]: r for r in records if r["arm"] == "scratch"}
-    for r in records:
-        if r["arm"] in ("shelf", "tuned"):
-            assert r["pretraining"]["fingerprint"] == scratch[r["seed"]]["fingerprint"]
-            assert r["subset_sha256"] == scratch[r["seed"]]["subset_sha256"]
-    assert len(list(tmp_path.rglob(WEIGHTS))) == 10
+def test_all_labels_and_labels_for_a_choice_are_counted_in_the_budget(tmp_path):
+    start, total = replace(SHORT, labels=None, early_stop=1), len(digits().train)
+    record = fit(SHORT.vary(init=start, steps=2), tmp_path)
+    assert record.pretraining["labels"] == total - 20 and record.pretraining["chosen_labels"] == 20
+    base = replace(fit(SHORT, tmp_path / "base"), role="baseline", arm="a", baseline="a")
+    rows = compare([base, replace(record, role="technique", arm="b", baseline="a")]).rows
+    assert {row.arm: row.budget["extra_labels"] for row in rows} == {"a": 0, "b": total - 20 - 50 + 20}
 
 
-def test_a_part_of_a_recipe_trains_its_start_where_the_whole_would_look_for_it(tmp_path):
-    runs = ablate({"base, plain": SHORT, "shelf": SHELF}, labels=[50], seeds=[0], references=False)
-    launch(runs[1:], tmp_path, recipe="t", jobs=1)
-    launch(runs, tmp_path, recipe="t", jobs=1, show=lambda record: pytest.fail("the start was trained a second time"))
-
-
-def test_a_start_that_two_comparisons_share_is_trained_once_whichever_comes_first(tmp_path):
-    one = ablate({"a": SHELF}, labels=[50], seeds=[0], references=False)
-    other = ablate({"b": SHELF.vary(lr=0.5)}, labels=[50], seeds=[0], references=False)
-    assert {run.init.arm for run in one + other} == {"start of a", "start of b"} and one[0].init == other[0].init
-    launch(other, tmp_path, recipe="t", jobs=1)
-    told = []
-    launch(one + other, tmp_path, recipe="t", jobs=1, show=told.append)
-    assert [record["arm"] for record in told] == ["a"]
-
-
-def test_a_start_that_also_teaches_is_paid_for_once(tmp_path):
-    record = fit(SHORT.vary(init=SHORT, teacher=SHORT, objective=Distill, steps=2), tmp_path)
-    assert record["pretraining"]["steps"] == SHORT.steps
-
-
-def test_what_start_and_teacher_both_came_from_is_paid_for_once(tmp_path):
-    first = SHORT.vary(lr=1e-3)
-    record = fit(SHORT.vary(init=first, teacher=SHORT.vary(init=first, steps=7), objective=Distill, steps=2), tmp_path)
-    assert record["pretraining"]["steps"] == first.steps + 7 and record["pretraining"]["images_seen"] == (first.steps + 7) * 8
-
-
-def test_a_start_takes_the_seed_and_the_labels_of_its_run_unless_it_has_its_own():
-    runs = ablate({"a": replace(SHORT, labels=None), "b": replace(SHELF, labels=None, init=replace(SHORT, labels=None))},
-                  labels=[10, 20], seeds=[5], references=False)  # fmt: skip
-    assert [(run.init.labels, run.init.seed) for run in runs if run.init] == [(10, 5), (20, 5)]
-    own = ablate({"a": SHORT.vary(labels=None), "b": SHELF.vary(labels=None)}, labels=[20], seeds=[5], references=False)
-    assert own[1].init.labels == 50
-    assert all(run.init is None for run in ablate({"a": SHELF}, labels=[50], seeds=[0]) if run.role == "reference")
-
-
-def test_a_start_is_a_choice_and_is_written_down():
-    assert fingerprint(SHELF) != fingerprint(SHELF.vary(init=SHORT.vary(steps=13)))
-    assert rebuild(describe(SHELF)) == SHELF and rebuild(describe(SHORT)).init is None
-    assert difference(SHELF, SHELF.vary(init=SHORT.vary(steps=13))) == {"init.steps": ("12", "13")}
-    assert [run.init.steps for run in shortened([replace(SHELF, arm="a")])] == [2]
-    assert with_length(SHELF, lambda steps: 3 * steps).init.steps == 36
-    with pytest.raises(ValueError, match="init is 'scratch'; expected the run to start from"):
-        SHORT.vary(init="scratch")
+def test_only_a_reduction_may_have_new_weights(tmp_path):
+    fit(SHORT, tmp_path / "start")
+    record = fit(FROZEN.vary(reduction=partial(LearnedPrune, keep=0.5)), tmp_path / "learned", init=tmp_path / "start")
+    missing = record.init_weights["missing"]
+    assert missing and all(".reduction." in name for name in missing)
 
 
 @pytest.mark.parametrize(
@@ -150,81 +110,137 @@ def test_a_start_is_a_choice_and_is_written_down():
     ],
     ids=["DynamicViT", "LTMP"],
 )
-def test_learned_reductions_are_trained_from_a_start_and_bitwise_again(tmp_path, change):
+def test_learned_reductions_are_trained_from_another_run_and_bitwise_equal_again(tmp_path, change):
     run = SHORT.vary(init=SHORT, steps=8, **change)
     fit(SHORT, tmp_path / "start")
-    first, second = (fit(run, tmp_path / name, start=tmp_path / "start") for name in "ab")
-    assert first["test"] == second["test"] and first["macs"] == second["macs"]
+    first, second = (fit(run, tmp_path / name, init=tmp_path / "start") for name in "ab")
+    assert first.test == second.test and first.macs == second.macs and first.weights_sha256 == second.weights_sha256
     one, two, start = (load_file(tmp_path / name / WEIGHTS) for name in ("a", "b", "start"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    moved = {name.rpartition(".")[0] for name in start if not torch.equal(one[name], start[name])}
-    assert bool(moved) == (run.objective is LearnToPrune)  # thresholds alone learn in LTMP
-    assert first["picture"]["groups"] and first["macs"] < read_record(tmp_path / "start")["macs"] * 1.2
+    changed = {name.rpartition(".")[0] for name in start if not torch.equal(one[name], start[name])}
+    assert bool(changed) == (run.objective is LearnToPrune)  # LTMP trains the thresholds only
+    assert first.picture["groups"] and first.macs < read_record(tmp_path / "start").macs * 1.2
 
 
-# What may go wrong
+def test_init_is_a_setting_of_the_run():
+    longer = FROZEN.vary(init=SHORT.vary(steps=13))
+    assert fingerprint(FROZEN) != fingerprint(longer) and difference(FROZEN, longer) == {"init.steps": ("12", "13")}
+    assert rebuild(describe(FROZEN)) == FROZEN and rebuild(describe(SHORT)).init is None
+    assert FROZEN.with_steps(lambda steps: 3 * steps).init.steps == 36
+    assert FROZEN.at_seed(7).init.seed == 7 and FROZEN.at_seed(0) == FROZEN
 
 
-def test_a_start_that_fails_is_tried_once_and_named_in_what_needed_it(tmp_path, capfd):
+# In a comparison
+
+
+def test_dependencies_are_trained_first_and_once(tmp_path):
+    other = SHORT.vary(lr=3e-3)
+    arms = {"scratch": SHORT, "frozen": FROZEN, "tuned": SHORT.vary(init=SHORT, steps=4), "other": FROZEN.vary(init=other)}
+    entries = entries_of(arms, seeds=[3, 4])
+    ordered, positions = with_dependencies(entries)
+    assert [ordered[index["init"]].run.lr for index in positions if index] == [1e-3, 1e-3, 3e-3] * 2 and len(ordered) == 10
+    assert [(e.arm, e.role, e.baseline) for e in ordered[8:]] == [("initialization of other", "dependency", "scratch")] * 2
+    shown = []
+    records = launch(list(reversed(entries)), tmp_path, recipe="t", jobs=2, show=shown.append)
+    assert [r.status for r in records] == ["finished"] * 8 and len(shown) == 10
+    scratch = {r.seed: r for r in records if r.arm == "scratch"}
+    for r in records:
+        if r.arm in ("frozen", "tuned"):
+            assert r.pretraining["fingerprint"] == scratch[r.seed].fingerprint
+            assert r.subset_sha256 == scratch[r.seed].subset_sha256
+    assert len(list(tmp_path.rglob(WEIGHTS))) == 10
+
+
+def test_part_of_a_recipe_trains_a_dependency_in_the_folder_of_its_arm(tmp_path):
+    entries = entries_of({"base, plain": SHORT, "frozen": FROZEN})
+    launch(entries[1:], tmp_path, recipe="t", recipe_runs=entries, jobs=1)
+    launch(entries, tmp_path, recipe="t", jobs=1, show=lambda record: pytest.fail(f"{record.arm} was trained a second time"))
+
+
+def test_dependency_of_two_comparisons_is_trained_once(tmp_path):
+    one, other = entries_of({"a": FROZEN}), entries_of({"b": FROZEN.vary(lr=0.5)})
+    assert one[0].run.init == other[0].run.init
+    launch(other, tmp_path, recipe="t", jobs=1)
+    shown = []
+    launch(one + other, tmp_path, recipe="t", jobs=1, show=shown.append)
+    assert [record.arm for record in shown] == ["a"]
+
+
+def test_dependency_that_is_an_arm_keeps_the_name_of_the_arm():
+    tuned = SHORT.vary(init=SHORT, steps=4)
+    entries = entries_of({"base": SHORT, "tuned": tuned, "both": tuned.vary(init=tuned)})
+    ordered, positions = with_dependencies(entries[2:], entries)
+    assert [entry.arm for entry in ordered] == ["both", "tuned", "base"] and positions == [{"init": 1}, {"init": 2}, {}]
+    assert with_dependencies(entries) == (entries, [{}, {"init": 0}, {"init": 1}])
+
+
+def test_dependency_has_the_seed_and_the_labels_of_its_run_unless_it_sets_labels():
+    base = replace(SHORT, labels=None)
+    entries = entries_of({"a": base, "b": replace(FROZEN, labels=None, init=base)}, labels=[10, 20], seeds=[5])
+    assert [(e.run.init.labels, e.run.init.seed) for e in entries if e.run.init] == [(10, 5), (20, 5)]
+    entries = entries_of({"a": base, "b": replace(FROZEN, labels=None)}, labels=[20], seeds=[5])
+    assert entries[1].run.init.labels == 50
+    references = [e for e in ablate({"a": FROZEN}, labels=[50], seeds=[0]) if e.role == "reference"]
+    assert references and all(entry.run.init is None for entry in references)
+
+
+def test_deleted_dependency_of_a_dependency_is_trained_again(tmp_path):
+    second = SHORT.vary(init=SHORT, steps=4, lr=1e-3)
+    entries = entries_of({"base": SHORT.vary(lr=2e-3), "from a": FROZEN, "from b": second.vary(init=second, steps=2)})
+    assert [record.arm for record in launch(entries[:2], tmp_path, recipe="t", jobs=1)] == ["base", "from a"]
+    shutil.rmtree(tmp_path / "t" / "50" / "dependencies")
+    assert [record.status for record in launch(entries, tmp_path, recipe="t", jobs=1)] == ["finished"] * 3
+
+
+# Failures
+
+
+def test_failed_dependency_is_tried_once_and_named_in_the_run_that_needs_it(tmp_path, capfd):
     broken = SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))
-    arms = {"scratch": SHORT, "broken": broken, "needs": broken.vary(init=broken, steps=2), "shelf": SHELF}
-    records = launch(ablate(arms, labels=[50], seeds=[0], references=False), tmp_path, recipe="t", jobs=1)
-    assert [r["status"] for r in records] == ["finished", "failed", "failed", "finished"]
-    assert records[2]["error"].startswith("RuntimeError: its start failed: ValueError") and "patch" in records[2]["error"]
+    arms = {"scratch": SHORT, "broken": broken, "needs": broken.vary(init=broken, steps=2), "frozen": FROZEN}
+    records = launch(entries_of(arms), tmp_path, recipe="t", jobs=1)
+    assert [r.status for r in records] == ["finished", "failed", "failed", "finished"]
+    assert all(word in records[2].error for word in ("initialization", "failed", "ValueError", "patch"))
     assert capfd.readouterr().err.count("FAILED") == 2
 
 
-def test_weights_that_are_not_the_starts_are_refused(tmp_path):
-    fit(SHORT, tmp_path / "start")
-    fit(SHORT.vary(seed=9), tmp_path / "other")
-    good = (tmp_path / "start" / WEIGHTS).read_bytes()
-    (tmp_path / "start" / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
-    with pytest.raises(ValueError, match=r"model.safetensors is of run \w+, not of \w+, whose weights are asked for"):
-        fit(SHELF, tmp_path / "mine", start=tmp_path / "start")
-    (tmp_path / "start" / WEIGHTS).unlink()
-    with pytest.raises(ValueError, match=r"has no model.safetensors to start from; delete its record.json"):
-        fit(SHELF, tmp_path / "mine", start=tmp_path / "start")
-    (tmp_path / "start" / WEIGHTS).write_bytes(good)
-    assert fit(SHELF, tmp_path / "mine", start=tmp_path / "start")["status"] == "finished"
-    with pytest.raises(ValueError, match="for a run without init; expected it to have init=a run"):
-        fit(SHORT, tmp_path / "plain", start=tmp_path / "start")
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """The folder of the finished run SHORT. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("start")
+    fit(SHORT, folder)
+    return folder
 
 
-def test_the_start_of_a_start_goes_by_the_name_of_its_arm_too():
-    tuned = SHORT.vary(init=SHORT, steps=4)
-    runs = ablate({"base": SHORT, "tuned": tuned, "both": tuned.vary(init=tuned)}, labels=[50], seeds=[0], references=False)
-    assert (runs[2].init.arm, runs[2].init.init.arm, runs[1].init.arm) == ("tuned", "base", "base")
+def weights_of_another_seed(folder):
+    fit(SHORT.vary(seed=9), folder / "other")
+    shutil.copy(folder / "other" / WEIGHTS, folder / WEIGHTS)
 
 
-def test_labels_that_only_the_start_had_are_counted(tmp_path):
-    more = SHELF.vary(labels=None, init=SHORT.vary(labels=400))
-    runs = ablate({"base": SHORT.vary(labels=None), "more": more}, labels=[50], seeds=[0], references=False)
-    records = launch(runs, tmp_path, recipe="t", jobs=1)
-    assert records[1]["pretraining"]["labels"] == 400
-    extra = {row.arm: row.budget["extra_labels"] for row in compare(records).rows}
-    assert extra == {"base": 0, "more": 350}
+@pytest.mark.parametrize(
+    "run, damage, words",
+    [
+        (FROZEN.vary(dim=32), None, r"do not fit: blocks.0.*expected the same model, except for its reduction"),
+        (FROZEN.vary(registers=2), None, r"do not fit: .*prefix; expected"),
+        (FROZEN.vary(init=SHORT.vary(steps=3)), None, r"holds run \w+, not"),
+        (FROZEN, weights_of_another_seed, "model.safetensors is damaged"),
+        (FROZEN, lambda folder: (folder / WEIGHTS).write_bytes(b"torn"), "model.safetensors is damaged"),
+        (FROZEN, lambda folder: (folder / WEIGHTS).unlink(), "has no model.safetensors; delete its record.json"),
+        (SHORT, None, "for init, but the run has none"),
+    ],
+    ids=["width", "registers", "other run", "other weights", "torn weights", "no weights", "no init"],
+)  # fmt: skip
+def test_folder_that_does_not_fit_init_is_refused(run, damage, words, start, tmp_path):
+    folder = shutil.copytree(start, tmp_path / "start")
+    if damage:
+        damage(folder)
+    with pytest.raises(ValueError, match=words):
+        fit(run, tmp_path / "mine", init=folder)
+    assert fit(FROZEN, tmp_path / "mine", init=start).finished  # the folder is not blocked by the error
 
 
-def test_all_labels_and_those_that_a_start_chose_by_are_counted_too(tmp_path):
-    start = replace(SHORT, labels=None, early_stop=1)
-    record = fit(SHORT.vary(init=start, steps=2), tmp_path)
-    assert record["pretraining"]["labels"] == len(digits().train) - 20 and record["pretraining"]["chosen_labels"] == 20
-    base = fit(SHORT, tmp_path / "base")
-    rows = compare([base | {"role": "baseline", "arm": "a"}, record | {"role": "technique", "arm": "b", "baseline": "a"}]).rows
-    assert {row.arm: row.budget["extra_labels"] for row in rows} == {"a": 0, "b": len(digits().train) - 20 - 50 + 20}
-
-
-def test_a_start_of_a_start_that_is_gone_is_trained_again(tmp_path):
-    second = SHORT.vary(init=SHORT, steps=4, lr=1e-3)
-    arms = {"base": SHORT.vary(lr=2e-3), "from a": SHELF, "from b": second.vary(init=second, steps=2)}
-    runs = ablate(arms, labels=[50], seeds=[0], references=False)
-    assert [record["arm"] for record in launch(runs[:2], tmp_path, recipe="t", jobs=1)] == ["base", "from a"]
-    shutil.rmtree(tmp_path / "t" / "50" / "before")
-    assert [record["status"] for record in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 3
-
-
-class Silent(torch.nn.Module):
-    """Attention of another make: no projection, no saliency."""
+class ForeignAttention(torch.nn.Module):
+    """Attention without a projection or an input for saliency."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -234,12 +250,12 @@ class Silent(torch.nn.Module):
         return AttentionOutput(self.mixing(x), key=lambda: x, saliency=lambda queries: x.square().mean(-1))
 
 
-class Narrow(torch.nn.Module):
-    """A reduction that cannot be followed: it reads all channels of a token. Keeps the better half of the patches."""
+class Untraceable(torch.nn.Module):
+    """A reduction that keeps half of the patches by all channels of a token, so that patches cannot be traced through it."""
 
-    def __init__(self, place):
+    def __init__(self, context):
         super().__init__()
-        self.score, self.prefix = torch.nn.Linear(place.dim, 1), place.prefix
+        self.score, self.prefix = torch.nn.Linear(context.dim, 1), context.prefix
 
     def forward(self, x, size=None, key=None, saliency=None):
         patches = x[:, self.prefix :]
@@ -247,8 +263,8 @@ class Narrow(torch.nn.Module):
         return torch.cat([x[:, : self.prefix], patches.gather(1, best)], dim=1), size
 
 
-class Blocky(SmallCNN):
-    """A model with an attribute `blocks` that is no list of blocks."""
+class OtherBlocks(SmallCNN):
+    """A model with an attribute `blocks` that is not a list of blocks."""
 
     blocks = 2
 
@@ -256,19 +272,22 @@ class Blocky(SmallCNN):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(attention=Silent, reduction=partial(Merge, r=2)),
-        dict(attention=Silent, reduction=LearnedThresholds),
-        dict(reduction=Narrow),
-        dict(model=Blocky),
+        dict(attention=ForeignAttention, reduction=partial(Merge, r=2)),
+        dict(attention=ForeignAttention, reduction=LearnedThresholds),
+        dict(reduction=Untraceable),
+        dict(model=OtherBlocks),
     ],
-    ids=["no projection", "no projection, tokens by image", "cannot be followed", "blocks of its own"],
+    ids=["no projection", "no projection, tokens by image", "cannot be traced", "other blocks"],
 )
-def test_what_cannot_be_counted_or_drawn_costs_no_run(tmp_path, change, monkeypatch):
-    monkeypatch.setattr("smallvit.components.address", lambda thing: f"tests.{thing.__name__}")
-    monkeypatch.setattr("smallvit.components.written", lambda thing: {})
+def test_model_that_cannot_be_counted_or_drawn_does_not_fail_its_run(tmp_path, change, monkeypatch):
+    recipe = types.ModuleType("recipes.foreign")
+    monkeypatch.setitem(sys.modules, "recipes.foreign", recipe)
+    for component in (ForeignAttention, Untraceable, OtherBlocks):
+        monkeypatch.setattr(component, "__module__", "recipes.foreign")
+        setattr(recipe, component.__name__, component)
     whole = HeldOut.open
-    monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(10)))  # each is counted on its own
+    monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(10)))  # each image is counted separately
     record = fit(SHORT.vary(evaluators=(accuracy, partial(cost, repeats=1)), **change), tmp_path)
-    assert record["status"] == "finished" and record["macs"] > 0 and record["test"]["macs"] > 0
-    if change.get("reduction") is Narrow:
-        assert "Narrow cannot be followed" in record["picture"]["error"]
+    assert record.finished and record.macs > 0 and record.test["macs"] > 0
+    if change.get("reduction") is Untraceable:
+        assert "Untraceable" in record.picture["error"]
