@@ -1,8 +1,10 @@
-"""Many runs: equal for any number of workers, nothing lost when something dies."""
+"""Launching many runs: equal results for any number of workers, and nothing lost when a process dies."""
 
+import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -11,83 +13,102 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
+from toys import TINY_VIT
 
-from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, arrays, augment
-from smallvit.launch import launch
-from smallvit.launch.scheduler import Scheduler, failed, folder, in_turn, recall
-from smallvit.record import RECORD, WEIGHTS, read_record
-from smallvit.train.fit import blank
+from smallvit import ArmRun, LocalityAttention, PatchEmbed, Run, ablate, arrays, augment
+from smallvit.launch import launch, progress
+from smallvit.launch.plan import parallel
+from smallvit.launch.scheduler import Damaged, Scheduler, dependencies_first, folder, recall, record_failure, tags
+from smallvit.record import RECORD, WEIGHTS, Record, read_record
+from smallvit.train.fit import new_record
 
-TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
-SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
 ARMS = {"scratch": SHORT, "+LSA": SHORT.vary(attention=LocalityAttention)}
+ENTRY = ArmRun(run=SHORT, arm="scratch")
+BROKEN = ArmRun(run=SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the workers in /proc")
 
 
-def left(out: Path) -> dict[str, bytes]:
+def comparison(seeds: int, arms: dict[str, Run] = ARMS) -> list[ArmRun]:
+    return ablate(arms, labels=[50], seeds=range(seeds), references=False)
+
+
+def names(records: list) -> list[tuple[str, int]]:
+    return [(record.arm, record.seed) for record in records]
+
+
+def weights_in(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob(WEIGHTS))}
 
 
-def test_one_worker_and_two_leave_the_same_weights_and_numbers_and_nothing_is_done_twice(tmp_path):
-    runs = ablate(ARMS, labels=[50], seeds=range(2), references=False)
-    told = []
+def test_number_of_workers_changes_no_result_and_finished_runs_are_not_trained_again(tmp_path):
+    runs = comparison(seeds=2)
+    shown = []
     one = launch(runs, tmp_path / "1", recipe="t", jobs=1)
-    two = launch(runs, tmp_path / "2", recipe="t", jobs=2, show=told.append)
-    assert len(one) == len(two) == len(told) == 4 and len(left(tmp_path / "1")) == 4
-    assert left(tmp_path / "1") == left(tmp_path / "2")
-    assert [r["test"] for r in one] == [r["test"] for r in two] and all(r["threads"] == 1 for r in one)
-    assert [(r["arm"], r["seed"]) for r in two] == [(run.arm, run.seed) for run in runs]
+    two = launch(runs, tmp_path / "2", recipe="t", jobs=2, show=shown.append)
+    assert len(one) == len(two) == len(shown) == len(weights_in(tmp_path / "1")) == 4
+    assert weights_in(tmp_path / "1") == weights_in(tmp_path / "2")
+    assert [r.test for r in one] == [r.test for r in two] and all(r.threads == 1 for r in one)
+    assert names(two) == names(runs)
     again = launch(runs, tmp_path / "2", recipe="t", show=lambda record: pytest.fail("a finished run was trained again"))
     assert again == two
 
 
-def test_a_failure_is_shown_and_recorded_the_others_go_on_and_it_is_retried_on_request(tmp_path, capfd):
-    broken = replace(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
-    runs = [broken, SHORT]
+def test_failed_run_leaves_a_record_with_traceback_and_is_retried_only_on_request(tmp_path, capfd):
+    runs, place = [BROKEN, ENTRY], folder(BROKEN, tmp_path, "t")
     records = launch(runs, tmp_path, recipe="t", jobs=1)
-    assert [r["status"] for r in records] == ["failed", "finished"]
-    assert "patches of 3 pixels do not tile" in records[0]["error"] and "FAILED broken" in capfd.readouterr().err
-    kept = (folder(broken, tmp_path, "t") / RECORD).stat().st_mtime_ns
+    assert [r.status for r in records] == ["failed", "finished"]
+    assert "patches of 3 pixels do not tile" in records[0].error and "FAILED broken" in capfd.readouterr().err
+    assert records[0].traceback.startswith("Traceback") and records[0].traceback.endswith(records[0].error)
+    assert "tokenizers.py" in records[0].traceback and records[1].traceback is None
+    written = (place / RECORD).stat().st_mtime_ns
     assert launch(runs, tmp_path, recipe="t", jobs=1) == records, "a failed run was tried again without being asked for"
-    assert (folder(broken, tmp_path, "t") / RECORD).stat().st_mtime_ns == kept
+    assert (place / RECORD).stat().st_mtime_ns == written
     tried = []
     launch(runs, tmp_path, recipe="t", jobs=1, retry=True, show=tried.append)
-    assert [r["arm"] for r in tried] == ["broken"] and read_record(folder(broken, tmp_path, "t"))["status"] == "failed"
+    assert names(tried) == [("broken", 0)] and read_record(place).status == "failed"
 
 
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
-    broken = replace(SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)), arm="broken")
-    records = launch(
-        [broken, *ablate(ARMS, labels=[50], seeds=range(2), references=False)], tmp_path, recipe="t", jobs=1, fail_fast=True
-    )
-    assert [r["status"] for r in records] == ["failed"]
+    records = launch([BROKEN, *comparison(seeds=2)], tmp_path, recipe="t", jobs=1, fail_fast=True)
+    assert [r.status for r in records] == ["failed"]
 
 
-def workers(parent: int) -> list[int]:
-    """The training processes of that one: forks of its server."""
-    return [pid for server in children(parent) for pid in children(server)]
+def test_dependency_that_is_an_arm_keeps_its_folder_when_only_a_part_of_the_recipe_is_launched(tmp_path):
+    recipe = comparison(1, {"base": SHORT, "tuned": SHORT.vary(init=SHORT), "other": SHORT.vary(init=SHORT.vary(lr=0.5))})
+    launch(recipe[1:2], tmp_path, recipe="t", recipe_runs=recipe, jobs=1)
+    assert recall(recipe[0], tmp_path, "t").role == "baseline" and not list(tmp_path.rglob("dependencies"))
+    trained = []
+    launch(recipe, tmp_path, recipe="t", jobs=1, show=trained.append)
+    assert names(trained) == [("initialization of other", 0), ("other", 0)]
+    assert [r.role for r in trained] == ["dependency", "technique"] and len(list(tmp_path.rglob("dependencies/*"))) == 1
+
+
+# Processes that die
 
 
 def children(parent: int) -> list[int]:
-    """Those started by multiprocessing's server of forks, and the server itself."""
+    """The processes of multiprocessing's fork server with this parent: the server, or the workers of a server."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            words, line = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
+            fields, command = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(words[1]) == parent and b"forkserver" in line:
+        if int(fields[1]) == parent and b"forkserver" in command:
             found.append(int(path.parent.name))
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the workers in /proc")
-def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
-    import threading
+def workers(parent: int) -> list[int]:
+    return [pid for server in children(parent) for pid in children(server)]
 
-    run = SHORT.vary(steps=400)
-    place = folder(run, tmp_path, "t")
 
-    killed = []
+@needs_proc
+def test_run_of_a_killed_worker_is_resumed(tmp_path):
+    entry = replace(ENTRY, run=SHORT.vary(steps=400))
+    place, killed = folder(entry, tmp_path, "t"), []
 
     def kill():
         deadline = time.monotonic() + 120
@@ -99,23 +120,22 @@ def test_a_killed_worker_has_its_run_taken_up_again(tmp_path, monkeypatch):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    records = launch([run], tmp_path, recipe="t", jobs=1)
+    records = launch([entry], tmp_path, recipe="t", jobs=1)
     killer.join()
-    assert killed and [r["status"] for r in records] == ["finished"]
-    launch([run], tmp_path / "whole", recipe="t", jobs=1)
-    assert list(left(tmp_path / "whole").values()) == list(left(place).values())
+    assert killed and [r.status for r in records] == ["finished"]
+    launch([entry], tmp_path / "whole", recipe="t", jobs=1)
+    assert list(weights_in(tmp_path / "whole").values()) == list(weights_in(place).values())
 
 
-def interrupted(out: Path, runs: list[Run]):
+def interrupted(out: Path, runs: list[ArmRun]):
     try:
         launch(runs, out, recipe="t", jobs=2)
     except KeyboardInterrupt:
         os._exit(130)
 
 
-def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
-    runs = ablate(ARMS, labels=[50], seeds=range(2), references=False)
-    runs = [run.vary(steps=150) for run in runs]
+def test_ctrl_c_leaves_everything_resumable(tmp_path):
+    runs = comparison(2, {name: run.vary(steps=150) for name, run in ARMS.items()})
     process = multiprocessing.get_context("spawn").Process(target=interrupted, args=(tmp_path, runs))
     process.start()
     while not list(tmp_path.rglob(RECORD)) and process.is_alive():
@@ -127,85 +147,190 @@ def test_ctrl_c_leaves_everything_resumable_and_no_process_behind(tmp_path):
     assert 1 <= finished < 4, f"{finished} runs had finished when Ctrl-C came"
     records = launch(runs, tmp_path, recipe="t", jobs=2)
     launch(runs, tmp_path / "whole", recipe="t", jobs=2)
-    assert all(r["status"] == "finished" for r in records)
-    assert list(left(tmp_path / "t").values()) == list(left(tmp_path / "whole" / "t").values())
+    assert all(r.finished for r in records)
+    assert list(weights_in(tmp_path / "t").values()) == list(weights_in(tmp_path / "whole" / "t").values())
 
 
-# The schedule, without processes
+def long_run(out: Path):
+    launch([replace(ENTRY, run=SHORT.vary(steps=100_000))], out, recipe="t", jobs=1)
 
 
-def schedule(runs: list[Run], out: Path, **choices) -> Scheduler:
-    return Scheduler(runs, out, "t", again=lambda record: False, **choices)
+@needs_proc
+def test_worker_ends_with_its_parent(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=long_run, args=(tmp_path,))
+    process.start()
+    while not list(tmp_path.rglob(".lock")) and process.is_alive():
+        time.sleep(0.05)
+    orphans = [Path(f"/proc/{pid}/cmdline") for pid in workers(process.pid)]
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 60
+    while any(path.exists() and b"forkserver" in path.read_bytes() for path in orphans):
+        assert time.monotonic() < deadline, "a worker went on without its parent"
+        time.sleep(0.1)
+    assert len(orphans) >= 1
 
 
-def finished(run: Run) -> dict:
-    return blank(run, "t") | {"status": "finished", "score": "accuracy", "test": {"accuracy": 0.5}, "val": {"accuracy": 0.5}}
+# Damaged files
 
 
-def test_seeds_go_out_together_as_far_as_there_is_work_for_the_others(tmp_path):
-    runs = ablate(ARMS, labels=[50], seeds=range(6), references=False)
-    waiting = schedule(runs, tmp_path, stack=4)
-    groups = [waiting.take(2), waiting.take(2), waiting.take(2), waiting.take(2), waiting.take(2)]
-    assert [[(runs[at].arm, runs[at].seed) for at in group] for group in groups[:2]] == [
+def damage_record(place: Path):
+    (place / RECORD).write_bytes((place / RECORD).read_bytes()[:100])
+
+
+def damage_weights(place: Path):
+    (place / WEIGHTS).write_bytes((place / WEIGHTS).read_bytes()[:-1] + b"?")
+
+
+@pytest.mark.parametrize(
+    "damage, file",
+    [
+        (damage_record, RECORD),
+        (lambda place: (place / RECORD).write_text("[]"), RECORD),
+        (damage_weights, WEIGHTS),
+    ],
+    ids=["cut record", "no record", "weights"],
+)
+def test_damaged_run_is_set_aside_and_trained_again(damage, file, tmp_path, capfd):
+    runs = comparison(seeds=1)
+    records, place, trained = launch(runs, tmp_path, recipe="t", jobs=1), folder(runs[0], tmp_path, "t"), []
+    whole = (place / WEIGHTS).read_bytes()
+    damage(place)
+    with pytest.raises(Damaged, match=file):
+        recall(runs[0], tmp_path, "t")
+    damaged = (place / file).read_bytes()
+    again = launch(runs, tmp_path, recipe="t", jobs=1, show=trained.append)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "damaged" in line]
+    assert len(lines) == 1 and str(place / file) in lines[0]
+    assert names(trained) == [("scratch", 0)] and [r.test for r in again] == [r.test for r in records]
+    assert (place / f"{file}.damaged").read_bytes() == damaged and (place / f"{RECORD}.damaged").exists()
+    assert (place / WEIGHTS).read_bytes() == whole
+
+
+def test_record_of_another_format_is_an_error_and_stays(tmp_path):
+    place = folder(ENTRY, tmp_path, "t")
+    launch([ENTRY], tmp_path, recipe="t", jobs=1)
+    plain = json.loads((place / RECORD).read_text())
+    for change in ({"format": 1}, {"option_of_the_future": 1}):
+        (place / RECORD).write_text(text := json.dumps(plain | change))
+        with pytest.raises(ValueError, match="record format 1|unknown fields"):
+            launch([ENTRY], tmp_path, recipe="t", jobs=1)
+        assert (place / RECORD).read_text() == text
+
+
+# Names of folders
+
+
+@pytest.mark.parametrize(
+    "arm, name",
+    [
+        ("+SPT, k=2.5", "+SPT-k-2.5"),
+        ("..", "arm"),
+        ("../../etc", "etc"),
+        ("/*?|", "arm"),
+        ("ends with dots...", "ends-with-dots"),
+        ("x" * 300, "x" * 100),
+    ],
+)
+def test_folder_of_any_arm_is_safe_and_different_for_different_runs(arm, name, tmp_path):
+    place = folder(replace(ENTRY, arm=arm), tmp_path, "t")
+    assert place.parent == tmp_path / "t" / "50" / name
+    assert place != folder(ArmRun(run=SHORT.vary(lr=0.5), arm=arm), tmp_path, "t")
+    place.mkdir(parents=True)
+
+
+# The scheduler, without processes
+
+
+def scheduler(runs: list[ArmRun], out: Path, **options) -> Scheduler:
+    return Scheduler(runs, out, "t", **options)
+
+
+def finished(entry: ArmRun) -> Record:
+    done = new_record(entry.run, tags(entry, "t"), status="finished")
+    return replace(done, score="accuracy", test={"accuracy": 0.5}, val={"accuracy": 0.5})
+
+
+def test_seeds_are_stacked_while_the_other_workers_still_have_runs(tmp_path):
+    runs = comparison(seeds=6)
+    schedule = scheduler(runs, tmp_path, stack=4)
+    groups = [schedule.next_group(2) for _ in range(5)]
+    assert [names([runs[i] for i in group]) for group in groups[:2]] == [
         [("scratch", seed) for seed in range(4)],
         [("+LSA", seed) for seed in range(4)],
     ]
-    assert [len(group) for group in groups] == [4, 4, 2, 1, 1] and sorted(at for group in groups for at in group) == list(
-        range(12)
-    )
-    assert waiting.take(2) == [] and not waiting.queue
+    assert [len(group) for group in groups] == [4, 4, 2, 1, 1]
+    assert sorted(i for group in groups for i in group) == list(range(12))
+    assert schedule.next_group(2) == [] and not schedule.queue
 
 
-def test_of_a_stack_that_failed_each_is_tried_alone_and_killed_twice_is_a_record(tmp_path):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(2), references=False)
-    waiting = schedule(runs, tmp_path, stack=2)
-    waiting.came(waiting.take(1), BrokenProcessPool("killed"))
-    assert waiting.take(1) == [0] and waiting.take(1) == [1]
-    waiting.came([0], [finished(runs[0])])
-    waiting.came([1], BrokenProcessPool("killed"))
-    assert [r["status"] for r in waiting.records] == ["finished", "failed"] and "killed twice" in waiting.records[1]["error"]
-    assert not waiting.queue and not waiting.under_way
+def test_runs_of_a_failed_stack_are_tried_alone_and_a_run_killed_twice_fails(tmp_path):
+    runs = comparison(2, {"scratch": SHORT})
+    schedule = scheduler(runs, tmp_path, stack=2)
+    schedule.handle(schedule.next_group(1), BrokenProcessPool("killed"))
+    assert schedule.next_group(1) == [0] and schedule.next_group(1) == [1]
+    schedule.handle([0], [finished(runs[0])])
+    schedule.handle([1], BrokenProcessPool("killed"))
+    first, second = schedule.requested_records
+    assert first.finished and second.status == "failed" and "killed twice" in second.error
+    assert not schedule.queue and not schedule.in_training
 
 
-def test_after_the_first_failure_nothing_is_begun_again(tmp_path):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(5), references=False)
-    waiting = schedule(runs, tmp_path, stack=2, fail_fast=True)
-    one, other = waiting.take(2), waiting.take(2)
-    waiting.came(other, RuntimeError("together they failed"))
-    assert waiting.queue == [2, 3, 4]
-    waiting.came(one[:1], RuntimeError("no luck"))
-    waiting.came(waiting.take(2), BrokenProcessPool("killed"))
-    assert waiting.queue == [] and [r["status"] for r in waiting.records] == ["failed"]
+def test_fail_fast_starts_nothing_after_the_first_failure(tmp_path):
+    schedule = scheduler(comparison(5, {"scratch": SHORT}), tmp_path, stack=2, fail_fast=True)
+    first, second = schedule.next_group(2), schedule.next_group(2)
+    schedule.handle(second, RuntimeError("the stack failed"))
+    assert schedule.queue == [2, 3, 4]
+    schedule.handle(first[:1], RuntimeError("failed"))
+    schedule.handle(schedule.next_group(2), BrokenProcessPool("killed"))
+    assert schedule.queue == [] and [r.status for r in schedule.requested_records] == ["failed"]
 
 
-def test_a_run_whose_start_is_at_another_process_is_left_to_it_and_its_kin_go_on_together(tmp_path):
-    runs = ablate({"tuned": SHORT.vary(init=SHORT.vary(lr=0.5))}, labels=[50], seeds=range(3), references=False)
-    waiting = schedule(runs, tmp_path, stack=3)
-    starts = waiting.take(1)
-    assert [waiting.runs[at].lr for at in starts] == [0.5] * 3
-    waiting.came(starts, [finished(waiting.runs[starts[0]]), None, finished(waiting.runs[starts[2]])])
-    assert waiting.take(1) == [0, 2]
-    waiting.came([0, 2], [finished(runs[0]), finished(runs[2])])
-    assert waiting.take(1) == [] and len(waiting.records) == 2
+def test_run_whose_dependency_another_process_trains_is_left_out(tmp_path):
+    runs = comparison(3, {"tuned": SHORT.vary(init=SHORT.vary(lr=0.5))})
+    schedule = scheduler(runs, tmp_path, stack=3)
+    group = schedule.next_group(1)
+    assert [schedule.runs[i].run.lr for i in group] == [0.5] * 3
+    schedule.handle(group, [finished(schedule.runs[group[0]]), None, finished(schedule.runs[group[2]])])
+    assert schedule.next_group(1) == [0, 2]
+    schedule.handle([0, 2], [finished(runs[0]), finished(runs[2])])
+    assert schedule.next_group(1) == [] and len(schedule.requested_records) == 2
 
 
-def test_what_a_run_needs_comes_right_before_it():
-    before = [{}, {"init": 5}, {"init": 6, "teacher": 1}, {}, {"init": 5}, {}, {}]
-    assert in_turn(range(7), before) == [0, 5, 1, 6, 2, 3, 4]
-    assert in_turn([0, 2, 3], before) == [0, 2, 3], "what has finished is not done again"
+def test_dependencies_come_right_before_the_run_that_needs_them():
+    dependencies = [{}, {"init": 5}, {"init": 6, "teacher": 1}, {}, {"init": 5}, {}, {}]
+    assert dependencies_first(range(7), dependencies) == [0, 5, 1, 6, 2, 3, 4]
+    assert dependencies_first([0, 2, 3], dependencies) == [0, 2, 3], "a finished dependency is not trained again"
 
 
-def test_data_that_cannot_be_read_are_refused_once_before_anything_trains(tmp_path):
-    from smallvit import arrays
+# What is refused before anything is trained
 
+
+@pytest.mark.parametrize(
+    "options, words",
+    [({"stack": 0}, "stack is 0; expected"), ({"device": "cdua"}, "device is 'cdua'; expected"), ({"device": "cuda"}, "no such GPU")],
+)
+def test_invalid_options_are_refused(options, words, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=words) as refused:
+        launch([ENTRY], tmp_path, recipe="t", **options)
+    assert "driver" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+def test_a_run_without_an_arm_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="contains Run; expected ArmRun"):
+        launch([SHORT], tmp_path, recipe="t")
+
+
+def test_unreadable_data_are_refused_once(tmp_path):
     (tmp_path / "broken.npz").write_bytes(b"PK")
-    runs = [SHORT.vary(data=partial(arrays, path=str(tmp_path / "broken.npz")), seed=seed) for seed in range(2)]
+    data = partial(arrays, path=str(tmp_path / "broken.npz"))
     with pytest.raises(ValueError, match=r"broken\.npz"):
-        launch(runs, tmp_path / "runs", recipe="t", jobs=2)
+        launch(comparison(2, {"a": SHORT.vary(data=data)}), tmp_path / "runs", recipe="t", jobs=2)
     assert not list(tmp_path.rglob(RECORD))
 
 
-def test_data_that_changed_under_the_same_name_are_refused_before_old_and_new_stand_in_one_table(tmp_path):
+def test_data_that_changed_since_a_run_finished_are_refused(tmp_path):
     file, images = tmp_path / "images.npz", np.random.default_rng(0).integers(0, 255, (80, 8, 8), dtype=np.uint8)
     labels = np.arange(80) % 2
 
@@ -213,70 +338,74 @@ def test_data_that_changed_under_the_same_name_are_refused_before_old_and_new_st
         np.savez(file, train_images=images[:60], train_labels=labels[:60], test_images=images[60:], test_labels=labels[60:])
         arrays.cache_clear()
 
-    runs = [SHORT.vary(data=partial(arrays, path=str(file)), labels=None, steps=1, seed=seed) for seed in range(2)]
+    run = SHORT.vary(data=partial(arrays, path=str(file)), labels=None, steps=1)
+    runs = ablate({"a": run}, seeds=range(2), references=False)
     write(labels)
     launch(runs[:1], tmp_path, recipe="t", jobs=1)
     write(1 - labels)
-    with pytest.raises(ValueError, match=r"1 runs have finished on other images or labels than arrays\(.* gives today"):
+    with pytest.raises(ValueError, match=r"1 runs have finished on other images or labels than arrays\("):
         launch(runs, tmp_path, recipe="t", jobs=1)
     write(labels)
-    assert [r["status"] for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2
+    assert [r.status for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2
 
 
-def test_the_folder_of_another_run_is_refused_before_anything_trains(tmp_path):
-    run = SHORT
-    launch([run], tmp_path, recipe="t", jobs=1)
-    other = run.vary(lr=2e-3)
-    folder(other, tmp_path, "t").parent.mkdir(parents=True, exist_ok=True)
-    folder(run, tmp_path, "t").rename(folder(other, tmp_path, "t"))
+def test_folder_of_another_run_is_refused(tmp_path):
+    other = ArmRun(run=SHORT.vary(lr=2e-3), arm="scratch")
+    launch([ENTRY], tmp_path, recipe="t", jobs=1)
+    folder(ENTRY, tmp_path, "t").rename(folder(other, tmp_path, "t"))
     with pytest.raises(ValueError, match="holds another run"):
         launch([other], tmp_path, recipe="t", jobs=1)
 
 
-def test_a_run_that_another_process_trains_is_left_to_it(tmp_path, capfd):
-    from filelock import FileLock
-
-    place = folder(SHORT, tmp_path, "t")
+def test_run_that_another_process_trains_is_left_to_it(tmp_path, capfd):
+    place = folder(ENTRY, tmp_path, "t")
     place.mkdir(parents=True)
     with FileLock(place / ".lock"):
-        assert launch([SHORT], tmp_path, recipe="t", jobs=1) == []
-    assert "is trained by another process" in capfd.readouterr().err and not (place / RECORD).exists()
-    assert launch([SHORT], tmp_path, recipe="t", jobs=1)[0]["status"] == "finished"
+        assert launch([ENTRY], tmp_path, recipe="t", jobs=1) == []
+    assert "is being trained by another process" in capfd.readouterr().err and not (place / RECORD).exists()
+    assert launch([ENTRY], tmp_path, recipe="t", jobs=1)[0].finished
 
 
-def test_a_failure_never_takes_the_place_of_a_finished_record(tmp_path):
-    launch([SHORT], tmp_path, recipe="t", jobs=1)
-    before = (folder(SHORT, tmp_path, "t") / RECORD).read_bytes()
-    assert failed(SHORT, tmp_path, "t", OSError("late"))["status"] == "finished"
-    assert (folder(SHORT, tmp_path, "t") / RECORD).read_bytes() == before
+def test_finished_record_is_never_replaced_by_a_failure_and_takes_the_current_names(tmp_path):
+    launch([ENTRY], tmp_path, recipe="t", jobs=1)
+    path = folder(ENTRY, tmp_path, "t") / RECORD
+    before = path.read_bytes()
+    assert record_failure(ENTRY, tmp_path, "t", OSError("late")).finished and path.read_bytes() == before
+    assert recall(replace(ENTRY, role="baseline"), tmp_path, "t").role == "baseline"
+    assert recall(replace(ENTRY, run=SHORT.vary(lr=0.5)), tmp_path, "t") is None
 
 
-def test_a_record_is_read_under_the_names_that_the_recipe_gives_today(tmp_path):
-    launch([SHORT], tmp_path, recipe="t", jobs=1)
-    renamed = replace(SHORT, role="baseline")
-    assert recall(renamed, tmp_path, "t")["role"] == "baseline" and recall(SHORT.vary(lr=0.5), tmp_path, "t") is None
+# Progress
 
 
-def killed_from_outside(out: Path):
-    launch([SHORT.vary(steps=100_000)], out, recipe="t", jobs=1)
+def test_bar_shows_the_start_at_once_and_the_time_left_with_the_first_steps(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    entry = ArmRun(run=SHORT.vary(steps=100), arm="scratch")
+    bar = progress.Bar([entry], [None], [0])
+    bar.bar._time = lambda: clock[0]
+    assert "starting the workers" in capsys.readouterr().err
+    clock[0] += 10
+    bar.show_progress([-1])
+    assert "starting the workers" in capsys.readouterr().err
+    bar.show_progress([0.0])
+    clock[0] += 2
+    bar.show_progress([20.0])  # 2 s for 20 of 100 steps, not counting the 10 s of the start
+    assert "[00:02 < 00:08]" in capsys.readouterr().err
+    bar.run_ended(entry, finished(entry))
+    bar.close()
+    assert "scratch 50.0" in bar.headline()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the workers in /proc")
-def test_a_worker_does_not_outlive_its_parent(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=killed_from_outside, args=(tmp_path,))
-    process.start()
-    while not list(tmp_path.rglob(".lock")) and process.is_alive():
-        time.sleep(0.05)
-    orphans = workers(process.pid)
-    process.kill()
-    process.join()
-    for _ in range(100):
-        if not any(
-            Path(f"/proc/{pid}/cmdline").exists() and b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            for pid in orphans
-        ):
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("a worker went on without its parent")
-    assert len(orphans) >= 1
+def test_last_line_of_the_users_code_is_found_in_a_traceback():
+    package = Path(progress.__file__).parents[1]
+    lines = [("/home/me/mine.py", "return f(x)"), ("/home/me/mine.py", "return x + 1"), (package / "vit.py", "raise")]
+    lines.append(("/v/lib/python3.11/site-packages/torch/nn.py", "call()"))
+    text = "".join(f'  File "{path}", line {n}, in forward\n    {code}\n    ^^^^\n' for n, (path, code) in enumerate(lines, 7))
+    assert progress.user_line(text) == "mine.py, line 8: return x + 1"
+    assert progress.user_line(f'  File "{package}/vit.py", line 8, in forward\n    return x\n') == ""
+
+
+def test_runs_are_spread_over_the_workers_in_the_estimate():
+    assert parallel([3, 3, 3], 2) == 6 and parallel([4, 1, 1, 1], 2) == 4 and parallel([], 2) == 0
