@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.digits import dataset, first_batch, splits
 from benchmarks.peers import Shape, has_native_bf16, predict
 from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
+from smallvit.ablation import ArmRun
 from smallvit.augment import Batch, apply
 from smallvit.launch import launch
 from smallvit.launch.autotune import race, ways_to_try, winner
@@ -91,8 +92,8 @@ def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"
             batch=shape.batch,
             ema=0.0,
         )
-        seeds = [run.vary(seed=seed) for seed in range(number)]
+        seeds = [ArmRun(run=run.vary(seed=seed), arm="ViT") for seed in range(number)]
         records = launch(seeds, folder, recipe="benchmark", stack=stack, device=device)
-    failed = [record["error"] for record in records if record["status"] != "finished"]
+    failed = [record.error for record in records if record.status != "finished"]
     if failed:
         raise RuntimeError(failed[0])

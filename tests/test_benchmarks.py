@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def call_once(calls, repeats):
 def one_process(monkeypatch):
     """Train runs in this process on one thread; processes of `launch` are tested elsewhere."""
     monkeypatch.setattr(peers, "threads", lambda number: nullcontext())
-    monkeypatch.setattr(ours, "launch", lambda runs, out, **more: [fit(run, Path(out) / str(run.seed)) for run in runs])
+    monkeypatch.setattr(ours, "launch", lambda runs, out, **more: [fit(one.run, Path(out) / str(one.run.seed)) for one in runs])
 
 
 @pytest.mark.parametrize("name", tasks.BENCHMARKS)
@@ -136,7 +137,7 @@ def test_both_sides_of_a_recipe_make_equal_steps_with_equal_batches(one_process,
 
 
 def test_recipe_with_a_failed_run_raises(monkeypatch):
-    monkeypatch.setattr(ours, "launch", lambda *args, **options: [{"status": "failed", "error": "out of luck"}])
+    monkeypatch.setattr(ours, "launch", lambda *args, **options: [SimpleNamespace(status="failed", error="out of luck")])
     with pytest.raises(RuntimeError, match="out of luck"):
         ours.runs(SHAPE, 1, 1, 20)
 

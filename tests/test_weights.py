@@ -25,6 +25,7 @@ from smallvit import (
     ShiftedPatchEmbed,
     SinCos2d,
     SmallCNN,
+    Supervised,
     ViT,
     Weights,
     ablate,
@@ -40,7 +41,7 @@ from smallvit import (
     markdown,
     rebuild,
 )
-from smallvit.ablation import trained_on
+from smallvit.ablation import ArmRun, training_data
 from smallvit.launch import launch
 from smallvit.optim import decay_groups
 from smallvit.pretrained import Unavailable
@@ -448,18 +449,16 @@ def test_learned_reduction_is_initialized_anew(files):
 
 
 def test_layer_decay_gives_the_learning_rates_of_timm():
-    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=3)
     from timm.optim import param_groups_layer_decay
 
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=3)
     expected = {}
     for group in param_groups_layer_decay(theirs, layer_decay=0.75):
         expected |= {id(p): group["lr_scale"] for p in group["params"]}
     names = {name: expected[id(p)] for name, p in theirs.named_parameters()}
     ours = like("vit_tiny_patch16_224")((224, 224), 3, 3)
-    holder = nn.Module()
-    holder.model = ours
-    groups, paces = decay_groups(holder, 0.05, 0.75)
-    found = {id(p): pace(0.5, 1.0) for group, pace in zip(groups, paces) for p in group["params"]}
+    groups, rates = decay_groups(Supervised(ours), 0.05, 0.75)
+    found = {id(p): rate(0.5, 1.0) for group, rate in zip(groups, rates) for p in group["params"]}
     assert len(found) == len(list(ours.parameters()))
     scale = {name: found[id(p)] for name, p in ours.named_parameters()}
     pairs = {"head.weight": "head.weight", "tokenizer.proj.weight": "patch_embed.proj.weight"}
@@ -467,8 +466,7 @@ def test_layer_decay_gives_the_learning_rates_of_timm():
     pairs |= {f"blocks.{index}.mlp.0.weight": f"blocks.{index}.mlp.fc1.weight" for index in range(12)}
     assert all(scale[ours] == pytest.approx(names[timms]) for ours, timms in pairs.items())
     with pytest.raises(ValueError, match="SmallCNN has none"):
-        holder.model = SmallCNN((28, 28), 1, 3)
-        decay_groups(holder, 0.05, 0.75)
+        decay_groups(Supervised(SmallCNN((28, 28), 1, 3)), 0.05, 0.75)
 
 
 # In a run
@@ -493,14 +491,14 @@ def test_run_loads_weights_and_its_record_names_them(files, tmp_path):
     file = files(TINY)[1]
     run = SHORT.vary(init=Weights(name=TINY, file=file))
     record = fit(run, tmp_path / "tuned")
-    assert record["weights"]["name"] == TINY and len(record["weights"]["sha256"]) == 64
-    assert record["weights"]["new"] == ["head.weight", "head.bias"] and record["pretraining"] is None
+    assert record.init_weights["name"] == TINY and len(record.init_weights["sha256"]) == 64
+    assert record.init_weights["new"] == ["head.weight", "head.bias"] and record.pretraining is None
     assert rebuild(describe(run)) == run and fingerprint(run) != fingerprint(SHORT)
     untrained = fit(run.vary(steps=0), tmp_path / "still")
     fresh = fit(SHORT.vary(steps=0), tmp_path / "fresh")
-    assert untrained["test"] != fresh["test"]
-    loaded, model = load(tmp_path / "tuned")
-    assert loaded == run and isinstance(model, ViT)
+    assert untrained.test != fresh.test
+    loaded = load(tmp_path / "tuned")
+    assert loaded.run == run and isinstance(loaded.model, ViT)
 
 
 def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tmp_path, capfd, monkeypatch, offline):
@@ -513,7 +511,7 @@ def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tm
     records = launch(runs, tmp_path / "out", recipe="t", jobs=1)
     messages = capfd.readouterr().err
     assert messages.count("unavailable:") == 1 and messages.count(TINY) <= 3
-    by_arm = {arm: {r["status"] for r in records if r["arm"] == arm} for arm in arms}
+    by_arm = {arm: {record.status for record in records if record.arm == arm} for arm in arms}
     assert by_arm == {"scratch": {"finished"}, "tuned": {"unavailable"}, "wider": {"finished"}}
     comparison = compare(records)
     verdicts = {row.arm: row.verdict for row in comparison.rows}
@@ -524,11 +522,11 @@ def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tm
 
 def test_weights_that_become_available_are_used(files, tmp_path, monkeypatch, offline):
     monkeypatch.setenv("SMALLVIT_WEIGHTS", str(tmp_path / "weights"))
-    run = SHORT.vary(init=Weights(name=TINY), steps=1)
-    assert [r["status"] for r in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["unavailable"]
+    run = ArmRun(run=SHORT.vary(init=Weights(name=TINY), steps=1), arm="tuned")
+    assert [record.status for record in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["unavailable"]
     (tmp_path / "weights").mkdir()
     save_file(files(TINY)[0].state_dict(), tmp_path / "weights" / f"{TINY}.safetensors")
-    assert [r["status"] for r in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["finished"]
+    assert [record.status for record in launch([run], tmp_path / "out", recipe="t", jobs=1)] == ["finished"]
 
 
 def test_pretrained_references_are_named_by_their_training_data():
@@ -537,9 +535,9 @@ def test_pretrained_references_are_named_by_their_training_data():
     assert list(arms)[:2] == ["ViT-S from ImageNet-21k (fine-tuned)", "ViT-S from ImageNet-21k (frozen)"] and len(arms) == 5
     runs = ablate({"scratch": scratch}, seeds=[0], extra_references=arms)
     assert {run.role for run in runs if run.arm in arms} == {"reference"} and len(runs) == 1 + 3 + 5
-    assert {run.arm for run in runs if run.init is None and run.arm in arms} == {"ViT-S from scratch"}
+    assert {run.arm for run in runs if run.run.init is None and run.arm in arms} == {"ViT-S from scratch"}
     assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
-    assert trained_on(DEIT) == "ImageNet-1k" and trained_on("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
+    assert training_data(DEIT) == "ImageNet-1k" and training_data("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
     tiny_arms = imagenet_vit_s(scratch, name=TINY, upsampled=True)
     kind = TINY.partition(".")[0]
     assert list(tiny_arms)[-2:] == [f"{kind} from ImageNet-21k at 224 pixels (frozen)", f"{kind} from scratch"]
@@ -549,5 +547,5 @@ def test_pretrained_references_are_named_by_their_training_data():
     assert [model.norm.weight.shape[0] for model in models] == [384] * 5 + [192] * 5 + [768] * 5
     resizing = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
     assert resizing == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as in timm's configuration of the weights"
-    with pytest.raises(ValueError, match="is the name of a reference and of an arm"):
+    with pytest.raises(ValueError, match="is the name of an extra reference and of an arm"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, extra_references=arms)

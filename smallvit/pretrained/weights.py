@@ -91,8 +91,6 @@ class Weights:
         cached = huggingface_hub.try_to_load_from_cache(self.hub(), HUB_FILE)
         return Path(cached) if isinstance(cached, str) else None
 
-    at_hand = local_path  # TODO: delete when launch/plan.py uses local_path
-
     def hub(self) -> str:
         """Return the repository of the weights on the Hugging Face hub. Raises ValueError if timm knows none."""
         if not (hub := timm_config(self.name).hf_hub_id):
