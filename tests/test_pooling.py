@@ -1,3 +1,5 @@
+"""Pools: the equations entry by entry, sizes and prefix tokens, and DeiT's class and distillation token with a head each."""
+
 import inspect
 import math
 from functools import partial
@@ -6,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from toys import TINY_VIT, assert_close, tiny_vit
 
 from smallvit import (
     DINO,
@@ -16,11 +19,9 @@ from smallvit import (
     LearnToPrune,
     MeanTokens,
     Merge,
-    PatchEmbed,
     Projected,
     Prune,
     SequencePool,
-    ViT,
     attention_maps,
     features,
     initialize,
@@ -38,12 +39,8 @@ weighted = pytest.mark.parametrize("make", [MeanTokens, SequencePool])
 B, N, D = 2, 5, 6
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def perturbed(make):
+def randomized(make):
+    """A pool in double precision whose every parameter is drawn from N(0, 1)."""
     module = make(D).double().requires_grad_(False)
     for parameter in module.parameters():
         parameter.normal_()
@@ -59,11 +56,9 @@ def sizes(n=N):
 
 
 def oracle(module, x, size, prefix):
-    """A mean of tokens, weighed by their sizes and, in CCT (Hassani et al. 2021, section 3.2), by exp of a learned score."""
-    if isinstance(module, ClassToken):
-        return torch.stack([image[0] for image in x])
-    if isinstance(module, DistilledTokens):
-        return torch.stack([torch.tensor([*image[0].tolist(), *image[1].tolist()], dtype=x.dtype) for image in x])
+    """A mean of tokens, weighted by their sizes and, in CCT (Hassani et al. 2021, section 3.2), by exp of a learned score."""
+    if module.class_tokens:
+        return torch.stack([torch.cat([image[i] for i in range(module.class_tokens)]) for image in x])
     pooled = torch.zeros(B, D, dtype=torch.float64)
     for image in range(B):
         weight = {}
@@ -77,12 +72,7 @@ def oracle(module, x, size, prefix):
     return pooled
 
 
-def close(one, other, by=1e-10):
-    assert one.shape == other.shape
-    assert (one - other).abs().max() <= by
-
-
-def test_every_class_is_held_to_the_equations():
+def test_every_class_is_tested():
     found = [c for c in vars(pooling).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
     assert found == [*EVERY[:3], Projected, DistilledTokens, TwoHeads]
     assert [make.class_tokens for make in EVERY] == [1, 0, 0, 2]
@@ -91,105 +81,98 @@ def test_every_class_is_held_to_the_equations():
 @every
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize("prefix", [0, 1, 3])
-def test_the_feature_follows_the_equations(make, sized, prefix):
-    module, x, size = perturbed(make), tokens(), sizes() if sized else None
-    close(module(x, size, prefix), oracle(module, x, size, prefix))
+def test_feature_follows_the_equations(make, sized, prefix):
+    module, x, size = randomized(make), tokens(), sizes() if sized else None
+    assert_close(module(x, size, prefix), oracle(module, x, size, prefix))
 
 
 @every
-def test_sizes_of_one_are_no_sizes(make):
-    module, x = perturbed(make), tokens()
-    close(module(x, torch.ones(B, N), 1), module(x, None, 1), 1e-14)
+def test_sizes_of_one_equal_no_sizes(make):
+    module, x = randomized(make), tokens()
+    assert_close(module(x, torch.ones(B, N), 1), module(x, None, 1), 1e-14)
 
 
 @weighted
-def test_a_token_of_size_k_counts_as_k_equal_tokens_and_one_of_size_0_as_none(make):
-    module, x = perturbed(make), tokens()
+def test_token_of_size_k_counts_as_k_equal_tokens_and_one_of_size_0_as_none(make):
+    module, x = randomized(make), tokens()
     size = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]] * B, dtype=torch.float64)
     x[:, 3] = 1e3
-    close(module(x, size, 1), module(x[:, [0, 1, 1, 1, 2, 4]], None, 1), 1e-12)
+    assert_close(module(x, size, 1), module(x[:, [0, 1, 1, 1, 2, 4]], None, 1), 1e-12)
 
 
 @weighted
-def test_the_prefix_and_the_order_do_not_matter(make):
-    module, x, size = perturbed(make), tokens(), sizes()
+def test_prefix_tokens_and_the_order_have_no_effect(make):
+    module, x, size = randomized(make), tokens(), sizes()
     order = torch.cat([torch.tensor([0, 1]), 2 + torch.randperm(N - 2)])
     other = x[:, order].clone()
     other[:, :2] += 7
-    close(module(other, size[:, order], 2), module(x, size, 2), 1e-12)
+    assert_close(module(other, size[:, order], 2), module(x, size, 2), 1e-12)
 
 
-def test_the_class_token_is_the_first_whatever_stands_behind_it():
-    x = tokens()
-    assert torch.equal(ClassToken(D)(x, sizes(), 3), x[:, 0])
-
-
-def test_sequence_pool_with_equal_scores_is_the_mean_and_with_a_dominant_one_that_token():
-    module, x = perturbed(SequencePool), tokens()
+def test_sequence_pool_with_equal_scores_is_the_mean_and_with_one_large_score_that_token():
+    module, x = randomized(SequencePool), tokens()
     nn.init.zeros_(module.score.weight)
-    close(module(x, None, 1), MeanTokens(D)(x, None, 1), 1e-14)
+    assert_close(module(x, None, 1), MeanTokens(D)(x, None, 1), 1e-14)
     x[..., 0] = torch.tensor([0, 0, 0, 1.0, 0], dtype=torch.float64)
     nn.init.constant_(module.score.weight[0, :1], 1e3)
-    close(module(x, None, 1), x[:, 3], 1e-14)
+    assert_close(module(x, None, 1), x[:, 3], 1e-14)
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_finite_and_stays_half(make, dtype):
-    module, x, size = perturbed(make), tokens(), sizes()
+    module, x, size = randomized(make), tokens(), sizes()
     size[:, 2] = 0
     for given in (None, size):
         expected = module.double()(x, given, 1)
-        got = module.to(dtype)(x.to(dtype), None if given is None else given.to(dtype), 1)
-        assert got.dtype == dtype
-        close(got.double(), expected, 0.1)
+        feature = module.to(dtype)(x.to(dtype), None if given is None else given.to(dtype), 1)
+        assert feature.dtype == dtype
+        assert_close(feature.double(), expected, 0.1)
 
 
 @pytest.mark.parametrize("make", [ClassToken, MeanTokens, SequencePool])
 @pytest.mark.parametrize("layers", [0, 1, 2])
-def test_projected_is_its_pool_and_the_layers_behind_it(make, layers):
-    """A layer: a product, over the batch to mean 0 and variance 1, then x times the normal distribution's share below x."""
-    module = Projected(D, pool=make, hidden=3, layers=layers).double().requires_grad_(False)
-    for parameter in module.parameters():
-        parameter.normal_()
+def test_projected_equals_its_pool_followed_by_its_layers(make, layers):
+    """A layer is a matrix product, BatchNorm over the batch, and GELU."""
+    module = randomized(partial(Projected, pool=make, hidden=3, layers=layers))
     x, size = torch.randn(7, N, D, dtype=torch.float64), torch.rand(7, N, dtype=torch.float64)
     expected = module.pool(x, size, 1)
     for linear, norm in zip(module.layers[::3], module.layers[1::3]):
         z = expected @ linear.weight.T
         z = (z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
         expected = z * (1 + torch.erf(z / 2**0.5)) / 2
-    close(module.train()(x, size, 1), expected)
+    assert_close(module.train()(x, size, 1), expected)
     head = module.make_head(4)
     assert module.class_tokens == make.class_tokens and (head.in_features, head.out_features) == (expected.shape[1], 4)
-    with pytest.raises(ValueError, match="got one image to train on"):
+    with pytest.raises(ValueError, match="training batch of one image; expected at least two"):
         module(x[:1])
     assert module.eval()(x[:1]).shape == (1, expected.shape[1])
 
 
 # Two tokens with a head each
 
-VIT = partial(ViT, (8, 8), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
+VIT = partial(TINY_VIT, (8, 8), 1, 5, depth=3)
 TWO = partial(VIT, pool=DistilledTokens)
 SPEC = DataSpec(name="noise", channels=1, size=(8, 8), classes=tuple("abcde"), mean=(0.5,), std=(0.25,))
 
 
 @pytest.fixture
-def pictures():
+def data():
     return Images(torch.randint(256, (7, 1, 8, 8), dtype=torch.uint8), torch.arange(7) % 5, SPEC)
 
 
-def test_two_heads_read_a_token_each_and_the_logits_are_their_mean():
+def test_each_head_reads_one_token_and_the_logits_are_the_mean_of_both():
     heads, x = TwoHeads(D, 3).double(), torch.randn(B, 2 * D, dtype=torch.float64)
     parts = [x[:, :D] @ heads.from_labels.weight.T, x[:, D:] @ heads.from_teacher.weight.T]
     parts = [part + head.bias for part, head in zip(parts, (heads.from_labels, heads.from_teacher))]
-    for got, expected in zip(heads.apart(x), parts):
-        close(got, expected)
-    close(heads(x), sum(parts) / 2)
+    for logits, expected in zip(heads.apart(x), parts):
+        assert_close(logits, expected)
+    assert_close(heads(x), sum(parts) / 2)
     model, x = TWO(), torch.randn(B, 1, 8, 8)
     assert model.features(x).shape == (B, 32) and torch.equal(model(x), model.head(model.features(x)))
 
 
-def test_the_other_token_as_a_register_is_the_class_token_alone():
+def test_with_the_distillation_token_as_a_register_the_logits_are_those_of_the_class_token():
     two, one, x = TWO(), VIT(registers=1), torch.randn(B, 1, 8, 8)
     state = two.state_dict()
     state = {name.replace(".from_labels", ""): value for name, value in state.items() if ".from_teacher" not in name}
@@ -197,21 +180,21 @@ def test_the_other_token_as_a_register_is_the_class_token_alone():
     assert torch.equal(one(x), two.head.apart(two.features(x))[0])
 
 
-def test_the_token_and_its_head_move_the_start_of_nothing_else():
+def test_distillation_token_and_its_head_change_no_other_initial_weight():
     one, two = (initialize(make(), seed=3).state_dict() for make in (VIT, TWO))
     assert torch.equal(one["head.weight"], two["head.from_labels.weight"])
     assert torch.equal(one["prefix"], two["prefix"][:1])
     shared = one.keys() & two.keys() - {"prefix", "position.table"}
     assert len(shared) == len(one) - 4 and all(torch.equal(one[name], two[name]) for name in shared)
-    wide = initialize(ViT((8, 8), 1, 100, dim=64, depth=1, heads=2, pool=DistilledTokens), seed=3)
+    wide = initialize(tiny_vit((8, 8), 1, 100, dim=64, depth=1, pool=DistilledTokens), seed=3)
     for head in (wide.head.from_labels, wide.head.from_teacher):
         assert abs(head.weight.std() / 0.02 - 1) < 0.1 and (head.bias == 0).all()
     assert not torch.equal(wide.head.from_labels.weight, wide.head.from_teacher.weight)
 
 
-def test_features_of_two_tokens_go_by_the_usual_names(pictures):
+def test_features_of_two_tokens_have_the_usual_names(data):
     model = TWO(registers=1).eval()
-    tokens = model.tokens(SPEC.normalise(pictures.images / 255))[0].detach()
+    tokens = model.tokens(SPEC.normalise(data.images / 255))[0].detach()
     mean = tokens[:, 3:].mean(1)
     for of, expected in {
         "head": tokens[:, :2].flatten(1),
@@ -219,11 +202,11 @@ def test_features_of_two_tokens_go_by_the_usual_names(pictures):
         "mean": mean,
         "both": torch.cat([tokens[:, 0], mean], dim=1),
     }.items():
-        close(torch.from_numpy(features(model, pictures, of=of)), expected, 1e-5)
+        assert_close(torch.from_numpy(features(model, data, of=of)), expected, 1e-5)
 
 
 @pytest.mark.parametrize("reduction", [partial(Merge, r=3), partial(Prune, keep=0.6), partial(LearnedPrune, layers=(1,))])
-def test_both_tokens_outlive_a_reduction_and_learn_through_it(reduction):
+def test_both_tokens_survive_a_reduction_and_get_gradients(reduction):
     model, x = TWO(reduction=reduction).train(), torch.randn(3, 1, 8, 8)
     seen = []
     for block in model.blocks:
@@ -234,27 +217,26 @@ def test_both_tokens_outlive_a_reduction_and_learn_through_it(reduction):
     assert all((part.abs().max() > 0) for part in model.prefix.grad)
     for _, _, size in seen:
         assert size is None or (size[:, :2] == 1).all()
-    gone = [x.shape[1] if size is None else (size > 0).sum(1).max() for _, x, size in seen]
-    assert gone[-1] < seen[0][0].shape[1]
+    left = [x.shape[1] if size is None else (size > 0).sum(1).max() for _, x, size in seen]
+    assert left[-1] < seen[0][0].shape[1]
 
 
-def test_attention_is_looked_at_past_both_tokens():
+def test_attention_maps_include_and_rollout_excludes_both_tokens():
     model, x = TWO().eval(), torch.randn(2, 1, 8, 8)
     assert attention_maps(model, x)[0].shape[-2:] == (18, 18)
     assert rollout(model, x).shape == (2, 4, 4)
 
 
-def test_compute_counts_both_heads():
+def test_macs_and_parameters_include_both_heads():
     model = TWO()
     assert closed_form(model)["head"] == 2 * 16 * 5
     counted = footprint(model, torch.zeros(1, 1, 8, 8))
     assert counted["macs"] == sum(closed_form(model).values())
-    assert (
-        counted["params"] - footprint(VIT(), torch.zeros(1, 1, 8, 8))["params"] == 16 * 5 + 5 + 16 + 16
-    )  # head, token, position
+    more = counted["params"] - footprint(VIT(), torch.zeros(1, 1, 8, 8))["params"]
+    assert more == (16 * 5 + 5) + 16 + 16  # head, token, position
 
 
-def test_other_objectives_take_the_model_or_say_why_not():
+def test_other_objectives_accept_the_model_or_refuse_it_clearly():
     batch = Batch(torch.randn(4, 1, 8, 8), torch.eye(5)[:4])
     for made in (MAE(TWO()), LearnToPrune(TWO(reduction=partial(LearnedPrune, layers=(1,))))):
         assert made.train()(batch, 0.0)["loss"].isfinite()
@@ -262,8 +244,14 @@ def test_other_objectives_take_the_model_or_say_why_not():
         DINO(TWO())
 
 
-def test_a_norm_behind_the_pool_is_refused():
-    with pytest.raises(
-        ValueError, match="norm_after_pool norms what is as wide as a token; expected False with DistilledTokens"
-    ):
-        TWO(norm_after_pool=True)
+@pytest.mark.parametrize(
+    ("wrong", "key_words"),
+    [
+        (lambda: TWO(norm_after_pool=True), "DistilledTokens makes its own head, expected norm_after_pool=False"),
+        (lambda: Projected(D, hidden=0), "got hidden=0, layers=2; expected hidden of at least 1"),
+        (lambda: Projected(D, layers=-1), "got hidden=256, layers=-1; expected"),
+    ],
+)
+def test_bad_input_is_refused(wrong, key_words):
+    with pytest.raises(ValueError, match=key_words):
+        wrong()

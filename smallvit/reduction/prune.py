@@ -22,8 +22,8 @@ class Prune(nn.Module):
              the sum of the others, weighted by their scores. The weights are not normalized, so that this token shrinks with
              the attention of the patches that it replaces.
     Off      `keep=1`.
-    Departs  The product keep n is rounded to 6 digits before the ceiling: 0.55 * 20 keeps 11 patches; the authors take the
-             ceiling of the float 11.000000000000002 and keep 12. The score is computed without attention dropout. All prefix
+    Departs  The product keep n is rounded to 6 digits before the ceiling: 0.55 * 100 keeps 55 patches; the authors take
+             the ceiling of the float 55.00000000000001 and keep 56. The score is computed without attention dropout. All prefix
              tokens are protected; the authors' code may drop the distillation token. Without a class token, the score is the
              mean over all queries. As published, every token has size 1, also the fused one. `fuse="mean"` is an addition: the
              fused token is the weighted mean of the others and has the sum of their sizes.
@@ -88,4 +88,4 @@ class Prune(nn.Module):
 
 def kept_patches(keep: float, patches: int) -> int:
     """Return how many patches stay: the share `keep` of them, rounded up, at least one."""
-    return max(1, math.ceil(round(keep * patches, 6)))  # rounded first: 0.55 * 20 is 11.000000000000002 as a float
+    return max(1, math.ceil(round(keep * patches, 6)))  # rounded first: 0.55 * 100 is 55.00000000000001 as a float
