@@ -1,27 +1,40 @@
-"""Would a user be told the truth, the whole truth, and in words they cannot misread?"""
+"""Reports: statistics, verdicts, what the pages say, and how the figures are drawn."""
 
 import math
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from smallvit.components import describe_value, differences
+from smallvit.record import RANDOM, Record
 from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
-from smallvit.report import provenance as facts
-from smallvit.report.choices import knobs
+from smallvit.report.format import answer, user_line
+from smallvit.report.page import sections
+from smallvit.report.provenance import changes, hyperparameters, no_better_than_random, provenance, warnings
 
-DOC = "Does it help?\n\nPaper   arXiv:0000.00000.    Expect  <a gain> of `some` size."
-# what a run that died has not lived to record
+DOC = "Does it help?\n\nPaper     arXiv:0000.00000.\nExpected  <a gain>\n          of `some` size.\n\nThe end."
+# fields that a failed run does not have
 UNKNOWN = dict.fromkeys(
     ("score", "val", "test", "params", "macs", "images_seen", "seconds", "device", "subset_sha256", "curve")
 )
-WORDS = {"title": "demo", "doc": DOC}
+PAGE = {"title": "demo", "doc": DOC}
+TRACEBACK = '''Traceback (most recent call last):
+  File "/home/a/smallvit/smallvit/vit.py", line 7, in forward
+    return self.block(x)
+  File "/home/a/smallvit/recipes/mine.py", line 12, in forward
+    return attention(x) + 1
+  File "/usr/lib/python3.11/site-packages/torch/nn.py", line 3, in f
+    raise TypeError
+TypeError: unsupported operand
+'''
 
 
-def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng=0, references=()) -> list[dict]:
-    """One finished record per cell: the first arm is the baseline, and each arm's effect comes with its own noise."""
+def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng=0, references=()) -> list[Record]:
+    """One finished record for each arm, number of labels and seed. The first arm is the baseline; values are effects."""
     draw, out = np.random.default_rng(rng), []
     for n in labels:
         level = draw.normal(0.9, 0.003, seeds)
@@ -30,66 +43,76 @@ def records(arms: dict[str, float], *, labels=(1000,), seeds=8, noise=0.002, rng
             for seed, accuracy in enumerate(level + effect + draw.normal(0, noise, seeds)):
                 curve = [[step, 1.0, float(accuracy) * step / 300] for step in (100, 200, 300)]
                 out.append(
-                    {
-                        "recipe": "demo", "arm": arm, "role": role, "labels": n, "seed": seed, "status": "finished",
-                        "error": None, "fingerprint": "f0", "run": {"model": {"arm": arm, "dim": 64}, "seed": seed},
-                        "score": "accuracy", "val": {"accuracy": 0.9}, "test": {"accuracy": float(accuracy)},
-                        "chosen_on_val": None, "params": 1000, "macs": 5_000_000, "images_seen": 6400, "steps": 300,
-                        "seconds": 10.0, "pretraining": None, "device": "cpu", "precision": "fp32", "kernel": "rule", "compiled": False, "threads": 1,
-                        "subset_sha256": f"{n}/{seed}", "curve": curve, "cpu": "a cpu", "weights": None, "test_reads": 1,
-                        "code": {"sha256": "c0de", "commit": "abc", "dirty": False}, "versions": {"python": "3.12"},
-                    }
+                    Record(
+                        recipe="demo", arm=arm, role=role, labels=n, seed=seed, status="finished", fingerprint="f0",
+                        run={"model": {"arm": arm, "dim": 64}, "seed": seed}, score="accuracy", val={"accuracy": 0.9},
+                        test={"accuracy": float(accuracy)}, params=1000, macs=5_000_000, images_seen=6400, steps=300,
+                        seconds=10.0, device="cpu", precision="fp32", kernel="rule", compiled=False, threads=1,
+                        subset_sha256=f"{n}/{seed}", curve=curve, cpu="a cpu", test_reads=1,
+                        code={"sha256": "c0de", "commit": "abc", "dirty": False}, versions={"python": "3.12"},
+                    )
                 )  # fmt: skip
     return out
 
 
-def change(rows: list[dict], arm: str, seed: int | None = None, **fields) -> list[dict]:
-    """The records with these fields of one arm (of one seed) replaced."""
-    return [r | fields if r["arm"] == arm and seed in (None, r["seed"]) else r for r in rows]
+def change(rows: list[Record], arm: str | None, seed: int | None = None, **fields) -> list[Record]:
+    """The records with these fields of one arm (None: all arms) and seed (None: all seeds) replaced."""
+    return [replace(r, **fields) if arm in (None, r.arm) and seed in (None, r.seed) else r for r in rows]
 
 
-def differ(rows: list[dict], arm: str, differences: list[float]) -> list[dict]:
-    """The records with this arm exactly so far from the baseline, seed by seed."""
-    scores = [a + d for a, d in zip(accuracies(rows, "scratch"), differences)]
-    return [r | {"test": {"accuracy": scores[r["seed"]]}} if r["arm"] == arm else r for r in rows]
+def differ(rows: list[Record], arm: str, effects: list[float]) -> list[Record]:
+    """The records, with the accuracy of this arm exactly these differences from the baseline's, seed by seed."""
+    base = {r.seed: r.result for r in rows if r.role == "baseline"}
+    return [replace(r, test={"accuracy": base[r.seed] + effects[r.seed]}) if r.arm == arm else r for r in rows]
 
 
-def two_baselines(labels=(1000,)) -> list[dict]:
-    """Two recipes in one: patches of 2 and of 4 pixels, each with its own baseline, the reference with the first."""
+def fail(rows: list[Record], arm: str, seed: int | None = None, status="failed", error="boom", **fields) -> list[Record]:
+    """The records, with runs of this arm failed."""
+    return change(rows, arm, seed, status=status, error=error, **UNKNOWN, **fields)
+
+
+def two_baselines(labels=(1000,)) -> list[Record]:
+    """Patches of 2 and of 4 pixels, each with a baseline and a technique; the reference belongs to the first."""
     small = records({"patch 2": 0.05, "ToMe, patch 2": 0.03, "kNN": -0.1}, labels=labels, references=("kNN",))
     large = records({"patch 4": 0, "ToMe, patch 4": 0.02}, labels=labels, rng=1)
-    return [r | {"baseline": "patch 2"} for r in small] + [r | {"baseline": "patch 4"} for r in large]
+    return change(small, None, baseline="patch 2") + change(large, None, baseline="patch 4")
 
 
 MS = 3.0  # of a forward pass, in every arm
 
 
-def costed(rows: list[dict], **arms: tuple) -> list[dict]:
-    """The records with what the evaluator `cost` says of the reduced arms: MACs, their SD over images, tokens and speed-up."""
-    made = [{"call": "smallvit.evaluate.cost", "batch": 32}]
-    out = [r | {"run": r["run"] | {"evaluators": made}, "test": r["test"] | {"macs": 8e6, "ms": MS}} for r in rows]
-    for r in out:
-        if r["arm"] in arms:
-            macs, sd, tokens, speedup = arms[r["arm"]]
-            r["test"] |= {"macs": macs, "tokens": tokens, "speedup": speedup + (r["seed"] - 3.5) / 100}
-            r["test"] |= {"macs_sd": sd} if sd else {}
+def costed(rows: list[Record], **arms: tuple) -> list[Record]:
+    """The records with numbers of the evaluator `cost`: MACs, their SD over images, tokens and speed-up of reduced arms."""
+    out = []
+    for r in rows:
+        test = (r.test or {}) | {"macs": 8e6, "ms": MS}
+        if r.arm in arms:
+            macs, sd, tokens, speedup = arms[r.arm]
+            test |= {"macs": macs, "tokens": tokens, "speedup": speedup + (r.seed - 3.5) / 100} | ({"macs_sd": sd} if sd else {})
+        out.append(replace(r, run=r.run | {"evaluators": [{"call": "smallvit.evaluate.cost", "batch": 32}]}, test=test))
     return out
 
 
-def accuracies(rows: list[dict], arm: str) -> list[float]:
-    return [r["test"]["accuracy"] for r in rows if r["arm"] == arm]
+def accuracies(rows: list[Record], arm: str) -> list[float]:
+    return [r.result for r in rows if r.arm == arm]
 
 
-def row_of(rows: list[dict], arm: str):
+def row_of(rows: list[Record], arm: str):
     return next(row for row in compare(rows).rows if row.arm == arm)
+
+
+PLAIN = records({"scratch": 0, "+A": 0})
+
+
+# Statistics
 
 
 def test_differences_agree_with_scipy():
     rows = records({"scratch": 0, "+A": 0.001})
     row, base, own = row_of(rows, "+A"), accuracies(rows, "scratch"), accuracies(rows, "+A")
-    test = stats.ttest_rel(own, base)
-    interval = test.confidence_interval(0.95)
-    assert row.difference.p == test.pvalue
+    expected = stats.ttest_rel(own, base)
+    interval = expected.confidence_interval(0.95)
+    assert row.difference.p == expected.pvalue
     assert [row.difference.low, row.difference.high] == pytest.approx([interval.low, interval.high], rel=1e-12)
     assert row.sd == pytest.approx(np.std(own, ddof=1), rel=1e-12)
     assert [row.low, row.high] == pytest.approx(stats.t.interval(0.95, 7, np.mean(own), stats.sem(own)), rel=1e-12)
@@ -101,121 +124,231 @@ def test_holm_by_hand():
     assert holm([]) == []
 
 
-def test_holm_pays_for_every_technique_at_every_label_count_but_not_for_floors():
-    rows = records({"scratch": 0, "+A": 0.001, "+B": 0.002, "kNN": -0.1}, labels=(100, 1000), references=("kNN",))
-    judged = [row for row in compare(rows).rows if row.verdict]
-    assert len(judged) == compare(rows).family == 4
-    assert [row.difference.p_holm for row in judged] == holm([row.difference.p for row in judged])
-    reference = row_of(rows, "kNN")
-    assert reference.verdict is None and reference.difference.p_holm is None and reference.difference.high < 0
-
-
-def test_no_effect_gives_a_false_verdict_in_no_more_than_one_recipe_in_twenty():
-    """The rate is 5% by design, so a sample of it is above 5% about as often as not: the test is that it is not shown to be."""
+def test_no_effect_gives_a_false_verdict_in_at_most_one_recipe_in_twenty():
+    """The rate is 5% by design, so a sample of it is often above; the test is that it is not shown to be above."""
     arms = {"scratch": 0, "+A": 0, "+B": 0, "+C": 0}
     wrong = [{row.verdict for row in compare(records(arms, rng=k)).rows} & {"better", "worse"} for k in range(400)]
     assert stats.binomtest(sum(map(bool, wrong)), len(wrong), 0.05, alternative="greater").pvalue > 0.01
 
 
-def test_the_interval_holds_a_known_effect_nineteen_times_in_twenty():
+def test_interval_contains_a_known_effect_in_95_percent():
     found = [row_of(records({"scratch": 0, "+A": 0.004}, rng=k), "+A").difference for k in range(400)]
     assert np.mean([d.low <= 0.004 <= d.high for d in found]) == pytest.approx(0.95, abs=0.025)
 
 
-@pytest.mark.parametrize("effect, word", [(0.02, "better"), (-0.02, "worse"), (0.0, "inconclusive")])
-def test_verdict_words(effect, word):
-    rows = differ(records({"scratch": 0, "+A": 0}), "+A", [effect + 0.002, effect - 0.002] * 4)
-    assert row_of(rows, "+A").verdict == word
-
-
-def test_five_pairs_are_never_a_verdict_and_say_how_many_would_be():
-    row = row_of(records({"scratch": 0, "+A": 0.05}, seeds=5, noise=0.01), "+A")
-    assert row.verdict == "not enough seeds" and f"about {pairs_needed(row.difference.sd)} would show" in row.reason
-    lone = row_of(records({"scratch": 0, "+A": 0.05}, seeds=1), "+A")
-    assert lone.verdict == "not enough seeds" and lone.difference.low is None
-    assert row_of(records({"scratch": 0, "+A": 0.05}, seeds=6), "+A").verdict == "better"
-
-
 @pytest.mark.parametrize("sd", [0.008, 0.015, 0.03])
-def test_pairs_needed_have_the_power_they_promise(sd):
+def test_pairs_needed_have_the_promised_power(sd):
     n = pairs_needed(sd)
     enough, too_few = (stats.nct.sf(stats.t.isf(0.025, k - 1), k - 1, 0.01 / sd * math.sqrt(k)) for k in (n, n - 2))
     assert enough >= 0.79 and too_few < 0.8
     assert pairs_needed(0.0) == 6
 
 
-def broken(rows: list[dict], how: str) -> list[dict]:
-    if how == "missing":
-        return [r for r in rows if (r["arm"], r["seed"]) != ("+A", 3)]
-    if how == "other images":
-        return change(rows, "+A", 3, subset_sha256="other")
-    if how == "changed data":
-        return change(rows, "+A", 3, data_sha256="other")
-    if how == "not yet trained":
-        return change(rows, "+A", 3, status="missing", **UNKNOWN)
-    arm, status = ("scratch", "failed") if how == "baseline failed" else ("+A", how)
-    return change(rows, arm, 3, status=status, error="out of <memory>", **UNKNOWN)
+# Verdicts
 
 
-@pytest.mark.parametrize(
-    "how", ["missing", "failed", "unavailable", "baseline failed", "other images", "changed data", "not yet trained"]
-)
-def test_an_incomplete_cell_gets_no_verdict_but_its_reason(how):
+def test_holm_family_counts_every_technique_at_every_number_of_labels_but_no_reference():
+    rows = records({"scratch": 0, "+A": 0.001, "+B": 0.002, "kNN": -0.1}, labels=(100, 1000), references=("kNN",))
+    judged = [row for row in compare(rows).rows if row.verdict]
+    assert len(judged) == compare(rows).family == 4
+    assert [row.difference.p_holm for row in judged] == holm([row.difference.p for row in judged])
+    reference = row_of(rows, "kNN")
+    assert reference.verdict is None and reference.difference.p_holm is None and reference.difference.high < 0
+    assert compare([*rows, *(replace(r, arm="first stage", role="dependency") for r in rows[:2])]) == compare(rows)
+
+
+def test_comparisons_removed_from_the_recipe_stay_in_the_family():
+    rows = records({"scratch": 0, "+A": 0.002, "+B": 0.002})
+    found, alone = (next(row for row in compare(rows, earlier=k).rows if row.arm == "+A").difference for k in (3, 0))
+    with_more = holm([d.p for d in (row_of(rows, arm).difference for arm in ("+A", "+B"))] + [1.0] * 3)
+    assert found.p_holm == with_more[0] > alone.p_holm and compare(rows, earlier=3).family == 5
+    note = "The family counts 3 further comparisons whose arms were removed from the recipe after they had been run"
+    for write in (markdown, html):
+        assert note in write(rows, **PAGE, earlier=3) and "removed" not in write(rows, **PAGE)
+    assert "1 further comparison whose" in markdown(rows, **PAGE, earlier=1) and "better" in text(rows, earlier=1)
+
+
+@pytest.mark.parametrize("effect, word", [(0.02, "better"), (-0.02, "worse"), (0.0, "inconclusive")])
+def test_verdicts(effect, word):
+    assert row_of(differ(PLAIN, "+A", [effect + 0.002, effect - 0.002] * 4), "+A").verdict == word
+
+
+def test_five_pairs_give_no_verdict_and_say_how_many_would():
+    row = row_of(records({"scratch": 0, "+A": 0.05}, seeds=5, noise=0.01), "+A")
+    assert row.verdict == "not enough seeds" and f"about {pairs_needed(row.difference.sd)} would show" in row.reason
+    single = row_of(records({"scratch": 0, "+A": 0.05}, seeds=1), "+A")
+    assert single.verdict == "not enough seeds" and single.difference.low is None
+    assert row_of(records({"scratch": 0, "+A": 0.05}, seeds=6), "+A").verdict == "better"
+
+
+BROKEN = {
+    "missing": lambda rows: [r for r in rows if (r.arm, r.seed) != ("+A", 3)],
+    "other images": lambda rows: change(rows, "+A", 3, subset_sha256="other"),
+    "changed data": lambda rows: change(rows, "+A", 3, data_sha256="other"),
+    "not yet trained": lambda rows: fail(rows, "+A", 3, "missing", None),
+    "failed": lambda rows: fail(rows, "+A", 3, "failed", "out of <memory>"),
+    "unavailable": lambda rows: fail(rows, "+A", 3, "unavailable", "out of <memory>"),
+    "baseline failed": lambda rows: fail(rows, "scratch", 3, "failed", "out of <memory>"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_incomplete_comparison_has_no_verdict_but_a_reason(how):
     rows = differ(records({"scratch": 0, "+A": 0.02, "+B": 0}, labels=(100,)), "+B", [0.002, -0.002] * 4)
-    rows = broken(rows, how)
+    rows = BROKEN[how](rows)
     row, other = row_of(rows, "+A"), row_of(rows, "+B")
     assert row.verdict == "no verdict" and "seed 3" in row.reason and len(row.difference.seeds) == 7
     assert other.verdict == ("no verdict" if "baseline" in how else "inconclusive")
-    text = markdown(rows, **WORDS)
-    assert "+A at 100 labels: no verdict" in text and row.reason in text
-    assert ("out of &lt;memory&gt;" in text) == (how in ("failed", "unavailable", "baseline failed"))
+    page = markdown(rows, **PAGE)
+    assert f"no verdict ({row.reason})" in page and f"+A at 100 labels: no verdict, {100 * row.difference.mean:+.2f}" in text(rows)
+    assert ("out of &lt;memory&gt;" in page) == (how in ("failed", "unavailable", "baseline failed"))
 
 
-def test_a_dead_run_makes_no_neighbour_easier_to_believe():
+def test_failed_run_makes_no_other_verdict_easier():
     rows = records({"scratch": 0, "+A": 0.02, "+B": 0.002})
-    whole, after = row_of(rows, "+B").difference, row_of(broken(rows, "failed"), "+B").difference
+    whole, after = row_of(rows, "+B").difference, row_of(BROKEN["failed"](rows), "+B").difference
     assert after.p == whole.p and after.p_holm == 2 * whole.p >= whole.p_holm
 
 
-def test_differences_that_do_not_scatter():
+def test_differences_that_do_not_vary():
     for shift, verdict in ((0.0, "inconclusive"), (0.001, "no verdict")):
-        row = row_of(differ(records({"scratch": 0, "+A": 0}), "+A", [shift] * 8), "+A")
+        row = row_of(differ(PLAIN, "+A", [shift] * 8), "+A")
         assert (row.verdict, row.difference.p) == (verdict, None) and "every seed" in row.reason
 
 
 @pytest.mark.parametrize(
-    "spoil, says",
+    "spoil, words",
     [
         (lambda rows: change(rows, "scratch", role="technique"), "baseline"),
-        (lambda rows: change(rows, "+A", baseline="+B"), "'\\+A' is held against '\\+B'; expected one of \\['scratch'\\]"),
-        (lambda rows: change(rows, "scratch", baseline="+A"), "'scratch' is held against '\\+A'"),
-        (lambda rows: [*rows, *two_baselines()[:1]], "'\\+A' is held against ''"),
+        (lambda rows: change(rows, "+A", baseline="+B"), "'\\+A' has the baseline '\\+B'; expected one of \\['scratch'\\]"),
+        (lambda rows: change(rows, "scratch", baseline="+A"), "'scratch' has the baseline '\\+A'"),
+        (lambda rows: [*rows, *two_baselines()[:1]], "'\\+A' has the baseline ''"),
         (lambda rows: change(two_baselines(), "ToMe, patch 4", 2, baseline="patch 2"), "the same in all its runs"),
         (lambda rows: [*rows, rows[3]], "twice"),
         (lambda rows: change(rows, "+A", 2, role="reference"), "one role"),
         (lambda rows: change(rows, "+A", 2, score="knn_5"), "one score"),
         (lambda rows: change(rows, "+A", 2, recipe="other"), "one recipe"),
-        (lambda rows: change(rows, "+A", 2, status="running"), "status"),
         (lambda rows: change(rows, "+A", 2, test={"accuracy": 93.1}), "between 0 and 1"),
         (lambda rows: change(rows, "+A", 2, test={"accuracy": math.nan}), "between 0 and 1"),
-        (lambda rows: change(rows, "+A", 2, test={}), "has no 'accuracy'"),
+        (lambda rows: change(rows, "+A", 2, test={}), "no 'accuracy'"),
         (lambda rows: [], "baseline"),
     ],
 )
-def test_records_that_cannot_be_compared_are_refused(spoil, says):
-    with pytest.raises(ValueError, match=says):
-        compare(spoil(records({"scratch": 0, "+A": 0})))
+def test_records_that_cannot_be_compared_are_refused(spoil, words):
+    with pytest.raises(ValueError, match=words):
+        compare(spoil(PLAIN))
 
 
-def test_unequal_budgets_are_flagged_with_pretraining_and_borrowed_labels_counted():
+def test_unequal_costs_are_marked_with_pretraining_and_further_labels_counted():
     rows = records({"scratch": 0, "+A": 0, "+B": 0})
     rows = change(rows, "+A", params=1040, macs=6_000_000, chosen_on_val={"what": "early stop", "labels": 500})
     rows = change(rows, "+B", pretraining={"images_seen": 640_000, "seconds": 0.1})
     assert row_of(rows, "+A").unequal == {"macs": pytest.approx(0.2), "extra_labels": math.inf}
     assert row_of(rows, "+B").unequal == {"images_seen": pytest.approx(100)}
-    text = markdown(rows, **WORDS)
-    assert "6.00 M (+20%)" in text and "646,400 (101× baseline)" in text and "Parameters: equal within 5%" in text
-    assert "not recorded" not in text and "+A (not recorded)" in markdown(change(rows, "+A", macs=None), **WORDS)
+    page = markdown(rows, **PAGE)
+    assert "| +A | 1,040 | 6.00 M (+20%) | 6,400 | 10.0 | 500 (baseline: 0) |" in page and "646,400 (101× baseline)" in page
+    assert "| +A | 1,040 | – |" in markdown(change(rows, "+A", macs=None), **PAGE)
+
+
+# Several baselines
+
+
+def test_every_arm_is_compared_with_its_own_baseline_in_one_holm_family():
+    rows = two_baselines(labels=(100, 1000))
+    c, alone = compare(rows), compare([r for r in rows if r.baseline == "patch 4"])
+    row, same = (next(r for r in x.at(1000) if r.arm == "ToMe, patch 4") for x in (c, alone))
+    assert (row.baseline, row.verdict, c.family) == ("patch 4", "better", 4) and row.difference.values == same.difference.values
+    judged = [r.difference for r in c.rows if r.verdict]
+    assert [d.p_holm for d in judged] == holm([d.p for d in judged])
+    assert c.baselines == ("patch 2", "patch 4") and [p.baseline for p in c.parts()] == ["patch 2", "patch 4"]
+    assert [list(p.arms) for p in c.parts()] == [["patch 2", "ToMe, patch 2", "kNN"], ["patch 4", "ToMe, patch 4"]]
+
+
+def test_costs_and_missing_runs_concern_only_the_own_baseline():
+    rows = fail(change(two_baselines(), "patch 2", macs=40_000_000), "patch 2", 3)
+    two, four = row_of(rows, "ToMe, patch 2"), row_of(rows, "ToMe, patch 4")
+    assert (two.verdict, two.unequal) == ("no verdict", {"macs": -0.875}) and "patch 2, seed 3: failed" in two.reason
+    assert (four.verdict, four.unequal) == ("better", {})
+
+
+def test_each_baseline_has_its_own_numbers_of_labels_and_seeds():
+    rows = [r for r in two_baselines(labels=(100, 1000)) if r.baseline == "patch 2" or (r.labels == 100 and r.seed < 7)]
+    c = compare(rows)
+    assert not any(row.failures for row in c.rows) and [part.labels for part in c.parts()] == [(100, 1000), (100,)]
+    page = markdown(rows, **PAGE)
+    assert "### 100 labels, compared with patch 4" in page and "### 1,000 labels, compared with patch 4" not in page
+    assert [bool(figures.by_labels(part)) for part in c.parts()] == [True, False]
+
+
+def test_records_without_a_baseline_name_are_compared_with_the_only_baseline():
+    rows = records({"scratch": 0, "+A": 0.02})
+    assert markdown(rows, **PAGE) == markdown(change(rows, None, baseline="scratch"), **PAGE)
+    assert row_of(rows, "+A").baseline == "scratch"
+
+
+def test_pages_name_each_of_several_baselines():
+    rows = two_baselines()
+    page, d = markdown(rows, **PAGE), row_of(rows, "ToMe, patch 2").difference
+    assert f"ToMe, patch 2 at 1,000 labels: worse than patch 2 by {-100 * d.mean:.2f} points" in text(rows)
+    assert "“ToMe, patch 2” (" in page and "is worse than “patch 2”" in page and "is better than “patch 4”" in page
+    assert "1,000 labels, compared with patch 2" in page and len(re.findall(r"^\| kNN .*\| reference \|$", page, re.M)) == 1
+    assert '- ToMe, patch 4: arm: "patch 4" → "ToMe, patch 4"' in page
+    short = text([r for r in rows if r.seed < 3])
+    assert "ToMe, patch 4 at 1,000 labels: not enough seeds compared with patch 4, +" in short
+    seen = html(rows, **PAGE)
+    pictures = ["".join(ElementTree.fromstring(svg).itertext()) for svg in re.findall(r"<svg.*?</svg>", seen, re.DOTALL)]
+    assert len(pictures) == 6 and "points above patch 2" in pictures[0] and "points above patch 4" in pictures[1]
+    assert not any("patch 2" in picture and "patch 4" in picture for picture in pictures)
+    assert seen.count("<h3>Compared with patch 4</h3>") == 3
+
+
+# The answer
+
+
+ANSWERS = {
+    "better": (records({"scratch": 0, "+A": 0.02}), r"At 1,000 labels, “\+A” \(\+2\.\d\d points\) is better than “scratch”\."),
+    "all kinds": (
+        fail(records({"s": 0, "+A": 0.05, "+B": -0.05, "+C": 0, "+D": 0}, rng=1), "+D", 3),
+        r"At 1,000 labels, “\+A” \(.*\) is better than “s”, and “\+B” \(−5.*\) is worse than “s”\. "
+        r"No difference was shown for “\+C”; 1 comparison has no verdict, for the reasons in the table\.",
+    ),
+    "several numbers of labels": (
+        records({"s": 0, "+A": 0.05, "+B": 0, "+C": 0, "+D": 0}, labels=(10, 100), rng=1),
+        r"“\+A” \(\+\d\.\d\d points at 10 labels, \+\d\.\d\d at 100\) is better than “s”\. "
+        r"No difference was shown for 3 of the 4 arms at 10 and 100 labels\.",
+    ),
+    "nothing shown": (
+        records({"s": 0, "+A": 0, "+B": 0, "+C": 0}, labels=(None,), rng=1),
+        r"At all labels, no technique was shown to be better than “s”\. No difference was shown for any of the 3 arms\.",
+    ),
+    "many arms": (
+        records({"s": 0, **{f"+{k}": k / 100 for k in range(1, 7)}}),
+        r"At 1,000 labels, “\+6” \(.*\), “\+5” \(.*\), “\+4” \(.*\) and 3 more arms are better than “s”\.",
+    ),
+    "several baselines": (
+        two_baselines(),
+        r"At 1,000 labels, “ToMe, patch 4” \(.*\) is better than “patch 4”, and “ToMe, patch 2” \(.*\) is worse than “patch 2”\.",
+    ),
+    "too few seeds": (
+        records({"s": 0, "+A": 0.05, "+B": 0}, seeds=5),
+        r"No verdict is possible yet\. All 2 comparisons have fewer than the 6 seeds that a verdict needs\.",
+    ),
+    "everything failed": (
+        fail(records({"s": 0, "+A": 0}), "+A"),
+        r"No verdict is possible yet\. 1 comparison has no verdict, for the reasons in the table\.",
+    ),
+    "unavailable": (fail(PLAIN, "+A", status="unavailable"), r"No technique has been compared with “scratch”\."),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_answer_states_the_verdicts_in_two_sentences(case):
+    rows, expected = ANSWERS[case]
+    assert re.fullmatch(expected, answer(compare(rows)))
+    assert re.search(expected, markdown(rows, **PAGE)) and re.search(expected, html(rows, **PAGE).replace("&#43;", "+"))
+
+
+# Warnings and provenance
 
 
 @pytest.mark.parametrize(
@@ -225,53 +358,148 @@ def test_unequal_budgets_are_flagged_with_pretraining_and_borrowed_labels_counte
      {"versions": {"python": "3.13"}}, {"test_reads": 2}, {"score": "knn_5", "test": {"knn_5": 0.9}},
      {"code": {"sha256": "c0de", "dirty": True}}],
 )  # fmt: skip
-def test_arms_run_under_other_conditions_are_warned_of(fields):
-    rows = records({"scratch": 0, "+A": 0})
-    assert "## Warnings" not in markdown(rows, **WORDS)
-    assert "## Warnings" in markdown(change(rows, "+A", **fields), **WORDS)
-    assert "Warnings" in html(change(rows, "+A", **fields), **WORDS)
+def test_arms_run_under_other_conditions_give_a_warning(fields):
+    assert "## Warnings" not in markdown(PLAIN, **PAGE)
+    page = markdown(change(PLAIN, "+A", **fields), **PAGE)
+    assert "## Warnings" in page and re.search("There (is|are) . warnings? below", page)
+    assert "Warnings" in html(change(PLAIN, "+A", **fields), **PAGE)
 
 
-def test_markdown_leads_with_the_verdicts_and_labels_every_plus_minus():
+def test_test_images_that_were_trained_on_give_a_warning():
+    assert not warnings(change(PLAIN, None, test_repeats=0))
+    (line,) = warnings(change(PLAIN, "+A", 3, test_repeats=1_200))
+    assert "also training or validation images" in line and line.endswith(": 1,200")
+
+
+@pytest.mark.parametrize("seeds", [2, 8])
+def test_an_arm_at_chance_gives_a_warning_and_a_reference_does_not(seeds):
+    rows = records({"scratch": 0, "+A": -0.65, "Pixels": -0.7}, seeds=seeds, references=("Pixels",))  # the levels are about 90%
+    assert not warnings(change(rows, None, test_majority=0.1)) and not warnings(rows)
+    rows = change(rows, None, test_majority=0.3)
+    (line,) = warnings(rows)
+    assert re.match(r"\+A at 1,000 labels: accuracy 2\d\.\d\d%, .*most frequent class \(30\.00%\)", line)
+    assert "learning rate" in line and "most frequent class (30.00%)" in html(rows, **PAGE)
+    assert len(warnings(change(records({"scratch": 0}), None, test={"accuracy": 51 / 500}, test_majority=51 / 500))) == 1
+
+
+def test_data_that_changed_between_runs_give_a_warning():
+    data = {"data": {"call": "smallvit.data.folder", "path": "mine", "size": None}}
+    rows = change(change(PLAIN, None, run=data, data_sha256="old"), "+A", 3, data_sha256="new")
+    (line,) = warnings(rows)
+    assert re.match(r"Runs differ in content of folder\(path=\"mine\".*\): old in scratch and \+A; new in \+A", line)
+    assert not warnings(rows[:-8])
+
+
+def probed(**scores: list[float]) -> list[Record]:
+    """Records of a probe, `knn_1`, of arms and of an untrained model."""
+    rows = records({"one": 0, "two": 0, RANDOM: 0}, labels=(20,), seeds=6, references=(RANDOM,))
+    values = {r.arm: scores.get(r.arm, [0.5] * 6) for r in rows}
+    return [replace(r, score="knn_1", test={"knn_1": values[r.arm][r.seed]}, probes=["knn_1"]) for r in rows]
+
+
+def test_an_arm_not_better_than_an_untrained_model_gives_a_warning():
+    weak = [0.5, 0.4, 0.6, 0.5, 0.45, 0.55]
+    assert no_better_than_random(probed(one=[0.9] * 6, two=[0.8, 0.81, 0.82, 0.8, 0.8, 0.81])) == []
+    (line,) = no_better_than_random(probed(one=[0.9] * 6, two=weak))
+    assert re.match(r"two at 20 labels, knn_1: not .* untrained model, \+0\.00 points \(95% interval from −", line)
+
+
+def test_probes_are_in_a_table_of_their_own():
+    page = markdown(probed(one=[0.9] * 6), **PAGE)
+    table = page.partition("## Probes of frozen features")[2].partition("##")[2].partition("##")[0]
+    assert "| one | 90.00 |" in table and f"| {RANDOM} | 50.00 |" in table and "Other measurements" not in page
+    assert "Probes of frozen features" in html(probed(), **PAGE) and "Probes" not in markdown(PLAIN, **PAGE)
+
+
+def test_every_other_number_of_the_evaluators_is_in_a_table():
+    rows = [replace(r, test=r.test | {"nll": 0.25, "my_count": 12345.0 + r.seed - 3.5}) if r.arm == "+A" else r for r in PLAIN]
+    assert "| Arm | nll | my_count |\n| - | - | - |\n| +A | 0.25 | 12,345 |" in markdown(rows, **PAGE).replace("my\\_count", "my_count")
+    assert "my_count" in html(rows, **PAGE) and "Other measurements" not in html(PLAIN, **PAGE)
+
+
+# Differences between arms
+
+
+def test_a_value_is_described_as_a_person_writes_it():
+    patch = {"call": "smallvit.tokenizers.ShiftedPatchEmbed", "patch": 2, "norm": True}
+    model = {"call": "smallvit.vit.ViT", "depth": 4, "tokenizer": patch}
+    assert describe_value(patch) == "ShiftedPatchEmbed(patch=2)"
+    assert describe_value([{"call": "recipes.mine.Mine", "rates": [1, 2]}, None]) == "[Mine(rates=[1, 2]), None]"
+    assert describe_value(model) == "ViT(depth=4, tokenizer=ShiftedPatchEmbed(patch=2))"
+    assert describe_value({"model": model, "steps": 3, "batch": 8}) == "Run(model=ViT, steps=3)"
+
+
+def test_an_exchanged_component_is_one_difference():
+    merge, prune = {"call": "smallvit.reduction.Merge", "r": 4}, {"call": "smallvit.reduction.Prune", "keep": 0.5}
+    plain = {"model": {"reduction": None, "dim": 8}, "augment": [], "steps": 2}
+    other = {"model": {"reduction": merge, "dim": 8, "pool": None}, "augment": [prune], "steps": 2.0}
+    assert differences(plain, other) == {"model.reduction": (None, merge), "augment": ([], [prune])}
+    assert differences({"a": [merge]}, {"a": [merge | {"r": 5}]}) == {"a[0].r": (4, 5)}
+    rows = change(change(PLAIN, "scratch", run=plain), "+A", run=other)
+    assert changes(compare(rows), rows) == {"+A": ["reduction: None → Merge(r=4)", "augment: [] → [Prune(keep=0.5)]"]}
+
+
+def test_a_difference_of_some_seeds_says_so():
+    rows = change(PLAIN, "+A", 5, run={"model": {"arm": "+A", "dim": 96}, "seed": 5})
+    assert changes(compare(rows), rows) == {"+A": ['arm: "scratch" → "+A"', "dim: 64 → 96 (in 1 of 8 runs)"]}
+
+
+def start_from(rows: list[Record], arm: str, source: str, missing=()) -> list[Record]:
+    """The records, with the runs of one arm initialized from runs that have the fingerprints `source` + seed."""
+    cost = {"images_seen": 6400, "steps": 300, "seconds": 10.0}
+    return [
+        replace(
+            r,
+            run=r.run | {"init": {"model": {"dim": 64}, "steps": 300, "seed": r.seed}},
+            pretraining=cost | {"fingerprint": f"{source}{r.seed}"},
+            init_weights={"loaded": 53, "missing": list(missing)},
+        )
+        if r.arm == arm
+        else r
+        for r in rows
+    ]
+
+
+def test_initial_weights_of_another_run_are_one_line():
+    rows = [replace(r, fingerprint=f"{r.arm}{r.seed}") for r in records({"scratch": 0, "+A": 0, "+B": 0})]
+    rows = start_from(rows, "+A", "scratch", [f"blocks.{k}.reduction.weight" for k in range(12)])
+    rows = fail(start_from(rows, "+B", "elsewhere"), "+A", 4, pretraining=None, init_weights=None)
+    lines = changes(compare(rows), rows)
+    assert lines["+A"] == ['arm: "scratch" → "+A"', "init: None → weights of scratch"]
+    assert lines["+B"][1].startswith("init: None → Run(model=") and len(lines["+B"]) == 2
+    source = provenance(rows, "")["Pretrained weights"]
+    assert "weights of scratch, loaded 53, missing blocks.0.reduction.weight" in source and "and 9 more (7 runs)" in source
+    assert "loaded 53, missing none (8 runs)" in source and len(source) < 300
+
+
+# The pages
+
+
+def test_markdown_begins_with_the_answer_and_labels_every_plus_minus():
     rows = records({"scratch": 0, "+A": 0.02, "kNN": -0.1}, labels=(100, None), references=("kNN",))
-    text, d = markdown(rows, **WORDS), row_of(rows, "+A").difference
-    assert f"+A at 100 labels: better by {100 * d.mean:.2f} points [{100 * d.low:.2f}, {100 * d.high:.2f}]" in text
-    assert DOC in text and text.index("better by") < text.index("| Arm |") and "smallvit report demo" in text
-    assert all(re.match(r"± (SD over seeds|\d+\.\d\d \(SD, n = 8\))", text[at.start() :]) for at in re.finditer("±", text))
-    assert len(re.findall(r"^\| (scratch|\+A|kNN)", text, re.MULTILINE)) == 6 and "Results at all labels" in text
+    page, d = markdown(rows, **PAGE), row_of(rows, "+A").difference
+    assert f"| {100 * d.mean:+.2f} [{100 * d.low:.2f}, {100 * d.high:.2f}] | &lt; 0.001 | better |".replace("&lt;", "<") in page
+    assert f"+A at 100 labels: better by {100 * d.mean:.2f} points [{100 * d.low:.2f}, {100 * d.high:.2f}]" in text(rows)
+    assert page.startswith("# demo\n\nDoes it help?\n\n“+A”") and "smallvit report demo" in page
+    order = ["is better than", "## Accuracy", "## Costs", "## Differences", "## About", "## Provenance", "## How to read"]
+    assert sorted(order, key=page.index) == order
+    assert all(re.match(r"± (SD over seeds|\d+\.\d\d \(SD, n = 8\))", page[at.start() :]) for at in re.finditer("±", page))
+    assert len(re.findall(r"^\| (scratch|\+A|kNN) .*(baseline|better|reference) \|$", page, re.M)) == 6 and "### All labels" in page
 
 
-def test_what_differs_is_read_from_the_runs_and_partial_differences_say_so():
-    rows = change(records({"scratch": 0, "+A": 0}), "+A", 5, run={"model": {"arm": "+A", "dim": 96}, "seed": 5})
-    assert facts.changes(compare(rows), rows) == {"+A": ['model.arm: "scratch" → "+A"', "model.dim: 64 → 96 (in 1 of 8 runs)"]}
+def test_docstring_becomes_prose():
+    question, others = sections(DOC)
+    assert question == "Does it help?"
+    assert others == [("Paper", "arXiv:0000.00000."), ("Expected", "<a gain> of `some` size."), ("", "The end.")]
+    assert sections("Question  Is it\n          so?\n\nFound     Yes.") == ("Is it so?", [("Found", "Yes.")])
+    assert "**Expected.** &lt;a gain&gt; of `some` size." in markdown(PLAIN, **PAGE)
+    assert "<b>Expected.</b> &lt;a gain&gt; of <code>some</code> size." in html(PLAIN, **PAGE)
 
 
-def started(rows: list[dict], arm: str, of: str, missing=()) -> list[dict]:
-    """The records with the runs of one arm started from runs with the fingerprints `of<seed>`."""
-    for r in rows:
-        if r["arm"] == arm:
-            r["run"] |= {"init": {"model": {"dim": 64}, "seed": r["seed"]}}
-            r["pretraining"] = {"images_seen": 6400, "steps": 300, "seconds": 10.0, "fingerprint": f"{of}{r['seed']}"}
-            r["weights"] = {"loaded": 53, "missing": list(missing)}
-    return rows
-
-
-def test_a_run_that_starts_from_another_says_so_in_one_line():
-    rows = [r | {"fingerprint": f"{r['arm']}{r['seed']}"} for r in records({"scratch": 0, "+A": 0, "+B": 0})]
-    rows = started(started(rows, "+A", "scratch", [f"blocks.{k}.reduction.weight" for k in range(12)]), "+B", "elsewhere")
-    rows = change(rows, "+A", 4, status="failed", error="boom", pretraining=None, weights=None, **UNKNOWN)
-    said = facts.changes(compare(rows), [r | {"run": {"init": None} | r["run"]} for r in rows])
-    assert said["+A"] == ['model.arm: "scratch" → "+A"', "init: absent → weights of scratch"]
-    assert said["+B"][1:] == ["init: absent → weights of elsewhere0 and 7 more"]
-    whence = facts.provenance(rows, "")["Pretrained weights"]
-    assert "weights of scratch, loaded 53, missing blocks.0.reduction.weight" in whence and "and 9 more (7 runs)" in whence
-    assert "weights of elsewhere0 and 7 more, loaded 53, missing none (8 runs)" in whence and len(whence) < 300
-
-
-def test_html_is_one_page_that_fetches_nothing_and_trusts_no_name():
+def test_html_is_one_page_that_fetches_nothing_and_escapes_every_name():
     name = "<b>$x$ & _y</b>"
     rows = records({"scratch": 0, name: 0.01}, labels=(100, 1000))
-    rows = change(rows, name, 0, status="failed", error="<script>", **UNKNOWN)
+    rows = fail(rows, name, 0, error="<script>", traceback="<script>")
     page = html(rows, title="<i>", doc=DOC)
     assert "<b>$x" not in page and "<script" not in page and "<i>" not in page and "&lt;a gain&gt;" in page
     assert "&lt;b&gt;$x$ &amp; _y&lt;/b&gt;" in page and "src=" not in page
@@ -282,241 +510,170 @@ def test_html_is_one_page_that_fetches_nothing_and_trusts_no_name():
     assert page.count("var(--arm-0)") > 8 and "#0c0c" not in page
 
 
-def test_every_seed_is_on_the_page_and_one_label_count_needs_no_label_axis():
+def test_every_seed_is_on_the_page_and_one_number_of_labels_needs_no_label_axis():
     rows = records({"scratch": 0, "+A": 0.01})
-    page = html(rows, **WORDS)
+    page = html(rows, **PAGE)
     assert page.count("<svg") == 3 and "labelled images" not in page
-    assert all(f"{100 * r['test']['accuracy']:.2f}" in page for r in rows)
-    assert html([r | {"curve": []} for r in rows], **WORDS).count("<svg") == 2
+    assert all(f"{100 * r.result:.2f} ({r.seed})" in shown for r in rows for shown in (page, markdown(rows, **PAGE)))
+    assert html(change(rows, None, curve=[]), **PAGE).count("<svg") == 2
 
 
-def test_test_images_that_were_trained_on_are_warned_of():
-    rows = records({"scratch": 0, "+A": 0})
-    assert not facts.warnings([r | {"test_repeats": 0} for r in rows])
-    said = facts.warnings(change(rows, "+A", 3, test_repeats=1_200))
-    assert said == ["Test images that are training or validation images too, pixel by pixel: 1,200"]
+def test_failures_show_the_line_of_the_recipe_and_fold_the_traceback():
+    assert user_line(TRACEBACK) == "mine.py, line 12: return attention(x) + 1" and user_line("") == ""
+    rows = fail(PLAIN, "+A", 3, error="TypeError: no", traceback=TRACEBACK)
+    line = "+A at 1,000 labels, seed 3: failed: TypeError: no (mine.py, line 12: return attention(x) + 1)"
+    page = html(rows, **PAGE)
+    assert line in page and "<summary>Traceback</summary><pre>Traceback (most" in page and line in markdown(rows, **PAGE)
+    assert "1 of 16 runs have no result; see Failures." in page
 
 
-@pytest.mark.parametrize("seeds", [2, 8])
-def test_an_arm_that_has_learned_nothing_is_warned_of_and_a_floor_is_not(seeds):
-    rows = records({"scratch": 0, "+A": -0.65, "Pixels": -0.7}, seeds=seeds, references=("Pixels",))  # the levels are about 90%
-    assert not facts.warnings([r | {"test_majority": 0.1} for r in rows]) and not facts.warnings(rows)
-    (said,) = facts.warnings([r | {"test_majority": 0.3} for r in rows])
-    assert re.match(
-        r"\+A at 1,000 labels: 2\d\.\d\d%, not shown to be better than calling every image by the most frequent class \(30\.00%\)",
-        said,
-    )
-    assert said in html([r | {"test_majority": 0.3} for r in rows], **WORDS)
+def test_unavailable_arms_are_one_line():
+    rows = records({"scratch": 0, "+A": 0, "A": 0, "B": 0}, labels=(10, 20), references=("A", "B"))
+    rows = fail(fail(rows, "A", status="unavailable", error="no file"), "B", status="unavailable", error="no file")
+    assert "## Unavailable here\n\nA and B (no file)\n" in markdown(rows, **PAGE) and "A and B (no file)" in html(rows, **PAGE)
 
 
-def test_one_that_always_names_the_same_class_is_told_whatever_the_mean_rounds_to():
-    rows = [r | {"test": {"accuracy": 51 / 500}, "test_majority": 51 / 500} for r in records({"scratch": 0}, seeds=10)]
-    assert len(facts.warnings(rows)) == 1
+def test_superseded_runs_are_named_at_the_top():
+    page = markdown(change(PLAIN, "+A", superseded="the default of `ema` has changed."), **PAGE)
+    assert "8 of 16 runs on this page are no longer in the recipe: the default of \\`ema\\` has changed." in page[:200]
+    assert "All 16 runs on this page" in html(change(PLAIN, None, superseded="x"), **PAGE)
 
 
-def test_an_empty_slot_that_is_filled_is_one_difference():
-    rows = records({"scratch": 0, "+A": 0})
-    rows = change(rows, "scratch", run={"model": {"reduction": None}})
-    rows = change(rows, "+A", run={"model": {"reduction": {"call": "smallvit.reduction.Merge", "r": 4}}})
-    (said,) = facts.changes(compare(rows), rows).values()
-    assert said == ['model.reduction.call: absent → "smallvit.reduction.Merge"', "model.reduction.r: absent → 4"]
-
-
-def test_data_that_changed_between_runs_are_warned_of():
-    rows = records({"scratch": 0, "+A": 0})
-    data = {"run": {"data": {"call": "smallvit.data.folder", "path": "mine", "size": None}}}
-    rows = [r | data | {"data_sha256": "new" if r["arm"] == "+A" and r["seed"] == 3 else "old"} for r in rows]
-    said = [line for line in facts.warnings(rows) if "content" in line]
-    assert said == ["AttentionOutput content of folder(path=mine): old in scratch, +A; new in +A"]
-    assert not [line for line in facts.warnings(rows[:-8]) if "content" in line]
-
-
-def test_nothing_to_show_is_said():
+def test_pages_without_results_say_so():
     rows = records({"scratch": 0, "+A": 0}, labels=(100, 1000))
-    rows = [r | UNKNOWN | {"status": "failed", "error": "boom"} for r in rows]
+    failed = change(rows, None, status="failed", error="boom", **UNKNOWN)
     for write in (markdown, html):
-        assert "No runs are recorded yet" in write([], **WORDS) and "Does it help?" in write([], **WORDS)
-        assert "boom" in write(rows, **WORDS) and "32 of 32 runs left no number" in write(rows, **WORDS)
-        assert "No runs are recorded yet" in write([r | {"status": "missing"} for r in rows], **WORDS)
-    assert "<svg" not in html(rows, **WORDS)
+        assert "No runs are recorded yet" in write([], **PAGE) and "Does it help?" in write([], **PAGE)
+        assert "boom" in write(failed, **PAGE) and "32 of 32 runs have no result" in write(failed, **PAGE)
+        assert "No runs are recorded yet" in write(change(rows, None, status="missing"), **PAGE)
+    assert "<svg" not in html(failed, **PAGE) and "nothing to compare" in text(failed)
 
 
 def test_unusual_numbers_are_drawn():
-    perfect = [r | {"test": {"accuracy": 1.0}} for r in records({"scratch": 0, "+A": 0}, labels=(10, 20))]
-    zero = [r | {"test": {"accuracy": 0.0}} for r in records({"scratch": 0, "+A": 0}, seeds=1)]
-    uneven = [r | {"curve": [[r["seed"], 1.0, 0.5]]} for r in records({"scratch": 0, "+A": 0})]
-    assert html(perfect, **WORDS).count("<svg") == 4 and html(zero, **WORDS).count("<svg") == 3
-    assert "seeds share no step: scratch, +A" in html(uneven, **WORDS)
+    perfect = change(records({"scratch": 0, "+A": 0}, labels=(10, 20)), None, test={"accuracy": 1.0})
+    zero = change(records({"scratch": 0, "+A": 0}, seeds=1), None, test={"accuracy": 0.0})
+    uneven = [replace(r, curve=[[r.seed, 1.0, 0.5]]) for r in PLAIN]
+    assert html(perfect, **PAGE).count("<svg") == 4 and html(zero, **PAGE).count("<svg") == 3
+    assert "seeds share no step: scratch, +A" in html(uneven, **PAGE)
 
 
-def test_every_arm_is_held_against_its_own_baseline_and_holm_pays_for_all():
-    rows = two_baselines(labels=(100, 1000))
-    c, alone = compare(rows), compare([r for r in rows if r["baseline"] == "patch 4"])
-    row, same = (next(r for r in x.at(1000) if r.arm == "ToMe, patch 4") for x in (c, alone))
-    assert (row.baseline, row.verdict, c.family) == ("patch 4", "better", 4) and row.difference.values == same.difference.values
-    judged = [r.difference for r in c.rows if r.verdict]
-    assert [d.p_holm for d in judged] == holm([d.p for d in judged])
-    assert c.baselines == ("patch 2", "patch 4") and [p.baseline for p in c.parts()] == ["patch 2", "patch 4"]
-    assert [list(p.arms) for p in c.parts()] == [["patch 2", "ToMe, patch 2", "kNN"], ["patch 4", "ToMe, patch 4"]]
-
-
-def test_budgets_and_gaps_are_those_of_the_own_baseline():
-    rows = change(two_baselines(), "patch 2", macs=40_000_000)
-    rows = change(rows, "patch 2", 3, status="failed", error="boom", **UNKNOWN)
-    two, four = row_of(rows, "ToMe, patch 2"), row_of(rows, "ToMe, patch 4")
-    assert (two.verdict, two.unequal) == ("no verdict", {"macs": -0.875}) and "patch 2, seed 3: failed" in two.reason
-    assert (four.verdict, four.unequal) == ("better", {})
-
-
-def test_each_baseline_has_label_counts_and_seeds_of_its_own():
-    rows = [r for r in two_baselines(labels=(100, 1000)) if r["baseline"] == "patch 2" or (r["labels"] == 100 and r["seed"] < 7)]
-    c = compare(rows)
-    assert not any(row.failures for row in c.rows) and [part.labels for part in c.parts()] == [(100, 1000), (100,)]
-    assert "Against patch 4" not in markdown(rows, **WORDS).partition("Results at 1,000 labels")[2]
-    assert [bool(figures.by_labels(part)) for part in c.parts()] == [True, False]
-
-
-def test_records_from_before_there_were_several_baselines_are_held_against_the_only_one():
-    rows = [r | {"baseline": None} for r in records({"scratch": 0, "+A": 0.02})]
-    assert markdown(rows, **WORDS) == markdown(records({"scratch": 0, "+A": 0.02}), **WORDS)
-    assert row_of(rows, "+A").baseline == "scratch" and "Against scratch, 1 comparison" in markdown(rows, **WORDS)
-
-
-def test_with_several_baselines_every_page_says_which():
-    rows = two_baselines()
-    page, d = markdown(rows, **WORDS), row_of(rows, "ToMe, patch 2").difference
-    assert "Against each arm's own baseline, 2 comparisons: 1 better, 1 worse." in page
-    told = f"ToMe, patch 2 at 1,000 labels: worse than patch 2 by {-100 * d.mean:.2f} points"
-    assert told in page and told in text(rows) and "ToMe, patch 4 at 1,000 labels: better than patch 4 by" in page
-    assert "### Against patch 2" in page and page.count("kNN (reference)") == 1
-    assert '- ToMe, patch 4: model.arm: "patch 4" → "ToMe, patch 4"' in page
-    short = markdown([r for r in rows if r["seed"] < 3], **WORDS)
-    assert "ToMe, patch 4 at 1,000 labels: not enough seeds against patch 4, +" in short
-    seen = html(rows, **WORDS)
-    pictures = ["".join(ElementTree.fromstring(svg).itertext()) for svg in re.findall(r"<svg.*?</svg>", seen, re.DOTALL)]
-    assert len(pictures) == 6 and "points above patch 2" in pictures[0] and "points above patch 4" in pictures[1]
-    assert not any("patch 2" in picture and "patch 4" in picture for picture in pictures)
-    assert seen.count("<h3>Against patch 4</h3>") == 3 and "<th>Against patch 4</th>" in seen
-
-
-def test_what_fewer_tokens_cost_and_buy_is_in_the_tables_and_a_loss_of_time_is_called_one():
+def test_costs_of_fewer_tokens_are_in_the_tables_and_a_slower_arm_is_marked():
     rows = costed(records({"scratch": 0, "+A": 0, "+B": 0}), **{"+A": (4e6, 0.25e6, 12.34, 0.9), "+B": (6e6, 0, 20, 1.4)})
-    page, row = markdown(rows, **WORDS), row_of(rows, "+A")
-    assert (row.budget["macs"], row.forward) == (
-        4e6,
-        {"tokens": 12.34, "macs_sd": 0.25e6, "ms": MS, "speedup": pytest.approx(0.9)},
-    )
+    page, row = markdown(rows, **PAGE), row_of(rows, "+A")
+    assert row.budget["macs"] == 4e6
+    assert row.forward == {"tokens": 12.34, "macs_sd": 0.25e6, "ms": MS, "speedup": pytest.approx(0.9)}
     assert "| Tokens left | MACs per image | ms per batch | Speed-up |" in page
-    assert (
-        f"| 12.3 | 4.00 M (± 0.25 M SD; −50%) | {MS} | 0.90× (loses time) |" in page
-        and f"| 20.0 | 6.00 M (−25%) | {MS} | 1.40× |" in page
-    )
-    assert f"| – | 8.00 M | {MS} | – |" in page and "under 1 means that the reduction loses time" in page
-    assert "on batches of 32 images" in page and page.index("0.90×") < page.index("under 1 means")
-    seen = html(rows, **WORDS)
-    assert all(words in seen for words in ("Tokens left", "Speed-up", "± 0.25 M SD", "0.90×<small>loses time", "under 1"))
-    assert seen.count("<svg") == 4 and "Accuracy against MACs" in seen
-    for plain in (markdown(records({"scratch": 0, "+A": 0}), **WORDS), html(records({"scratch": 0, "+A": 0}), **WORDS)):
-        assert "Tokens left" not in plain and "loses time" not in plain
+    assert f"| 12.3 | 4.00 M (± 0.25 M SD; −50%) | {MS} | 0.90× (slower) |" in page
+    assert f"| 20.0 | 6.00 M (−25%) | {MS} | 1.40× |" in page and f"| – | 8.00 M | {MS} | – |" in page
+    assert "below 1 means" in page and "on batches of 32 images" in page and page.index("0.90×") < page.index("below 1 means")
+    assert "Other measurements" not in page
+    seen = html(rows, **PAGE)
+    assert all(words in seen for words in ("Tokens left", "Speed-up", "± 0.25 M SD", "0.90×<small>slower", "below 1 means"))
+    assert seen.count("<svg") == 4 and "Accuracy and MACs" in seen
+    for plain in (markdown(PLAIN, **PAGE), html(PLAIN, **PAGE)):
+        assert "Tokens left" not in plain and "slower" not in plain
+
+
+# Figures
 
 
 @pytest.mark.parametrize("macs, drawn", [(6e6, True), (4.1e6, False)])
-def test_accuracy_is_drawn_against_macs_where_techniques_differ_in_them(macs, drawn):
+def test_accuracy_is_drawn_against_macs_if_techniques_differ_in_them(macs, drawn):
     rows = records({"scratch": 0, "+A": -0.01, "+B": 0}, labels=(100, 1000))
     seen = figures.by_macs(compare(costed(rows, **{"+A": (4e6, 0, 12, 1.5), "+B": (macs, 0, 20, 1.2)})))
     assert seen.count("MACs, relative to scratch") == (2 if drawn else 0)
     assert figures.by_macs(compare(change(rows, "+B", macs=9_000_000))) == ""  # nothing is reduced
 
 
-def turned(*arms: tuple, labels=(1000,), **fields) -> list[dict]:
-    """Records of a baseline and of arms in which these choices are others, `(arm, effect, {dotted name: value})`."""
-    rows = records({"scratch": 0} | {arm: effect for arm, effect, _ in arms}, labels=labels)
-    start = {"model.dim": 64, "model.depth": 4, "model.tokenizer.patch": 7, "model.fused": False, "steps": 300, "batch": 50}
-    others = {arm: choices for arm, _, choices in arms}
-    for r in rows:
-        r["run"] = {"seed": r["seed"], "model": {"tokenizer": {}}}
-        for path, value in (start | others.get(r["arm"], {})).items():
-            inner = r["run"]
+def varied(*arms: tuple, labels=(1000,)) -> list[Record]:
+    """Records of a baseline and of arms with other options: `(arm, effect, {dotted path: value})`."""
+    defaults = {"model.dim": 64, "model.depth": 4, "model.tokenizer.patch": 7, "model.fused": False, "steps": 300, "batch": 50}
+    changed = {arm: options for arm, _, options in arms}
+    out = []
+    for r in records({"scratch": 0} | {arm: effect for arm, effect, _ in arms}, labels=labels):
+        run = {"seed": r.seed, "model": {"tokenizer": {}}}
+        for path, value in (defaults | changed.get(r.arm, {})).items():
+            inner = run
             for key in path.split(".")[:-1]:
                 inner = inner[key]
             inner[path.rpartition(".")[2]] = value
-    return [r | fields for r in rows]
+        out.append(replace(r, run=run))
+    return out
 
 
 WIDTHS = [(f"width {dim}", (dim - 64) / 5000, {"model.dim": dim}) for dim in (16, 32, 128)]
 
 
-def told(rows: list[dict]) -> dict:
-    return knobs(compare(rows), rows)
+def found_in(rows: list[Record]) -> dict:
+    return hyperparameters(compare(rows), rows)
 
 
-def test_a_knob_is_the_one_number_in_which_arms_differ_from_their_baseline():
-    rows = turned(*WIDTHS, ("+A", 0, {"model.fused": True}), ("both", 0, {"model.dim": 32, "model.depth": 2}))
-    assert told(rows) == {"width": {"scratch": 64, "width 16": 16, "width 32": 32, "width 128": 128}}
+def test_a_hyperparameter_is_the_one_number_in_which_arms_differ():
+    rows = varied(*WIDTHS, ("+A", 0, {"model.fused": True}), ("both", 0, {"model.dim": 32, "model.depth": 2}))
+    assert found_in(rows) == {"width": {"scratch": 64, "width 16": 16, "width 32": 32, "width 128": 128}}
     shallow = [(f"depth {n}", 0, {"model.depth": n}) for n in (2, 6)]
-    assert list(told(turned(*WIDTHS, *shallow))) == ["width", "depth"]
-    assert told(turned(*shallow[:1])) == {}, "two values are a difference, not a curve"
-    assert told(turned(*[(f"{k}", 0, {"model.dim": k}) for k in ("a", None, True)])) == {}
-    references = [r | {"role": "reference"} if r["arm"].startswith("width") else r for r in rows]
-    assert told(references) == {}
+    assert list(found_in(varied(*WIDTHS, *shallow))) == ["width", "depth"]
+    assert found_in(varied(*shallow[:1])) == {}, "two values are no curve"
+    assert found_in(varied(*[(f"{k}", 0, {"model.dim": k}) for k in ("a", None, True)])) == {}
+    assert found_in([replace(r, role="reference") if r.arm.startswith("width") else r for r in rows]) == {}
 
 
-def test_tokens_are_a_knob_where_the_records_know_them():
+def test_tokens_are_a_hyperparameter_if_the_records_have_them():
     tokens = {2: 197, 4: 50, 7: 17}
-    rows = turned(*[(f"patch {p}", 0, {"model.tokenizer.patch": p}) for p in (2, 4)])
-    assert list(told(rows)) == ["patch"]
-    rows = [r | {"tokens": tokens[r["run"]["model"]["tokenizer"]["patch"]]} for r in rows]
-    assert told(rows)["tokens"] == {"scratch": 17, "patch 2": 197, "patch 4": 50}
+    rows = varied(*[(f"patch {p}", 0, {"model.tokenizer.patch": p}) for p in (2, 4)])
+    assert list(found_in(rows)) == ["patch"]
+    rows = [replace(r, tokens=tokens[r.run["model"]["tokenizer"]["patch"]]) for r in rows]
+    assert found_in(rows)["tokens"] == {"scratch": 17, "patch 2": 197, "patch 4": 50}
 
 
-def drawn(rows: list[dict], label: str) -> str:
-    """The text in the picture whose label has these words in it, nothing if there is none."""
-    pictures = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html(rows, **WORDS), re.DOTALL)]
+def drawn(rows: list[Record], label: str) -> str:
+    """The text of the figures whose label contains these words."""
+    pictures = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html(rows, **PAGE), re.DOTALL)]
     return "\n".join(text for svg in pictures if label in svg.get("aria-label") for text in svg.itertext() if text.strip())
 
 
-def test_accuracy_is_drawn_against_a_knob_with_what_each_value_costs():
-    rows = change(turned(*WIDTHS, labels=(100, 1000)), "width 128", macs=9_870_000)
+def test_accuracy_is_drawn_against_a_hyperparameter_with_the_cost_of_each_value():
+    rows = change(varied(*WIDTHS, labels=(100, 1000)), "width 128", macs=9_870_000)
     seen = drawn(rows, "one number").split("\n")
     assert "width, 100 labels" in seen and "width, 1,000 labels" in seen and "width, and MACs per image" in seen
     assert all(seen.count(str(dim)) == 2 for dim in (16, 32, 64, 128))
     assert seen.count("9.87 M") == 2 and seen.count("5.00 M") == 6
-    assert "Accuracy against one number" in html(rows, **WORDS)
-    assert "Accuracy against one number" not in html(records({"scratch": 0, "+A": 0}), **WORDS)
+    assert "Accuracy and one hyperparameter" in html(rows, **PAGE)
+    assert "Accuracy and one hyperparameter" not in html(PLAIN, **PAGE)
+    seen = drawn(fail(varied(*WIDTHS), "width 16"), "one number").split("\n")
+    assert "16" not in seen and {"32", "64", "128"} <= set(seen)
 
 
-@pytest.mark.parametrize("values, stretched", [((2, 4, 28), True), ((3, 5, 9), False), ((0, 5, 60), False)])
-def test_a_knob_that_doubles_again_and_again_has_a_logarithmic_axis(values, stretched, monkeypatch):
-    kept = []
-    monkeypatch.setattr(figures, "svg", lambda figure, *_: kept.append(figure) or "")
-    rows = turned(*[(f"{k}", -0.01 * k / 60, {"model.tokenizer.patch": k}) for k in values])
-    figures.by_knob(compare(rows), told(rows))
+@pytest.fixture
+def kept(monkeypatch) -> list:
+    """The figures that are drawn during the test."""
+    found: list = []
+    monkeypatch.setattr(figures, "svg", lambda figure, *_: found.append(figure) or "")
+    return found
+
+
+@pytest.mark.parametrize("values, log", [((2, 4, 28), True), ((3, 5, 9), False), ((0, 5, 60), False)])
+def test_a_hyperparameter_with_a_wide_range_has_a_logarithmic_axis(values, log, kept):
+    rows = varied(*[(f"{k}", -0.01 * k / 60, {"model.tokenizer.patch": k}) for k in values])
+    figures.by_hyperparameter(compare(rows), found_in(rows))
     (ax,) = kept[0].axes
-    assert ax.get_xscale() == ("log" if stretched else "linear")
+    assert ax.get_xscale() == ("log" if log else "linear")
     assert list(ax.get_xticks()) == sorted({*values, 7})
     means = {row.arm: row.mean for row in compare(rows).rows}
     found = [line.get_ydata()[0] for line in ax.lines if len(line.get_ydata()) == 1]
     assert found == [means[arm] for arm in sorted(means, key=lambda arm: 7 if arm == "scratch" else int(arm))]
 
 
-def test_a_run_that_died_leaves_its_knob_standing():
-    rows = change(turned(*WIDTHS), "width 16", status="failed", error="boom", **UNKNOWN)
-    seen = drawn(rows, "one number").split("\n")
-    assert "16" not in seen and {"32", "64", "128"} <= set(seen)
-
-
-def test_learning_curves_show_the_loss_and_how_long_an_epoch_is(monkeypatch):
-    rows = turned(*WIDTHS, labels=(100, 1000))
-    rows = [r | {"curve": [[step, 2.0 / step, value] for step, _, value in r["curve"]]} for r in rows]
-    seen = drawn(rows, "training loss")
-    assert seen.count("training loss") == seen.count("validation accuracy, %") == 2
-    assert "an epoch is 2)" in seen and "an epoch is 20)" in seen
-    unsaid = drawn([r | {"curve": [[step, -1.0, None] for step, *_ in r["curve"]]} for r in rows], "training loss")
-    assert unsaid.count("training loss") == 2 and "validation accuracy" not in unsaid
-    mixed = change(rows, "width 16", run={"batch": 10})
-    assert "an epoch is" not in drawn(mixed, "training loss")
-    kept = []
-    monkeypatch.setattr(figures, "svg", lambda figure, *_: kept.append(figure) or "")
+def test_learning_curves_show_the_loss_and_the_length_of_an_epoch(kept, monkeypatch):
+    rows = varied(*WIDTHS, labels=(100, 1000))
+    rows = [replace(r, curve=[[step, 2.0 / step, value] for step, _, value in r.curve or []]) for r in rows]
     figures.learning_curves(compare(rows), rows)
     assert [ax.get_yscale() for ax in kept[0].axes] == ["function", "function", "log", "log"]
     assert list(kept[0].axes[2].lines[0].get_ydata()) == [2.0 / step for step in (100, 200, 300)]
+    monkeypatch.undo()
+    seen = drawn(rows, "training loss")
+    assert seen.count("training loss") == seen.count("validation accuracy, %") == 2
+    assert "an epoch is 2)" in seen and "an epoch is 20)" in seen
+    no_accuracy = drawn([replace(r, curve=[[step, -1.0, None] for step, *_ in r.curve or []]) for r in rows], "training loss")
+    assert no_accuracy.count("training loss") == 2 and "validation accuracy" not in no_accuracy
+    assert "an epoch is" not in drawn(change(rows, "width 16", run={"batch": 10}), "training loss")

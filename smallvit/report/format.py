@@ -200,7 +200,8 @@ def how_to_read(c: Comparison) -> list[str]:
     results would change with other test images.
 
     Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
-    Extra labels are validation labels that were used to choose something, and labels of an earlier run that the arm starts from.
+    Extra labels are validation labels that were used to choose something, and labels of an earlier run that the arm starts
+    from.
     """
     return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
 

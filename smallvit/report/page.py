@@ -149,7 +149,7 @@ def _list(lines: Iterable[str]) -> str:
 
 def _md(text: str) -> str:
     """Text that Markdown shows unchanged."""
-    text = re.sub(r"([\\`*|~$]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|^[+#-](?=\s))", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"([\\`*|~$]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|^[+#-](?=\s))", r"\\\1", re.sub(r"\s+", " ", text))
     return entities.escape(text, quote=False).replace("&lt; ", "< ")
 
 
