@@ -13,24 +13,8 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from smallvit import augment
-from smallvit.augment import (
-    Batch,
-    Blur,
-    CutMix,
-    Flip,
-    Gray,
-    Jitter,
-    Mixup,
-    MultiCrop,
-    Noise,
-    RandomErasing,
-    SmoothLabels,
-    Solarize,
-    Warp,
-    digits,
-    mix,
-    photos,
-)  # fmt: skip
+from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
+from smallvit.augment import SmoothLabels, Solarize, Warp, digits, mix, photos  # isort: skip
 
 FILES = [import_module(f"smallvit.augment.{file.name}") for file in iter_modules(augment.__path__)]
 # MultiCrop takes other transforms and makes views instead of images: see tests/test_multicrop.py

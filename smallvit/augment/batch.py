@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 
 class Batch(NamedTuple):
-    """A batch of training images, `b c h w`, and their target probabilities, `b k`.
+    """A batch of training images, `b c h w`, with the target probabilities of k classes for each image, `b k`.
 
     images           float32 pixels in [0, 1], where 0 is black; they are normalized after all transforms
     targets          one row for each image; each row sums to 1
@@ -27,7 +27,7 @@ Augmentation = Callable[[Batch, Generator], Batch]
 
 
 def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
-    """Return the batch after all transforms, applied one after the other.
+    """Apply all transforms to the batch, one after the other, and return the new batch.
 
     Raises    ValueError if the images are not float32 `b c h w`, or if there is not one row of targets for each image.
     """
@@ -41,7 +41,7 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
 
 
 def check_range(transform: object, **ranges: tuple[float, float]) -> None:
-    """Raise ValueError unless each named option of the transform is a number from low to high, both included."""
+    """Raise ValueError unless each option of the transform named in `ranges`, name=(low, high), is a number in this range."""
     for name, (low, high) in ranges.items():
         value = getattr(transform, name)
         if not isinstance(value, int | float) or not low <= value <= high:
@@ -49,7 +49,7 @@ def check_range(transform: object, **ranges: tuple[float, float]) -> None:
 
 
 def check_interval(transform: object, name: str, low: float, high: float) -> None:
-    """Raise ValueError unless the named option of the transform is a pair (a, b) of numbers with low <= a <= b <= high."""
+    """Raise ValueError unless the option `name` of the transform is a pair (a, b) of numbers with low <= a <= b <= high."""
     value = getattr(transform, name)
     pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value)
     if not (pair and low <= value[0] <= value[1] <= high):
@@ -62,6 +62,6 @@ def is_whole_number(value: Any, minimum: int = 1) -> bool:
 
 
 def height_width(size: Any) -> tuple[int, int] | None:
-    """Return (height, width) in pixels for a size that is one side or (height, width); None for anything else."""
+    """Return a size, given as one side or as (height, width) in pixels, as (height, width); None if it is not valid."""
     pair = (size, size) if isinstance(size, int) else size
     return (pair[0], pair[1]) if isinstance(pair, tuple) and len(pair) == 2 and all(map(is_whole_number, pair)) else None

@@ -19,7 +19,7 @@ QUARTER_TURN = CHROMA @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """Change brightness, contrast, saturation and hue of random images by random amounts, as torchvision's ColorJitter does.
+    """Randomly change brightness, contrast, saturation and hue of each image, like torchvision's ColorJitter.
 
     probability   share of the images that are changed
     brightness, contrast, saturation   each is multiplied by a factor drawn uniformly from 1 - value to 1 + value. Contrast is
@@ -73,7 +73,7 @@ class Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class Gray:
-    """Convert random RGB images to grayscale (ITU-R BT.601 weights); each is drawn with `probability` and keeps 3 channels.
+    """Convert each RGB image to grayscale (ITU-R BT.601 weights) with the given probability; it keeps 3 channels.
 
     Off       probability=0.
     Raises    ValueError for images that do not have 3 channels.
@@ -94,7 +94,7 @@ class Gray:
 
 @dataclass(frozen=True, kw_only=True)
 class Solarize:
-    """In random images, replace each pixel value x of at least `threshold` by 1 - x; each image is drawn with `probability`.
+    """Solarize each image with the given probability: every pixel value x of at least `threshold` becomes 1 - x.
 
     `force=True` allows this transform for digits, where it is refused otherwise.
 
@@ -124,9 +124,9 @@ class Solarize:
 
 @dataclass(frozen=True, kw_only=True)
 class Blur:
-    """Blur random images with a Gaussian filter whose standard deviation is drawn uniformly from the interval `sigma`.
+    """Blur each image, with the given probability, by a Gaussian filter with a random standard deviation.
 
-    `sigma` is a fraction of the shorter side of the image, and `probability` the share of the images that are blurred. PIL and
+    The standard deviation is drawn uniformly from the interval `sigma`, in fractions of the shorter side of the image. PIL and
     torchvision give sigma in pixels: divide by the side. The usual 0.1 to 2 pixels are (0.003, 0.06) at 32 pixels, the
     default, and (0.0005, 0.009) at DINO's 224. Near the border only pixels inside the image are averaged, so the border does
     not get darker.
@@ -157,9 +157,9 @@ class Blur:
 
 
 def _change_some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """Return the batch with randomly chosen images replaced by `change(images, index)`, each chosen with the given probability.
+    """Apply `change` to randomly chosen images of the batch, each chosen with the given probability; return the new batch.
 
-    `change` gets the chosen images only, and their index in the batch.
+    `change(images, index)` gets the chosen images and their index in the batch, and returns the new images.
     """
     images = batch.images
     index = (torch.rand(len(images), generator=generator) < probability).nonzero()[:, 0].to(images.device)
@@ -180,7 +180,7 @@ def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
 
 
 def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
-    """Return matrices `b length length` that blur one image axis with a Gaussian of `sigma` pixels each; rows sum to 1."""
+    """Return a matrix for each sigma (in pixels) that blurs an axis of `length` pixels with a Gaussian; rows sum to 1."""
     position = torch.arange(length, device=sigma.device)
     squared_distance = (position[:, None] - position).square()
     logits = -squared_distance / (2 * sigma.clamp(min=1e-3).square()[:, None, None])

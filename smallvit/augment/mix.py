@@ -12,7 +12,7 @@ from .pixels import random_rectangles
 
 @dataclass(frozen=True, kw_only=True)
 class Mixup:
-    """Average random images with another image of the batch, and their targets in the same proportion (mixup).
+    """Mixup: blend randomly chosen images with another image of the batch, and their targets in the same proportion.
 
     alpha         each image draws its proportion from Beta(alpha, alpha)
     probability   share of the images that are mixed
@@ -40,7 +40,7 @@ class Mixup:
 
 @dataclass(frozen=True, kw_only=True)
 class CutMix:
-    """Paste a rectangle of another image of the batch into random images, and mix the targets by the pasted area (CutMix).
+    """CutMix: paste a rectangle of another image of the batch into randomly chosen images, and mix the targets by its area.
 
     alpha         each image draws the share that it keeps from Beta(alpha, alpha)
     probability   share of the images that are changed
@@ -92,7 +92,7 @@ class SmoothLabels:
 
 
 def _partners(transform: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw for each image the index of the image to mix it with, and the weight in [0, 1] that the image itself keeps.
+    """Draw for each image the index of another image to mix it with, and the weight, from 0 to 1, that the image keeps.
 
     The weight is drawn from Beta(alpha, alpha) with the transform's probability, and is 1 otherwise. The partner is the next
     image in a random cyclic order. torch's Beta distribution takes no generator. This sampler is exact: Bailey's polar method

@@ -12,7 +12,7 @@ from .warp import Warp
 
 @dataclass(frozen=True, kw_only=True)
 class MultiCrop:
-    """Make two global views and `local` smaller views of each image, each with its own random transforms (multi-crop).
+    """Multi-crop for self-supervised learning: make two global and `local` smaller random views of each image.
 
     first     transforms that make the first global view
     second    transforms that make the second global view; None: the same as `first`, with new random numbers
@@ -49,9 +49,9 @@ class MultiCrop:
         return next((reason for step in transforms if (reason := getattr(step, "unsafe_for_digits", None))), None)
 
     def table(self, image_size: int | tuple[int, int]) -> list[tuple[str, int, tuple[int, int]]]:
-        """Return (name, number of views, (height, width) in pixels) of the global and of the local views of an image.
+        """Return a table of the views of an image: one row (name, number of views, (height, width) in pixels) for each kind.
 
-        `image_size` is the size of the image: one side, or (height, width).
+        `image_size` is the size of the image in pixels: one side, or (height, width).
 
         Raises    ValueError if the two global views differ in size, or for an invalid size.
         """

@@ -11,7 +11,7 @@ from .batch import Batch, check_interval, check_range
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """Mirror random images left to right; each image is mirrored with the given probability.
+    """Mirror each image left to right with the given probability.
 
     `force=True` allows this transform for digits, where it is refused otherwise.
 
@@ -38,7 +38,7 @@ class Flip:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing:
-    """Set one random rectangle to black in random images; each image is drawn with the given probability.
+    """Set a random rectangle of each image to black, with the given probability (random erasing, cutout).
 
     area      interval of the rectangle's area, as a fraction of the image's; drawn uniformly
     aspect    the rectangle's height / width, relative to the image's, is drawn log-uniformly from 1/aspect to aspect; the range
@@ -92,7 +92,7 @@ class Noise:
 
 
 def random_rectangles(height: Tensor, width: Tensor, images: Tensor, generator: Generator) -> Tensor:
-    """Return a mask `b 1 h w` that is 1 inside one rectangle for each image, at a random place inside the image, and 0 outside.
+    """Return a mask `b 1 h w` with one rectangle of ones for each image, at a random place inside the image; zeros elsewhere.
 
     `height` and `width`, b each, are fractions of the image's sides.
     """

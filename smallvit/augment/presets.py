@@ -40,7 +40,7 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
 
 
 def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
-    """Return a MultiCrop for self-supervised learning on digits: deformed crops that never flip the digit and are never blank.
+    """Return the MultiCrop for self-supervised learning on digits: deformed crops, never mirrored and never blank.
 
     The two global views show 0.7 to 1 of the image's area. The `local` views show 0.2 to 0.5 of it, at `size` pixels (one side,
     or height and width). Strength scales the deformation as in `digits`, from 0 to 1.5; it does not change the crops.
@@ -59,7 +59,7 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
 def photo_crops(
     strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
 ) -> tuple[Augmentation, ...]:
-    """Return DINO's MultiCrop for self-supervised learning on small photos: random crops, flip, color jitter, blur, solarize.
+    """Return DINO's MultiCrop for self-supervised learning on photos: random crops, flips, color changes, blur, solarize.
 
     The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
     side, or height and width). Strength scales all other transforms, from 0 to 2; it does not change the crops. Set

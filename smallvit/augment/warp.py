@@ -76,7 +76,7 @@ class Warp:
 
     @property
     def off(self) -> bool:
-        """Whether all options have their off setting, so that images stay as they are."""
+        """Return True if this Warp changes nothing, because all options have their off setting."""
         moves = self.rotate or self.scale or self.shear or self.shift or self.elastic
         return not moves and self.crop == (1, 1) and self.size is None
 
@@ -84,7 +84,7 @@ class Warp:
         return batch if self.off else batch._replace(images=self.views(batch.images, 1, generator))
 
     def views(self, images: Tensor, count: int, generator: Generator) -> Tensor:
-        """Return `count` views of each image, each with its own random warp: `(count b) c h w`, all first views first."""
+        """Return `count` random warps of each image, `(count b) c h w`: one warp of all images, then the next one."""
         if self.off:
             return images.repeat(count, 1, 1, 1)
         center, extent = self.draw_crops(images, count, generator)
@@ -96,12 +96,12 @@ class Warp:
         return self.move_blank(result, images, grid) if self.aim == "ink" else result
 
     def resample(self, images: Tensor, grid: Tensor) -> Tensor:
-        """Return the images, read bilinearly at the points of the grid, `b xy h w` in the coordinates of grid_sample."""
+        """Sample the images bilinearly at the points (x, y) of a grid, `b 2 h w`, in the coordinates of `F.grid_sample`."""
         padding = "zeros" if self.fill == "black" else "border"
         return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
-        """Replace each blank view by the view through the same grid, centered on the brightest pixel of its image.
+        """Replace each blank view by the crop of the same shape, centered on the brightest pixel of its image.
 
         A view is blank if none of its pixels is half as bright as that pixel.
         """
@@ -115,13 +115,13 @@ class Warp:
         return views
 
     def output_size(self, h: int, w: int) -> tuple[int, int]:
-        """Return the height and width of the result for an image of h x w pixels."""
+        """Return the height and width in pixels of the result for an image of h x w pixels."""
         return height_width(self.size) or (h, w)
 
     def draw_crops(self, images: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Draw `count` crops of each image: their centers (x, y) and their extents (width, height), `2 (count b)` each.
+        """Draw `count` random crops of each image; return their centers (x, y) and their extents (width, height).
 
-        Centers are in the coordinates of grid_sample, from -1 to 1; extents are fractions of the image's width and height.
+        Both are `2 (count b)`. Centers are in the coordinates of `F.grid_sample`, -1 to 1; extents are fractions of the image.
         """
         b = count * len(images)
         if self.crop == (1, 1):
@@ -137,7 +137,7 @@ class Warp:
         return center.clamp(extent - 1, 1 - extent), extent
 
     def affine_grid(self, images: Tensor, center: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Draw an affine map for each crop and return the points to read, `b xy h w` in the coordinates of grid_sample.
+        """Draw a random rotation, zoom, shear and shift for each crop; return the sampling grid for `F.grid_sample`, `b 2 h w`.
 
         `center` and `extent` come from `draw_crops`. The content of the image moves by the drawn shift.
         """
@@ -159,7 +159,7 @@ class Warp:
         return from_x[:, :, None, :] + from_y[:, :, :, None]
 
     def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Add a smooth random displacement to the grid, in place, and return the grid.
+        """Add a smooth random displacement to a sampling grid, `b 2 h w`, in place, and return the grid.
 
         Each point is displaced by a weighted sum of random displacements at control points; weights fall off with distance.
         """
@@ -175,9 +175,9 @@ class Warp:
 
 
 def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
-    """Return a pixel of each image, drawn in proportion to brightness: `xy (count b)` in the coordinates of grid_sample.
+    """Draw pixels of each image with a probability proportional to their brightness; return their centers, `2 (count b)`.
 
-    `uniform` are the random numbers to use, from 0 to 1, one for each crop.
+    `uniform` are the random numbers from 0 to 1 to use, one for each crop.
     """
     ink = images.mean(1).flatten(1).double().cumsum(1)
     uniform = rearrange(uniform, "(count b) -> b count", b=len(images)).double()
@@ -186,25 +186,28 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
-    """Return the centers of the pixels with these row-major indices: `xy b` in the coordinates of grid_sample."""
+    """Return the centers (x, y) of the pixels with these row-major indices, in the coordinates of `F.grid_sample`."""
     h, w = images.shape[2:]
     x, y = index % w, index // w
     return torch.stack([(2 * x + 1 - w) / w, (2 * y + 1 - h) / h]).to(images)
 
 
 def _grid_scale(h: int, w: int) -> Tensor:
-    """Return half the shorter side of an h x w image in grid_sample's x and y coordinates, which go from -1 to 1."""
+    """Return the factors (x, y) from lengths, in units of half the shorter side, to the coordinates of `F.grid_sample`."""
     return torch.tensor([min(h, w) / w, min(h, w) / h])
 
 
 def _axis_positions(length: int, side: float) -> Tensor:
-    """Return the pixel centers along an axis, from its middle, in units of half of `side`, the shorter side."""
+    """Return the positions of `length` pixel centers along an axis, relative to its middle, in units of side / 2."""
     return (2 * torch.arange(length) + 1 - length) / side
 
 
 @lru_cache(maxsize=64)
 def _control_weights(length: int, side: float, smooth: float, device: torch.device) -> Tensor:
-    """Return the Gaussian weight of each control point for each pixel along an axis, `length n`; squares of a row sum to 1."""
+    """Return the Gaussian weights, `length n`, by which n control points displace each of `length` pixels along an axis.
+
+    `side` is the shorter side in pixels and `smooth` the option of Warp. The squares of each row sum to 1.
+    """
     sigma, spacing = 2 * smooth, 3 * smooth
     n = ceil(2 * length / side / spacing) + 2
     points = spacing * (torch.arange(n) - (n - 1) / 2)

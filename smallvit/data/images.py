@@ -25,10 +25,10 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Description of a data set: channels, image size (height, width) in pixels, class names, mean and std of pixels.
+    """Description of a data set: channels, image size, class names, and the mean and std that normalize its pixels.
 
-    `mean` and `std` have one number for each channel, for pixels in [0, 1]; they normalize the images. `digits=True`
-    says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
+    `size` is (height, width) in pixels. `mean` and `std` have one number for each channel, for pixels in [0, 1].
+    `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
     """
 
     name: str
@@ -137,7 +137,7 @@ class HeldOut:
         return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
 
     def _refuse(self, *_):
-        """Raise TypeError: test images have no length, iteration or indexing."""
+        """Raise TypeError, since test images can only be read through `open()`."""
         raise TypeError("the test images are held out: train and choose on train and val, then call .open() once at the end")
 
     __len__ = __iter__ = __getitem__ = _refuse
@@ -260,7 +260,7 @@ class Dataset:
 
 
 def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tuple[Tensor, Tensor]:
-    """Split image indices in two: an order in which the classes take turns, and `held_out` indices in proportion to class size.
+    """Split image indices into an order in which the classes take turns, and `held_out` indices, proportional to class sizes.
 
     `labels` are the labels of all images. The order of the classes, and of the images within a class, is drawn from the random
     stream of that name; the held-out images are the last ones of each class.

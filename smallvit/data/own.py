@@ -13,7 +13,7 @@ from .preprocess import MODES, read_image
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
-    """Decorate a loader so that equal calls return the same data set; its first parameter `path` is made absolute before."""
+    """Decorate a data loader: calls with the same absolute `path` and the same options return the same, cached data set."""
     cached, signature = functools.cache(load), inspect.signature(load)
 
     @functools.wraps(load)
@@ -70,7 +70,9 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
 
 
 def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:
-    """Return the class names (the folders in `directory`) and the class index of each image file; ignore hidden files.
+    """Return the class names, which are the folders in `directory`, and a dict from image file to class index.
+
+    Hidden files and folders are ignored.
 
     Raises    OSError if there are no class folders, or a class has no images.
     """

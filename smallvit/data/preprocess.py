@@ -69,10 +69,7 @@ class Preprocess:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
-        """Build a Preprocess from a dictionary that `to_dict` made.
-
-        Raises    ValueError naming the field that is missing, unknown or invalid.
-        """
+        """Build a Preprocess from a dictionary of its fields; raise ValueError for a missing, unknown or invalid field."""
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
             wrong = sorted(map(str, names.symmetric_difference(values))) if isinstance(values, dict) else repr(values)
@@ -82,10 +79,7 @@ class Preprocess:
 
     @property
     def mode(self) -> str:
-        """PIL's name of the color mode: "L" (gray), "RGB" or "RGBA".
-
-        Raises    ValueError for another number of channels than 1, 3 and 4.
-        """
+        """PIL's name of the color mode, "L" (gray), "RGB" or "RGBA"; ValueError if there are not 1, 3 or 4 channels."""
         if self.channels not in MODES:
             raise ValueError(f"image files cannot have {self.channels} channels; pass arrays or tensors instead")
         return MODES[self.channels]

@@ -1,7 +1,7 @@
 """Loaders for public data sets: scikit-learn's digits, and sets of torchvision, which are downloaded if a file is missing.
 
-`root` is the folder of the downloaded data; None: the environment variable SMALLVIT_DATA, else a cache folder. Files are
-checked against their headers or published checksums when they are read.
+`root` is the folder of all downloaded data sets; by default the environment variable SMALLVIT_DATA, else a cache folder. Files
+are checked against their headers or published checksums when they are read.
 """
 
 import functools
@@ -33,36 +33,36 @@ def digits() -> Dataset:
 
 @functools.cache
 def mnist(root: str | None = None) -> Dataset:
-    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28.
+    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28, from the data folder `root`.
 
-    `root` is the folder of downloaded data sets; None: the environment variable SMALLVIT_DATA, else a cache folder.
+    By default `root` is the environment variable SMALLVIT_DATA, else a cache folder.
     """
-    return Dataset.from_arrays("mnist", _idx("MNIST", root), DIGITS, black=True, digits=True)
+    return Dataset.from_arrays("mnist", _load_idx("MNIST", root), DIGITS, black=True, digits=True)
 
 
 @functools.cache
 def fashion_mnist(root: str | None = None) -> Dataset:
-    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28; `root` as for `mnist`."""
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28, from the data folder `root`."""
     classes = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-    return Dataset.from_arrays("fashion_mnist", _idx("FashionMNIST", root), classes, black=True)
+    return Dataset.from_arrays("fashion_mnist", _load_idx("FashionMNIST", root), classes, black=True)
 
 
 @functools.cache
 def kmnist(root: str | None = None) -> Dataset:
-    """Load Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese, 28 x 28; `root` as for `mnist`."""
+    """Load Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese, 28 x 28, from the folder `root`."""
     classes = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
-    return Dataset.from_arrays("kmnist", _idx("KMNIST", root), classes, black=True, digits=True)
+    return Dataset.from_arrays("kmnist", _load_idx("KMNIST", root), classes, black=True, digits=True)
 
 
 @functools.cache
 def emnist(split: str = "letters", root: str | None = None) -> Dataset:
-    """Load one split of EMNIST, such as "letters" or "digits": handwritten characters, 28 x 28; `root` as for `mnist`."""
+    """Load one split of EMNIST, such as "letters" or "digits": handwritten characters, 28 x 28; `root` is the data folder."""
     from torchvision.datasets import EMNIST
 
     if split not in EMNIST.splits:
         raise ValueError(f"EMNIST has no split {split!r}; expected one of {', '.join(EMNIST.splits)}")
     first = 1 if split == "letters" else 0  # the labels of letters start at 1, and all images are stored transposed
-    found = _idx("EMNIST", root, (f"emnist-{split}-train", f"emnist-{split}-test"), options=({"split": split},))
+    found = _load_idx("EMNIST", root, (f"emnist-{split}-train", f"emnist-{split}-test"), options=({"split": split},))
     splits = {part: (images.transpose(0, 2, 1), labels - first) for part, (images, labels) in found.items()}
     classes = tuple(EMNIST.classes_split_dict[split][first:])
     return Dataset.from_arrays(f"emnist-{split}", splits, classes, black=True, digits=True)
@@ -70,39 +70,39 @@ def emnist(split: str = "letters", root: str | None = None) -> Dataset:
 
 @functools.cache
 def qmnist(root: str | None = None) -> Dataset:
-    """Load QMNIST: MNIST's 60,000 training images and 60,000 reconstructed test images, 28 x 28; `root` as for `mnist`."""
-    found = _idx("QMNIST", root, ("qmnist-train", "qmnist-test"), "idx2-int", ({"train": True}, {"train": False}))
+    """Load QMNIST: MNIST's 60,000 training images and 60,000 reconstructed test images, 28 x 28; `root` is the folder."""
+    found = _load_idx("QMNIST", root, ("qmnist-train", "qmnist-test"), "idx2-int", ({"train": True}, {"train": False}))
     splits = {part: (images, labels[:, 0]) for part, (images, labels) in found.items()}  # the other columns describe the writer
     return Dataset.from_arrays("qmnist", splits, DIGITS, black=True, digits=True)
 
 
 @functools.cache
 def cifar10(root: str | None = None) -> Dataset:
-    """Load CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32; `root` as for `mnist`."""
+    """Load CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32, from the folder `root`."""
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
-    train, test = _verified("CIFAR10", root, "cifar-10-batches-py", names, ({"train": True}, {"train": False}))
+    train, test = _load_verified("CIFAR10", root, "cifar-10-batches-py", names, ({"train": True}, {"train": False}))
     splits = {"train": (train.data, np.array(train.targets)), "test": (test.data, np.array(test.targets))}
     return Dataset.from_arrays("cifar10", splits, tuple(train.classes))
 
 
 @functools.cache
 def svhn(root: str | None = None) -> Dataset:
-    """Load SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32; `root` as for `mnist`."""
+    """Load SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32, from the folder `root`."""
     names = ["train_32x32.mat", "test_32x32.mat"]
-    found = _verified("SVHN", root, "", names, ({"split": "train"}, {"split": "test"}))
+    found = _load_verified("SVHN", root, "", names, ({"split": "train"}, {"split": "test"}))
     splits = {part.split: (part.data.transpose(0, 2, 3, 1), part.labels) for part in found}
     return Dataset.from_arrays("svhn", splits, DIGITS, digits=True)
 
 
-def _idx(name: str, root: str | None, stems=("train", "t10k"), kind="idx1-ubyte", options: Sequence[dict] = ({},)) -> dict:
+def _load_idx(name: str, root: str | None, stems=("train", "t10k"), kind="idx1-ubyte", options: Sequence[dict] = ({},)) -> dict:
     """Return {"train": (images, labels), "test": (images, labels)} of a torchvision data set stored as four IDX files."""
     names = [f"{stem}-{content}" for stem in stems for content in ("images-idx3-ubyte", f"labels-{kind}")]
-    images, labels, test_images, test_labels = map(_read_idx, _files(name, root, f"{name}/raw", names, options))
+    images, labels, test_images, test_labels = map(_read_idx, _find_or_download(name, root, f"{name}/raw", names, options))
     return {"train": (images, labels), "test": (test_images, test_labels)}
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file as an array; raise ValueError if it differs from its header or its name, ...-idx<dimensions>-<type>."""
+    """Read an IDX file, the format of MNIST, as an array; raise ValueError if its header or size is wrong."""
     dimensions, kind = path.name.split("-idx")[1].split("-")
     code, dtype = {"ubyte": (0x08, "u1"), "int": (0x0C, ">i4")}[kind]
     data = np.fromfile(path, np.uint8)
@@ -117,19 +117,19 @@ def _read_idx(path: Path) -> np.ndarray:
     return data[start:].view(dtype).reshape(shape)
 
 
-def _verified(name: str, root: str | None, folder: str, names: Sequence[str], options: Sequence[dict]) -> list:
-    """Return one torchvision data set for each dict of `options`; raise ValueError if a file has a wrong checksum."""
+def _load_verified(name: str, root: str | None, folder: str, names: Sequence[str], options: Sequence[dict]) -> list:
+    """Load a torchvision data set once for each dict of `options`; raise ValueError if a file has a wrong checksum."""
     from torchvision import datasets
 
-    _files(name, root, folder, names, options)
+    _find_or_download(name, root, folder, names, options)
     try:
         return [getattr(datasets, name)(_root(root), **option) for option in options]
     except RuntimeError as error:
         raise ValueError(f"{', '.join(names)} in {_root(root) / folder}: expected the published files, unchanged") from error
 
 
-def _files(name: str, root: str | None, folder: str, names: Sequence[str], options: Sequence[dict]) -> list[Path]:
-    """Return the paths of the files of a torchvision data set, downloaded if one is missing; ValueError if that fails."""
+def _find_or_download(name: str, root: str | None, folder: str, names: Sequence[str], options: Sequence[dict]) -> list[Path]:
+    """Return the paths of the files of a torchvision data set; download them if one is missing."""
     top = _root(root)
     files = [top / folder / file for file in names]
     try:
