@@ -1,100 +1,120 @@
-"""Every recipe builds and takes a step; what is committed beside it is what it asks for and what its report says."""
+"""Every recipe can be planned and takes a step; the records and reports that are committed beside it belong to it."""
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from smallvit import Dataset, Weights, compare, fingerprint, fit, flops, html, markdown
+from smallvit import Dataset, Run, Weights, compare, fingerprint, fit, flops, html, markdown, rebuild
 from smallvit.ablation import standard_references
 from smallvit.data.images import HeldOut
 from smallvit.launch.plan import plan
-from smallvit.recipe import load_recipe, shortened
+from smallvit.recipe import load_recipe, smoke_test_runs
 from smallvit.record import read_records
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
-loaded = functools.cache(load_recipe)
-MNIST = (Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw").exists()
-
-
-def test_the_recipes_that_there_are():
-    assert {path.stem for path in RECIPES} >= {"quickstart", "spt_lsa"}
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_it_asks_what_it_costs_and_what_it_expects(path):
-    doc = loaded(path).__doc__
-    assert doc.splitlines()[0].endswith("?")
-    assert all(word in doc for word in ("Paper", "Cost", "Expect", "Written before the runs"))
-
-
-QUICK = ("quickstart", "spt_lsa", "mae")  # the others have more arms, or starts that take long
-SMOKED = [pytest.param(path, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in RECIPES]
-
-
-@pytest.mark.parametrize("path", SMOKED, ids=lambda path: path.stem)
-def test_every_arm_takes_a_step_and_is_evaluated(path, tmp_path, monkeypatch):
-    whole = HeldOut.open
-    monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(100)))  # ten thousand images take minutes
-    drawn = Dataset.subset
-    monkeypatch.setattr(
-        Dataset, "subset", lambda self, *, labels, val, seed: drawn(self, labels=labels or 500, val=val, seed=seed)
-    )
-    once = flops.milliseconds
-    monkeypatch.setattr(flops, "milliseconds", lambda calls, repeats: once(calls, 1))
-    runs = [run for run in shortened(loaded(path).RUNS) if not isinstance(run.init, Weights)]  # those have their own tests
-    if path.stem != "quickstart":  # the references are the same everywhere
-        runs = [run for run in runs if run.role != "reference" or run.arm not in standard_references([run])]
-    if not MNIST and "mnist" in path.read_text():
-        pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
-    for at, run in enumerate(runs):
-        few = {"val": 20, "labels": run.labels or 200, "batch": min(run.batch, 16)}  # of 59,000 labels a probe takes a minute
-        run = run.vary(**few, **{field: other.vary(**few) for field, other in run.dependencies.items()})
-        start, teacher = ((other := run.dependencies.get(field)) and tmp_path / fingerprint(other) for field in ("init", "teacher"))
-        record = fit(run, tmp_path / str(at), recipe=path.stem, start=start, teacher=teacher)
-        assert record["status"] == "finished" and 0 <= record["test"][record["score"]] <= 1
-    assert len(runs) == len({run.arm for run in runs}) >= 5
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_planned(path, monkeypatch):
-    if not MNIST and "mnist" in path.read_text():
-        pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
-    monkeypatch.setattr(Weights, "at_hand", lambda self: None)
-    monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
-    said = plan(loaded(path).RUNS, 2, "cpu")
-    assert all(f"{arm}: " in said for arm in {run.arm for run in loaded(path).RUNS})
-
-
 COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
+MNIST = (Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw").exists()
+loaded = functools.cache(load_recipe)
+records_of = functools.cache(lambda path: read_records(path.with_suffix(".jsonl")))
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_committed_records_are_the_runs_that_the_recipe_asks_for(path):
-    records, runs = read_records(path.with_suffix(".jsonl")), loaded(path).RUNS
-    assert [(r["arm"], r["role"], r["labels"], r["seed"]) for r in records] == [(r.arm, r.role, r.labels, r.seed) for r in runs]
-    trained = [r for r, run in zip(records, runs) if not (r["status"] == "unavailable" and isinstance(run.init, Weights))]
-    assert all(r["status"] == "finished" and r["test_reads"] == 1 and not r["code"]["dirty"] for r in trained)
-    assert len({r["code"]["sha256"] for r in trained}) == 1 and len(trained) > len(records) / 2
+def each(paths, quick=None):
+    """Parametrize a test by recipe. Recipes that are not in `quick` are marked slow; None: all are quick."""
+    marks = {path: [] if quick is None or path.stem in quick else pytest.mark.slow for path in paths}
+    return pytest.mark.parametrize("path", [pytest.param(path, marks=marks[path], id=path.stem) for path in paths])
 
 
-DRAWN = [pytest.param(path, marks=[] if path.stem == "spt_lsa" else pytest.mark.slow) for path in COMMITTED]
+@pytest.fixture
+def needs_mnist(path):
+    if not MNIST and "mnist" in path.read_text():
+        pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
 
 
-@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
-def test_a_page_of_committed_records_fetches_nothing(path):
-    page = html(read_records(path.with_suffix(".jsonl")), title=path.stem, doc=loaded(path).__doc__)
+def test_recipes_are_found_and_all_have_records():
+    assert {path.stem for path in RECIPES} >= {"quickstart", "spt_lsa"} and COMMITTED == RECIPES
+
+
+@each(RECIPES, quick=("quickstart", "spt_lsa", "mae"))  # the others have more arms or long dependencies
+def test_every_arm_takes_a_step_and_is_evaluated(path, needs_mnist, tmp_path, monkeypatch):
+    whole, subset, measured = HeldOut.open, Dataset.subset, flops.milliseconds
+    monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(100)))  # 10,000 test images take minutes
+    monkeypatch.setattr(
+        Dataset, "subset", lambda self, *, labels, val, seed: subset(self, labels=labels or 500, val=val, seed=seed)
+    )
+    monkeypatch.setattr(flops, "milliseconds", lambda calls, repeats: measured(calls, 1))
+    entries = [entry for entry in smoke_test_runs(loaded(path).RUNS) if not isinstance(entry.run.init, Weights)]
+    if path.stem != "quickstart":  # the standard references are the same in every recipe
+        entries = [e for e in entries if e.role != "reference" or e.arm not in standard_references([e.run])]
+    for index, entry in enumerate(entries):
+        run = small(entry.run)
+        folders = {field: tmp_path / fingerprint(other) for field, other in run.dependencies.items()}
+        record = fit(run, tmp_path / str(index), init=folders.get("init"), teacher=folders.get("teacher"))
+        assert record.finished and 0 <= record.result <= 1
+    assert len(entries) == len({entry.arm for entry in entries}) >= 5
+
+
+def small(run: Run) -> Run:
+    """The run with fewer images, so that probes are fast."""
+    dependencies = {field: small(other) for field, other in run.dependencies.items()}
+    return replace(run, val=20, labels=run.labels or 200, batch=min(run.batch, 16), **dependencies)
+
+
+@each(RECIPES)
+def test_plan_names_every_arm(path, needs_mnist, monkeypatch):
+    monkeypatch.setattr(Weights, "local_path", lambda self: None)
+    monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
+    monkeypatch.setattr("smallvit.launch.plan.worker_start", lambda device: 1.0)
+    text = plan(loaded(path).RUNS, 2, "cpu")
+    assert all(f"{arm}: " in text for arm in {entry.arm for entry in loaded(path).RUNS})
+
+
+# Committed records and reports
+
+
+@each(COMMITTED)
+def test_committed_records_are_those_of_the_recipe_and_finished(path):
+    records, entries = records_of(path), loaded(path).RUNS
+    assert [(r.arm, r.role, r.labels, r.seed) for r in records] == [(e.arm, e.role, e.labels, e.seed) for e in entries]
+    assert all(r.baseline in ("", e.baseline) for r, e in zip(records, entries))  # "" means the only baseline
+    weights_missing = [r.status == "unavailable" and isinstance(e.run.init, Weights) for r, e in zip(records, entries)]
+    trained = [r for r, missing in zip(records, weights_missing) if not missing]
+    assert all(r.finished and r.recipe == path.stem and r.test_reads == 1 and not r.code["dirty"] for r in trained)
+    assert all(0 <= r.result <= 1 for r in trained)
+    assert len({r.code["sha256"] for r in trained}) == 1 and len(trained) > len(records) / 2
+
+
+@each(COMMITTED)
+def test_committed_records_rebuild_to_runs_of_the_recipe(path):
+    """The exceptions are arms whose code computes something else today. Their records say so, and keep the old fingerprint."""
+    superseded = []
+    for record, entry in zip(records_of(path), loaded(path).RUNS, strict=True):
+        current = fingerprint(rebuild(record.run))
+        assert len(record.fingerprint) == len(current) == 16
+        if record.superseded:
+            superseded.append((record.arm, record.seed))
+            assert record.fingerprint != current and len(record.superseded.split()) >= 8
+        else:
+            assert record.fingerprint == current == fingerprint(entry.run), f"{record.arm}, seed {record.seed}"
+    assert len(superseded) <= len(records_of(path)) / 10
+    assert not superseded or path.stem in ("spt_lsa", "tokens")
+
+
+@each(COMMITTED, quick=("spt_lsa",))
+def test_page_of_committed_records_loads_nothing_from_the_network(path):
+    page = html(records_of(path), title=path.stem, doc=loaded(path).__doc__)
     assert "://" not in page.replace("http://www.w3.org", "")
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_a_committed_page_fetches_nothing(path):
+@each(COMMITTED)
+def test_committed_page_loads_nothing_from_the_network(path):
     assert "://" not in path.with_suffix(".html").read_text().replace("http://www.w3.org", "")
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_committed_reports_are_made_from_the_committed_records(path):
-    records, doc = read_records(path.with_suffix(".jsonl")), loaded(path).__doc__
-    assert path.with_suffix(".md").read_text() == markdown(records, title=path.stem, doc=doc)
-    assert all(row.arm in path.with_suffix(".md").read_text() for row in compare(records).rows)
+@each(COMMITTED)
+def test_committed_report_is_that_of_the_committed_records(path):
+    text = path.with_suffix(".md").read_text()
+    assert text == markdown(records_of(path), title=path.stem, doc=loaded(path).__doc__)
+    assert all(row.arm in text for row in compare(records_of(path)).rows)
