@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from smallvit import augment
+
 from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
 from smallvit.augment import SmoothLabels, Solarize, Warp, digits, mix, photos  # isort: skip
 

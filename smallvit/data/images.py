@@ -237,7 +237,7 @@ class Dataset:
             order, val_index = balanced_split(self.train.labels, held_out, seed, "subset")
         else:
             order, _ = balanced_split(self.train.labels, 0, seed, "subset")
-            val_index = torch.tensor(shuffled(range(len(self.val)), seed, "val")[:val], dtype=torch.int64)
+            val_index = torch.tensor(shuffled(list(range(len(self.val))), seed, "val")[:val], dtype=torch.int64)
         self._check_class_sizes(labels, order, seed)
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 
@@ -247,7 +247,7 @@ class Dataset:
         if labels is not None and labels < k:
             raise ValueError(f"labels={labels} leaves classes without a training image: expected at least {k}, one for each")
         left = torch.bincount(self.train.labels[order], minlength=k).tolist()
-        turns = shuffled(range(k), seed, "subset/class")
+        turns = shuffled(list(range(k)), seed, "subset/class")
         most = min(left[label] * k + turn for turn, label in enumerate(turns))
         for turn, label in enumerate(turns):
             needed = 1 if labels is None else labels // k + (turn < labels % k)
@@ -265,12 +265,12 @@ def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tup
     `labels` are the labels of all images. The order of the classes, and of the images within a class, is drawn from the random
     stream of that name; the held-out images are the last ones of each class.
     """
-    index = torch.tensor(shuffled(range(len(labels)), seed, stream))
+    index = torch.tensor(shuffled(list(range(len(labels))), seed, stream))
     label = labels[index]
     count = torch.bincount(label)
     rank = torch.empty_like(index)  # the position of an image within its class
     rank[label.argsort(stable=True)] = torch.cat([torch.arange(n) for n in count.tolist()])
-    turn = torch.tensor(shuffled(range(len(count)), seed, f"{stream}/class")).argsort()
+    turn = torch.tensor(shuffled(list(range(len(count))), seed, f"{stream}/class")).argsort()
     order = (rank * len(count) + turn[label]).argsort()
     is_held_out = (rank >= (count - _proportional(held_out, count))[label])[order]
     return index[order][~is_held_out], index[order][is_held_out]
