@@ -1,4 +1,4 @@
-"""What every reduction promises, whichever it is: prefix first, sizes, counts, off, and all slots beside it."""
+"""The contract of every reduction: prefix tokens first, sizes, token counts, the off setting, and all other slots."""
 
 import copy
 import inspect
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from toys import option_id, tiny_vit
 
 from smallvit import (
     Attention,
@@ -27,11 +28,10 @@ from smallvit import (
     Prune,
     SequencePool,
     ShiftedPatchEmbed,
-    ViT,
     reduction,
 )
 
-CLASSES = [made for made in vars(reduction).values() if inspect.isclass(made) and issubclass(made, nn.Module)]
+CLASSES = [c for c in vars(reduction).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
 ON = {
     Merge: [dict(r=2), dict(r=99), dict(r=0.3), dict(r=3, inflect=-1.0), dict(r=(3, 0))],
     Prune: [dict(), dict(keep=0.5, fuse="mean"), dict(keep=0.01, fuse="none"), dict(keep=0.6, layers=(1,))],
@@ -46,43 +46,26 @@ OFF = {
 }
 
 
-def settings_of(table):
-    return [partial(made, **knobs) for made in table for knobs in table[made]]
+SETTINGS = [partial(c, **options) for c in ON for options in ON[c]]
+on = pytest.mark.parametrize("make", SETTINGS, ids=option_id)
+off = pytest.mark.parametrize("make", [partial(c, **options) for c in OFF for options in OFF[c]], ids=option_id)
+one_each = pytest.mark.parametrize("make", [partial(c, **ON[c][1]) for c in ON], ids=option_id)
+small = partial(tiny_vit, (8, 8), 1, 3, dim=8)  # 16 patches, two blocks
 
 
-def spelled(make):
-    return f"{make.func.__name__}({', '.join(f'{name}={knob}' for name, knob in make.keywords.items())})"
-
-
-on = pytest.mark.parametrize("make", settings_of(ON), ids=spelled)
-off = pytest.mark.parametrize("make", settings_of(OFF), ids=spelled)
-one_each = pytest.mark.parametrize("make", [partial(made, **ON[made][1]) for made in ON], ids=spelled)
-
-
-def small(image=(8, 8), channels=1, **knobs):
-    """16 patches, two blocks."""
-    slots = dict(tokenizer=partial(PatchEmbed, patch=2), dim=8, depth=2, heads=2) | knobs
-    return ViT(image, channels, 3, **slots)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def test_every_public_reduction_stands_in_both_tables():
+def test_both_tables_contain_every_public_reduction_and_option():
     assert len(CLASSES) == 4 and set(CLASSES) == set(ON) == set(OFF)
-    for made in CLASSES:  # and every knob of it is turned
-        taken = {name for name, p in inspect.signature(made).parameters.items() if p.kind == p.KEYWORD_ONLY}
-        turned = {name for knobs in (*ON[made], *OFF[made]) for name in knobs}
-        assert taken - turned <= {"shrink", "temperature"}, made  # what these do only shows in training: see the others
+    for c in CLASSES:
+        options = {name for name, p in inspect.signature(c).parameters.items() if p.kind == p.KEYWORD_ONLY}
+        used = {name for chosen in (*ON[c], *OFF[c]) for name in chosen}
+        assert options - used <= {"shrink", "temperature"}, c  # these act in training only: see the tests of their classes
 
 
 # One module
 
 
-def alone(make, patches, prefix, seed, dim=6, layer=0):
-    """A reduction in the first of two blocks, what attention tells it, and tokens b n (d + 3)."""
+def module_and_inputs(make, patches, prefix, seed, dim=6, layer=0):
+    """A reduction for one of two blocks with random weights, and its inputs: tokens, keys and saliency."""
     g = torch.Generator().manual_seed(seed)
     module = make(LayerContext(layer, 2, dim, prefix, prefix > 0, patches)).double().eval()
     with torch.no_grad():
@@ -95,7 +78,8 @@ def alone(make, patches, prefix, seed, dim=6, layer=0):
     return module, x, (lambda: key), (lambda queries=None: rows[:, :queries].mean(1))
 
 
-def called(module, x, size, key, saliency):
+def call(module, x, size, key, saliency):
+    """Call a reduction as its block does."""
     return module(x, size) if getattr(module, "first", False) else module(x, size, key, saliency)
 
 
@@ -107,51 +91,51 @@ def called(module, x, size, key, saliency):
     seed=st.integers(0, 999),
     sized=st.booleans(),
 )
-def test_prefix_sizes_counts_and_channels_behind_the_width(make, patches, prefix, seed, sized):
-    module, x, key, saliency = alone(make, patches, prefix, seed, layer=seed % 2)
+def test_prefix_sizes_counts_and_further_channels(make, patches, prefix, seed, sized):
+    module, x, key, saliency = module_and_inputs(make, patches, prefix, seed, layer=seed % 2)
     g = torch.Generator().manual_seed(seed)
     size = torch.randint(1, 5, x.shape[:2], generator=g).double() if sized else None
     before = torch.ones(x.shape[:2]).double() if size is None else size
     with torch.no_grad():
-        got, sizes = called(module, x, size, key, saliency)
-    after = torch.ones(got.shape[:2]).double() if sizes is None else sizes
+        output, sizes = call(module, x, size, key, saliency)
+    after = torch.ones(output.shape[:2]).double() if sizes is None else sizes
 
-    assert torch.equal(got[:, :prefix], x[:, :prefix]) and torch.equal(after[:, :prefix], before[:, :prefix])
-    assert got.isfinite().all() and (after >= 0).all()
-    assert got.shape[1] >= prefix + 1 and (after[:, prefix:] > 0).any(1).all()  # somebody is left
+    assert torch.equal(output[:, :prefix], x[:, :prefix]) and torch.equal(after[:, :prefix], before[:, :prefix])
+    assert output.isfinite().all() and (after >= 0).all()
+    assert output.shape[1] >= prefix + 1 and (after[:, prefix:] > 0).any(1).all()  # at least one patch is left
     if type(module) is Merge or (type(module) is Prune and module.fuse == "mean"):
         assert torch.allclose(after.sum(1), before.sum(1))
     assert (after.sum(1) <= before.sum(1) + 1e-9).all()
 
     left = module.left(prefix + patches)
-    assert left is None if type(module) is LearnedThresholds else left == got.shape[1]
+    assert left is None if type(module) is LearnedThresholds else left == output.shape[1]
 
     mixing = torch.randn(x.shape[-1], 3, generator=g).double()
     with torch.no_grad():
-        wider, same = called(module, torch.cat([x, x @ mixing], -1), size, key, saliency)
-    assert torch.equal(wider[..., :-3], got) and (same is sizes is None or torch.equal(same, sizes))
-    there = after > 0
-    assert torch.allclose(wider[..., -3:][there], (got @ mixing)[there])  # moved along, in the same shares
+        wider, same = call(module, torch.cat([x, x @ mixing], -1), size, key, saliency)
+    assert torch.equal(wider[..., :-3], output) and (same is sizes is None or torch.equal(same, sizes))
+    present = after > 0
+    assert torch.allclose(wider[..., -3:][present], (output @ mixing)[present])  # carried along, in the same shares
 
 
-@pytest.mark.parametrize("make", [make for make in settings_of(ON) if make.func in (Prune, LearnedPrune)], ids=spelled)
-def test_those_left_are_some_of_those_that_came(make):
-    module, x, key, saliency = alone(make, 12, 2, 0, layer=1)
+@pytest.mark.parametrize("make", [make for make in SETTINGS if make.func in (Prune, LearnedPrune)], ids=option_id)
+def test_pruners_return_a_subset_of_the_tokens(make):
+    module, x, key, saliency = module_and_inputs(make, 12, 2, 0, layer=1)
     with torch.no_grad():
-        got, _ = called(module, x, None, key, saliency)
+        output, _ = call(module, x, None, key, saliency)
     fused = type(module) is Prune and module.fuse != "none"
     for image in range(2):
-        places = [(x[image] == token).all(-1).nonzero().flatten().tolist() for token in got[image, : -1 if fused else None]]
-        assert all(len(place) == 1 for place in places) and len({place[0] for place in places}) == len(places)
+        origins = [(x[image] == token).all(-1).nonzero().flatten().tolist() for token in output[image, : -1 if fused else None]]
+        assert all(len(origin) == 1 for origin in origins) and len({origin[0] for origin in origins}) == len(origins)
 
 
-# Off
+# The off setting
 
 
 @off
 @pytest.mark.parametrize("attention", [Attention, LocalityAttention])
 @pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool])
-def test_off_is_the_plain_model_bit_for_bit(make, attention, pool):
+def test_off_setting_equals_the_plain_model_bit_for_bit(make, attention, pool):
     slots = dict(attention=attention, pool=pool, registers=1)
     plain, reduced = small(**slots), small(**slots, reduction=make)
     missing = reduced.load_state_dict(plain.state_dict(), strict=False)
@@ -163,7 +147,7 @@ def test_off_is_the_plain_model_bit_for_bit(make, attention, pool):
 
 
 @on
-def test_on_is_not_off(make):
+def test_other_settings_change_the_logits(make):
     plain, reduced = small(pool=MeanTokens), small(pool=MeanTokens, reduction=make)
     reduced.load_state_dict(plain.state_dict(), strict=False)
     x = torch.randn(3, 1, 8, 8)
@@ -190,35 +174,38 @@ COMBINED = {
 }
 
 
-def learns(model, x):
-    """One step of training: finite logits, and a finite gradient for every parameter that has a part in them."""
+def assert_trains(model, x):
+    """Assert finite logits, and a finite gradient for every parameter that affects them."""
     logits = model.train()(x)
     F.cross_entropy(logits.float(), torch.tensor([0, 2, 1])).backward()
     assert logits.isfinite().all()
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:  # a class token has read all that it reads when the last block reduces
+        if parameter.grad is None:  # the class token reads nothing after the last block
             assert name.startswith("blocks.1.reduction.") and isinstance(model.pool, ClassToken), name
         else:
             assert parameter.grad.isfinite().all(), name
 
 
+def test_the_combinations_contain_every_reduction():
+    assert len(SLOTS) * len(POOLS) == 48 and {getattr(make, "func", make) for make in COMBINED.values()} == set(CLASSES)
+
+
 @pytest.mark.parametrize("kind", COMBINED)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_combination_of_slots_learns_with_it(kind, pool, dtype):
-    assert len(SLOTS) * len(POOLS) == 48 and {getattr(made, "func", made) for made in COMBINED.values()} == set(CLASSES)
+def test_every_combination_of_slots_trains_with_every_reduction(kind, pool, dtype):
     for slots in SLOTS:
         model, x = small(**slots, pool=pool, reduction=COMBINED[kind]), torch.randn(3, 1, 8, 8)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            learns(model, x)
+            assert_trains(model, x)
             assert model.eval()(x).isfinite().all()
 
 
-# A finished model
+# A trained model
 
 
 @on
-def test_a_copy_and_a_state_dict_say_the_same_twice(make):
+def test_copy_and_loaded_state_dict_give_equal_logits(make):
     model, x = small(reduction=make, registers=1).eval(), torch.randn(3, 1, 8, 8)
     expected = model(x)
     loaded = small(reduction=make, registers=1).eval()
@@ -229,7 +216,7 @@ def test_a_copy_and_a_state_dict_say_the_same_twice(make):
 
 @on
 @pytest.mark.parametrize("image", [(2, 2), (2, 4), (6, 10), (12, 14)])
-def test_another_size_of_the_image(make, image):
+def test_other_image_sizes_work(make, image):
     model, x = small(reduction=make, registers=2), torch.randn(2, 1, *image)
     tokens, size = model.eval().tokens(x)
     assert tokens.isfinite().all() and tokens.shape[1] <= 3 + image[0] * image[1] // 4
@@ -238,7 +225,7 @@ def test_another_size_of_the_image(make, image):
 
 
 @one_each
-def test_an_exported_model_gives_the_same_logits_for_any_batch(make):
+def test_exported_model_gives_equal_logits_for_any_batch_size(make):
     model = small(reduction=make, depth=1, registers=1).eval()
     batch = {"x": {0: torch.export.Dim("batch", min=1, max=64)}}
     program, file = torch.export.export(model, (torch.randn(2, 1, 8, 8),), dynamic_shapes=batch), io.BytesIO()
@@ -250,16 +237,16 @@ def test_an_exported_model_gives_the_same_logits_for_any_batch(make):
         assert torch.allclose(loaded(x), model(x), atol=1e-6)
 
 
-class Silent(Attention):
-    """Attention that says nothing about keys and saliency."""
+class TokensOnly(Attention):
+    """Attention that gives neither keys nor saliency."""
 
     def forward(self, x, size=None, mask=None):
         return super().forward(x, size, mask)._replace(key=None, saliency=None)
 
 
-@pytest.mark.parametrize("made, what", [(Merge, "keys"), (Prune, "saliency"), (LearnedThresholds, "keys and saliency")])
-def test_an_attention_that_does_not_say_what_is_needed_is_refused_with_what_to_do(made, what):
-    model = small(attention=Silent, reduction=partial(made, **ON[made][0]))
-    with pytest.raises(ValueError, match=rf"{made.__name__} needs .*{what.split()[0]}.*return AttentionOutput\("):
+@pytest.mark.parametrize(("c", "needed"), [(Merge, "keys"), (Prune, "saliency"), (LearnedThresholds, "keys and saliency")])
+def test_attention_without_keys_or_saliency_is_refused_where_they_are_needed(c, needed):
+    model = small(attention=TokensOnly, reduction=partial(c, **ON[c][0]))
+    with pytest.raises(ValueError, match=rf"{c.__name__} needs .*{needed}.*return AttentionOutput\("):
         model(torch.randn(1, 1, 8, 8))
-    assert small(attention=Silent, reduction=LearnedPrune)(torch.randn(1, 1, 8, 8)).isfinite().all()
+    assert small(attention=TokensOnly, reduction=LearnedPrune)(torch.randn(1, 1, 8, 8)).isfinite().all()
