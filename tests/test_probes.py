@@ -317,9 +317,9 @@ def test_values_that_do_not_apply_are_left_out(vit, splits):
     "probe, message",
     [(partial(knn, ks=ks), r"ks is .* from 1 on") for ks in ((), (0,), (5, 0), (-1, 3))]
     + [
-        (partial(knn, ks=(101, 102)), "100 labeled images"),
+        (partial(knn, ks=(101, 102)), "100 labelled images"),
         (partial(linear_probe, strengths=()), r"strengths is \(\); expected a tuple"),
-        (few_shot, r"class '\d' has 10 labeled images; expected at least shots=16 of each"),
+        (few_shot, r"class '\d' has 10 labelled images; expected at least shots=16 of each"),
         (partial(few_shot, shots=0), "expected at least 1 of each"),
         (partial(few_shot, draws=0), "expected at least 1 of each"),
     ],
@@ -332,7 +332,7 @@ def test_impossible_options_are_refused(probe, message, vit, splits):
 def test_few_shot_refuses_a_class_without_labeled_images_also_before_training(vit, splits):
     lacking = splits._replace(train=splits.train.take((splits.train.labels != 7).nonzero()[:, 0]))
     for check in (lambda: dict(few_shot(vit, lacking, shots=5)), lambda: declaration(few_shot).needs(lacking, shots=5, draws=2)):
-        with pytest.raises(ValueError, match="class '7' has 0 labeled images"):
+        with pytest.raises(ValueError, match="class '7' has 0 labelled images"):
             check()
 
 

@@ -4,7 +4,7 @@ scores.py    accuracy, cost: run the model itself
 probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
 hooks.py     features: the features of a model, read at a named place
 features.py  FeatureExtractor: the features as a scikit-learn transformer
-splits.py    Splits: the labeled images that an evaluator receives
+splits.py    Splits: the labelled images that an evaluator receives
 declare.py   evaluator, declaration: what an evaluator declares about itself
 cache.py     cached_features: evaluators of the same model share its features
 

@@ -33,20 +33,19 @@ def knn(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Yield `knn_1`, `knn_5`, ...: the accuracy of a vote among the k nearest labeled images, for each k of `ks`.
+    """Yield `knn_1`, `knn_5`, ...: the accuracy of a vote among the k nearest labelled images, for each k of `ks`.
 
-    Nearest are the labeled images with the largest cosine similarity of the features. Each has one vote, and the smaller class
-    index wins a tie. Values of k above the number of labeled images are left out. Similarities are computed in float64, because
-    the features of an untrained model all point in nearly the same direction. Which of several equally near images are
-    among the k is not specified.
+    Nearest means the largest cosine similarity of the features. Each image has one vote; the smaller class index wins a tie.
+    Values of k above the number of labelled images are left out. Similarities are computed in float64, because the features of
+    an untrained model all point in nearly the same direction. Which of several equally near images are used is not specified.
 
-    Raises   ValueError if `ks` is not a tuple of numbers of at least 1, or if all are above the number of labeled images.
+    Raises   ValueError for a k below 1, or if every k is above the number of labelled images.
     """
     if not isinstance(ks, tuple | list) or min(ks, default=0) < 1:
         raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
     ks = tuple(k for k in ks if k <= len(splits.train))
     if not ks:
-        raise ValueError(f"knn has {len(splits.train)} labeled images; expected at least as many as the smallest k")
+        raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
     train, test = (
         F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1)
         for images in (splits.train, splits.test)
@@ -78,7 +77,7 @@ def linear_probe(
     strengths: the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
         of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the smallest
         or largest of several, so that a value beyond may be better, else 0.
-    standardise: scale each feature to mean 0 and variance 1 over the labeled images. False suits features that already have
+    standardise: scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
         one scale, such as pixels.
 
     `linear_probe_iterations` is the number of iterations that the solver took.
@@ -107,7 +106,7 @@ def linear_probe(
 
 
 def require_shots(splits: Splits, *, shots: int = SHOTS, **options):
-    """Raise ValueError if a class has fewer than `shots` labeled images."""
+    """Raise ValueError if a class has fewer than `shots` labelled images."""
     draw_balanced(splits.train, shots, 0)
 
 
@@ -123,14 +122,14 @@ def few_shot(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Yield `few_shot`, the accuracy of a logistic regression on the features of `shots` labeled images of each class.
+    """Yield `few_shot`, the accuracy of a logistic regression on the features of `shots` labelled images of each class.
 
     `few_shot` is the mean over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left out for
     one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on. Features are
     standardized on the drawn images. The draws depend only on the labels of `splits.train`, so every model gets the same
     images; those of fewer shots are among those of more.
 
-    Raises   ValueError if a class has too few labeled images; RuntimeError if the solver does not converge.
+    Raises   ValueError if a class has too few labelled images; RuntimeError if the solver does not converge.
     """
     if shots < 1 or draws < 1:
         raise ValueError(f"got shots={shots} and draws={draws}; expected at least 1 of each")
@@ -160,7 +159,7 @@ def draw_balanced(images: Images, shots: int, draw: int) -> Tensor:
     for k, name in enumerate(images.spec.classes):
         of_class = order[labels == k]
         if len(of_class) < shots:
-            raise ValueError(f"class {name!r} has {len(of_class)} labeled images; expected at least shots={shots} of each")
+            raise ValueError(f"class {name!r} has {len(of_class)} labelled images; expected at least shots={shots} of each")
         chosen.append(of_class[:shots])
     return torch.cat(chosen)
 

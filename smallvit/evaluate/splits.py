@@ -1,4 +1,4 @@
-"""What an evaluator receives and returns: three sets of labeled images, and named numbers."""
+"""What an evaluator receives and returns: three sets of labelled images, and named numbers."""
 
 from collections.abc import Iterator, Sized
 from typing import NamedTuple, TypeVar

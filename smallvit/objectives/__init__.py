@@ -4,8 +4,8 @@ objective.py   Objective: the base class
 supervised.py  Supervised: cross-entropy with labels
 distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
-dino.py        DINO: self-distillation between views of unlabeled images
-mae.py         MAE: reconstruction of hidden patches of unlabeled images
+dino.py        DINO: self-distillation between views of unlabelled images
+mae.py         MAE: reconstruction of hidden patches of unlabelled images
 collapse.py    detects the collapse of training without labels
 
 An objective is a subclass of `Objective`. This one adds a confidence penalty (arXiv:1701.06548) to the cross-entropy:
@@ -28,7 +28,7 @@ An objective is a subclass of `Objective`. This one adds a confidence penalty (a
 Contract of `objective = Class(model, **options)` and `objective(batch, progress)`:
 
 - Options are keyword-only and set by `functools.partial`.
-- `batch` has normalized images, b c h w; targets, b k, rows with sum 1 (all 0 for unlabeled images); and `views` if an
+- `batch` has normalized images, b c h w; targets, b k, rows with sum 1 (all 0 for unlabelled images); and `views` if an
   augmentation makes them. `progress` rises from 0 to 1 over the run, so no objective depends on epochs or steps.
 - `forward` calls `set_progress(progress)` first, and returns a dict with the scalar "loss".
 - `.model` is averaged, saved and evaluated. Parameters with `requires_grad` are trained; a teacher shares no storage with them.

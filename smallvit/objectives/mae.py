@@ -68,7 +68,7 @@ class MAE(Objective):
     But a single pixel one gray level above black then gives almost as large a target as a stroke. Without `normalise`, errors
     count as they look.
 
-    Use images without augmentation (the paper only crops them). In trials on all unlabeled digits, a linear probe with 1,000
+    Use images without augmentation (the paper only crops them). In trials on all unlabelled digits, a linear probe with 1,000
     labels reached 87 to 91% of validation digits, and at most 81% with `augment.digits()` in training. Pixels as they are
     reached 91%, normalized ones 88%.
 
