@@ -1,4 +1,4 @@
-"""Compute: the published figures to their printed digits, torch's count of the same model, and the tokens that really go by."""
+"""Cost of a model: published figures to their printed digits, torch's count, and the tokens that are really processed."""
 
 import copy
 import inspect
@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from toys import option_id
 
 from smallvit import (
     Attention,
@@ -31,10 +32,10 @@ from smallvit.flops import (
     block_macs,
     closed_form,
     counted,
+    describe_tokens,
     embed_macs,
     footprint,
     forward,
-    in_words,
     macs_of_each,
     match_budget,
     milliseconds,
@@ -45,17 +46,12 @@ from smallvit.flops import (
     unreduced,
 )
 
-SMALL = partial(ViT, (28, 28), 1, 10, dim=32, depth=4, heads=4, tokenizer=partial(PatchEmbed, patch=4))
-WIDE = partial(ViT, (28, 28), 1, 10, dim=192, depth=4, heads=3, tokenizer=partial(PatchEmbed, patch=4))
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+small = partial(ViT, (28, 28), 1, 10, dim=32, depth=4, heads=4, tokenizer=partial(PatchEmbed, patch=4))
+wide = partial(ViT, (28, 28), 1, 10, dim=192, depth=4, heads=3, tokenizer=partial(PatchEmbed, patch=4))
 
 
 def deit(dim, reduction=None):
-    """DeiT-T, S and B: 224 pixels, patches of 16, heads of 64, shapes alone."""
+    """DeiT-T, S or B on the meta device: 224 pixels, patches of 16, heads of width 64."""
     tokenizer = partial(PatchEmbed, patch=16)
     with torch.device("meta"):
         return ViT((224, 224), 3, 1000, dim=dim, depth=12, heads=dim // 64, tokenizer=tokenizer, reduction=reduction)
@@ -67,34 +63,32 @@ PUBLISHED = [
     (192, None, "1.25"), (384, None, "4.60"), (768, None, "17.56"),
     (384, partial(Merge, r=8), "3.42"), (384, partial(Merge, r=13), "2.70"), (384, partial(Merge, r=16), "2.29"),
     (192, partial(Merge, r=8), "0.92"), (192, partial(Merge, r=12), "0.77"), (192, partial(Merge, r=16), "0.62"),
-    *[(384, partial(Prune, fuse="none", keep=keep), said)
-      for keep, said in ((0.9, "3.99"), (0.8, "3.44"), (0.7, "3.00"), (0.6, "2.61"), (0.5, "2.28"))],
-    *[(384, partial(Prune, keep=keep), said) for keep, said in ((0.9, "4.0"), (0.8, "3.5"), (0.7, "3.0"), (0.6, "2.6"), (0.5, "2.3"))],
+    *[(384, partial(Prune, fuse="none", keep=keep), figure)
+      for keep, figure in ((0.9, "3.99"), (0.8, "3.44"), (0.7, "3.00"), (0.6, "2.61"), (0.5, "2.28"))],
+    *[(384, partial(Prune, keep=keep), figure) for keep, figure in ((0.9, "4.0"), (0.8, "3.5"), (0.7, "3.0"), (0.6, "2.6"), (0.5, "2.3"))],
     (384, partial(LearnedPrune, keep=0.9), "3.91"), (384, partial(LearnedPrune, keep=0.8), "3.35"),
     (384, partial(LearnedPrune, keep=0.7), "2.88"),
 ]  # fmt: skip
 
 
-def spelled(part):
-    if isinstance(part, partial):
-        return f"{part.func.__name__}({', '.join(f'{name}={knob}' for name, knob in part.keywords.items())})"
-    return {192: "T", 384: "S", 768: "B", None: "plain"}.get(part, str(part))
+def case_id(part):
+    return option_id(part) if isinstance(part, partial) else {192: "T", 384: "S", 768: "B", None: "plain"}.get(part, str(part))
 
 
-@pytest.mark.parametrize("dim, reduction, said", PUBLISHED, ids=spelled)
-def test_the_closed_form_gives_the_published_figures(dim, reduction, said):
+@pytest.mark.parametrize(("dim", "reduction", "figure"), PUBLISHED, ids=case_id)
+def test_closed_form_gives_the_published_figures(dim, reduction, figure):
     macs = closed_form(deit(dim, reduction))
-    digits = len(said.partition(".")[2])
-    assert f"{(sum(macs.values()) - macs['reduction']) / 1e9:.{digits}f}" == said  # published without what the reduction costs
+    digits = len(figure.partition(".")[2])
+    assert f"{(sum(macs.values()) - macs['reduction']) / 1e9:.{digits}f}" == figure  # without the cost of the reduction itself
 
 
-@pytest.mark.parametrize("keep, said", [(0.9, "0.13"), (0.8, "0.11"), (0.7, "0.10")])
-def test_the_predictors_of_dynamicvit_cost_what_is_published(keep, said):
-    assert f"{closed_form(deit(384, partial(LearnedPrune, keep=keep)))['reduction'] / 1e9:.2f}" == said
+@pytest.mark.parametrize(("keep", "figure"), [(0.9, "0.13"), (0.8, "0.11"), (0.7, "0.10")])
+def test_predictors_of_dynamicvit_cost_the_published_figures(keep, figure):
+    assert f"{closed_form(deit(384, partial(LearnedPrune, keep=keep)))['reduction'] / 1e9:.2f}" == figure
 
 
-def test_matching_and_thresholds_cost_a_quarter_of_a_square():
-    """(N / 2)^2 d_h with N patches at hand."""
+def test_matching_costs_a_quarter_of_a_square():
+    """(N / 2)^2 d_h for N patches."""
     model = deit(384, partial(Merge, r=16))
     patches = [196 - 16 * layer for layer in range(12)]
     assert closed_form(model)["reduction"] == sum((n // 2) * (n - n // 2) * 64 for n in patches)
@@ -104,16 +98,16 @@ def test_matching_and_thresholds_cost_a_quarter_of_a_square():
 # The closed form
 
 
-def by_hand(image, patch, channels, dim, depth, prefix, ratio=4, classes=10, seen=1) -> int:
-    """Multiply-accumulates: depth (4 N D^2 + 2 N^2 D + 2 r N D^2) + the embedding of `seen` images + the head."""
+def by_hand(image, patch, channels, dim, depth, prefix, ratio=4, classes=10, copies=1) -> int:
+    """MACs: depth (4 N D^2 + 2 N^2 D + 2 r N D^2) + the embedding of `copies` of the image + the head."""
     patches = image**2 // patch**2
     n = patches + prefix
     blocks = depth * (4 * n * dim**2 + 2 * n**2 * dim + 2 * ratio * n * dim**2)
-    return blocks + patches * seen * channels * patch**2 * dim + dim * classes
+    return blocks + patches * copies * channels * patch**2 * dim + dim * classes
 
 
 @pytest.mark.parametrize(
-    "image, patch, channels, dim, depth, tokenizer, more, prefix, seen",
+    "image, patch, channels, dim, depth, tokenizer, more, prefix, copies",
     [
         (28, 7, 1, 64, 6, PatchEmbed, {}, 1, 1),
         (28, 4, 3, 48, 2, PatchEmbed, {"registers": 4}, 5, 1),
@@ -122,19 +116,17 @@ def by_hand(image, patch, channels, dim, depth, prefix, ratio=4, classes=10, see
         (46, 2, 1, 16, 2, PatchEmbed, {}, 1, 1),  # 530 tokens: the fused kernel
     ],
 )
-def test_a_plain_vit_is_the_closed_form(image, patch, channels, dim, depth, tokenizer, more, prefix, seen):
+def test_macs_of_a_plain_vit_equal_the_closed_form(image, patch, channels, dim, depth, tokenizer, more, prefix, copies):
     embed = partial(tokenizer, patch=patch)
     model = ViT((image, image), channels, 10, tokenizer=embed, dim=dim, depth=depth, heads=4, **more).train()
-    found, expected = (
-        footprint(model, torch.zeros(3, channels, image, image)),
-        by_hand(image, patch, channels, dim, depth, prefix, seen=seen),
-    )
+    found = footprint(model, torch.zeros(3, channels, image, image))
+    expected = by_hand(image, patch, channels, dim, depth, prefix, copies=copies)
     assert found["params"] == sum(p.numel() for p in model.parameters())
     assert found["macs"] == pytest.approx(expected, rel=0.01) and sum(closed_form(model).values()) == expected
     assert all(type(number) is int for number in found.values()) and model.training
 
 
-def test_the_parameters_of_a_plain_vit_are_the_closed_form():
+def test_parameters_of_a_plain_vit_follow_the_formula():
     d, n, depth = 64, 17, 6
     block = 12 * d * d + 13 * d  # qkv, proj, two of the MLP, with biases, and two LayerNorms
     model = ViT((28, 28), 1, 10, tokenizer=partial(PatchEmbed, patch=7), dim=d, depth=depth)
@@ -142,14 +134,14 @@ def test_the_parameters_of_a_plain_vit_are_the_closed_form():
     assert footprint(model, torch.zeros(1, 1, 28, 28))["params"] == expected
 
 
-def test_shifted_patches_cost_five_embeddings():
+def test_shifted_patch_embed_costs_five_embeddings():
     image = torch.zeros(1, 1, 28, 28)
     plain, shifted = (ViT((28, 28), 1, 10, tokenizer=partial(t, patch=7), dim=32) for t in (PatchEmbed, ShiftedPatchEmbed))
     assert footprint(shifted, image)["macs"] - footprint(plain, image)["macs"] == 4 * 16 * 49 * 32
     assert closed_form(shifted)["embed"] - closed_form(plain)["embed"] == 4 * 16 * 49 * 32
 
 
-def test_the_footprint_is_that_of_one_image_whatever_the_model_draws_in_training():
+def test_footprint_counts_one_image_also_in_training():
     cnn, image = SmallCNN((8, 8), 1, 10, width=4, hidden=16), torch.zeros(2, 1, 8, 8)
     assert footprint(cnn.train(), image) == footprint(cnn.eval(), image)
     macs = 64 * 9 * 1 * 4 + 64 * 9 * 4 * 4 + 16 * 9 * 4 * 8 + 16 * 9 * 8 * 8 + 4 * 8 * 16 + 16 * 10
@@ -158,22 +150,21 @@ def test_the_footprint_is_that_of_one_image_whatever_the_model_draws_in_training
     assert forward(Pixels((8, 8), 1, 10))(image).shape == (len(image), image[0].numel())
 
 
-def test_heads_narrower_than_the_width_cost_less():
-    thin = SMALL(attention=partial(Attention, head_dim=2))
+def test_narrow_heads_cost_less():
+    thin = small(attention=partial(Attention, head_dim=2))
     block = 50 * (4 * 32 * 8) + 50**2 * (2 * 8) + 50 * (8 * 32**2)
     assert block_macs(thin.blocks[0], 50, 50) == block and closed_form(thin)["blocks"] == 4 * block
 
 
-def test_another_image_size():
-    model = SMALL(reduction=partial(Merge, r=0.25))
+def test_other_image_sizes_are_counted():
+    model = small(reduction=partial(Merge, r=0.25))
     assert closed_form(model, image=(20, 12))["blocks"] < closed_form(model)["blocks"]
     assert tokens_per_layer(model, (20, 12))[0] == (16, 13)
-    assert counted(model, torch.zeros(1, 1, 20, 12)) / 2 == pytest.approx(
-        sum(closed_form(model, image=(20, 12)).values()), rel=0.01
-    )
+    expected = sum(closed_form(model, image=(20, 12)).values())
+    assert counted(model, torch.zeros(1, 1, 20, 12)) / 2 == pytest.approx(expected, rel=0.01)
 
 
-class Pure(nn.Module):
+class NoProjection(nn.Module):
     """Attention without a projection."""
 
     def __init__(self, dim, heads):
@@ -183,13 +174,12 @@ class Pure(nn.Module):
         return AttentionOutput(x)
 
 
-def test_what_has_no_closed_form_is_said_and_can_still_be_counted():
-    model, image = SMALL(attention=Pure), torch.zeros(1, 1, 28, 28)
-    with pytest.raises(ValueError, match=r"Pure has no projection `proj`, so .*no closed form"):
-        closed_form(model)
-    assert footprint(model, image)["macs"] > 0
-    with pytest.raises(ValueError, match="depends on the image; give tokens, for instance of seen_tokens"):
-        closed_form(SMALL(reduction=LearnedThresholds))
+def test_without_a_closed_form_an_error_says_so_and_torch_can_still_count():
+    with pytest.raises(ValueError, match=r"NoProjection has no projection `proj`, so no closed form.* counted\(model, x\)"):
+        closed_form(small(attention=NoProjection))
+    assert footprint(small(attention=NoProjection), torch.zeros(1, 1, 28, 28))["macs"] > 0
+    with pytest.raises(ValueError, match="depends on the image; give tokens, for instance from seen_tokens"):
+        closed_form(small(reduction=LearnedThresholds))
 
 
 # Against torch's counter
@@ -211,35 +201,32 @@ SLOTS = {"class token": dict(), "registers": dict(registers=3), "mean": dict(poo
         for kernel in KERNELS
         for reduction in COUNTED
         for slots in SLOTS
-        # there Prune asks a kernel that makes no map for all of its rows, which closed_form says it leaves out
+        # this Prune asks the fused kernel for the whole map, which closed_form leaves out as documented
         if not (kernel == "fused" and slots == "mean" and getattr(reduction, "func", None) is Prune)
     ],
-    ids=spelled,
+    ids=case_id,
 )
-def test_the_closed_form_is_torchs_count(kernel, reduction, slots):
-    model = WIDE(reduction=reduction, **SLOTS[slots]).eval()
+def test_closed_form_equals_the_count_of_torch(kernel, reduction, slots):
+    model = wide(reduction=reduction, **SLOTS[slots]).eval()
     for block in model.blocks:
         block.attention.fused = KERNELS[kernel]
     assert counted(model, torch.zeros(1, 1, 28, 28)) / 2 == pytest.approx(sum(closed_form(model).values()), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "tokenizer", [partial(PatchEmbed, patch=4), partial(ShiftedPatchEmbed, patch=4), ConvStem, ConvTokenizer]
-)
+@pytest.mark.parametrize("tokenizer", [partial(ShiftedPatchEmbed, patch=4), ConvStem, ConvTokenizer])
 def test_every_tokenizer_is_counted(tokenizer):
-    model = WIDE(tokenizer=tokenizer)
-    said = closed_form(model)
-    assert said["embed"] > 0 and counted(model, torch.zeros(1, 1, 28, 28)) / 2 == pytest.approx(sum(said.values()), rel=0.01)
+    model = wide(tokenizer=tokenizer)
+    macs = closed_form(model)
+    assert macs["embed"] > 0 and counted(model, torch.zeros(1, 1, 28, 28)) / 2 == pytest.approx(sum(macs.values()), rel=0.01)
 
 
-def test_what_a_pool_keeps_of_a_projection_is_counted():
-    plain, projected = (WIDE(pool=pool) for pool in (MeanTokens, partial(Projected, hidden=300)))
+def test_layers_of_a_pool_are_counted():
+    plain, projected = (wide(pool=pool) for pool in (MeanTokens, partial(Projected, hidden=300)))
     more = closed_form(projected)["head"] - closed_form(plain)["head"]
-    inner = 192 * 300 + 300 * 300  # what its head reads is 300 wide, not 192
+    inner = 192 * 300 + 300 * 300  # the head reads 300 channels, not 192
     assert more == inner + (300 - 192) * projected.head.out_features
-    assert counted(projected.eval(), torch.zeros(1, 1, 28, 28)) / 2 == pytest.approx(
-        sum(closed_form(projected).values()), rel=0.01
-    )
+    count = counted(projected.eval(), torch.zeros(1, 1, 28, 28)) / 2
+    assert count == pytest.approx(sum(closed_form(projected).values()), rel=0.01)
 
 
 # Tokens
@@ -247,32 +234,33 @@ def test_what_a_pool_keeps_of_a_projection_is_counted():
 FIXED = [partial(Merge, r=5), partial(Merge, r=0.3), Prune, partial(Prune, fuse="none"), LearnedPrune]
 
 
-@pytest.mark.parametrize("reduction", [None, *map(partial, FIXED)], ids=spelled)
+@pytest.mark.parametrize("reduction", [None, *map(partial, FIXED)], ids=case_id)
 @pytest.mark.parametrize("registers", [0, 2])
 @pytest.mark.parametrize("image", [(28, 28), (12, 20), (4, 8)])
-def test_the_tokens_of_each_layer_are_those_that_go_by(reduction, registers, image):
-    model, seen = SMALL(reduction=reduction, registers=registers).eval(), []
+def test_tokens_per_layer_are_those_really_processed(reduction, registers, image):
+    model, seen = small(reduction=reduction, registers=registers).eval(), []
     for block in model.blocks:
         block.attention.register_forward_hook(lambda _, given, out: seen.append([given[0].shape[1]]))
         block.mlp.register_forward_hook(lambda _, given, out: seen[-1].append(given[0].shape[1]))
     x = torch.randn(2, 1, *image)
     model(x)
-    went_by = seen[:4]
-    assert tokens_per_layer(model, image) == [tuple(pair) for pair in went_by]
+    processed = seen[:4]
+    assert tokens_per_layer(model, image) == [tuple(pair) for pair in processed]
     assert image != (28, 28) or tokens_per_layer(model) == tokens_per_layer(model, image)
     if reduction:
-        assert seen_tokens(model, x).tolist() == [went_by, went_by]
+        assert seen_tokens(model, x).tolist() == [processed, processed]
 
 
-def thresholds(**knobs):
-    model = SMALL(reduction=partial(LearnedThresholds, merge=0.7, prune=0.9), **knobs).eval()
+def thresholds(**options):
+    """A model whose images keep different numbers of tokens."""
+    model = small(reduction=partial(LearnedThresholds, merge=0.7, prune=0.9), **options).eval()
     with torch.no_grad():
         for block in model.blocks:
-            block.attention.qkv.weight.mul_(3)  # images that differ in what can go
+            block.attention.qkv.weight.mul_(3)
     return model
 
 
-def test_where_tokens_depend_on_the_image_they_are_those_of_size_above_0():
+def test_seen_tokens_counts_tokens_of_size_above_0():
     model, x, left = thresholds(registers=1), torch.randn(5, 1, 28, 28), []
     assert tokens_per_layer(model) is None
     hooks = [block.register_forward_hook(lambda _, given, out: left.append((out[1] > 0).sum(1))) for block in model.blocks]
@@ -285,7 +273,7 @@ def test_where_tokens_depend_on_the_image_they_are_those_of_size_above_0():
     assert torch.equal(seen, torch.stack(alone)) and len({tuple(row) for row in left.tolist()}) > 1
 
 
-def test_macs_that_depend_on_the_image_are_those_of_its_tokens():
+def test_macs_of_each_image_follow_its_tokens():
     model, x = thresholds(), torch.randn(5, 1, 28, 28)
     each = macs_of_each(model, x)
     assert each == [sum(closed_form(model, rows).values()) for rows in seen_tokens(model, x).tolist()] and len(set(each)) > 1
@@ -293,31 +281,31 @@ def test_macs_that_depend_on_the_image_are_those_of_its_tokens():
     assert max(each) < sum(closed_form(unreduced(model)).values())
 
 
-def test_blocks_without_a_reduction_are_counted_too():
-    def second(place):
-        return LearnedThresholds(place, merge=None, prune=0.9) if place.layer == 1 else None
+def test_seen_tokens_counts_blocks_without_a_reduction_too():
+    def in_second_block(context):
+        return LearnedThresholds(context, merge=None, prune=0.9) if context.layer == 1 else None
 
-    model, x = SMALL(reduction=second).eval(), torch.randn(2, 1, 28, 28)
+    model, x = small(reduction=in_second_block).eval(), torch.randn(2, 1, 28, 28)
     model.blocks[0].attention.qkv.weight.data.mul_(3)
     seen = seen_tokens(model, x)
     m = seen[:, -1, 1].tolist()
     assert seen.tolist() == [[[50, 50], [50, k], [k, k], [k, k]] for k in m] and min(m) < 50
 
 
-def test_the_schedule_in_words():
-    with_merge = SMALL(reduction=partial(Merge, r=5))
-    share = sum(closed_form(with_merge).values()) / sum(closed_form(SMALL()).values())
-    assert in_words(with_merge) == f"50 tokens, behind the blocks 45, 40, 35, 30; {share:.2f} of the MACs" and 0.6 < share < 0.8
-    assert in_words(SMALL(reduction=LearnedThresholds)) == "50 tokens, behind the blocks as many as the image asks for"
-    assert in_words(SMALL(attention=Pure, registers=1)) == "51 tokens, behind the blocks 51, 51, 51, 51"
+def test_describe_tokens_gives_the_tokens_after_each_block_and_the_share_of_macs():
+    with_merge = small(reduction=partial(Merge, r=5))
+    share = sum(closed_form(with_merge).values()) / sum(closed_form(small()).values())
+    assert describe_tokens(with_merge) == f"50 tokens, after the blocks 45, 40, 35, 30; {share:.2f} of the MACs" and 0.6 < share < 0.8
+    assert describe_tokens(small(reduction=LearnedThresholds)) == "50 tokens, after the blocks a number that depends on the image"
+    assert describe_tokens(small(attention=NoProjection, registers=1)) == "51 tokens, after the blocks 51, 51, 51, 51"
 
 
 # Unreduced
 
 
-def test_unreduced_is_a_copy_that_reduces_nothing():
-    model, x = SMALL(reduction=partial(Merge, r=5)).eval(), torch.randn(2, 1, 28, 28)
-    before, plain = model(x), SMALL().eval()
+def test_unreduced_returns_a_copy_without_reduction():
+    model, x = small(reduction=partial(Merge, r=5)).eval(), torch.randn(2, 1, 28, 28)
+    before, plain = model(x), small().eval()
     plain.load_state_dict(model.state_dict())
     new = unreduced(model)
     assert torch.equal(new(x), plain(x)) and not reduces(new)
@@ -326,74 +314,76 @@ def test_unreduced_is_a_copy_that_reduces_nothing():
     assert [reduces(other) for other in (plain, Pixels((8, 8), 1, 3), SmallCNN((8, 8), 1, 3))] == [False] * 3
 
 
-# The clock: that it says something, never what
+# Measured time: never compared with a limit
 
 
-def test_the_clock_runs_and_every_call_has_its_turn():
+def test_timed_calls_alternate_and_times_are_positive():
     turns = []
     times = milliseconds([partial(turns.append, name) for name in "ab"], repeats=3)
     assert turns == ["a", "b"] * 4 and len(times) == 2 and min(times) > 0
-    ms, ratio = speedup(SMALL(reduction=partial(Merge, r=5)).eval(), torch.randn(2, 1, 28, 28), repeats=1)
+    ms, ratio = speedup(small(reduction=partial(Merge, r=5)).eval(), torch.randn(2, 1, 28, 28), repeats=1)
     assert ms > 0 and ratio > 0
 
 
-def test_speedup_is_over_both_kernels_and_leaves_the_model_alone(monkeypatch):
+def test_speedup_compares_with_the_faster_kernel_and_leaves_the_model_unchanged(monkeypatch):
     kernels = []
 
-    def watched(calls, repeats):
+    def fixed_times(calls, repeats):
         kernels.extend({block.attention.fused for block in call.func.blocks} for call in calls)
         return [2.0, 8.0, 5.0]
 
-    monkeypatch.setattr(flops, "milliseconds", watched)
-    model = SMALL(reduction=partial(Merge, r=5)).eval()
+    monkeypatch.setattr(flops, "milliseconds", fixed_times)
+    model = small(reduction=partial(Merge, r=5)).eval()
     before = copy.deepcopy(model.state_dict())
     assert speedup(model, torch.randn(2, 1, 28, 28)) == (2.0, 2.5)
     assert kernels == [{None}, {False}, {True}] and reduces(model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-# Settings at an equal budget
+# Options at an equal budget
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 @pytest.mark.parametrize(
-    "reduction, knob, between",
+    ("reduction", "option", "between"),
     [(Merge, "r", (0.0, 0.5)), (Prune, "keep", (0.05, 1.0)), (LearnedPrune, "keep", (0.05, 1.0))],
-    ids=["merge", "prune", "learned"],
 )
-def test_a_setting_meets_its_share_of_the_macs(reduction, knob, between, share):
+def test_matched_option_meets_the_share_of_the_macs(reduction, option, between, share):
     model = partial(ViT, dim=64, depth=6, tokenizer=partial(PatchEmbed, patch=2))
-    value = match_budget(model, reduction, knob, share, between)
-    made = [model((28, 28), 1, 10, reduction=chosen) for chosen in (None, partial(reduction, **{knob: value}))]
-    whole, left = (sum(closed_form(each).values()) for each in made)
-    assert between[0] <= value <= between[1] and value == round(value, 3) and left / whole == pytest.approx(share, abs=0.02)
+    value = match_budget(model, reduction, option, share, between)
+    models = [model((28, 28), 1, 10, reduction=each) for each in (None, partial(reduction, **{option: value}))]
+    full, left = (sum(closed_form(each).values()) for each in models)
+    assert between[0] <= value <= between[1] and value == round(value, 3) and left / full == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize(("reduction", "option", "between"), [(Merge, "r", (0.0, 0.5)), (Prune, "keep", (0.05, 1.0))])
+def test_matched_option_meets_the_share_of_the_last_tokens(reduction, option, between):
+    model = partial(ViT, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
+    value = match_budget(model, reduction, option, 0.25, between, of="tokens")
+    reduced = model((28, 28), 1, 10, reduction=partial(reduction, **{option: value}))
+    assert tokens_per_layer(reduced)[-1][1] / 197 == pytest.approx(0.25, abs=0.02)
 
 
 @pytest.mark.parametrize(
-    "reduction, knob, between", [(Merge, "r", (0.0, 0.5)), (Prune, "keep", (0.05, 1.0))], ids=["merge", "prune"]
+    ("options", "key_words"),
+    [
+        (dict(of="time"), "of is 'time'; expected 'macs' or 'tokens'"),
+        (dict(), r"r from 0\.0 to 0\.1 reaches 0\.\d+ of the macs at best; expected 0\.3"),
+    ],
 )
-def test_a_setting_meets_its_share_of_the_last_tokens(reduction, knob, between):
-    model = partial(ViT, dim=16, depth=4, heads=2, tokenizer=partial(PatchEmbed, patch=2))
-    value = match_budget(model, reduction, knob, 0.25, between, of="tokens")
-    made = model((28, 28), 1, 10, reduction=partial(reduction, **{knob: value}))
-    assert tokens_per_layer(made)[-1][1] / 197 == pytest.approx(0.25, abs=0.02)
-    with pytest.raises(ValueError, match="of is 'time'; expected 'macs' or 'tokens'"):
-        match_budget(model, reduction, knob, 0.25, between, of="time")
+def test_impossible_budget_is_refused(options, key_words):
+    with pytest.raises(ValueError, match=key_words):
+        match_budget(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1), **options)
 
 
-def test_a_share_out_of_reach_is_refused():
-    with pytest.raises(ValueError, match=r"r from 0\.0 to 0\.1 comes to 0\.\d+ of the macs at best; expected 0\.3"):
-        match_budget(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1))
+def test_known_cost_of_the_tokenizer_is_not_counted_again(monkeypatch):
+    model = small(reduction=partial(Merge, r=4))
+    macs, embed = closed_form(model), embed_macs(model, (28, 28))
+    assert macs["embed"] == embed > 0
+    monkeypatch.setattr(flops, "counted", lambda *_: pytest.fail("something was counted"))
+    assert closed_form(model, embed=embed) == macs
 
 
-def test_a_tokenizer_that_was_counted_is_not_counted_again(monkeypatch):
-    model = SMALL(reduction=partial(Merge, r=4))
-    whole, embed = closed_form(model), embed_macs(model, (28, 28))
-    assert whole["embed"] == embed > 0
-    monkeypatch.setattr(flops, "counted", lambda *words: pytest.fail("something was counted"))
-    assert closed_form(model, embed=embed) == whole
-
-
-def test_every_public_function_is_tested_here():
-    found = {name for name, made in vars(flops).items() if inspect.isfunction(made) and made.__module__ == flops.__name__}
-    assert found - {"linear_macs", "has_closed_form"} <= set(globals())
+def test_every_function_is_tested():
+    found = {name for name, f in vars(flops).items() if inspect.isfunction(f) and f.__module__ == flops.__name__}
+    assert found - {"linear_macs", "input_tokens", "has_closed_form"} <= set(globals())
