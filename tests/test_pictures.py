@@ -1,4 +1,4 @@
-"""Figures: as many panels as there are things to show, each with its name, and what is drawn is what was measured."""
+"""Figures have the right panels and titles, and their pixels, points and numbers are those that the model computes."""
 
 import json
 import subprocess
@@ -35,20 +35,19 @@ from smallvit.tokenizers import ConvTokenizer, PatchEmbed
 from smallvit.vit import ViT
 
 ROOT = Path(smallvit.__file__).parents[1]
-MOST = colormaps[pictures.HEAT](1.0)[:3]
+BRIGHTEST = colormaps[pictures.HEAT](1.0)[:3]
 SIZE = (8, 12)
 TINY = partial(ViT, SIZE, 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 
 
-def made(**knobs) -> ViT:
-    torch.manual_seed(0)
-    return TINY(**knobs).eval()
+def make_vit(**options) -> ViT:
+    torch.manual_seed(0)  # every call gives equal weights
+    return TINY(**options).eval()
 
 
-def some(n=3, channels=1, size=SIZE, value=None) -> Images:
-    spec = DataSpec(
-        name="noise", channels=channels, size=size, classes=("a", "b"), mean=(0.5,) * channels, std=(0.25,) * channels
-    )
+def random_images(n=3, channels=1, size=SIZE, value=None) -> Images:
+    mean, std = (0.5,) * channels, (0.25,) * channels
+    spec = DataSpec(name="noise", channels=channels, size=size, classes=("a", "b"), mean=mean, std=std)
     noise = torch.randint(0, 256, (n, channels, *size), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     return Images(noise if value is None else torch.full_like(noise, value), torch.zeros(n, dtype=torch.long), spec)
 
@@ -57,93 +56,91 @@ def titles(figure) -> list[str]:
     return [ax.get_title() for ax in figure.axes if ax.get_title()]
 
 
-def picture(ax) -> np.ndarray:
+def drawn_array(ax) -> np.ndarray:
+    """The pixels of the only image in these axes."""
     (image,) = ax.images
     return np.asarray(image.get_array())
 
 
-def saved(figure, tmp_path) -> int:
+def saved_bytes(figure, tmp_path) -> int:
     figure.savefig(tmp_path / "figure.png", dpi=50)
     return (tmp_path / "figure.png").stat().st_size
 
 
-# Attention
+# attention_figure
 
 
 @pytest.mark.parametrize("n, channels", [(3, 1), (1, 3)])
-@pytest.mark.parametrize("block, shown", [(-1, 2), (0, 0)])
-def test_attention_has_a_row_for_each_image_and_a_column_for_each_head_the_mean_and_rollout(
-    n, channels, block, shown, tmp_path
-):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("block, number", [(-1, 2), (0, 0)])
+def test_attention_figure_has_columns_for_each_head_their_mean_and_rollout(n, channels, block, number, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=3, heads=4, tokenizer=partial(PatchEmbed, patch=2))
-    figure = attention_figure(model, some(n, channels), block=block)
-    assert len(figure.axes) == n * 7 and saved(figure, tmp_path) > 1000
-    heads = [f"block {shown}\nhead {head}" for head in range(4)]
-    assert titles(figure) == ["image\n", *heads, f"block {shown}\nmean", "all blocks\nroll-out"]
+    figure = attention_figure(model, random_images(n, channels), block=block)
+    assert len(figure.axes) == n * 7 and saved_bytes(figure, tmp_path) > 1000
+    heads = [f"block {number}\nhead {head}" for head in range(4)]
+    assert titles(figure) == ["image\n", *heads, f"block {number}\nmean", "all blocks\nroll-out"]
     assert model.training and not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("knobs", [{}, {"reduction": partial(Merge, r=4)}, {"pool": MeanTokens}])
+@pytest.mark.parametrize("options", [{}, {"reduction": partial(Merge, r=4)}, {"pool": MeanTokens}])
 @pytest.mark.parametrize("query", [None, (1, 4)])
-def test_what_is_drawn_is_full_size_and_brightest_where_the_attention_is(knobs, query):
-    model, images = made(**knobs), some(2, value=0)
+def test_attention_is_drawn_at_full_size_and_brighter_where_it_is_larger(options, query):
+    model, images = make_vit(**options), random_images(2, value=0)
     x = images.spec.normalise(images.pixels())
-    seen = patch_attention(model, x, block=2, query=query)
-    expected = [*seen.unbind(1), seen.mean(1), rollout(model, x, query=query)]
+    heads = patch_attention(model, x, block=2, query=query)
+    expected = [*heads.unbind(1), heads.mean(1), rollout(model, x, query=query)]
     axes = np.array(attention_figure(model, images, query=query).axes).reshape(2, 5)
     for image in range(2):
-        assert (picture(axes[image, 0]) == 0).all()
+        assert (drawn_array(axes[image, 0]) == 0).all()
         for ax, values in zip(axes[image, 1:], expected):
-            drawn, values = picture(ax), values[image].numpy()
+            drawn, values = drawn_array(ax), values[image].numpy()
             assert drawn.shape == (8, 12, 3)
             cells = drawn.reshape(4, 2, 6, 2, 3)
-            assert (cells == cells[:, :1, :, :1]).all()  # one square each
+            assert (cells == cells[:, :1, :, :1]).all()  # each patch is one square
             light = cells[:, 0, :, 0].sum(-1).flatten()
             order = values.flatten().argsort()
-            assert (np.diff(light[order]) >= 0).all() and light[order[0]] < light[order[-1]] == pytest.approx(sum(MOST))
+            assert (np.diff(light[order]) >= 0).all() and light[order[0]] < light[order[-1]] == pytest.approx(sum(BRIGHTEST))
             (text,) = ax.texts
             assert float(text.get_text().removeprefix("max ").removesuffix("%")) == pytest.approx(100 * values.max(), rel=0.06)
 
 
-def test_the_image_shines_through_and_a_query_has_a_line_round_it():
-    model = made()
-    dark, bright = (attention_figure(model, some(1, value=value), query=(1, 4)).axes for value in (0, 255))
-    assert (picture(bright[0]) == 1).all() and (picture(dark[0]) == 0).all()
-    assert all(picture(ax).min() >= pictures.VISIBLE for ax in bright[1:])
+def test_image_is_visible_behind_its_map_and_the_query_is_outlined():
+    model = make_vit()
+    dark, bright = (attention_figure(model, random_images(1, value=value), query=(1, 4)).axes for value in (0, 255))
+    assert (drawn_array(bright[0]) == 1).all() and (drawn_array(dark[0]) == 0).all()
+    assert all(drawn_array(ax).min() >= pictures.VISIBLE for ax in bright[1:])
     (box,) = dark[0].patches
     assert (*box.get_xy(), box.get_width(), box.get_height()) == (7.5, 1.5, 2, 2)
-    assert not attention_figure(model, some(1)).axes[0].patches
+    assert not attention_figure(model, random_images(1)).axes[0].patches
 
 
-def test_grids_that_do_not_tile_the_image_are_stretched_over_it():
+def test_grid_that_does_not_tile_the_image_is_stretched_over_it():
     model = randomize(ViT((10, 7), 1, 5, dim=16, depth=1, heads=2, tokenizer=ConvTokenizer, pool=MeanTokens), 0.3)
-    drawn = picture(attention_figure(model, some(1, size=(10, 7), value=0)).axes[1])
+    drawn = drawn_array(attention_figure(model, random_images(1, size=(10, 7), value=0)).axes[1])
     assert model.tokenizer.grid((10, 7)) == (3, 2) and drawn.shape == (10, 7, 3)
     assert len(np.unique(drawn.reshape(-1, 3), axis=0)) == 6
 
 
-def test_timm_is_drawn_too(tmp_path):
+def test_figures_of_a_timm_model(tmp_path):
     from timm.models.vision_transformer import VisionTransformer
 
     model = VisionTransformer(SIZE, 2, 1, 0, embed_dim=16, depth=2, num_heads=2)
-    figure = attention_figure(model, some(2), block=-2)
+    figure = attention_figure(model, random_images(2), block=-2)
     assert len(figure.axes) == 10 and "block 0\nhead 1" in titles(figure)
     assert len(attention_maps(model, torch.zeros(1, 1, *SIZE))) == 2
-    assert saved(position_similarity(model), tmp_path) > 1000
+    assert saved_bytes(position_similarity(model), tmp_path) > 1000
 
 
-# Positions
+# position_similarity
 
 
 @pytest.mark.parametrize(
     "position", [Learned, partial(Learned, on_prefix=False), SinCos1d, SinCos2d], ids=["learned", "patches", "1d", "2d"]
 )
 @pytest.mark.parametrize("prefix", [{}, {"registers": 3}, {"pool": MeanTokens}])
-def test_every_position_has_a_map_of_its_cosines_to_all_others(position, prefix, tmp_path):
-    model = made(position=position, **prefix)
+def test_each_position_has_a_map_of_its_cosines_to_all_others(position, prefix, tmp_path):
+    model = make_vit(position=position, **prefix)
     figure = position_similarity(model)
-    page = picture(figure.axes[0])
+    page = drawn_array(figure.axes[0])
     assert page.shape == (4 * 4 + 3, 6 * 6 + 5) and np.isnan(page).sum() == page.size - 24**2
     table = model.position.table[-24:].detach().double()
     for row, column in ((0, 0), (3, 5), (1, 4)):
@@ -151,21 +148,18 @@ def test_every_position_has_a_map_of_its_cosines_to_all_others(position, prefix,
         cosines = nn.functional.cosine_similarity(table[6 * row + column], table, dim=-1)
         np.testing.assert_allclose(own.flatten(), cosines.numpy(), atol=1e-7)
         assert own[row, column] == pytest.approx(1)
-    labels = (
-        [label.get_text() for label in figure.axes[0].get_xticklabels()],
-        [label.get_text() for label in figure.axes[0].get_yticklabels()],
-    )
-    assert labels == ([*"012345"], [*"0123"]) and "cosine" in figure.axes[1].get_ylabel()
-    assert saved(figure, tmp_path) > 1000
+    labels = figure.axes[0].get_xticklabels(), figure.axes[0].get_yticklabels()
+    assert ["".join(label.get_text() for label in axis) for axis in labels] == ["012345", "0123"] and "cosine" in figure.axes[1].get_ylabel()
+    assert saved_bytes(figure, tmp_path) > 1000
 
 
-def test_positions_of_images_of_another_size_are_those_that_the_model_adds_to_them():
-    page = picture(position_similarity(made(), image=(4, 4)).axes[0])
+def test_position_similarity_for_another_image_size():
+    page = drawn_array(position_similarity(make_vit(), image=(4, 4)).axes[0])
     assert page.shape == (5, 5) and np.isnan(page).sum() == 25 - 16
 
 
 class Gain(nn.Module):
-    """Multiplies, and adds nothing."""
+    """A user's position module that adds nothing: it multiplies by 2."""
 
     def __init__(self, dim, grid, prefix):
         super().__init__()
@@ -175,87 +169,91 @@ class Gain(nn.Module):
 
 
 class Constant(Gain):
+    """A user's position module that adds 1."""
+
     def forward(self, x, grid):
         return x + 1
 
 
-def test_positions_of_ones_own_are_measured_by_what_they_add():
-    assert np.nanmin(picture(position_similarity(made(position=Constant)).axes[0])) == pytest.approx(1)
-    with pytest.raises(ValueError, match="positions of this ViT are all zero"):
-        position_similarity(made(position=Gain))
+def test_positions_of_a_user_are_what_they_add_to_zeros():
+    assert np.nanmin(drawn_array(position_similarity(make_vit(position=Constant)).axes[0])) == pytest.approx(1)
 
 
-def test_models_without_positions_are_refused():
-    with pytest.raises(ValueError, match=r"this ViT has no positions \(position=None\)"):
-        position_similarity(made(position=None))
-    with pytest.raises(ValueError, match="this Linear has no table of positions"):
-        position_similarity(nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: make_vit(position=Gain), "positions of this ViT are all zero"),
+        (lambda: make_vit(position=None), r"this ViT has no positions \(position=None\)"),
+        (lambda: nn.Linear(2, 2), "this Linear has no table of positions"),
+    ],
+)
+def test_models_without_positions_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        position_similarity(make())
 
 
-# Features
+# feature_view
 
 
 def clusters(n=60, d=8, k=3):
+    """Features of k classes far apart, and their labels."""
     draw = np.random.default_rng(0)
     labels = np.arange(n) % k
     return (draw.normal(size=(n, d)) + 8 * draw.normal(size=(k, d))[labels]).astype(np.float32), labels
 
 
-def dots(figure) -> dict[str, np.ndarray]:
+def points(figure) -> dict[str, np.ndarray]:
+    """The drawn points of each class."""
     return {dots.get_label(): np.asarray(dots.get_offsets()) for dots in figure.axes[0].collections}
 
 
-def words(figure) -> list[str]:
+def legend(figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy, lambda array: array.tolist()], ids=["array", "tensor", "list"])
-def test_features_are_seen_along_their_two_largest_components(kind, tmp_path):
+def test_features_are_projected_onto_their_first_two_principal_components(kind, tmp_path):
     x, labels = clusters()
     figure = feature_view(kind(x), kind(labels), classes=("cat", "dog", "eel"))
-    assert words(figure) == ["cat", "dog", "eel"] and list(dots(figure)) == words(figure)
+    assert legend(figure) == ["cat", "dog", "eel"] and list(points(figure)) == legend(figure)
     u, s, _ = np.linalg.svd((x - x.mean(0)).astype(float))
     share = 100 * s**2 / (s**2).sum()
     for axis, label in enumerate((figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel())):
         assert label == f"component {axis + 1}: {share[axis]:.0f}% of the variance"
-        drawn = np.concatenate([dots(figure)[name][:, axis] for name in words(figure)])
-        wanted = np.concatenate([(u[:, axis] * s[axis])[labels == label] for label in range(3)])
-        np.testing.assert_allclose(abs(drawn), abs(wanted), rtol=1e-4, atol=1e-4)
-    assert titles(figure) == ["60 images, 8 channels"] and saved(figure, tmp_path) > 1000
+        drawn = np.concatenate([points(figure)[name][:, axis] for name in legend(figure)])
+        expected = np.concatenate([(u[:, axis] * s[axis])[labels == label] for label in range(3)])
+        np.testing.assert_allclose(abs(drawn), abs(expected), rtol=1e-4, atol=1e-4)
+    assert titles(figure) == ["60 images, 8 channels"] and saved_bytes(figure, tmp_path) > 1000
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_the_same_features_give_the_same_picture(method):
+def test_equal_features_give_equal_figures(method):
     x, labels = clusters()
-    first, again = (dots(feature_view(x, labels, method=method)) for _ in range(2))
+    first, again = (points(feature_view(x, labels, method=method)) for _ in range(2))
     assert all((first[name] == again[name]).all() for name in first) and list(first) == ["0", "1", "2"]
-    if method == "tsne":  # neighbours are beside each other
+    if method == "tsne":  # clusters stay together
         for name, own in first.items():
-            centre = own.mean(0)
-            assert all(
-                np.linalg.norm(own - centre, axis=1).max() < np.linalg.norm(theirs - centre, axis=1).min()
-                for at, theirs in first.items()
-                if at != name
-            )
+            center, others = own.mean(0), np.concatenate([other for key, other in first.items() if key != name])
+            assert np.linalg.norm(own - center, axis=1).max() < np.linalg.norm(others - center, axis=1).min()
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_features_that_do_not_vary_are_drawn(method, tmp_path):
+def test_constant_features_are_drawn(method, tmp_path):
     figure = feature_view(np.ones((5, 3)), [0, 0, 1, 1, 1], method=method)
-    assert saved(figure, tmp_path) > 1000 and words(figure) == ["0", "1"]
+    assert saved_bytes(figure, tmp_path) > 1000 and legend(figure) == ["0", "1"]
     if method == "pca":
         assert "0% of the variance" in figure.axes[0].get_xlabel()
 
 
 @pytest.mark.parametrize("k", [1, 11, 21])
-def test_every_class_has_a_colour_of_its_own(k):
+def test_every_class_has_its_own_color(k):
     figure = feature_view(*clusters(3 * k, k=k))
     found = {tuple(dots.get_facecolor()[0]) for dots in figure.axes[0].collections}
-    assert len(found) == k == len(words(figure))
+    assert len(found) == k == len(legend(figure))
 
 
 @pytest.mark.parametrize(
-    "x, labels, knobs, message",
+    "x, labels, options, message",
     [
         (np.ones((4, 3)), [0, 1], {}, r"got features \(4, 3\) and labels \(2,\)"),
         (np.ones((4, 1)), [0] * 4, {}, "d at least 2"),
@@ -266,47 +264,35 @@ def test_every_class_has_a_colour_of_its_own(k):
     ],
     ids=["labels", "channels", "images", "method", "below", "beyond"],
 )
-def test_features_that_cannot_be_seen_are_refused(x, labels, knobs, message):
+def test_wrong_features_labels_and_methods_are_refused(x, labels, options, message):
     with pytest.raises(ValueError, match=message):
-        feature_view(x, labels, **knobs)
+        feature_view(x, labels, **options)
 
 
-# Confusion
+# confusion_figure
 
 
-def test_confusions_are_counted_in_rows_of_true_classes(tmp_path):
+def test_confusion_figure_counts_images_in_rows_of_true_classes(tmp_path):
     labels, guesses = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2]), torch.tensor([0, 0, 2, 1, 0, 2, 2, 2, 2])
     figure = confusion_figure(guesses, labels, ("ant", "bee", "cow"))
     (ax,) = figure.axes
-    assert {(*map(int, text.get_position()), text.get_text()) for text in ax.texts} == {
-        (0, 0, "2"),
-        (2, 0, "1"),
-        (1, 1, "1"),
-        (0, 1, "1"),
-        (2, 2, "4"),
-    }
+    cells = {(*map(int, text.get_position()), text.get_text()) for text in ax.texts}  # column, row, number
+    assert cells == {(0, 0, "2"), (2, 0, "1"), (1, 1, "1"), (0, 1, "1"), (2, 2, "4")}
     assert ax.get_title() == "2 of 9 wrong (22.2%)" and (ax.get_xlabel(), ax.get_ylabel()) == ("predicted", "true")
-    assert (
-        [label.get_text() for label in ax.get_xticklabels()]
-        == ["ant", "bee", "cow"]
-        == [label.get_text() for label in ax.get_yticklabels()]
-    )
+    for axis in (ax.get_xticklabels(), ax.get_yticklabels()):
+        assert [label.get_text() for label in axis] == ["ant", "bee", "cow"]
     right, wrong = (np.ma.masked_invalid(image.get_array()) for image in ax.images)
     np.testing.assert_allclose(right.diagonal(), [2 / 3, 1 / 2, 1])
-    assert (
-        wrong[1, 0] == 1 / 2
-        and wrong[0, 2] == pytest.approx(1 / 3)
-        and wrong.mask.diagonal().all()
-        and right[0, 1] is np.ma.masked
-    )
-    assert saved(figure, tmp_path) > 1000
+    assert wrong[1, 0] == 1 / 2 and wrong[0, 2] == pytest.approx(1 / 3)
+    assert wrong.mask.diagonal().all() and right[0, 1] is np.ma.masked
+    assert saved_bytes(figure, tmp_path) > 1000
 
 
 @pytest.mark.parametrize("guess", [0, 1])
-def test_all_right_and_all_wrong_are_drawn(guess, tmp_path):
+def test_confusion_figure_of_all_correct_and_all_wrong_predictions(guess, tmp_path):
     figure = confusion_figure([guess] * 4, [0] * 4, ("a", "b", "c"))
-    assert titles(figure) == [f"{4 * guess} of 4 wrong ({guess:.1%})"] and saved(figure, tmp_path) > 1000
-    assert saved(confusion_figure([0], [0], ("a",)), tmp_path) > 1000
+    assert titles(figure) == [f"{4 * guess} of 4 wrong ({guess:.1%})"] and saved_bytes(figure, tmp_path) > 1000
+    assert saved_bytes(confusion_figure([0], [0], ("a",)), tmp_path) > 1000
 
 
 @pytest.mark.parametrize(
@@ -320,121 +306,98 @@ def test_all_right_and_all_wrong_are_drawn(guess, tmp_path):
     ],
     ids=["none", "lengths", "above", "below", "fraction"],
 )
-def test_confusions_that_cannot_be_counted_are_refused(guesses, labels, message):
+def test_wrong_predictions_and_labels_are_refused(guesses, labels, message):
     with pytest.raises(ValueError, match=message):
         confusion_figure(guesses, labels, ("a", "b"))
 
 
-# Sheets of images
+# gallery
 
 
 @pytest.mark.parametrize("n, columns, shape", [(7, 3, (3, 3)), (2, 10, (1, 2)), (4, 1, (4, 1))])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_gallery_has_every_image_in_reading_order_under_its_title(n, columns, shape, channels, tmp_path):
-    images = some(n, channels)
+def test_gallery_shows_images_in_reading_order_below_their_titles(n, columns, shape, channels, tmp_path):
+    images = random_images(n, channels)
     names = [f"image {i}\nof many" for i in range(n)]
     figure = gallery(images, names, columns=columns)
     assert len(figure.axes) == shape[0] * shape[1] and titles(figure) == names
     for ax, pixels in zip(figure.axes, images.images):
-        assert (picture(ax) == pixels.permute(1, 2, 0).expand(-1, -1, 3).numpy() / 255).all()
-    assert not any(ax.images for ax in figure.axes[n:]) and saved(figure, tmp_path) > 1000
+        assert (drawn_array(ax) == pixels.permute(1, 2, 0).expand(-1, -1, 3).numpy() / 255).all()
+    assert not any(ax.images for ax in figure.axes[n:]) and saved_bytes(figure, tmp_path) > 1000
 
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        lambda x: x,
-        lambda x: x.numpy(),
-        lambda x: (255 * x).byte(),
-        lambda x: x.bfloat16(),
-        lambda x: x.clone().requires_grad_(),
-    ],
+    [lambda x: x, lambda x: x.numpy(), lambda x: (255 * x).byte(), lambda x: x.bfloat16(), lambda x: x.clone().requires_grad_()],
     ids=["floats", "array", "bytes", "bf16", "with a gradient"],
 )
-def test_a_gallery_takes_pixels_and_clips_what_is_out_of_range(kind, caplog, tmp_path):
+def test_gallery_accepts_several_types_and_clips_floats(kind, caplog, tmp_path):
     pixels = torch.tensor([0.0, 1.0]).expand(1, 1, 2, 2)
-    assert picture(gallery(kind(pixels)).axes[0])[0].tolist() == [[0] * 3, [1] * 3]
+    assert drawn_array(gallery(kind(pixels)).axes[0])[0].tolist() == [[0] * 3, [1] * 3]
     beyond = gallery(3 * pixels - 1)
-    assert picture(beyond.axes[0]).tolist() == picture(gallery(pixels).axes[0]).tolist() and saved(beyond, tmp_path) > 200
+    assert drawn_array(beyond.axes[0]).tolist() == drawn_array(gallery(pixels).axes[0]).tolist() and saved_bytes(beyond, tmp_path) > 200
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: gallery(some(2), ["one"]), "got 1 titles for 2 images; expected one each"),
-        (lambda: gallery(some(2), columns=0), "columns is 0; expected at least 1"),
-        (lambda: gallery(some(0)), r"got pixels of shape \(0, 1, 8, 12\); expected b c h w, at least one"),
+        (lambda: gallery(random_images(2), ["one"]), "got 1 titles for 2 images; expected one each"),
+        (lambda: gallery(random_images(2), columns=0), "columns is 0; expected at least 1"),
+        (lambda: gallery(random_images(0)), r"got pixels of shape \(0, 1, 8, 12\); expected b c h w, at least one"),
         (lambda: gallery(torch.zeros(8, 8)), r"got pixels of shape \(8, 8\); expected b c h w"),
-        (
-            lambda: gallery(torch.ones(1, 1, 8, 8, dtype=torch.int64)),
-            r"got pixels of int64; expected bytes \(uint8\), or floats",
-        ),
-        (lambda: gallery(some(1, 2)), r"2 channels; expected gray \(1\) or color \(3\)"),
-        (lambda: attention_figure(made(), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
-        (lambda: attention_figure(made(), some(0)), "no images to look at"),
-        (lambda: attention_figure(made(), some(1), block=9), "block is 9; expected one of this model"),
-        (lambda: reconstruction_figure(made(), some()), "got a ViT; expected the MAE that was trained"),
-        (lambda: reconstruction_figure(MAE(made()), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
-    ],
-    ids=[
-        "titles",
-        "columns",
-        "none",
-        "no batch",
-        "integers",
-        "channels",
-        "tensor",
-        "no image",
-        "block",
-        "no mae",
-        "mae's tensor",
+        (lambda: gallery(torch.ones(1, 1, 8, 8, dtype=torch.int64)), r"pixels of int64; expected bytes \(uint8\), or floats"),
+        (lambda: gallery(random_images(1, 2)), r"2 channels; expected gray \(1\) or color \(3\)"),
+        (lambda: attention_figure(make_vit(), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
+        (lambda: attention_figure(make_vit(), random_images(0)), "no images to look at"),
+        (lambda: attention_figure(make_vit(), random_images(1), block=9), "block is 9; expected one of this model"),
+        (lambda: reconstruction_figure(make_vit(), random_images()), "got a ViT; expected the MAE that was trained"),
+        (lambda: reconstruction_figure(MAE(make_vit()), torch.zeros(1, 1, *SIZE)), "got a Tensor; expected Images"),
     ],
 )
-def test_sheets_that_cannot_be_drawn_are_refused(call, message):
+def test_wrong_images_and_models_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-# Reconstructions
+# reconstruction_figure
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("normalise", [False, True])
-def test_a_reconstruction_shows_the_image_what_was_shown_of_it_and_what_was_guessed(normalise, channels, tmp_path):
-    torch.manual_seed(0)
+def test_reconstruction_shows_the_image_its_visible_patches_and_the_reconstruction(normalise, channels, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=2))
-    mae, images = MAE(model, normalise=normalise, decoder_dim=16), some(2, channels)
+    mae, images = MAE(model, normalise=normalise, decoder_dim=16), random_images(2, channels)
     figure = reconstruction_figure(mae, images, seed=3)
     assert titles(figure) == ["image", "visible", "reconstructed", "reconstructed, given\nmean and std"][: 3 + normalise]
     axes = np.array(figure.axes).reshape(2, -1)
-    made = mae.reconstruct(images.spec.normalise(images.pixels()), seed=3)
+    result = mae.reconstruct(images.spec.normalise(images.pixels()), seed=3)
     for image, row in enumerate(axes):
         raw = images.images[image].permute(1, 2, 0).expand(-1, -1, 3).numpy() / 255
-        hidden = made.mask[image, 0].numpy()
+        hidden = result.mask[image, 0].numpy()
         assert 0 < hidden.sum() < hidden.size
-        np.testing.assert_allclose(picture(row[0]), raw, atol=1e-6)
-        np.testing.assert_allclose(picture(row[1])[~hidden], raw[~hidden], atol=1e-6)
-        assert len(np.unique(picture(row[1])[hidden], axis=0)) == 1
-        for ax, guess in zip(row[2:], (made.predicted, made.helped)):
-            np.testing.assert_allclose(picture(ax)[~hidden], raw[~hidden], atol=1e-6)
+        np.testing.assert_allclose(drawn_array(row[0]), raw, atol=1e-6)
+        np.testing.assert_allclose(drawn_array(row[1])[~hidden], raw[~hidden], atol=1e-6)
+        assert len(np.unique(drawn_array(row[1])[hidden], axis=0)) == 1
+        for ax, guess in zip(row[2:], (result.predicted, result.helped)):
+            np.testing.assert_allclose(drawn_array(ax)[~hidden], raw[~hidden], atol=1e-6)
             guess = (0.25 * guess[image] + 0.5).clip(0, 1).permute(1, 2, 0).expand(-1, -1, 3).numpy()
-            np.testing.assert_allclose(picture(ax), guess, atol=1e-6)
+            np.testing.assert_allclose(drawn_array(ax), guess, atol=1e-6)
     other = reconstruction_figure(mae, images, seed=4)
-    assert (picture(other.axes[1]) != picture(axes[0, 1])).any() and saved(figure, tmp_path) > 1000
+    assert (drawn_array(other.axes[1]) != drawn_array(axes[0, 1])).any() and saved_bytes(figure, tmp_path) > 1000
 
 
-def test_images_that_do_not_vary_are_drawn(tmp_path):
+def test_constant_images_are_drawn(tmp_path):
     for value in (0, 255):
-        assert saved(reconstruction_figure(MAE(made()), some(1, value=value)), tmp_path) > 1000
-        assert saved(attention_figure(made(), some(1, value=value)), tmp_path) > 1000
-        assert saved(gallery(some(1, value=value)), tmp_path) > 200
+        assert saved_bytes(reconstruction_figure(MAE(make_vit()), random_images(1, value=value)), tmp_path) > 1000
+        assert saved_bytes(attention_figure(make_vit(), random_images(1, value=value)), tmp_path) > 1000
+        assert saved_bytes(gallery(random_images(1, value=value)), tmp_path) > 200
 
 
-# Where they are drawn
+# Imports
 
 
-def test_drawing_arrays_needs_neither_torch_nor_a_window(tmp_path):
+def test_figures_of_arrays_need_neither_torch_nor_a_display(tmp_path):
     x, labels = clusters()
     path = tmp_path / "data.json"
     path.write_text(json.dumps([x.tolist(), labels.tolist()]))

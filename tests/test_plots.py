@@ -1,4 +1,4 @@
-"""Plots and tables of a model: sines as the paper has them, shapes as one works them out on paper."""
+"""position_table draws the sines of the paper, and summary lists the shapes and costs of a model."""
 
 from functools import partial
 
@@ -29,28 +29,28 @@ from smallvit.flops import counted, tokens_per_layer
 TINY = partial(ViT, (8, 12), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(PatchEmbed, patch=2))
 
 
-# The table of sines
+# Positions
 
 
 @pytest.mark.parametrize("length, width", [(100, 16), (1_000, 160), (1, 2)])
-def test_the_table_of_positions_is_the_one_that_the_model_adds(length, width, tmp_path):
+def test_position_table_equals_the_positions_of_a_model(length, width, tmp_path):
     figure = position_table(length, width)
     drawn = np.asarray(figure.axes[0].images[0].get_array())
     assert np.allclose(drawn, SinCos1d(width, (length, 1), 1).table, atol=1e-6)
-    place, channel = length - 1, width - 2
-    assert drawn[place, channel + 1] == pytest.approx(np.cos(place / 10_000 ** (channel / width)))
+    position, channel = length - 1, width - 2
+    assert drawn[position, channel + 1] == pytest.approx(np.cos(position / 10_000 ** (channel / width)))
     assert f"{length:,} positions, {width:,} channels" in figure.axes[0].get_title()
     figure.savefig(tmp_path / "table.png", dpi=40)
     assert (tmp_path / "table.png").stat().st_size > 1_000
 
 
 @pytest.mark.parametrize("length, width", [(0, 16), (10, 15), (10, 0)])
-def test_a_table_has_places_and_pairs_of_channels(length, width):
+def test_position_table_refuses_odd_widths_and_no_positions(length, width):
     with pytest.raises(ValueError, match=f"got length {length} and width {width}; expected"):
         position_table(length, width)
 
 
-def test_the_similarity_of_positions_is_a_grid_of_maps_each_brightest_at_its_own_patch():
+def test_each_map_of_position_similarity_is_largest_at_its_own_patch():
     model = ViT((28, 28), 1, 10, dim=64, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=4), position=SinCos2d)
     drawn = np.asarray(position_similarity(model).axes[0].images[0].get_array())
     assert drawn.shape == (7 * 8 - 1, 7 * 8 - 1)
@@ -59,14 +59,14 @@ def test_the_similarity_of_positions_is_a_grid_of_maps_each_brightest_at_its_own
         assert np.unravel_index(part.argmax(), (7, 7)) == (row, column) and part.max() == pytest.approx(1)
 
 
-# Shapes, step by step
+# summary
 
 
-def said(steps, name):
+def find_step(steps, name):
     return next(step for step in steps if step.name == name)
 
 
-def test_vit_b_16_is_the_one_of_the_textbook():
+def test_summary_of_vit_b_16_agrees_with_the_paper():
     """Dosovitskiy et al. 2020, table 1: 86 M parameters; 196 patches of 768, 197 tokens with the class token."""
     with torch.device("meta"):
         model = ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)
@@ -79,10 +79,10 @@ def test_vit_b_16_is_the_one_of_the_textbook():
     assert sum(step.params for step in steps) == 86_567_656
     d, n = 768, 197
     assert {step.macs for step in blocks} == {12 * n * d * d + 2 * n * n * d}
-    assert said(steps, "tokenizer").macs == 196 * 768 * 768
+    assert find_step(steps, "tokenizer").macs == 196 * 768 * 768
 
 
-OURS = {
+OPTIONS = {
     "plain": {},
     "mean": {"pool": MeanTokens, "registers": 2},
     "two heads": {"pool": DistilledTokens},
@@ -94,23 +94,22 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_the_steps_of_a_vit_add_up_and_show_its_tokens(name):
-    torch.manual_seed(0)
-    model = TINY(**OURS[name]).train()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_of_a_vit_add_up_and_show_its_tokens(name):
+    model = TINY(**OPTIONS[name]).train()
     steps, noise = summary(model), torch.rand(1, 1, 8, 12)
     assert sum(step.params for step in steps) == sum(p.numel() for p in model.parameters())
     assert sum(step.macs for step in steps) == counted(model.eval(), noise) // 2
     left = [step.shape[0] for step in steps if step.name.startswith("blocks.")]
     assert left == [m for _, m in tokens_per_layer(model)] and steps[-1].shape == (5,)
-    assert said(steps, "tokenizer").shape == (24, 16)
+    assert find_step(steps, "tokenizer").shape == (24, 16)
     prefix = len(model.prefix)
     assert [step.shape for step in steps if step.name == "prefix"] == ([(24 + prefix, 16)] if prefix else [])
-    assert any(step.name == "position" for step in steps) == (OURS[name].get("position", True) is not None)
+    assert any(step.name == "position" for step in steps) == (OPTIONS[name].get("position", True) is not None)
     assert "elsewhere" not in [step.name for step in steps]
 
 
-def test_fewer_tokens_are_seen_block_by_block_and_said_by_whom():
+def test_summary_names_the_reduction_and_shows_fewer_tokens_block_by_block():
     steps = summary(TINY(reduction=partial(Merge, r=4)))
     assert [(step.shape, step.kind) for step in steps if step.name.startswith("blocks.")] == [
         ((21, 16), "Block, Merge"), ((17, 16), "Block, Merge"), ((13, 16), "Block, Merge"),
@@ -119,28 +118,30 @@ def test_fewer_tokens_are_seen_block_by_block_and_said_by_whom():
     assert costs == sorted(costs, reverse=True) and len(set(costs)) == 3
 
 
-def test_where_the_image_decides_it_is_an_image_of_noise_and_always_the_same():
-    torch.manual_seed(0)
+def test_tokens_that_depend_on_the_image_are_those_of_fixed_noise():
     model = TINY(reduction=partial(LearnedThresholds, merge=0.5, prune=0.5))
     first = summary(model)
-    assert first == summary(model) and said(first, "blocks.2").shape[0] < 25
+    assert first == summary(model) and find_step(first, "blocks.2").shape[0] < 25
 
 
-def test_the_prefix_is_called_by_what_it_holds():
-    for knobs, words in (
+@pytest.mark.parametrize(
+    "options, kind",
+    [
         ({}, "class token"),
         ({"registers": 1}, "class token and 1 register"),
         ({"registers": 4}, "class token and 4 registers"),
         ({"pool": MeanTokens, "registers": 2}, "2 registers"),
         ({"pool": DistilledTokens}, "2 class tokens"),
-    ):
-        assert said(summary(TINY(**knobs)), "prefix").kind == words
+    ],
+)
+def test_prefix_is_described_by_its_tokens(options, kind):
+    assert find_step(summary(TINY(**options)), "prefix").kind == kind
 
 
-def test_any_model_will_do_if_its_images_are_given():
+def test_any_model_can_be_summarized_if_the_image_size_is_given():
     cnn = SmallCNN((8, 8), 1, 10)
     steps = summary(cnn, (1, 8, 8))
-    assert said(steps, "body.0").shape == (16, 8, 8) and said(steps, "body.6").shape == (16, 4, 4)
+    assert find_step(steps, "body.0").shape == (16, 8, 8) and find_step(steps, "body.6").shape == (16, 4, 4)
     assert sum(step.params for step in steps) == sum(p.numel() for p in cnn.parameters())
     assert sum(step.macs for step in steps) == counted(cnn.eval(), torch.zeros(1, 1, 8, 8)) // 2
     assert summary(Pixels((8, 8), 1, 10), (1, 8, 8))[-1].shape == (1, 8, 8)
@@ -151,7 +152,7 @@ def test_any_model_will_do_if_its_images_are_given():
 
 
 class Odd(nn.Module):
-    """A parameter of its own, a part that is called twice, a product outside of all parts."""
+    """It has a parameter outside of its layers, a layer that is called twice, and a product outside of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -161,14 +162,14 @@ class Odd(nn.Module):
         return self.turn(self.turn(self.flat(x))) @ self.bias
 
 
-def test_what_belongs_to_no_part_is_elsewhere_and_nothing_counts_twice():
+def test_costs_outside_of_layers_are_listed_and_nothing_is_counted_twice():
     steps = summary(Odd(), (1, 2, 2))
     assert [(step.name, step.params, step.macs) for step in steps[1:]] == [
         ("flat", 0, 0), ("turn", 20, 16), ("turn", 0, 16), ("elsewhere", 16, 16),
     ]  # fmt: skip
 
 
-def test_the_model_is_as_it_was():
+def test_summary_leaves_the_model_unchanged():
     model = TINY().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     summary(model)
@@ -179,7 +180,7 @@ def test_the_model_is_as_it_was():
     assert model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_printed_it_is_a_table_with_the_sums_below():
+def test_printed_summary_is_a_table_with_totals():
     lines = str(summary(TINY())).splitlines()
     assert lines[0].split() == ["step", "what", "output", "parameters", "MACs"]
     assert lines[2].split()[:5] == ["tokenizer", "PatchEmbed", "24", "x", "16"]
