@@ -1,18 +1,23 @@
-"""The command line, as a user meets it: also from elsewhere, with wrong words, and with broken recipes."""
+"""The command line as a user meets it: also from another directory, with wrong arguments, and with broken recipes."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
-from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops
 from smallvit.__main__ import main
-from smallvit.recipe import load_recipe, only, recipe_files, refuse_incomparable
-from smallvit.record import read_records
+from smallvit.launch import plan
+from smallvit.recipe import check_comparable, load_recipe, only, recipe_files
+from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records
+from smallvit.train.loop import Training
 
 RECIPE = '''
 """Does locality attention help a very small model?
@@ -26,22 +31,30 @@ scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16,
               augment=augment.digits())
 RUNS = ablate({"scratch": scratch, "+LSA": scratch.vary(attention=LocalityAttention)}, labels=[20, 40], seeds=range(2))
 '''
+LSA = '"+LSA": scratch.vary(attention=LocalityAttention)'
+SMALLEST = ("--only", "labels=20", "seed=0", "arm=scratch,+LSA", "--jobs", "1")
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty directory with one recipe in it."""
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory with one recipe, mine.py."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(RECIPE)
+    write_recipe(RECIPE)
     yield tmp_path
     sys.modules.pop("recipes.mine", None)
 
 
-def smallvit(*words: str, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "smallvit", *words], capture_output=True, text=True, **kwargs)
+def write_recipe(text: str):
+    """Write mine.py, which is imported again by the next command."""
+    Path("mine.py").write_text(text)
+    sys.modules.pop("recipes.mine", None)
 
 
-def test_help_needs_no_torch():
+def all_records(workdir: Path) -> list[Record]:
+    return [record for path in sorted(workdir.rglob(RECORD)) if (record := read_record(path.parent))]
+
+
+def test_help_imports_no_torch_and_names_every_command():
     code = "import sys; sys.argv=['smallvit','--help']\nimport runpy\ntry: runpy.run_module('smallvit', run_name='__main__')\n"
     code += "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -49,73 +62,116 @@ def test_help_needs_no_torch():
     assert all(command in done.stdout for command in ("list", "run", "report", "verify", "summary"))
 
 
-def test_list_shows_every_recipe_with_its_question(capsys, here):
-    (here / "recipes").mkdir()
-    (here / "recipes" / "own.py").write_text(RECIPE)
-    (here / "recipes" / "torn.py").write_bytes(b'"""\xff\x00"""')
-    (here / "recipes" / "half.py").write_text('"""What?')
+def test_list_works_from_any_directory_and_writes_nothing(workdir):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    words = [sys.executable, "-m", "smallvit", "list"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=workdir, env=environment)
+    assert done.returncode == 0 and "quickstart" in done.stdout
+    assert sorted(path.name for path in workdir.iterdir()) == ["mine.py"]
+
+
+def test_list_shows_every_recipe_with_its_question_also_beside_broken_ones(capsys, workdir):
+    (workdir / "recipes").mkdir()
+    (workdir / "recipes" / "own.py").write_text(RECIPE)
+    (workdir / "recipes" / "torn.py").write_bytes(b'"""\xff\x00"""')
+    (workdir / "recipes" / "half.py").write_text('"""What?')
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert out.count("cannot be read: ") == 2
+    assert out.count("cannot be read: ") == 2 and "half" in out
     assert "own" in out and "Does locality attention help" in out
     assert all(path.stem in out for path in recipe_files()) and "quickstart" in out
 
 
-def test_a_recipe_run_reported_published_and_verified(here, capsys):
+def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,references", "--jobs", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "20 labels" in out and "not enough seeds" in out and "small CNN" in out
-    page = (here / "runs" / "mine" / "report.html").read_text()
+    captured = capsys.readouterr()
+    assert "20 labels" in captured.out and "not enough seeds" in captured.out and "small CNN" in captured.out
+    assert "loading mine.py" in captured.err and "mine: training 10 runs; starting 1 worker processes" in captured.err
+    page = (workdir / "runs" / "mine" / "report.md").read_text()
     assert "Does locality attention help" in page and "+LSA" in page
+    assert "comparisons (2 in this recipe)" in page, "comparisons without results must count too"
+    assert "missing" in page and "40 labels" in page
     assert main(["report", "mine.py", "--publish"]) == 2, "half a recipe was published"
     assert "have not finished" in capsys.readouterr().err
     assert main(["run", "mine.py"]) == 0
     assert main(["report", "mine.py", "--publish"]) == 0
-    records = read_records(here / "mine.jsonl")
-    assert len(records) == 2 * 2 * 5 and (here / "mine.md").exists() and (here / "mine.html").exists()
+    assert len(read_records(workdir / "mine.jsonl")) == 2 * 2 * 5
+    assert (workdir / "mine.md").exists() and (workdir / "mine.html").exists()
     assert main(["verify", "mine.py", "--jobs", "1"]) == 0
     assert "identical to the record" in capsys.readouterr().out
-    text = (here / "mine.jsonl").read_text()
-    (here / "mine.jsonl").write_text(text.replace('"accuracy": 0.', '"accuracy": 0.9'))
+    text = (workdir / "mine.jsonl").read_text()
+    (workdir / "mine.jsonl").write_text(text.replace('"accuracy": 0.', '"accuracy": 0.9'))
     assert main(["verify", "mine.py", "--jobs", "1"]) == 1
     out = capsys.readouterr().out
     assert "OUTSIDE" in out or "TOO WIDE" in out
 
 
-def test_dry_run_says_how_the_arms_differ_and_trains_nothing(here, capsys):
-    assert main(["run", "mine.py", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "model.attention: Attention(" in out and "LocalityAttention(" in out and "20 runs, about" in out
-    assert not (here / "runs").exists()
+# --dry-run
 
 
-def test_dry_run_counts_what_has_finished_in_that_folder(here, capsys):
-    assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch", "--jobs", "1", "--out", "mine"]) == 0
+def test_dry_run_describes_the_arms_and_counts_finished_runs(workdir, capsys):
+    assert main(["run", "mine.py", *SMALLEST, "--out", "mine"]) == 0
     capsys.readouterr()
     assert main(["run", "mine.py", "--dry-run", "--out", "mine"]) == 0
     out = capsys.readouterr().out
-    assert "scratch: 4 runs" in out and out.count("; 2 have finished") == 1
+    assert "    model.attention: Attention -> LocalityAttention" in out
+    assert "scratch: 4 runs of 6 steps" in out and out.count("; 1 have finished") == 2
     assert "20 runs, 2 have finished, the others take about" in out
     assert main(["run", "mine.py", "--dry-run"]) == 0
-    assert "have finished" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "have finished" not in out and "20 runs, about" in out and not (workdir / "runs").exists()
 
 
-def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
+def test_dry_run_downloads_nothing(workdir, capsys, monkeypatch):
     import huggingface_hub
 
     for name in ("get_hf_file_metadata", "hf_hub_download"):
         monkeypatch.setattr(huggingface_hub, name, lambda *words, **options: pytest.fail("something was downloaded"))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *words: None)
-    text = (here / "mine.py").read_text()
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    more = f"RUNS = RUNS + ablate({{'tuned': scratch.vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], references=False)"
-    (here / "more.py").write_text(f"from smallvit import Weights\n{text}\n{more}\n")
-    assert main(["run", "more.py", "--dry-run"]) == 0
-    assert f"{name} is to be downloaded" in capsys.readouterr().out
+    more = f"RUNS += ablate({{'tuned': scratch.vary(init=Weights(name={name!r}))}}, labels=[50], seeds=[0], references=False)"
+    write_recipe(f"from smallvit import Weights\n{RECIPE}\n{more}\n")
+    assert main(["run", "mine.py", "--dry-run"]) == 0
+    assert f"{name} must be downloaded" in capsys.readouterr().out
+
+
+def test_estimate_counts_steps_validation_and_evaluation(monkeypatch):
+    """As if a step took 1 s, a validation 10 s, the evaluation 1 s for each test image and 0.5 s for each training image."""
+    clock = [0.0]
+
+    def takes(seconds, *results):
+        clock[0] += seconds
+        return results[0] if results else None
+
+    train_step = Training.train_step
+    monkeypatch.setattr(flops.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Training, "train_step", lambda self: takes(1, train_step(self)))
+    monkeypatch.setattr(Training, "validate", lambda self: takes(10))
+    monkeypatch.setattr(Training, "facts", lambda self: takes(0.25))
+    evaluate = lambda run, model, subset, test: takes(len(test.open()) + 0.5 * len(subset.train))  # noqa: E731
+    monkeypatch.setattr(import_module("smallvit.train.fit"), "evaluate", evaluate)
+    run = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), labels=50, steps=60)
+    expected = len(digits().test.open()) + 25 + 0.25
+    assert plan.estimate(run, "cpu") == pytest.approx(60 + 12 * 10 + expected)
+    assert plan.estimate(run.vary(steps=0), "cpu") == pytest.approx(expected)
+    monkeypatch.setattr(plan, "MOST_TRAIN", 10)
+    monkeypatch.setattr(plan, "TEST_COUNTS", (5, 20))  # the others are extrapolated
+    assert plan.estimate(run.vary(steps=0), "cpu") == pytest.approx(expected)
+    assert torch.get_num_threads() == 1
+
+
+def test_estimate_includes_the_start_of_the_workers(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "estimate", lambda run, device: 60.0)
+    monkeypatch.setattr(plan, "worker_start", lambda device: 3600.0)
+    assert main(["run", "mine.py", "--dry-run", "--jobs", "2"]) == 0
+    assert "20 runs, about 70 min with 2 worker processes" in capsys.readouterr().out
+
+
+# summary
 
 
 @pytest.mark.parametrize(
-    "words, model, rows, params",
+    "words, start, rows, parameters",
     [
         (["mine.py"], "mine, scratch:", ["16 x 16", "17 x 16"], 3_850),
         (["mine.py", "--arm", "+LSA", "--image", "16"], "mine, +LSA:", ["64 x 16", "65 x 16"], 4_620),
@@ -124,31 +180,36 @@ def test_dry_run_downloads_nothing(here, capsys, monkeypatch):
         (["resnet18", "--image", "32", "--channels", "1"], "step ", ["1 x 32 x 32", "64 x 16 x 16"], 11_683_240),
     ],
 )
-def test_shapes_of_an_arm_and_of_a_model_of_timms(words, model, rows, params, here, capsys):
+def test_summary_of_an_arm_and_of_timm_models(words, start, rows, parameters, workdir, capsys):
     assert main(["summary", *words]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(model) and all(row in out for row in rows)
-    assert out.splitlines()[-1].split()[:2] == ["total", f"{params:,}"]
-    assert sorted(path.name for path in here.iterdir()) == ["mine.py"]
+    assert out.startswith(start) and all(row in out for row in rows)
+    assert out.splitlines()[-1].split()[:2] == ["total", f"{parameters:,}"]
+    assert sorted(path.name for path in workdir.iterdir()) == ["mine.py"]
 
 
-def test_smoke_takes_every_arm_and_leaves_the_real_runs_alone(here, capsys):
+# Parts of a recipe, and other lengths
+
+
+def test_smoke_test_trains_every_arm_and_leaves_the_real_runs_alone(workdir, capsys):
     assert main(["run", "mine.py", "--smoke", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert all(arm in out for arm in ("scratch", "+LSA", "small CNN", "pixels, nearest neighbour"))
-    assert not (here / "runs" / "mine").exists()
+    assert not (workdir / "runs" / "mine").exists()
 
 
-def test_runs_of_another_length_have_their_own_place_and_report(here, capsys):
-    assert main(["run", "mine.py", "--scale-steps", "2", "--only", "labels=20", "seed=0", "arm=scratch", "--jobs", "1"]) == 0
-    (here / "runs" / "scale-steps-2" / "mine" / "report.html").unlink()
+def test_longer_runs_have_their_own_folder_and_report(workdir):
+    assert main(["run", "mine.py", "--scale-steps", "2", *SMALLEST]) == 0
+    folder = workdir / "runs" / "scale-steps-2" / "mine"
+    (folder / "report.html").unlink()
     assert main(["report", "mine.py", "--scale-steps", "2"]) == 1, "most runs are missing"
-    page = (here / "runs" / "scale-steps-2" / "mine" / "report.md").read_text()
-    assert "| scratch (baseline) |" in page and "smallvit run mine.py --scale-steps 2 (or its path)" in page
-    assert (here / "runs" / "scale-steps-2" / "mine" / "report.html").exists() and not (here / "runs" / "mine").exists()
+    page = (folder / "report.md").read_text()
+    assert "scratch" in page and "smallvit run mine --scale-steps 2" in page.replace("mine.py", "mine")
+    assert (folder / "report.html").exists() and not (workdir / "runs" / "mine").exists()
+    assert {record.steps for record in all_records(workdir)} == {12}
 
 
-def test_only_chooses_by_arm_labels_and_seed(here):
+def test_only_selects_by_arm_labels_and_seed(workdir):
     runs = load_recipe("mine.py").RUNS
     assert {r.arm for r in only(runs, ["arm=+LSA"])} == {"+LSA"}
     assert {(r.labels, r.seed) for r in only(runs, ["labels=40", "seed=0-1"])} == {(40, 0), (40, 1)}
@@ -156,83 +217,184 @@ def test_only_chooses_by_arm_labels_and_seed(here):
     assert {r.role for r in only(runs, ["arm=references"])} == {"reference"}
 
 
+# Wrong arguments and broken recipes
+
+
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["run", "quickstrat"], "did you mean 'quickstart'?"),
         (["run", "nowhere.py"], "there is no recipe 'nowhere.py'"),
+        (["run", "minee.py"], "there is no recipe 'minee.py'; did you mean 'mine.py'?"),
         (["run", "elsewhere/recipes/quickstart.py"], "there is no recipe 'elsewhere/recipes/quickstart.py'"),
         (["run", "mine.py", "--only", "arm=+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
         (["report", "mine.py", "--scale-steps", "2"], "no runs of mine in runs/scale-steps-2"),
-        (["report", "mine.py", "--scale-steps", "2", "--publish"], "--scale-steps 2 is not what mine.py says"),
+        (["report", "mine.py", "--scale-steps", "2", "--publish"], "--publish got --scale-steps 2"),
         (["verify", "mine.py"], "no committed records"),
         (["run", "mine.py", "--numerics", "compiled=yes", "compiled=no"], "compiled twice; expected each choice once"),
-        (["run", "mine.py", "--out", "mine.py"], "--out mine.py cannot be made"),
-        (["run", "mine.py", "--fast", "--out", "mine.py/runs"], "--out mine.py/runs cannot be made"),
+        (["run", "mine.py", "--out", "mine.py"], "--out mine.py cannot be created"),
+        (["run", "mine.py", "--fast", "--out", "mine.py/runs"], "--out mine.py/runs cannot be created"),
         (["run", "mine.py", "--device", "cdua"], "device is 'cdua'; expected cpu, cuda, mps or auto"),
+        *((["run", "mine.py", "--device", "cuda", *more], "no such GPU") for more in ([], ["--dry-run"], ["--fast"], ["--smoke"])),
+        (["run", "nowhere.py", "--device", "cuda"], "no such GPU"),
+        (["verify", "mine.py", "--device", "cuda"], "no such GPU"),
         (["summary", "quickstrat"], "did you mean 'quickstart'? (timm has no model of that name either)"),
         (["summary", "mine.py", "--arm", "+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
         (["summary", "mine.py", "--image", "9"], "patches of 2 pixels do not tile an image of 9 x 9"),
-        (["summary", "vit_tiny_patch16_224", "--arm", "+LSA"], "is a model of timm's and has no arm '+LSA'"),
+        (["summary", "vit_tiny_patch16_224", "--arm", "+LSA"], "is a timm model and has no arm '+LSA'"),
         (["summary", "vit_tiny_patch16_224", "--image", "28"], "patches of 16 pixels do not tile an image of 28 x 28"),
-        (["summary", "swin_tiny_patch4_window7_224", "--image", "28"], "does not take images of 3 x 28 x 28"),
+        (["summary", "swin_tiny_patch4_window7_224", "--image", "28"], "does not accept images of 3 x 28 x 28"),
     ],
 )
-def test_wrong_words_get_one_sentence_and_a_status(words, said, here, capsys):
+def test_wrong_arguments_get_one_line_and_status_2(words, message, workdir, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(words) == 2
-    err = capsys.readouterr().err
-    assert said in err and err.startswith("smallvit: ") and "Traceback" not in err
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if "loading" not in line]
+    assert message in captured.err and errors[0].startswith("smallvit: ")
+    assert "Traceback" not in captured.err and "driver" not in captured.err and not captured.out
+    assert "mine.py" not in os.listdir("runs") if Path("runs").exists() else True
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("import smallvit\nraise RuntimeError('no luck')", "broken.py, line 2: RuntimeError: no luck"),
         ("RUNS = [", "broken.py, line 1: SyntaxError"),
-        ("x = 1", "broken.py defines no RUNS"),
-        ("RUNS = [1]", "broken.py defines no RUNS"),
-        (
-            "from smallvit import Run\nRUNS = [Run(stepps=3)]",
-            "line 2: ValueError: a run has no choice 'stepps'; did you mean 'steps'?",
-        ),
-        ("ARMS = {\n'a': 1, 'b': 2, 'a': 3}", "broken.py: ValueError: 'a' stands 2 times in the dict of line 1; expected each"),
+        ("x = 1", "broken.py defines no list RUNS"),
+        ("RUNS = [1]", "broken.py defines no list RUNS"),
+        ("from smallvit import Run\nRUNS = [Run(stepps=3)]", "line 2: ValueError: a run has no option 'stepps'; did you mean 'steps'?"),
+        ("ARMS = {\n'a': 1, 'b': 2, 'a': 3}", "broken.py: ValueError: the dict in line 1 has the key 'a' 2 times"),
         ("from smallvit import mnits", "line 1: ImportError: cannot import name 'mnits'"),
-        ("from mine import scratch", "line 1: ModuleNotFoundError: No module named 'mine'; a recipe is one file"),
+        ("from mine import scratch", "line 1: ModuleNotFoundError: No module named 'mine'; a recipe must be one file"),
+        (RECIPE + "RUNS = RUNS + RUNS", "labels=20, seed=0 2 times"),
+        (RECIPE + "RUNS = RUNS[1:2]", "RUNS has no baseline"),
     ],
 )
-def test_a_broken_recipe_is_named_with_its_line(text, said, here, capsys):
+def test_broken_recipe_is_named_with_its_line_before_anything_is_trained(text, message, workdir, capsys):
     Path("broken.py").write_text(text)
     assert main(["run", "broken.py"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err and not Path("runs").exists()
 
 
-def test_a_failing_arm_gives_a_status_and_keeps_the_others(here, capsys):
-    Path("mine.py").write_text(
-        RECIPE.replace('"+LSA": scratch.vary(attention=LocalityAttention)', '"odd": scratch.vary(heads=3)')
-    )
+def two_baselines() -> list:
+    """The runs of a recipe that concatenates two calls of `ablate`."""
+    runs = []
+    for patch in (2, 4):
+        base = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=patch)))
+        arms = {f"patch {patch}": base, f"+LSA, patch {patch}": base.vary(attention=LocalityAttention)}
+        runs += ablate(arms, seeds=range(2), references=patch == 2)
+    return runs
+
+
+def test_recipe_may_have_several_baselines_if_every_arm_names_its_own():
+    runs = two_baselines()
+    check_comparable(runs, "r.py")
+    check_comparable([replace(run, baseline="") for run in runs if run.baseline == "patch 2"], "r.py")
+    for changed, message in (
+        ([replace(run, baseline="") for run in runs], r"arm '\+LSA, patch 2' \(technique\) has the baseline ''"),
+        ([run for run in runs if run.arm != "patch 4"], r"'patch 4'; expected one of \['patch 2'\]"),
+        ([replace(runs[0], baseline="patch 4"), *runs[1:]], "'patch 2' has several roles or several baselines"),
+        ([replace(run, baseline="patch 4") if run.arm == "patch 2" else run for run in runs], r"'patch 2' \(baseline\) has the"),
+        ([replace(run, role="technique") if run.seed else run for run in runs], "'patch 2' has several roles"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_comparable(changed, "r.py")
+
+
+# Runs that fail or were damaged
+
+
+def test_failing_arm_gives_status_1_and_the_others_are_reported(workdir, capsys):
+    write_recipe(RECIPE.replace(LSA, '"odd": scratch.vary(heads=3)'))
     assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "--jobs", "1"]) == 1
     captured = capsys.readouterr()
     assert "FAILED odd, 20 labels, seed 0: ValueError: 3 heads do not divide width 16" in captured.err
-    assert "scratch" in captured.out and (here / "runs" / "mine" / "report.html").exists()
+    assert "scratch" in captured.out and (workdir / "runs" / "mine" / "report.html").exists()
     assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "--jobs", "1"]) == 1  # nothing is tried again
     assert "  odd: ValueError: 3 heads do not divide width 16" in capsys.readouterr().err
 
 
-def test_a_torn_record_is_named_and_the_others_stay(here, capsys):
-    Path("mine.py").write_text(RECIPE)
-    assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "arm=scratch,+LSA", "--jobs", "1"]) == 0
-    torn, other = sorted(here.rglob("record.json"))
-    torn.write_bytes(torn.read_bytes()[:100])
-    kept = other.read_bytes()
-    assert main(["report", "mine.py"]) == 2
-    assert f"{torn.relative_to(here)} is torn" in capsys.readouterr().err and other.read_bytes() == kept
+USER_CLASS = """
+class Mine(LocalityAttention):
+    gain = 1.0
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+"""
 
 
-def test_a_new_attention_in_a_recipe_file_runs_without_touching_the_package(here, capsys):
-    recipe = '''"""Does attention that ignores distance help?"""
+@pytest.mark.parametrize(
+    "code, error",
+    [
+        ("return super().forward(*args, **kwargs) + 1", "TypeError: "),
+        ("raise Odd(1, 2)", "RuntimeError: Odd: 1 and 2"),
+    ],
+    ids=["type error", "exception that cannot be pickled"],
+)
+def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code, error, workdir, capsys):
+    odd = "\nclass Odd(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
+    text = RECIPE.replace("\nscratch =", USER_CLASS.replace("return super().forward(*args, **kwargs)", code) + odd + "\nscratch =")
+    write_recipe(text.replace(LSA, '"mine": scratch.vary(attention=Mine)'))
+    line = 1 + text.splitlines().index(f"        {code}")
+    for options in ([], [], ["--dry-run"]):  # also of a failure that is not tried again
+        assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "arm=mine", "--jobs", "1", *options]) in (1, 2)
+        err = capsys.readouterr().err
+        assert f"(mine.py, line {line}: {code})" in err and (error in err or options)
+    record = next(record for record in all_records(workdir) if record.status == "failed")
+    assert record.error.startswith(error) and "train/loop.py" in record.traceback and code in record.traceback
+
+
+def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, capsys):
+    assert main(["run", "mine.py", *SMALLEST]) == 0
+    torn, other = sorted(workdir.rglob(RECORD))
+    content, kept = torn.read_bytes(), other.read_bytes()
+    torn.write_bytes(content[:100])
+    weights = other.parent / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    files = sorted(workdir.rglob("*"))
+    capsys.readouterr()
+    assert main(["report", "mine.py"]) == 2, "there is no intact run"
+    err = capsys.readouterr().err
+    assert f"{torn.relative_to(workdir)} is damaged" in err and f"{weights.relative_to(workdir)} is damaged" in err
+    assert sorted(workdir.rglob("*")) == files and other.read_bytes() == kept
+    assert main(["run", "mine.py", "--dry-run", *SMALLEST]) == 0
+    assert "have finished" not in capsys.readouterr().out
+    assert main(["run", "mine.py", *SMALLEST]) == 0
+    assert capsys.readouterr().err.count("is damaged; renamed to *.damaged") == 2
+    assert len(list(workdir.rglob("*.damaged"))) == 3 and len([r for r in all_records(workdir) if r.finished]) == 2
+
+
+def test_result_at_chance_is_a_warning_in_the_terminal(workdir, capsys):
+    write_recipe(RECIPE.replace("steps=6", "steps=6, lr=10.0"))
+    assert main(["run", "mine.py", *SMALLEST]) == 0
+    warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: scratch at 20 labels"))
+    assert "most frequent class" in warning
+
+
+def test_deleted_arm_still_counts_as_a_comparison(workdir):
+    assert main(["run", "mine.py", *SMALLEST]) == 0
+
+    def comparisons(text: str) -> list[str]:
+        write_recipe(text)
+        main(["run", "mine.py", "--only", "labels=20", "seed=0", "arm=scratch", "--jobs", "1"])
+        page = (workdir / "runs" / "mine" / "report.md").read_text()
+        return re.findall(r"number of comparisons \((\d+) in this recipe\)", page)
+
+    assert comparisons(RECIPE) == ["2"]
+    assert comparisons(RECIPE.replace('"+LSA"', '"LSA"')) == ["2"], "an arm with another name is not another comparison"
+    assert comparisons(RECIPE.replace(LSA, '"wide": scratch.vary(dim=32)')) == ["3"]
+    assert "removed from the recipe" in (workdir / "runs" / "mine" / "report.md").read_text()
+
+
+# Components defined in a recipe
+
+
+def test_new_attention_in_a_recipe_file_runs_without_touching_the_package(workdir):
+    write_recipe('''"""Does attention that ignores distance help?"""
 from functools import partial
 import torch
 from torch import nn
@@ -250,91 +412,19 @@ class MeanAttention(nn.Module):
 
 scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=6, batch=8, labels=20, val=20)
 RUNS = ablate({"scratch": scratch, "mean": scratch.vary(attention=partial(MeanAttention, gain=2.0))}, labels=[20], seeds=[0])
-'''
-    Path("mine.py").write_text(recipe)
+''')
     assert main(["run", "mine.py", "--jobs", "2"]) == 0
-    record = next(r for r in map(read_one, here.rglob("record.json")) if r["arm"] == "mean")
-    assert record["run"]["model"]["attention"] | {"recipe_sha256": ""} == {
-        "call": "recipes.mine.MeanAttention",
-        "gain": 2.0,
-        "recipe_sha256": "",
-    }
+    attention = next(record.run["model"]["attention"] for record in all_records(workdir) if record.arm == "mean")
+    assert attention.pop("recipe_sha256") and attention == {"call": "recipes.mine.MeanAttention", "gain": 2.0}
 
 
-def test_an_edited_class_of_a_recipe_is_trained_again_and_a_comment_is_not(here, capsys):
-    recipe = RECIPE.replace(
-        '{"scratch": scratch, "+LSA": scratch.vary(attention=LocalityAttention)}', '{"a": scratch.vary(attention=Mine)}'
-    )
-    recipe = recipe.replace("scratch = Run", "class Mine(LocalityAttention):\n    gain = 1.0\n\n\nscratch = Run").replace(
-        "[20, 40]", "[20]"
-    )
-    words = ["run", "mine.py", "--only", "arm=a", "seed=0", "--jobs", "1"]
+def test_edited_class_of_a_recipe_is_trained_again_but_not_after_a_comment(workdir):
+    recipe = RECIPE.replace("\nscratch =", USER_CLASS + "\nscratch =").replace(LSA, '"mine": scratch.vary(attention=Mine)')
 
     def trained(text: str) -> int:
-        Path("mine.py").write_text(text)
-        sys.modules.pop("recipes.mine", None)
-        assert main(words) == 0
-        return len(list(here.rglob("record.json")))
+        write_recipe(text)
+        assert main(["run", "mine.py", "--only", "arm=mine", "seed=0", "labels=20", "--jobs", "1"]) == 0
+        return len(all_records(workdir))
 
     assert trained(recipe) == 1 and trained("# a comment\n" + recipe) == 1
     assert trained(recipe.replace("gain = 1.0", "gain = 2.0")) == 2
-
-
-def test_verdicts_pay_for_the_whole_recipe_also_when_only_a_part_has_run(here):
-    assert main(["run", "mine.py", "--only", "arm=+LSA,scratch", "labels=20", "--jobs", "1"]) == 0
-    page = (here / "runs" / "mine" / "report.md").read_text()
-    assert "2 comparisons" in page and "missing" in page and "40 labels" in page
-
-
-def test_what_cannot_be_compared_is_refused_before_it_is_trained(here, capsys):
-    Path("mine.py").write_text(RECIPE + "RUNS = RUNS + RUNS")
-    assert main(["run", "mine.py"]) == 2
-    assert "stands in RUNS 2 times" in capsys.readouterr().err
-    Path("mine.py").write_text(RECIPE + "RUNS = [scratch]")
-    assert main(["run", "mine.py"]) == 2
-    assert "the baselines in RUNS are []" in capsys.readouterr().err
-
-
-def two_baselines() -> list:
-    """What a recipe makes that concatenates two calls of `ablate`."""
-    runs = []
-    for patch in (2, 4):
-        base = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=patch)))
-        arms = {f"patch {patch}": base, f"+LSA, patch {patch}": base.vary(attention=LocalityAttention)}
-        runs += ablate(arms, seeds=range(2), references=patch == 2)
-    return runs
-
-
-def test_a_recipe_may_have_several_baselines_if_every_arm_names_its_own():
-    runs = two_baselines()
-    refuse_incomparable(runs, "r.py")
-    refuse_incomparable([replace(run, baseline="") for run in runs if run.baseline == "patch 2"], "r.py")
-    for spoilt, says in (
-        ([replace(run, baseline="") for run in runs], r"arm '\+LSA, patch 2' \(technique\) is held against ''"),
-        ([run for run in runs if run.arm != "patch 4"], r"'patch 4'; expected one of \['patch 2'\]"),
-        ([replace(runs[0], baseline="patch 4"), *runs[1:]], "'patch 2' stands in several roles or against several"),
-        ([replace(run, baseline="patch 4") if run.arm == "patch 2" else run for run in runs], r"'patch 2' \(baseline\) is held"),
-        ([replace(run, role="technique") if run.seed else run for run in runs], "'patch 2' stands in several roles"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            refuse_incomparable(spoilt, "r.py")
-
-
-def test_a_broken_recipe_beside_the_others_does_not_hide_them(here, capsys):
-    (here / "recipes").mkdir()
-    (here / "recipes" / "half.py").write_text("RUNS = [")
-    assert main(["list"]) == 0
-    out = capsys.readouterr().out
-    assert "half" in out and "cannot be read" in out and "quickstart" in out
-
-
-def read_one(path: Path) -> dict:
-    import json
-
-    return json.loads(path.read_text())
-
-
-def test_it_works_from_any_directory_and_leaves_that_directory_alone(here):
-    done = smallvit("list", cwd=here, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
-    assert done.returncode == 0 and "quickstart" in done.stdout
-    assert sorted(path.name for path in here.iterdir()) == ["mine.py"]

@@ -213,7 +213,7 @@ def test_record_of_another_format_is_an_error_and_stays(tmp_path):
     plain = json.loads((place / RECORD).read_text())
     for change in ({"format": 1}, {"option_of_the_future": 1}):
         (place / RECORD).write_text(text := json.dumps(plain | change))
-        with pytest.raises(ValueError, match="record format 1|unknown fields"):
+        with pytest.raises(ValueError, match=r"record format 1|unknown fields"):
             launch([ENTRY], tmp_path, recipe="t", jobs=1)
         assert (place / RECORD).read_text() == text
 

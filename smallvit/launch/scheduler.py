@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,18 +37,16 @@ class Task(NamedTuple):
 
 
 class Damaged(ValueError):
-    """Raised for a folder in which the record or the weights cannot be read. The run has to be trained again."""
+    """Raised for a run that must be trained again, because its record or its weights are damaged. The first file is damaged."""
 
-    def __init__(self, folder: Path, reason: str):
-        super().__init__(reason)
-        self.folder = folder
+    def __init__(self, *files: Path):
+        super().__init__(f"{files[0]} is damaged")
+        self.files = files
 
     def set_aside(self):
-        """Rename the record and the weights to `*.damaged`, so that the run can be trained again, and say so."""
-        for name in (records.RECORD, records.WEIGHTS):
-            path = self.folder / name
-            with suppress(FileNotFoundError):
-                os.replace(path, path.with_name(f"{name}.damaged"))
+        """Rename the files to `*.damaged`, so that the run can be trained again, and say so."""
+        for path in self.files:
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
         print(f"note: {self}; renamed to *.damaged, and the run is trained again", file=sys.stderr)
 
 
@@ -303,13 +300,13 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
     except (OSError, ValueError) as error:
         if of_another_version(place / records.RECORD):
             raise
-        raise Damaged(place, f"{place / records.RECORD} is damaged") from error
+        raise Damaged(place / records.RECORD) from error
     if record is None:
         return None
     if record.fingerprint != fingerprint(entry.run):
         raise ValueError(f"{place} holds another run than {entry.arm!r}; move it away, or choose another --out folder")
     if record.finished and records.damaged_weights(place, record):
-        raise Damaged(place, f"{place / records.WEIGHTS} is damaged")
+        raise Damaged(place / records.WEIGHTS, place / records.RECORD)
     return replace(record, **tags(entry, recipe)._asdict())
 
 
