@@ -1,10 +1,11 @@
-"""The house: who may import whom, what is loaded when, and what every public name owes its reader."""
+"""The house: which file may import which, what is imported when, what adding a technique touches, and what public names need."""
 
 import ast
 import configparser
 import functools
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,89 +21,71 @@ PACKAGE = Path(smallvit.__file__).parent
 ROOT = PACKAGE.parent
 SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 
-# Downhill only: a room (a file, or a folder of files) and the rooms of smallvit that it may import, wherever in the file it does so.
+# Each part of smallvit (a file, or a folder of files) with the parts that it may import, at the top of a file or in a function.
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
-    "commands": {"__init__", "numerics", "launch", "recipe", "record", "report", "run", "train"},
-    "launch": {"components", "flops", "numerics", "pretrained", "recipe", "record", "run", "train"},
+    "commands": {"__init__", "ablation", "numerics", "launch", "recipe", "record", "report", "run", "train"},
+    "launch": {"ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "train"},
     "train": {
-        "augment",
-        "components",
-        "flops",
-        "data",
-        "evaluate",
-        "numerics",
-        "explain",
-        "objectives",
-        "optim",
-        "pretrained",
-        "record",
-        "run",
-        "rng",
-        "vit",
+        "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "pretrained", "record",
+        "rng", "run", "vit",
     },
-    "numerics": set(),
-    "recipe": {"run"},
-    "ablation": {"augment", "components", "evaluate", "references", "objectives", "pretrained", "record", "run", "tokenizers", "vit"},
-    "run": {"augment", "components", "data", "evaluate", "objectives", "pretrained", "vit"},
-    "components": set(),
-    "optim": set(),
-    "report": {"explain", "record"},
-    "record": set(),
-    "explain": {"attention", "flops", "evaluate", "positions", "reduction", "vit"},
-    "pretrained": {*SLOTS, "flops", "vit"} - {"reduction"},
-    "evaluate": {"flops", "data", "pooling", "rng", "vit"},
-    "objectives": {"attention", "augment", "flops", "evaluate", "optim", "pooling", "positions", "reduction", "vit"},
+    "recipe": {"ablation"},
+    "ablation": {
+        "augment", "components", "evaluate", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
+    },
+    "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
+    "report": {"components", "explain", "record"},
+    "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
+    "pretrained": {"attention", "flops", "pooling", "positions", "tokenizers", "vit"},
+    "objectives": {"attention", "augment", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
+    "pseudo_labels": {"data", "evaluate"},
+    "evaluate": {"data", "flops", "pooling", "rng", "vit"},
     "flops": {"reduction", "vit"},
     "references": {"vit"},
-    "pseudo_labels": {"data", "evaluate"},
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
-    "augment": set(),
-    "rng": set(),
-    **{slot: set() for slot in SLOTS},
-}
-# What may be imported as a file is loaded; all else only by the function that needs it.
+    **{part: set() for part in (*SLOTS, "augment", "components", "numerics", "optim", "record", "rng")},
+}  # fmt: skip
+# Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {
-    room: set()
-    for room in (
-        "__init__",
-        "__main__",
-        "explain",
-        "recipe",
-        "record",
-        "report",
-        "run",
-        "rng",
-    )
+    part: set()
+    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "recipe", "record", "report", "rng", "run")
 }
-# Who brings a library: a name in setup.cfg.
-BROUGHT_BY = {
+# Each imported module with the library in setup.cfg that installs it.
+INSTALLED_BY = {
     "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "huggingface_hub": "timm", "jinja2": "jinja2",
     "lightly": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip
-HEAVY = sorted(set(BROUGHT_BY) - {"torch", "numpy", "einops"})
+HEAVY = sorted(set(INSTALLED_BY) - {"torch", "numpy", "einops"})
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 @functools.cache
 def sources() -> dict[Path, ast.Module]:
+    """The files of the package, without the installed recipes, as syntax trees."""
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "recipes"]
     assert len(paths) >= 30
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)}
 
 
-def room(path: Path) -> str:
+def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(path: Path, tree: ast.Module):
-    """Every imported module with its full name, and whether that happens as the file is loaded."""
-    later = {id(node) for function in ast.walk(tree) if isinstance(function, FUNCTIONS) for node in ast.walk(function)}
+    """Yield the full name of every imported module and when it is imported: "load", "call" (of a function) or "type check"."""
+    when = {}
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            when |= dict.fromkeys(map(id, ast.walk(node)), "call")
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            when |= dict.fromkeys(map(id, ast.walk(node)), "type check")
     package = ["smallvit", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -115,77 +98,121 @@ def imports(path: Path, tree: ast.Module):
         else:
             continue
         for name in names:
-            yield name, id(node) not in later
+            yield name, when.get(id(node), "load")
 
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+# Which file may import which
 
 
-# Who may import whom
+def test_table_of_imports_names_every_part_and_has_no_cycle():
+    assert {part_of(path) for path in sources()} == set(MAY_IMPORT)
+    assert [*TopologicalSorter(MAY_IMPORT).static_order()][-1] == "__main__"
 
 
-def test_every_room_is_in_the_table_and_the_table_goes_downhill():
-    assert {room(path) for path in sources()} == set(MAY_IMPORT)
-    order = list(TopologicalSorter(MAY_IMPORT).static_order())
-    assert order[-1] == "__main__"
-
-
-@pytest.mark.parametrize("where", MAY_IMPORT)
-def test_a_room_imports_only_what_lies_below_it(where):
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_part_imports_only_parts_in_the_table(part):
     seen = 0
     for path, tree in sources().items():
-        for name, _ in imports(path, tree) if room(path) == where else ():
+        for name, _ in imports(path, tree) if part_of(path) == part else ():
             seen += 1
             first, _, rest = name.partition(".")
             target = rest.partition(".")[0]
-            if first == "smallvit" and target != where:
-                below = target if target in MAY_IMPORT else "__init__"
-                assert below in MAY_IMPORT[where], f"{path.name} imports {name}"
+            if first == "smallvit" and target != part:
+                imported = target if target in MAY_IMPORT else "__init__"
+                assert imported in MAY_IMPORT[part], f"{path.name} imports {name}"
     assert seen > 0
 
 
-def test_files_import_each_other_downhill_too():
+def test_files_do_not_import_each_other_in_a_cycle():
     files = {
         ".".join(("smallvit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
         for path in sources()
     }
-    needs = {name: {of for of, _ in imports(path, sources()[path])} & files.keys() - {name} for name, path in files.items()}
+    needs = {
+        name: {other for other, when in imports(path, sources()[path]) if when != "type check"} & files.keys() - {name}
+        for name, path in files.items()
+    }
     assert len(list(TopologicalSorter(needs).static_order())) == len(files)
 
 
 def test_libraries_are_imported_where_they_are_used():
     used = set()
     for path, tree in sources().items():
-        for name, at_the_top in imports(path, tree):
+        for name, when in imports(path, tree):
             library = name.partition(".")[0]
             if library == "smallvit" or library in sys.stdlib_module_names:
                 continue
             used.add(library)
-            assert not at_the_top or library in AT_THE_TOP[room(path)], f"{path.name} imports {library} as it is loaded"
-    assert used <= set(BROUGHT_BY) and len(used) >= 12
+            assert when != "load" or library in AT_THE_TOP[part_of(path)], f"{path.name} imports {library} when it is loaded"
+    assert used <= set(INSTALLED_BY) and len(used) >= 12
 
 
-def test_setup_cfg_asks_for_every_library_and_packs_every_folder():
+def test_setup_cfg_requires_every_library_and_contains_every_folder():
     setup = configparser.ConfigParser()
     if not setup.read(ROOT / "setup.cfg"):
         pytest.skip("needs the setup.cfg of a clone")
-    asked = {line.partition(">")[0].strip() for line in setup["options"]["install_requires"].split("\n") if line.strip()}
-    assert set(BROUGHT_BY.values()) <= asked
+    required = {re.split("[><=~!]", line)[0].strip() for line in setup["options"]["install_requires"].split("\n") if line.strip()}
+    assert set(INSTALLED_BY.values()) <= required
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in sources()}
     assert set(setup["options"]["packages"].split()) == folders | {"smallvit.recipes"} and len(folders) >= 4
+
+
+# What adding a technique touches
+
+# kind -> an existing example, its own file, and the other files of smallvit in whose code its name occurs
+EXAMPLES = {
+    "attention": ("LocalityAttention", "attention.py", {"__init__.py", "explain/maps.py"}),
+    "token reduction": ("Merge", "reduction/merge.py", {"__init__.py", "reduction/__init__.py"}),
+    "objective": ("MAE", "objectives/mae.py", {"__init__.py", "objectives/__init__.py", "explain/pictures.py"}),
+    "evaluator": ("few_shot", "evaluate/probes.py", {"__init__.py", "evaluate/__init__.py"}),
+    "data set": ("kmnist", "data/published.py", {"__init__.py", "data/__init__.py"}),
+}
+
+
+def names_in(tree: ast.Module):
+    """Yield every name in the code of a file, also those in strings such as the items of `__all__`, but not in docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            yield from (node.name.rpartition(".")[2], node.asname)
+        else:
+            fields = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value", ast.ClassDef: "name", ast.FunctionDef: "name"}
+            yield getattr(node, fields.get(type(node), ""), None)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_adding_a_technique_touches_few_files(kind):
+    name, own, others = EXAMPLES[kind]
+    touched = {path.relative_to(PACKAGE).as_posix() for path, tree in sources().items() if name in names_in(tree)}
+    assert touched == {own, *others}
+    tests = [path for path in Path(__file__).parent.glob("test_*.py") if path.name != "test_house.py"]
+    assert any(name in names_in(ast.parse(path.read_text(encoding="utf-8"))) for path in tests)
+
+
+def test_contributing_shows_what_adding_a_technique_touches():
+    """The table has one row for each kind. NAME in a path stands for the name of the new file."""
+    path = ROOT / "CONTRIBUTING.md"
+    if not path.exists():
+        pytest.skip("needs the CONTRIBUTING.md of a clone")
+    table = path.read_text(encoding="utf-8").partition("<!-- adding -->")[2].partition("<!-- end -->")[0]
+    rows = {line.split("|")[1].strip(): re.findall(r"`smallvit/([^`]+)`", line) for line in table.splitlines() if "`" in line}
+    assert rows.keys() == EXAMPLES.keys()
+    for kind, patterns in rows.items():
+        _, own, others = EXAMPLES[kind]
+        for file in (own, *others):
+            assert any(re.fullmatch(re.escape(p).replace("NAME", "[a-z_]+"), file) for p in patterns), f"{kind}: {file} is missing"
+        assert len(patterns) == 1 + len(others), f"{kind}: {patterns}"
 
 
 # What is loaded when
 
 
 def python(*words: str, **more) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, **more
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, **more)
 
 
-def test_the_slots_and_the_model_need_torch_and_einops_alone():
+def test_slots_and_models_need_only_torch_and_einops():
+    parts = [*SLOTS, "rng", "vit", "references", "augment", "objectives", "record", "run", "ablation", "recipe"]
     done = python(
         "-c",
         f"""
@@ -199,7 +226,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import smallvit
 assert "torch" not in sys.modules
-for name in {[*SLOTS, "rng", "vit", "references", "augment", "objectives", "record", "run", "recipe"]!r}:
+for name in {parts!r}:
     importlib.import_module("smallvit." + name)
 import torch
 model = smallvit.ViT((8, 8), 1, 10)
@@ -211,69 +238,63 @@ print("all well", [name for name in {HEAVY!r} if name in sys.modules])
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_a_slot_file_or_folder_can_be_taken_away_on_its_own(slot, tmp_path, monkeypatch):
+def test_file_or_folder_of_a_slot_works_outside_the_package(slot, tmp_path, monkeypatch):
     if (PACKAGE / slot).is_dir():
-        shutil.copytree(PACKAGE / slot, tmp_path / "theirs", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PACKAGE / slot, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
     else:
-        shutil.copy(PACKAGE / f"{slot}.py", tmp_path / "theirs.py")
+        shutil.copy(PACKAGE / f"{slot}.py", tmp_path / "copied.py")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "theirs", raising=False)
-    module = importlib.import_module("theirs")
+    monkeypatch.delitem(sys.modules, "copied", raising=False)
+    module = importlib.import_module("copied")
     names = smallvit.NAMES[slot]
-    assert names and all(getattr(module, name).__module__.partition(".")[0] == "theirs" for name in names)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "theirs"]:
+    assert names and all(getattr(module, name).__module__.partition(".")[0] == "copied" for name in names)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "copied"]:
         monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"], ["list"]], ids=" ".join)
-def test_the_command_line_does_not_wait_for_torch(words):
+def test_command_line_does_not_import_torch_for_help(words):
     done = python("-X", "importtime", "-m", "smallvit", *words, cwd=ROOT)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert done.returncode == 0 and done.stdout.strip() and {"argparse", "smallvit"} <= loaded
-    assert not loaded & set(BROUGHT_BY)
+    assert not loaded & set(INSTALLED_BY)
 
 
-# What a public name owes its reader
+# What public names need
 
 
-def test_every_public_name_is_there_documented_and_listed():
+def test_every_public_name_exists_and_has_its_own_docstring():
     assert len(smallvit.__all__) == len(set(smallvit.__all__)) >= 50 and dir(smallvit) == sorted(smallvit.__all__)
     for name in smallvit.__all__:
         doc = getattr(smallvit, name).__doc__
         assert doc and len(doc.split()) >= 3 and not doc.startswith(f"{name}("), f"{name} has no docstring of its own"
 
 
-def test_a_public_name_stays_what_it_is():
-    """A name that is also a file's would turn into that module as soon as the file is imported."""
-    files = {room(path) for path in sources()}
-    assert set(smallvit.__all__) & files == {"augment"}
-    for name in smallvit.__all__:
-        assert getattr(smallvit, name) is getattr(smallvit, name)
+def test_public_name_is_not_replaced_by_a_module():
+    """Importing a file of the same name would replace the public name by that module."""
+    assert set(smallvit.__all__) & {part_of(path) for path in sources()} == {"augment"}
+    assert all(getattr(smallvit, name) is getattr(smallvit, name) for name in smallvit.__all__)
 
 
-def test_an_unknown_public_name_lists_the_right_ones():
+def test_unknown_public_name_is_refused_with_the_existing_ones():
     with pytest.raises(AttributeError, match=r"smallvit has no 'Vit'; it offers .*ViT"):
         smallvit.Vit  # noqa: B018
 
 
-@pytest.mark.parametrize("slot", [*SLOTS, "vit", "references", "objectives", "evaluate", "explain", "pretrained", "run"])
-def test_everything_offered_is_documented_within_128_columns(slot):
-    trees = {path: tree for path, tree in sources().items() if room(path) == slot}
+@pytest.mark.parametrize("part", sorted(set(smallvit.NAMES)))
+def test_public_definitions_have_docstrings_within_128_columns(part):
+    trees = {path: tree for path, tree in sources().items() if part_of(path) == part}
     assert any(ast.get_docstring(tree) for tree in trees.values())
-    offered = [(path, node) for path, tree in trees.items() for node in tree.body if named(node) in smallvit.NAMES[slot]]
-    assert len(offered) == len(smallvit.NAMES[slot])
-    for path, node in offered:
+    public = [(p, node) for p, tree in trees.items() for node in tree.body if getattr(node, "name", None) in smallvit.NAMES[part]]
+    assert len(public) == len(smallvit.NAMES[part])
+    for path, node in public:
         assert ast.get_docstring(node), f"{node.name} has no docstring"
         lines, text = path.read_text(encoding="utf-8").splitlines(), node.body[0]
         long = [number for number in range(text.lineno, text.end_lineno + 1) if len(lines[number - 1]) > 128]
         assert not long, f"{path.name}, lines {long}"
 
 
-def named(node: ast.stmt) -> str | None:
-    return getattr(node, "name", None)
-
-
-def test_no_room_is_a_drawer():
+def test_no_file_has_a_name_for_everything():
     stems = {part.removesuffix(".py") for path in sources() for part in path.relative_to(PACKAGE).parts}
     assert len(stems) >= 25
     assert not stems & {"utils", "util", "common", "base", "misc", "helpers", "helper", "core", "tools"}
@@ -285,25 +306,20 @@ def test_errors_for_users_are_value_errors_with_a_sentence():
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and "ValueError" in ast.dump(node.exc or node):
                 raised += 1
-                assert isinstance(node.exc, ast.Call) and node.exc.args, (
-                    f"{path.name}, line {node.lineno}: a ValueError without words"
-                )
-                text = ast.unparse(node.exc.args[0])
-                assert len(text.split()) >= 4 or "{error}" in text or isinstance(node.exc.args[0], ast.Name), (
-                    f"{path.name}, line {node.lineno}: {text}"
-                )
+                where = f"{path.name}, line {node.lineno}"
+                assert isinstance(node.exc, ast.Call) and node.exc.args, f"{where}: a ValueError without a message"
+                message = ast.unparse(node.exc.args[0])
+                is_sentence = len(message.split()) >= 4 or "{error}" in message or isinstance(node.exc.args[0], ast.Name)
+                assert is_sentence, f"{where}: {message}"
             if isinstance(node, ast.FunctionDef):
-                given = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]} - {"self"}
-                asserted = {
-                    n.id for a in ast.walk(node) if isinstance(a, ast.Assert) for n in ast.walk(a) if isinstance(n, ast.Name)
-                }
-                assert not given & asserted, (
-                    f"{path.name}, {node.name}: an assert about an argument, where a ValueError belongs"
-                )
+                arguments = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]} - {"self"}
+                asserts = [a for a in ast.walk(node) if isinstance(a, ast.Assert)]
+                asserted = {n.id for a in asserts for n in ast.walk(a) if isinstance(n, ast.Name)}
+                assert not arguments & asserted, f"{path.name}, {node.name}: an assert on an argument; expected a ValueError"
     assert raised >= 60
 
 
-def test_ruff_has_nothing_to_say():
+def test_ruff_finds_nothing():
     if not importlib.util.find_spec("ruff"):
         pytest.skip("needs ruff")
     if not (ROOT / "pyproject.toml").exists():
