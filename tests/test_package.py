@@ -1,4 +1,4 @@
-"""The wheel: all of it is there, and it works away from the clone."""
+"""The wheel contains every file that smallvit needs, and works outside the clone."""
 
 import os
 import subprocess
@@ -13,30 +13,30 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The wheel, built from a copy of the checkout and unpacked."""
-    place = tmp_path_factory.mktemp("wheel")
+    """The folder of an unpacked wheel, built from a copy of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
     files = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True)
     if files.returncode:
-        pytest.skip("not a git checkout, so it is not known which files are the project's")
+        pytest.skip("needs a git checkout, to know which files belong to the project")
     for name in filter(lambda name: (ROOT / name).is_file(), files.stdout.splitlines()):
-        (place / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / "copy" / name).write_bytes((ROOT / name).read_bytes())
-    words = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(place / "copy")]
+        (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "copy" / name).write_bytes((ROOT / name).read_bytes())
+    words = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(folder / "copy")]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    zipfile.ZipFile(next(place.glob("*.whl"))).extractall(place / "site")
-    return place / "site"
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder / "site")
+    return folder / "site"
 
 
-def test_every_module_recipe_record_and_page_is_in_the_wheel(installed):
-    ours = {path.relative_to(ROOT) for path in (ROOT / "smallvit").rglob("*") if path.suffix in (".py", ".html")}
-    ours |= {Path("smallvit") / path.relative_to(ROOT) for path in (ROOT / "recipes").glob("*.*")}
-    there = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
-    assert ours <= there, ours - there
-    assert not any(path.parts[0] in ("recipes", "tests", "runs") for path in there)
+def test_wheel_contains_every_module_recipe_record_and_page(installed):
+    needed = {path.relative_to(ROOT) for path in (ROOT / "smallvit").rglob("*") if path.suffix in (".py", ".html", ".typed")}
+    needed |= {Path("smallvit") / path.relative_to(ROOT) for path in (ROOT / "recipes").glob("*.*")}
+    contained = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
+    assert needed <= contained, needed - contained
+    assert not any(path.parts[0] in ("recipes", "tests", "runs") for path in contained)
 
 
-def test_it_works_away_from_the_clone(installed, tmp_path):
+def test_installed_package_works_outside_the_clone(installed, tmp_path):
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     def smallvit(*words: str) -> subprocess.CompletedProcess:
@@ -47,4 +47,4 @@ def test_it_works_away_from_the_clone(installed, tmp_path):
     assert done.returncode == 0 and "+LSA" in done.stdout, done.stderr
     assert (tmp_path / "runs" / "smoke" / "quickstart" / "report.html").exists()
     record = next(tmp_path.rglob("record.json")).read_text()
-    assert '"commit": null' in record, "a wheel took somebody's repository for its own"
+    assert '"commit": null' in record, "the wheel reported the commit of another repository"
