@@ -13,7 +13,7 @@ LearningRate = Callable[[float, float], float]
 def decay_groups(
     objective: Any, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict], list[LearningRate]]:
-    """Return the parameter groups of an objective for AdamW, and for each group the function that gives its learning rate.
+    """Split the parameters of an objective into AdamW groups by weight decay. Also returns a learning-rate function per group.
 
     Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
     `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
@@ -38,12 +38,12 @@ def decay_groups(
 
 
 def scaled(rate: LearningRate, factor: float) -> LearningRate:
-    """Return a learning-rate function whose values are multiplied by `factor`."""
+    """Return a learning-rate function that gives `factor` times the values of the function `rate`."""
     return lambda progress, run_rate: factor * rate(progress, run_rate)
 
 
 def distances_to_head(model: Any) -> dict[int, int]:
-    """Return the distance to the head for the id of each parameter in the blocks (1 in the last block) and before them.
+    """Return a dict from parameter ids to their distance to the head: 1 in the last block, one more in each block before.
 
     Raises ValueError for a model without blocks.
     """
@@ -74,13 +74,13 @@ def learning_rate(progress: float, warmup: float, one_step: float, schedule: str
 
 
 def tensors(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of parameters and buffers of two models with the same architecture, for `ema_update`."""
+    """Return the parameters and buffers of two models with equal architecture as pairs of tensors, for `ema_update`."""
     return [*zip(ema.parameters(), (p.detach() for p in model.parameters())), *zip(ema.buffers(), model.buffers())]
 
 
 @torch.no_grad()
 def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
-    """Update the first tensor of each pair: (1 - weight) * first + weight * second. Integers (counters) are copied."""
+    """Move the first tensor of each pair towards the second: (1 - weight) * first + weight * second. Integers are copied."""
     averaged = [pair for pair in pairs if pair[0].is_floating_point()]
     torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore
     for ema, now in pairs:

@@ -10,7 +10,7 @@ CACHE: ContextVar[dict | None] = ContextVar("CACHE", default=None)
 
 @contextmanager
 def cached_features():
-    """Compute the features of a model only once while this context is open; the cache is emptied at its end.
+    """Context in which the features of a model are computed only once and then reused; they are forgotten at its end.
 
     Classifiers fitted on the features are cached too. No model may be changed inside the context, because its features would
     be out of date.
@@ -23,7 +23,7 @@ def cached_features():
 
 
 def cached(compute: Callable[[], Any], *arguments: Any) -> Any:
-    """Return `compute()`, or inside `cached_features` the earlier result for the same arguments.
+    """Return the result of `compute()`. Inside `cached_features`, reuse the result of an earlier call with the same arguments.
 
     Arguments are the same if they are equal strings or numbers, or the same objects.
     """

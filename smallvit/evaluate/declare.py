@@ -8,7 +8,9 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Declaration(NamedTuple):
-    """What an evaluator declares about itself. The defaults describe a function without a declaration.
+    """Properties of an evaluator (a function that scores a model) that the training loop and the reports need to know.
+
+    The defaults apply to a function without a declaration.
 
     probe: True if the evaluator trains a classifier on frozen features. A comparison that is judged by a probe also evaluates
         an untrained model.
@@ -34,12 +36,13 @@ def evaluator(
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Return a decorator that attaches a `Declaration` with these fields to an evaluator.
+    """Decorator that attaches a `Declaration` with the given fields to an evaluator, a function that scores a model.
 
-    The decorator returns the function itself. Only evaluators that differ from the defaults need it.
+    The function itself is returned unchanged. Only evaluators that differ from the defaults need it.
     """
 
     def declare(function: Function) -> Function:
+        """Attach the declaration to an evaluator and return the evaluator."""
         vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options))
         return function
 
@@ -47,7 +50,7 @@ def evaluator(
 
 
 def declaration(evaluator: Callable) -> Declaration:
-    """Return the declaration of an evaluator or of a `functools.partial` of one; the defaults if it has none."""
+    """Return the `Declaration` of an evaluator or of a `functools.partial` of one; default values if it has none."""
     while isinstance(evaluator, partial):
         evaluator = evaluator.func
     return getattr(evaluator, "declaration", Declaration())

@@ -66,7 +66,7 @@ class FeatureExtractor:
         return self.fit(X).transform(X)
 
     def read(self, X, only: int | None = None) -> Array:
-        """Return the features of all images, or of the first `only`. Raises ValueError for options that do not fit."""
+        """Return the features of images, shape (n, d); of the first `only` ones if given. Raises ValueError for bad options."""
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"the model is {self.model!r}; expected FeatureExtractor(model) with a torch.nn.Module")
         if not isinstance(self.batch, int) or self.batch < 1:
@@ -81,7 +81,7 @@ class FeatureExtractor:
         return read_batches(self.model, map(partial(normalize, spec=spec), images[:only].split(self.batch)), reader)
 
     def get_feature_names_out(self, input_features=None) -> Array:
-        """Return the names of the features, `featureextractor0` and so on. Raises ValueError before `fit`."""
+        """Return the names of the features: `featureextractor0`, `featureextractor1`, ... Raises ValueError before `fit`."""
         import numpy as np
 
         if not hasattr(self, "n_features_out_"):
@@ -102,18 +102,22 @@ class FeatureExtractor:
         return self
 
     def __repr__(self) -> str:
+        """Return the class and the arguments that differ from their defaults."""
         defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
         changed = {name: value for name, value in self.get_params().items() if value is not defaults[name]}
         words = (f"{k}={type(v).__name__ if isinstance(v, nn.Module | DataSpec) else repr(v)}" for k, v in changed.items())
         return f"FeatureExtractor({', '.join(words)})"
 
     def __sklearn_clone__(self) -> "FeatureExtractor":
-        return type(self)(**self.get_params())  # shares the model, which is never changed
+        """Return a new transformer that shares the model, which is never changed."""
+        return type(self)(**self.get_params())
 
     def __sklearn_is_fitted__(self) -> bool:
+        """Return True, since `transform` needs no `fit`."""
         return True
 
     def __sklearn_tags__(self):
+        """Return scikit-learn's tags: a transformer of image arrays that needs neither targets nor `fit`."""
         from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
 
         return Tags(
@@ -127,7 +131,9 @@ class FeatureExtractor:
 
 
 def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
-    """Return images of shape (n, c, h, w), uint8 or floating, and the spec to normalize them, None if they are normalized.
+    """Convert `Images`, an array or a tensor to a tensor of shape (n, c, h, w), and return it with the spec to normalize it.
+
+    The spec is None for pixels that are normalized already.
 
     Raises ValueError for anything but images, and for pixels that do not fit the spec.
     """
@@ -162,6 +168,6 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | N
 
 
 def normalize(images: Tensor, spec: DataSpec | None) -> Tensor:
-    """Return images as the model expects them: floats, normalized by the spec if there is one."""
+    """Return images as float tensors, scaled to [0, 1] if they are uint8, and normalized by the spec if there is one."""
     pixels = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     return pixels if spec is None else spec.normalise(pixels)

@@ -24,7 +24,7 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
-    """Return the features of images from a frozen model: a numpy array of shape (n, d), float32.
+    """Compute the features of images with a frozen model. Returns a numpy array of shape (images, features), float32.
 
     of: the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
         "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many times
@@ -45,7 +45,7 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
 
 def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> Array:
-    """Return the features that `read` gives for batches of normalized images, b c h w, as one numpy array of shape (n, d).
+    """Apply the function `read` to each batch of normalized images, and return all features as a numpy array.
 
     Raises ValueError if they are not of shape (b, d) for each batch, or not finite.
     """
@@ -58,7 +58,7 @@ def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Te
 
 
 def check_features(rows: Any, images: int, model: nn.Module) -> Tensor:
-    """Return the features of a batch. Raises ValueError if they are not a tensor with one row for each image."""
+    """Return features unchanged. Raises ValueError if they are not a 2-D tensor with one row for each image."""
     if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != images:
         shape = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
         raise ValueError(
@@ -69,7 +69,7 @@ def check_features(rows: Any, images: int, model: nn.Module) -> Tensor:
 
 
 def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
-    """Return the function that maps normalized images, b c h w, to the features of this name, b d; see `features`.
+    """Return a function that maps a batch of normalized images to the features that `features` gives for these options.
 
     Raises ValueError for an unknown name, or a name that does not apply to this model.
     """
@@ -94,9 +94,9 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
 
 
 def head_input(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function that computes the input of the classifier: `model.features`, or for a timm model its two steps.
+    """Return a function that computes the input of the classification head: `model.features`, or `forward_features` of timm.
 
-    A timm model may also have layers called `features`, so the two steps go first there.
+    For timm models, `forward_head(..., pre_logits=True)` follows. They may have layers called `features`, which are not used.
     """
     method = getattr(model, "features", None)
     if callable(method) and not isinstance(method, nn.Module):
@@ -112,7 +112,7 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 class Tokens(NamedTuple):
-    """The tokens after one block: prefix b p d, patches b n d, and the patches that each token stands for, b n or None."""
+    """Output of a transformer block: prefix tokens (b, p, d), patch tokens (b, n, d), and how many patches each is (b, n)."""
 
     prefix: Tensor
     patches: Tensor
@@ -120,7 +120,7 @@ class Tokens(NamedTuple):
 
 
 def token_features(model: nn.Module, of: str, layers: int, normed: bool, x: Tensor) -> Tensor:
-    """Return the class token, the mean of the patches, or both, of each of the last blocks, side by side, b d."""
+    """Return the class token and/or the mean patch token of each of the last `layers` blocks, concatenated, (batch, d)."""
     norm, norm_after_pool = norms(model) if normed else (nn.Identity(), nn.Identity())
     mean, parts = MeanTokens(0), []
     for tokens in (tokens_of_vit if isinstance(model, ViT) else tokens_of_timm)(model, x, layers):
@@ -136,6 +136,7 @@ def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[Tokens]:
     found, p = [], len(model.prefix)
 
     def record(block, inputs, output):
+        """Append the output tokens of a block to the list."""
         tokens, size = output
         found.append(Tokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
 
@@ -154,7 +155,7 @@ def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[Tokens]:
 
 
 def norms(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the norm of each token after the last block, and the norm of the pooled feature; one of the two is an identity."""
+    """Return two norm layers: the one before the pool, for tokens, and the one after it. One of the two is an identity."""
     if isinstance(model, ViT):
         return (nn.Identity(), model.norm) if model.norm_after_pool else (model.norm, nn.Identity())
     return model.norm, getattr(model, "fc_norm", nn.Identity())
@@ -174,7 +175,7 @@ def has_class_token(model: nn.Module) -> bool:
 
 @contextmanager
 def frozen(model: nn.Module):
-    """Put a model in evaluation mode without gradients, and restore the mode of each of its modules at the end.
+    """Context with a model in evaluation mode and without gradients; restores the training mode of each module at the end.
 
     Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`.
     """

@@ -33,11 +33,12 @@ def knn(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Yield `knn_1`, `knn_5`, ...: the accuracy of a vote among the k nearest labelled images, for each k of `ks`.
+    """Evaluate a k-nearest-neighbor classifier on frozen features. Yields its accuracy as `knn_1`, `knn_5`, ... for each k.
 
-    Nearest means the largest cosine similarity of the features. Each image has one vote; the smaller class index wins a tie.
-    Values of k above the number of labelled images are left out. Similarities are computed in float64, because the features of
-    an untrained model all point in nearly the same direction. Which of several equally near images are used is not specified.
+    The neighbors are labelled images. Nearest means the largest cosine similarity of the features. Each neighbor has one vote;
+    the smaller class index wins a tie. Values of k above the number of labelled images are left out. Similarities are computed
+    in float64, because the features of an untrained model all point in nearly the same direction. Which of several equally near
+    images are used is not specified.
 
     Raises   ValueError for a k below 1, or if every k is above the number of labelled images.
     """
@@ -72,7 +73,7 @@ def linear_probe(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Yield `linear_probe`, the accuracy of a logistic regression with L2 penalty on the frozen features.
+    """Evaluate a logistic regression with L2 penalty on frozen features. Yields its test accuracy as `linear_probe`.
 
     strengths: the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
         of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the smallest
@@ -89,6 +90,7 @@ def linear_probe(
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
 
     def fitted(c: float):
+        """Return the logistic regression with inverse penalty c, fitted to the labelled images."""
         fit = partial(logistic, train, splits.train.labels, c, standardise)
         return cached(fit, "logistic", model, splits.train, of, layers, norm, c, standardise)
 
@@ -122,12 +124,12 @@ def few_shot(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Yield `few_shot`, the accuracy of a logistic regression on the features of `shots` labelled images of each class.
+    """Evaluate a logistic regression on frozen features of only `shots` labelled images of each class, as `few_shot`.
 
-    `few_shot` is the mean over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left out for
-    one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on. Features are
-    standardized on the drawn images. The draws depend only on the labels of `splits.train`, so every model gets the same
-    images; those of fewer shots are among those of more.
+    `few_shot` is the mean accuracy over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left
+    out for one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on.
+    Features are standardized on the drawn images. The draws depend only on the labels of `splits.train`, so every model gets
+    the same images; those of fewer shots are among those of more.
 
     Raises   ValueError if a class has too few labelled images; RuntimeError if the solver does not converge.
     """
@@ -136,6 +138,7 @@ def few_shot(
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 
     def fitted(draw: int):
+        """Return the logistic regression that is fitted to one random choice of images."""
         images = splits.train.take(draw_balanced(splits.train, shots, draw))
         return logistic(features(model, images, of=of, layers=layers, norm=norm), images.labels, strength)
 
@@ -150,7 +153,7 @@ def few_shot(
 
 
 def draw_balanced(images: Images, shots: int, draw: int) -> Tensor:
-    """Return the indices of `shots` random images of each class; the number `draw` fixes which.
+    """Return the indices of `shots` randomly chosen images of each class. The integer `draw` is the random seed.
 
     Raises ValueError if a class has fewer images.
     """
@@ -165,7 +168,7 @@ def draw_balanced(images: Images, shots: int, draw: int) -> Tensor:
 
 
 def logistic(x: Array, labels: Tensor, strength: float, standardise: bool = True) -> Any:
-    """Return a scikit-learn pipeline of an optional scaler and a logistic regression, fitted to features x, n d.
+    """Fit a logistic regression of scikit-learn, with a StandardScaler before it, to features x of shape (n, d); return both.
 
     It is fitted in float64 to a tolerance of 1e-5. With scikit-learn's default of 1e-4 the accuracy is up to half a point
     away from that of the minimum. Raises RuntimeError if the solver does not converge.
@@ -190,5 +193,5 @@ def logistic(x: Array, labels: Tensor, strength: float, standardise: bool = True
 
 
 def score(probe: Any, x: Array, labels: Tensor) -> float:
-    """Return the accuracy of a fitted classifier on features x, n d."""
+    """Return the accuracy of a fitted scikit-learn classifier on features x of shape (n, d)."""
     return float((probe.predict(x.astype("float64")) == labels.numpy()).mean())

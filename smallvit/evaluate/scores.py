@@ -16,9 +16,7 @@ from .splits import NamedScores, Splits, require_images
 
 
 def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
-    """Yield `accuracy`, the share of images whose largest logit is the right class, and `nll`, the negative log-likelihood.
-
-    `nll` is the mean over the images, in nats.
+    """Evaluate a model as a classifier: yields `accuracy` and `nll`, the mean negative log-likelihood of the labels in nats.
 
     Raises   ValueError if the model does not give one logit for each class, or if the logits are not finite.
     """
@@ -42,9 +40,9 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
 
 @evaluator(judges=False)
 def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> NamedScores:
-    """Yield what a forward pass costs on this device: `macs` for one image and `ms` for a batch of `batch` images.
+    """Measure a forward pass: yields `macs`, the multiply-adds for one image, and `ms`, the time for a batch in milliseconds.
 
-    `ms` is the median time in milliseconds of `repeats` passes. For a model that reduces its tokens, also:
+    `ms` is the median of `repeats` passes of `batch` images on this device. For a model that reduces its tokens, also:
 
     `tokens`: the mean number of tokens after the last block.
     `speedup`: time of the same model without reduction and with its automatically chosen attention kernel, divided by the time
@@ -68,7 +66,7 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
 
 def reduced_cost(model: Any, splits: Splits, images: Tensor, repeats: int) -> dict[str, float]:
-    """Return the numbers of `cost` for a model that reduces its tokens; `images`, b c h w, are the batch that is timed."""
+    """Return the numbers that `cost` yields for a model with token reduction. `images` is the batch that is timed."""
     size = (images.shape[2], images.shape[3])
     if tokens := flops.tokens_per_layer(model, size):
         counted = float(flops.counted(model, images[:1]))

@@ -10,9 +10,9 @@ NamedScores = Iterator[tuple[str, float]]
 
 
 class Splits(NamedTuple):
-    """The images of an evaluation: `train` to fit a classifier, `val` to choose its options, `test` to compute the scores.
+    """Labelled images for an evaluator: `train` to fit a classifier, `val` to choose its options, `test` to compute scores.
 
-    All have labels. `val` may be empty. `fit` evaluates twice: first with the validation images as `test`, then once with the
+    `val` may be empty. `fit` evaluates twice: first with the validation images as `test`, then once with the
     test images.
     """
 
@@ -22,7 +22,7 @@ class Splits(NamedTuple):
 
 
 def require_images(images: AnyImages) -> AnyImages:
-    """Return the images. Raises ValueError if there are none."""
+    """Return the images unchanged. Raises ValueError if the set of images is empty."""
     if not len(images):
         raise ValueError("there are no images to evaluate; expected at least one")
     return images

@@ -17,18 +17,20 @@ MIN_SPREAD = 0.01  # 1 for features in all directions; an untrained ViT has abou
 
 
 class Observation(NamedTuple):
-    """The features of a batch, b d, and the targets of a teacher for it, b k, in rows with sum 1 (None without a teacher)."""
+    """Features of a batch, shape (batch, d), and the teacher's target probabilities (batch, k) if there is a teacher."""
 
     features: Tensor
     targets: Tensor | None = None
 
 
 class Collapse(RuntimeError):
-    """Raised if a run has collapsed. The message says which kind of collapse it is, and which option to change first."""
+    """Error for a run whose features have collapsed. Its message names the kind of collapse and the option to change first."""
 
 
 def collapse_statistics(observation: Observation | None) -> dict[str, float]:
-    """Return up to four numbers of a batch that show a collapse; an empty dict without an observation.
+    """Compute statistics that show whether self-supervised features have collapsed: spread, rank, entropy and information.
+
+    Returns an empty dict without an observation, and only `spread` and `rank` without targets.
 
     spread: the standard deviation of the L2-normalized features over the batch, times the square root of their width. It is 1
         if the features point in all directions, and 0 if they are all equal.
@@ -63,7 +65,7 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def collapse_kind(numbers: dict[str, float]) -> str | None:
-    """Return which collapse the statistics of a batch show, and the option to change first; None if they are healthy."""
+    """Return the kind of collapse that the statistics of a batch show, and the option to change first; None if healthy."""
     if numbers.get("information", MIN_INFORMATION) < MIN_INFORMATION:
         if numbers["entropy"] > 0.5:
             return (
@@ -77,7 +79,7 @@ def collapse_kind(numbers: dict[str, float]) -> str | None:
 
 
 class Monitor:
-    """Checks an objective for collapse about 100 times in a run; stops the run after 10 collapsed checks in a row.
+    """Checks the features of a run for collapse about 100 times, and raises `Collapse` after 10 collapsed checks in a row.
 
     steps: the number of steps of the run. Checks are at least 10 steps apart.
     """
@@ -86,7 +88,7 @@ class Monitor:
         self.every, self.in_a_row = max(MIN_STEPS, steps // CHECKS), 0
 
     def check(self, step: int, observation: Observation | None):
-        """Check the last batch, if a check is due at this step. Raises `Collapse` after too many collapsed checks in a row.
+        """Check the features of the last batch if a check is due at this step. Raises `Collapse` after 10 bad checks in a row.
 
         A batch of one image says nothing about collapse and is not checked.
         """

@@ -16,7 +16,7 @@ from .objective import Objective
 
 
 class DINO(Objective):
-    """Self-distillation without labels: a student predicts, from any view of an image, what a teacher gives for another view.
+    """Self-distillation without labels: a student learns to give the same output for any view of an image as its EMA teacher.
 
     The student sees all views. The teacher, an exponential moving average (EMA) of the student, sees the two global views. The
     teacher is `.model`, which is saved and evaluated. `batch.views` come from `augment.digit_crops()` or
@@ -100,7 +100,8 @@ class DINO(Objective):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
         self.student: Any = model
 
-        def make_head() -> Any:  # called twice, since weight norm keeps a tensor that cannot be deep-copied
+        def make_head() -> Any:
+            """Return a new projection head. Deep copies are impossible, since weight norm keeps a computed tensor."""
             head: Any = DINOProjectionHead(
                 width(model), hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
             )
@@ -127,7 +128,7 @@ class DINO(Objective):
 
     @property
     def trained_model(self) -> Any:
-        """The student."""
+        """The model that the optimizer changes: the student."""
         return self.student
 
     def train(self, mode: bool = True):
@@ -165,9 +166,11 @@ class DINO(Objective):
         return {"loss": loss}
 
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Return teacher logits, (2 b) k, whose softmax is the target with the share of the neighbors. Fills the bank.
+        """Mix the teacher's outputs for the nearest images of the bank into the targets. Returns logits of the mixed targets.
 
-        The logits are returned unchanged until the run has settled and the bank has enough images.
+        `logits`, shape (2 batch, k), are the teacher's for two views of each image. The images are then put into the bank.
+
+        Logits are unchanged until the run has settled and the bank has enough images.
         """
         feature, projected = features_before_and_after_projection(self.model, images)
         projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
@@ -190,7 +193,7 @@ class DINO(Objective):
         return mixed
 
     def mix(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Return logits of targets in which the neighbors of an image have the weight `share`.
+        """Mix the target of each image with the mean target of its neighbors, which has weight `share`. Returns logits.
 
         `projections`, b k p, are the neighbors' projections in the head, and `valid`, b k, is False for neighbors to leave out.
         An image without valid neighbors keeps its own target.
@@ -204,12 +207,12 @@ class DINO(Objective):
         return center + temperature * target.clamp_min(torch.finfo(target.dtype).tiny).log()
 
     def temperature(self, progress: float) -> float:
-        """Return the teacher's temperature at this progress of the run."""
+        """Return the softmax temperature of the teacher when the fraction `progress` of the run is done."""
         start, end = self.temperatures
         return end if progress >= self.warmup else start + (end - start) * progress / self.warmup
 
     def before_step(self, progress: float):
-        """Clip the gradient of each parameter separately, and remove that of the last layer while it is frozen."""
+        """Clip the gradient of each parameter separately, and remove that of the head's last layer while it is frozen."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if self.clip and gradients:  # as clip_grad_norm_ of each parameter, without a hundred small calls
             norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore
@@ -217,19 +220,19 @@ class DINO(Objective):
         self.head.cancel_last_layer_gradients(0 if progress < self.freeze else 1)
 
     def after_step(self, progress: float):
-        """Update the teacher, the EMA of the student."""
+        """Update the weights of the teacher, which are an exponential moving average of the student's."""
         if not self.pairs:
             self.pairs = tensors(self.model, self.student) + tensors(self.teacher_head, self.head)
         ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """Return a tensor in float32 or a wider type, because differences of logits are small."""
+    """Return a tensor as float32 if its type is less precise, because differences of logits are small."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def image_ids(images: Tensor) -> Tensor:
-    """Return a number for each image, b, that is equal for equal images."""
+    """Return a hash for each image, shape (batch,), which is equal for equal images."""
     flat = images.flatten(1).double()
     return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
 
@@ -241,7 +244,7 @@ def projected_pool(model: nn.Module) -> Projected | None:
 
 
 def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the features before and after the projection of a model, both b d; equal for a model without a projection."""
+    """Return the features of images before and after the model's projection; the same twice for a model without `Projected`."""
     projected = projected_pool(model)
     if projected is None:
         return (feature := model.features(x)), feature

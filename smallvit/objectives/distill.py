@@ -79,7 +79,7 @@ class Distill(Objective):
         return self.teachers[0]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return the loss of a batch. The teacher is only run here if `prepare` has not run it before."""
+        """Return a dict with the loss of a batch. Runs the teacher only if `prepare` has not added its logits to the batch."""
         self.set_progress(progress)
         if self.token:
             logits, distilled = self.model.head.apart(self.model.features(batch.images))
@@ -92,12 +92,12 @@ class Distill(Objective):
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's logits. In a stack of runs each run has its own teacher."""
+        """Return the batch with the teacher's logits added. Called before each step: stacked runs have separate teachers."""
         return batch._replace(teacher_logits=(self.teacher_logits(batch),)) if self.weight else batch
 
     @torch.no_grad()
     def teacher_logits(self, batch: Batch) -> Tensor:
-        """Return the teacher's logits for a batch, b k. Raises ValueError if their shape is not that of the targets."""
+        """Return the teacher's logits for a batch, shape (batch, k). Raises ValueError if the targets have another shape."""
         # objective.to(device) does not move the teacher, which is not a submodule
         weight = next(self.teacher.parameters(), batch.images)
         if (weight.device, weight.dtype) != (batch.images.device, batch.images.dtype):
@@ -110,7 +110,7 @@ class Distill(Objective):
         return logits
 
     def gap(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the distillation loss between the logits of student and teacher, both b k; the mean over the batch."""
+        """Return the distillation loss between student and teacher logits of shape (batch, k), averaged over the batch."""
         if self.kind == "hard":
             return F.cross_entropy(logits, teacher_logits.argmax(-1))
         student, teacher = ((z / self.temperature).log_softmax(-1) for z in (logits, teacher_logits))

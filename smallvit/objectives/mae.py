@@ -23,7 +23,7 @@ Image = tuple[int, int]  # height, width in pixels
 
 
 class Reconstruction(NamedTuple):
-    """The images that a masked autoencoder received and reconstructed, all b c h w and normalized as the input.
+    """Images that a masked autoencoder received and reconstructed, each of shape (batch, c, h, w) and normalized as the input.
 
     image: the input.
     masked: the input of the encoder; hidden pixels are 0.
@@ -106,7 +106,7 @@ class MAE(Objective):
         initialize(self.decoder)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return the loss of a batch. `observed` gets the pooled features of the visible tokens."""
+        """Return a dict with the reconstruction loss of a batch. Stores the pooled features of visible tokens in `observed`."""
         images = batch.images
         shown, hidden = self.hide(images)  # the first random draw of a step, so that dropout does not change it
         tokens = self.encode(images, shown)
@@ -115,7 +115,7 @@ class MAE(Objective):
         return {"loss": self.error(self.decoder(tokens, shown, hidden, self.grid(images)), images, hidden)}
 
     def grid(self, images: Tensor) -> Grid:
-        """Return the rows and columns of patches of images. Raises ValueError if their patches do not fit the decoder."""
+        """Return the numbers of rows and columns of patches in images. Raises ValueError if the decoder has other patches."""
         if images.ndim != 4 or images.shape[1] != self.model.channels:
             raise ValueError(f"got images of shape {tuple(images.shape)}; the model needs b {self.model.channels} h w")
         h, w = images.shape[2:]
@@ -128,7 +128,7 @@ class MAE(Objective):
         return grid
 
     def hide(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return random indices of the patches to show, b k, and to hide, b m, for each image, both in row-major order.
+        """Choose random patches to hide in each image. Returns sorted indices of visible, (b, k), and hidden patches, (b, m).
 
         They are drawn on the CPU, so that a seed gives the same patches on every device.
         """
@@ -138,12 +138,12 @@ class MAE(Objective):
         return order[:, :k].sort().values.to(images.device), order[:, k:].sort().values.to(images.device)
 
     def encode(self, images: Tensor, shown: Tensor) -> Tensor:
-        """Return the encoder's tokens for the visible patches with indices `shown`, b k: b (prefix + k) d."""
+        """Encode only the visible patches, given by their indices `shown`, (b, k). Returns tokens, (b, prefix + k, d)."""
         images = images.masked_fill(~patch_mask(shown, self.grid(images), (images.shape[2], images.shape[3])), 0.0)
         return self.model.tokens(images, keep=shown)[0]
 
     def error(self, predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
-        """Return the mean squared error of predictions, b m (p q c), for the hidden patches with indices b m."""
+        """Return the mean squared error between predicted pixels, (b, m, p q c), and the hidden patches with indices (b, m)."""
         targets = take(patchify(images, self.grid(images)), hidden)
         if self.normalise:
             mean, std = mean_and_std(targets)
@@ -151,7 +151,7 @@ class MAE(Objective):
         return (predicted - targets).square().mean()
 
     def reconstruct(self, images: Tensor, *, seed: int = 0) -> Reconstruction:
-        """Hide random patches of normalized images, b c h w, and reconstruct them in evaluation mode; `seed` fixes which."""
+        """Hide random patches of normalized images, (b, c, h, w), chosen by `seed`, and reconstruct them in evaluation mode."""
         grid, image = self.grid(images), (images.shape[2], images.shape[3])
         shown, hidden = self.hide(images, torch.Generator().manual_seed(seed))
         with frozen(self):
@@ -167,7 +167,7 @@ class MAE(Objective):
 
 
 class Decoder(nn.Module):
-    """A small transformer from the encoder's tokens, b (prefix + k) d, to the pixels of the hidden patches, b m (p q c)."""
+    """Small transformer that predicts the pixels of hidden patches from the tokens of the visible patches."""
 
     def __init__(self, prefix: tuple[int, ...], grid: Grid, values: int, dim: int, depth: int, heads: int):
         super().__init__()
@@ -179,11 +179,14 @@ class Decoder(nn.Module):
         self.pixels = nn.Linear(dim, values)
 
     def reset_parameters(self):
-        """Initialize the token for hidden patches."""
+        """Initialize the learned token that stands for hidden patches."""
         nn.init.normal_(self.unknown, std=0.02)
 
     def forward(self, x: Tensor, shown: Tensor, hidden: Tensor, grid: Grid) -> Tensor:
-        """Return the predicted pixels. `shown`, b k, and `hidden`, b m, are indices that together cover the grid."""
+        """Predict the pixels of hidden patches, shape (b, m, p q c), from the encoder's tokens x, shape (b, prefix + k, d).
+
+        `shown`, (b, k), and `hidden`, (b, m), are the indices of visible and hidden patches.
+        """
         x = torch.cat([self.embed(x), self.unknown.expand(*hidden.shape, -1)], dim=1)
         prefix = x.shape[1] - prod(grid)
         order = torch.cat([shown, hidden], dim=1).argsort(dim=1)
@@ -194,7 +197,7 @@ class Decoder(nn.Module):
 
 
 def visible_patches(ratio: float, n: int) -> int:
-    """Return how many of n patches are visible. Raises ValueError unless at least one is visible and one is hidden."""
+    """Return how many of n patches stay visible if the share `ratio` is hidden. Raises ValueError if all or none are."""
     if not 0 < ratio < 1:
         raise ValueError(f"ratio is {ratio}; expected the share of patches to hide, above 0 and below 1")
     shown = floor(n * (1 - ratio) + 1e-6)  # 10 * (1 - 0.9) is a little less than 1
@@ -224,8 +227,9 @@ def grid_and_patch(model: ViT, image: Image) -> tuple[Grid, Image]:
 
 
 def nearest_size(grid: Callable[[Image], Grid], size: int, axis: int, step: int) -> int:
-    """Return the nearest height (axis 0) or width (axis 1) that tokens divide equally, searching down (step -1) or up (1).
+    """Search for the nearest image height (axis 0) or width (axis 1) that is divisible by its number of tokens.
 
+    Searches smaller sizes (step -1) or larger ones (step 1).
     `grid` gives the rows and columns of tokens for an image size. Returns `size` if none is found up to four times the size.
     """
     for candidate in range(size, 0 if step < 0 else 4 * size, step):
@@ -238,7 +242,7 @@ def nearest_size(grid: Callable[[Image], Grid], size: int, axis: int, step: int)
 
 
 def patch_mask(index: Tensor, grid: Grid, image: Image) -> Tensor:
-    """Return a mask of pixels, b 1 h w, that is True in the patches with these indices, b k."""
+    """Return a pixel mask, shape (batch, 1, h, w), that is True inside the patches with these indices, shape (batch, k)."""
     mask = torch.zeros(len(index), prod(grid), dtype=torch.bool, device=index.device).scatter(1, index, True)
     mask = mask.unflatten(1, (1, *grid))
     return mask.repeat_interleave(image[0] // grid[0], dim=2).repeat_interleave(image[1] // grid[1], dim=3)
@@ -251,7 +255,7 @@ def mean_and_std(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def patchify(images: Tensor, grid: Grid) -> Tensor:
-    """Return the pixels of equal patches in row-major order, b n (p q c), from images b c h w.
+    """Cut images, (b, c, h, w), into a grid of equal patches. Returns their pixels in row-major order, (b, n, p q c).
 
     Raises ValueError for a grid that does not divide the images into equal patches.
     """
@@ -263,7 +267,7 @@ def patchify(images: Tensor, grid: Grid) -> Tensor:
 
 
 def unpatchify(patches: Tensor, grid: Grid, image: Image) -> Tensor:
-    """Return the images b c h w of patches b n (p q c): the inverse of `patchify`.
+    """Put patches, (b, n, p q c), together to images, (b, c, h, w). The inverse of `patchify`.
 
     Raises ValueError for patches that do not fill images of this size.
     """

@@ -15,7 +15,7 @@ LearningRate = Callable[[float, float], float]
 
 
 class Objective(nn.Module):
-    """Base class of objectives, which compute the loss of a model on a batch.
+    """Base class of training objectives. An objective is a module that computes the loss of a model on a batch.
 
     A subclass implements `forward` and overrides the attributes and methods below where the defaults do not fit.
 
@@ -56,7 +56,7 @@ class Objective(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no forward(batch, progress)")
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with added values that need no gradient, such as teacher logits. Called before each step."""
+        """Return the batch, with values added that need no gradient, such as teacher logits. Called before each step."""
         return batch
 
     def before_step(self, progress: float):
@@ -79,11 +79,11 @@ class Objective(nn.Module):
 
     @cached_property
     def scheduled_modules(self) -> list[Any]:
-        """The modules of the trained model with a float `progress`, for example a reduction that starts gently."""
+        """The modules of the trained model that change during the run: those with a float attribute `progress`."""
         return [m for m in self.trained_model.modules() if isinstance(getattr(m, "progress", None), float)]
 
     def set_progress(self, progress: float):
-        """Set the attribute `progress` of all modules of the trained model that have one. Call this first in `forward`."""
+        """Set the attribute `progress` of all modules of the trained model that have it. Call this first in `forward`."""
         for module in self.scheduled_modules:
             module.progress = progress
 

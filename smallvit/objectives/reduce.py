@@ -17,7 +17,7 @@ from .supervised import cross_entropy
 
 
 class LearnToPrune(Objective):
-    """Train the `LearnedPrune` reductions of a trained model, with the model before pruning as a teacher (DynamicViT).
+    """Teach a trained model to prune its tokens with `LearnedPrune`, with the unpruned model as a teacher (DynamicViT).
 
     ratio: the weight of the squared difference between the share of patches kept and the target share.
     distil: the weight of the KL divergence between the logits of teacher and student.
@@ -50,7 +50,7 @@ class LearnToPrune(Objective):
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return the loss of a batch, and as "kept" the mean share of patches that each predictor keeps."""
+        """Return a dict with the loss of a batch, and "kept", the mean share of patches that each predictor keeps."""
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
             teacher_logs = self.teacher.head(self.teacher.pooled(teacher_tokens, None)).float().log_softmax(-1)
@@ -68,19 +68,19 @@ class LearnToPrune(Objective):
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return two groups: the predictors follow the run, and all other weights start late and learn slowly."""
+        """Return two groups: predictors follow the run's learning rate, and all other weights start late and learn slowly."""
         predictors = [p for module in self.pruning for p in module.parameters()]
         ids = set(map(id, predictors))
         others = [p for p in self.model.parameters() if id(p) not in ids]
         return [(predictors, lambda progress, rate: rate), (others, self.backbone_rate)]
 
     def backbone_rate(self, progress: float, rate: float) -> float:
-        """Return the learning rate outside the predictors: 0 in the first sixth of the run, then at most `backbone`."""
+        """Return the learning rate of the other weights: 0 in the first sixth of a run, then at most `backbone`."""
         return 0.0 if progress < 1 / 6 else min(self.backbone, rate)
 
 
 class LearnThresholds(Objective):
-    """Train the thresholds of `LearnedThresholds` in a trained model to meet a compute budget; all other weights stay fixed.
+    """Train only the token-reduction thresholds of a trained model with `LearnedThresholds`, to meet a compute budget (LTMP).
 
     budget: the target for the compute of the blocks, as a share of the compute without reduction.
     weight: the weight of the squared difference between the compute and the budget.
@@ -111,7 +111,7 @@ class LearnThresholds(Objective):
             module.requires_grad_(True)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return the loss of a batch, and as "spent" the share of the compute that the reduced model needs."""
+        """Return a dict with the loss of a batch, and "spent", the compute as a share of that without token reduction."""
         with recorded_decisions(self.thresholds) as decisions:
             logits = self.model(batch.images)
         spent = self.spent(decisions)
@@ -119,7 +119,7 @@ class LearnThresholds(Objective):
         return {"loss": loss, "spent": spent.detach()}
 
     def spent(self, decisions: list[Tensor]) -> Tensor:
-        """Return the MACs of the blocks as a share of those without reduction.
+        """Return the multiply-adds of all blocks as a share of those without token reduction.
 
         `decisions` has a tensor b n for each block with thresholds: 1 for tokens that are kept, 0 for others.
         """
@@ -134,13 +134,13 @@ class LearnThresholds(Objective):
         return macs / full
 
     def after_step(self, progress: float):
-        """Clamp the thresholds to their range."""
+        """Clamp the thresholds to their allowed range after the optimizer step."""
         for module in self.thresholds:
             module.clamp()
 
 
 def trained_reductions(model: nn.Module, kind: type, part: str) -> list[Any]:
-    """Return the reductions of class `kind` in the blocks of a model that have the attribute `part`, which is None if off.
+    """Return the token-reduction modules of class `kind` in a model that are on: their attribute `part` is not None.
 
     Raises ValueError if there are none.
     """
@@ -153,7 +153,7 @@ def trained_reductions(model: nn.Module, kind: type, part: str) -> list[Any]:
 
 @contextmanager
 def recorded_decisions(modules: list[Any]) -> Iterator[list[Tensor]]:
-    """Record the decisions of reductions during a forward pass: yields a list to which each appends a tensor b n."""
+    """Context that records which tokens are kept: yields a list to which each module appends a tensor (batch, tokens)."""
     decisions: list[Tensor] = []
     hooks = [module.kept.register_forward_hook(lambda _, inputs, output: decisions.append(output)) for module in modules]
     try:

@@ -27,7 +27,7 @@ class Supervised(Objective):
         self.softmax_first = softmax_first
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return the loss of a batch."""
+        """Return a dict with the cross-entropy loss of a batch."""
         self.set_progress(progress)
         logits = self.model(batch.images)
         if self.softmax_first:
@@ -36,5 +36,5 @@ class Supervised(Objective):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of logits, b k, with target probabilities, b k: the mean over the batch, in float32."""
+    """Return the cross-entropy of logits and target probabilities, both of shape (batch, k), averaged over the batch."""
     return -(targets * logits.float().log_softmax(-1)).sum(-1).mean()
