@@ -530,12 +530,13 @@ def test_failures_show_the_line_of_the_recipe_and_fold_the_traceback():
 def test_unavailable_arms_are_one_line():
     rows = records({"scratch": 0, "+A": 0, "A": 0, "B": 0}, labels=(10, 20), references=("A", "B"))
     rows = fail(fail(rows, "A", status="unavailable", error="no file"), "B", status="unavailable", error="no file")
-    assert "## Unavailable here\n\nA and B (no file)\n" in markdown(rows, **PAGE) and "A and B (no file)" in html(rows, **PAGE)
+    page = markdown(rows, **PAGE)
+    assert "## Unavailable here\n\nA and B (no file)\n" in page and "| A |" not in page and "A and B (no file)" in html(rows, **PAGE)
 
 
 def test_superseded_runs_are_named_at_the_top():
     page = markdown(change(PLAIN, "+A", superseded="the default of `ema` has changed."), **PAGE)
-    assert "8 of 16 runs on this page are no longer in the recipe: the default of \\`ema\\` has changed." in page[:200]
+    assert "8 of 16 runs on this page come from an earlier version. The default of \\`ema\\` has changed." in page[:200]
     assert "All 16 runs on this page" in html(change(PLAIN, None, superseded="x"), **PAGE)
 
 

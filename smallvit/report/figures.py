@@ -87,8 +87,7 @@ def by_macs(c: Comparison) -> str:
         for r in rows[n]:
             equal = [arm for arm in share if abs(share[arm] - share[r.arm]) < 0.01]
             x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
-            ax.plot([x, x], [r.mean, r.mean] if r.low is None else [r.low, r.high], color=look["color"])
-            ax.plot([x], [r.mean], look["marker"], color=look["color"])
+            mark(ax, x, r, look)
         stretch(ax, "y", [v for r in rows[n] for v in (r.mean, r.low, r.high)], most=7)
         ax.set(xlabel=f"MACs, relative to {c.baseline}")
     figure.supylabel("test accuracy, %", fontsize="medium")
@@ -110,9 +109,9 @@ def by_labels(c: Comparison) -> str:
     for place, (arm, rows) in enumerate(lines.items()):
         xs = [(r.labels or 0) * apart ** (place - len(c.arms) / 2) for r in rows]
         dashes = ":" if c.arms[arm] == "reference" else "-"
-        ax.plot(xs, [r.mean for r in rows], dashes, marker=looks[arm]["marker"], color=looks[arm]["color"])
+        ax.plot(xs, [r.mean for r in rows], dashes, color=looks[arm]["color"])
         for x, r in zip(xs, rows):
-            ax.plot([x, x], [r.mean, r.mean] if r.low is None else [r.low, r.high], color=looks[arm]["color"])
+            mark(ax, x, r, looks[arm])
         ends[arm] = xs[-1], rows[-1].mean
     ax.set(title="", xscale="log", xlabel="labelled images", ylabel="test accuracy, %")
     ax.set_xticks(sizes, [f"{n:,}" for n in sizes])
@@ -144,10 +143,9 @@ def by_hyperparameter(c: Comparison, hyperparameters: Mapping[str, Mapping[str, 
         ax.set(xscale="log" if log else "linear", xlabel=f"{name}, and MACs per image")
         ax.plot(xs, [r.mean for r in rows], color=FAINT, linewidth=0.8)
         for x, r in zip(xs, rows):
-            color = looks[r.arm]["color"]
-            ax.plot([shifted(x, xs, 0.035, log)] * len(r.values), r.values, "o", color=color, alpha=0.45, markersize=3)
-            ax.plot([x, x], [r.mean, r.mean] if r.low is None else [r.low, r.high], color=color, linewidth=2)
-            ax.plot([x], [r.mean], looks[r.arm]["marker"], color=color)
+            xs_seeds, look = [shifted(x, xs, 0.035, log)] * len(r.values), looks[r.arm]
+            ax.plot(xs_seeds, r.values, "o", color=look["color"], alpha=0.45, markersize=3)
+            mark(ax, x, r, look, linewidth=2)
         macs = [r.budget["macs"] for r in rows]
         ax.set_xticks(xs, [f"{x:,g}" + (f"\n{m / 1e6:,.2f} M" if m else "") for x, m in zip(xs, macs)])
         ax.minorticks_off()
@@ -260,6 +258,12 @@ def strip(ax, y: int, found: Row | Difference, look: dict, scale: int = 1):
     if found.low is not None and found.high is not None:
         ax.plot([scale * found.low, scale * found.high], [y - 0.08] * 2, color=look["color"], linewidth=2)
     ax.plot([scale * (found.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
+
+
+def mark(ax, x: float, row: Row, look: dict, **options):
+    """Draw the mean of a row at `x` as a marker, and its 95% interval as a vertical bar."""
+    ax.plot([x, x], [row.mean, row.mean] if row.low is None else [row.low, row.high], color=look["color"], **options)
+    ax.plot([x], [row.mean], look["marker"], color=look["color"])
 
 
 def stretch(ax, axis: str, values: Sequence[float | None], most: int):

@@ -96,12 +96,12 @@ def excess(share: float) -> str:
 def sentence(c: Comparison, row: Row) -> str:
     """A verdict as one line: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`. Names one of several baselines."""
     d, reason = row.difference, f" ({row.reason})" if row.reason else ""
-    decided = row.verdict in ("better", "worse")
+    certain = row.verdict in ("better", "worse")
     start = f"{row.arm} at {format_labels(row.labels)}: {row.verdict}"
-    start += f" {'than' if decided else 'compared with'} {row.baseline}" if len(c.baselines) > 1 else ""
+    start += f" {'than' if certain else 'compared with'} {row.baseline}" if len(c.baselines) > 1 else ""
     if d is None:
         return start + reason
-    if decided:
+    if certain:
         return f"{start} by {percent(abs(d.mean))} points {interval(d)}"
     return f"{start}, {points(d.mean)} points {interval(d)}{reason}"
 
@@ -165,12 +165,13 @@ def baselines(rows: Sequence[Row], several: str) -> str:
 
 
 def superseded(records: Sequence[Record]) -> str:
-    """A sentence on runs that the recipe no longer contains; empty if it contains all."""
+    """Says which part of the runs the recipe no longer contains, and why; empty if it contains all."""
     reasons = [r.superseded for r in records if r.superseded]
     if not reasons:
         return ""
-    runs = f"All {len(reasons)}" if len(reasons) == len(records) else f"{len(reasons)} of {len(records)}"
-    return f"{runs} runs on this page are no longer in the recipe: {'; '.join(dict.fromkeys(r.rstrip('.') for r in reasons))}."
+    count = f"All {len(reasons)}" if len(reasons) == len(records) else f"{len(reasons)} of {len(records)}"
+    texts = (f"{reason[0].upper()}{reason[1:].rstrip('.')}." for reason in dict.fromkeys(reasons))
+    return f"{count} runs on this page come from an earlier version. {' '.join(texts)}"
 
 
 def notes(c: Comparison, warnings: Sequence[str]) -> str:
