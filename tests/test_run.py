@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -54,6 +55,7 @@ from smallvit import (
 )
 from smallvit.components import MODULES, VALUE_MODULES, canonical, component, function, options, own_arguments
 from smallvit.recipe import definitions, smoke_test_runs
+from smallvit.record import RANDOM
 
 # A run with nested partials, tuples, transforms, another run, and None in place of a default.
 RICH = Run(
@@ -61,19 +63,14 @@ RICH = Run(
     labels=100,
     val=0,
     model=partial(
-        ViT,
-        tokenizer=partial(ShiftedPatchEmbed, patch=7, norm=False),
-        block=partial(Block, mlp_ratio=2.0, layer_scale=1e-4),
-        attention=partial(LocalityAttention, mask_self=False),
-        position=None,
-        reduction=partial(Merge, r=(0.25, 2)),
-        drop_path=(0.0, 0.1),
-        depth=2,
+        ViT, tokenizer=partial(ShiftedPatchEmbed, patch=7, norm=False), block=partial(Block, mlp_ratio=2.0, layer_scale=1e-4),
+        attention=partial(LocalityAttention, mask_self=False), position=None, reduction=partial(Merge, r=(0.25, 2)),
+        drop_path=(0.0, 0.1), depth=2,
     ),
     init=Run(steps=10),
     augment=(*augment.photos(), augment.Warp(rotate=10, fill="edge")),
     evaluators=(accuracy, partial(knn, ks=(1, 3)), linear_probe),
-)
+)  # fmt: skip
 NAMES = [f.name for f in fields(Run)]
 
 
@@ -99,21 +96,15 @@ def words_id(value) -> str:
 # Names and values
 
 
-def test_misspelt_setting_is_refused_with_the_right_name():
-    misspelt = [(name, wrong) for name in NAMES for wrong in misspellings(name)]
-    assert len(NAMES) == 23 and len(misspelt) >= 200
+@pytest.mark.parametrize("names, count", [(NAMES, 200), ([*options(ViT)], 170)], ids=["run", "ViT"])
+def test_misspelt_name_is_refused_with_the_right_one(names, count):
+    misspelt = [(name, wrong) for name in names for wrong in misspellings(name)]
+    assert len(NAMES) == 23 and len(options(ViT)) >= 13 and len(misspelt) >= count
     for name, wrong in misspelt:
-        refused(lambda wrong=wrong: Run(**{wrong: 1}), f"a run has no option {wrong!r}; did you mean {name!r}?")
-        refused(lambda wrong=wrong: Run().vary(**{wrong: 1}), f"did you mean {name!r}?")
-
-
-def test_misspelt_option_of_the_model_is_refused_with_the_right_name():
-    misspelt = [(name, wrong) for name in options(ViT) for wrong in misspellings(name)]
-    assert len(options(ViT)) >= 13 and len(misspelt) >= 170
-    for name, wrong in misspelt:
-        words = f"ViT has no option {wrong!r}; did you mean {name!r}?"
-        refused(lambda wrong=wrong: Run().vary(**{wrong: 1}), "a run of " + words)
-        refused(lambda wrong=wrong: Run(model=partial(ViT, **{wrong: 1})), words)
+        words = f"has no option {wrong!r}; did you mean {name!r}?"
+        refused(lambda wrong=wrong: Run().vary(**{wrong: 1}), "a run of ViT " + words)
+        other = {wrong: 1} if names is NAMES else {"model": partial(ViT, **{wrong: 1})}
+        refused(lambda other=other: Run(**other), "a run " + words if names is NAMES else "ViT " + words)
 
 
 WRONG_VALUES = {
@@ -165,20 +156,13 @@ def module_level_function(x):
     return x
 
 
-def local_transform():
+def local_class():
     @dataclass(frozen=True)
     class LocalTransform:
         def __call__(self, batch, generator):
             return batch
 
-    return LocalTransform()
-
-
-def local_class():
-    class LocalModel(nn.Module):
-        pass
-
-    return LocalModel
+    return LocalTransform
 
 
 LOCAL = ("lambda or a local function", "top level of the recipe")
@@ -201,6 +185,7 @@ REFUSED = [
     (lambda: Run(objective=LearnToPrune), "LearnToPrune", "init=..."),
     (lambda: Run(objective=partial(LearnThresholds, budget=0.5)), "LearnThresholds", "init=..."),
     (lambda: Run(objective=Distill), "Distill", "teacher=..."),
+    (lambda: Run(objective=partial(ViT, dim=8)), "objective is ViT", "subclass of smallvit.Objective"),
     (lambda: Run(teacher=Run()), "teacher", "Supervised", "Distill"),
     (lambda: Run(augment=augment.digit_crops()), "views", "Supervised"),
     (lambda: Run(early_stop=3, evaluators=(knn,)), "early_stop=3", "smallvit.accuracy"),
@@ -211,7 +196,7 @@ REFUSED = [
     (lambda: Run(model=partial(lambda *shape: None)), *LOCAL),
     (lambda: Run().vary(tokenizer=lambda *shape: None), *LOCAL),
     (lambda: Run(model=local_class()), *LOCAL),
-    (lambda: Run(augment=(local_transform(),)), *LOCAL),
+    (lambda: Run(augment=(local_class()(),)), *LOCAL),
     (lambda: Run(model=module_level_function), "test_run.module_level_function", "recipes.<file>.Name"),
     (lambda: Run(model=nn.Linear), "torch.nn.Linear", "recipes.<file>.Name"),
     (lambda: Run(model=print), "builtins.print", "recipes.<file>.Name"),
@@ -275,13 +260,9 @@ def test_vary_changes_settings_of_the_run_and_options_of_its_model():
 
 def test_runs_with_equal_settings_are_equal():
     equal = [
-        Run(),
-        Run(model=partial(ViT)),
-        Run(model=partial(partial(ViT, depth=6), dim=64)),
-        Run(lr=0.001),
-        Run(evaluators=[accuracy], augment=[]),
-        Run(clip=1, model=partial(ViT, dropout=0, block=partial(Block, mlp_ratio=4))),
-    ]
+        Run(), Run(model=partial(ViT)), Run(model=partial(partial(ViT, depth=6), dim=64)), Run(lr=0.001),
+        Run(evaluators=[accuracy], augment=[]), Run(clip=1, model=partial(ViT, dropout=0, block=partial(Block, mlp_ratio=4))),
+    ]  # fmt: skip
     assert all(run == equal[0] and hash(run) == hash(equal[0]) and not difference(run, equal[0]) for run in equal)
     assert len({*equal, Run(seed=1)}) == 2
     assert Run() != Run(seed=1) and Run() != 3 and Run() != describe(Run())
@@ -355,15 +336,9 @@ def test_described_run_contains_every_default():
 
 
 DEFAULTS = [
-    (Run, "lr", 0.5),
-    (ViT, "depth", 1),
-    (ViT, "pool", MeanTokens),
-    (PatchEmbed, "linear", True),
-    (Block, "mlp_ratio", 1.0),
-    (ShiftedPatchEmbed, "shift", "none"),
-    (augment.Warp, "smooth", 0.5),
-    (linear_probe, "standardise", False),
-]
+    (Run, "lr", 0.5), (ViT, "depth", 1), (ViT, "pool", MeanTokens), (PatchEmbed, "linear", True), (Block, "mlp_ratio", 1.0),
+    (ShiftedPatchEmbed, "shift", "none"), (augment.Warp, "smooth", 0.5), (linear_probe, "standardise", False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("owner, name, new", DEFAULTS, ids=[name for _, name, _ in DEFAULTS])
@@ -542,12 +517,9 @@ def test_difference_names_the_settings_that_differ_and_no_others():
 
 def test_ablate_lists_every_arm_at_every_seed_with_the_baseline_first():
     entries = ablate({"base": Run(), "b": Run(lr=0.1)}, labels=(100, None), seeds=(3, 1), references=False)
-    assert [(entry.labels, entry.seed, entry.arm, entry.role, entry.baseline) for entry in entries] == [
-        (labels, seed, arm, role, "base")
-        for labels in (100, None)
-        for seed in (3, 1)
-        for arm, role in (("base", "baseline"), ("b", "technique"))
-    ]
+    cells = itertools.product((100, None), (3, 1), (("base", "baseline"), ("b", "technique")))
+    assert [(entry.labels, entry.seed, (entry.arm, entry.role)) for entry in entries] == [*cells]
+    assert {entry.baseline for entry in entries} == {"base"}
     assert all((entry.run.labels, entry.run.seed) == (entry.labels, entry.seed) for entry in entries)
     assert {entry.run.lr for entry in entries if entry.arm == "b"} == {0.1}
     assert len(ablate({"base": Run()}, references=False)) == 8
@@ -573,11 +545,8 @@ def test_references_use_the_data_of_the_baseline():
 
 def test_small_cnn_is_a_reference_only_if_the_baseline_is_trained():
     frozen = ablate({"a": Run(steps=0, init=Run(), evaluators=(knn,))}, seeds=[0])
-    assert [entry.arm for entry in frozen if entry.role == "reference"] == [
-        "pixels, logistic regression",
-        "pixels, nearest neighbour",
-        "random initialisation",
-    ]
+    names = ["pixels, logistic regression", "pixels, nearest neighbour", RANDOM]
+    assert [entry.arm for entry in frozen if entry.role == "reference"] == names
     self_supervised = Run(objective=DINO, augment=(augment.Flip(), *augment.digit_crops()), clip=0.0)
     (cnn,) = [entry.run for entry in ablate({"a": self_supervised}, seeds=[0]) if entry.arm == "small CNN"]
     assert cnn.augment == (augment.Flip(),)
@@ -725,28 +694,19 @@ def test_record_can_call_only_public_components_of_smallvit():
 
 
 NOT_MADE = [
-    {"make": "smallvit.data.arrays", "path": "secret.npz"},
-    {"make": "smallvit.data.mnist"},
+    {"make": "smallvit.data.arrays", "path": "secret.npz"}, {"make": "smallvit.data.mnist"}, {"make": "smallvit.augment.digits"},
     {"make": "smallvit.vit.ViT", "image": [8, 8], "channels": 1, "classes": 10},
-    {"make": "smallvit.objectives.Supervised", "model": None},
-    {"make": "smallvit.augment.digits"},
+    {"make": "smallvit.objectives.Supervised", "model": None}, {"make": "smallvit.data.HeldOut", "images": 1},
     {"make": "smallvit.evaluate.Splits", "train": 1, "val": 1, "test": 1},
-    {"make": "smallvit.data.HeldOut", "images": 1},
     {"make": "smallvit.augment.Warp", "call": "smallvit.augment.Warp"},
-]
+]  # fmt: skip
 NOT_A_RUN = [
-    {"modle": 3},
-    {"lr": "fast"},
-    {"model": {"call": "smallvit.vit.ViT", "dmi": 3}},
+    {"modle": 3}, {"lr": "fast"}, {"model": {}}, {"evaluators": []}, {"labels": [[]]},
+    {"augment": {"make": "smallvit.augment.Warp"}}, {"augment": [{"call": "smallvit.augment.Warp"}]},
+    {"model": {"call": "smallvit.vit.ViT", "dmi": 3}}, {"model": {"call": "smallvit.vit.ViT", "": 3}},
     {"model": {"call": "smallvit.vit.ViT", "image": [8, 8]}},
     {"model": {"call": "smallvit.vit.ViT", "tokenizer": {"call": "smallvit.tokenizers.PatchEmbed"}}},
-    {"model": {"call": "smallvit.vit.ViT", "": 3}},
-    {"model": {}},
-    {"augment": {"make": "smallvit.augment.Warp"}},
-    {"augment": [{"call": "smallvit.augment.Warp"}]},
-    {"evaluators": []},
-    {"labels": [[]]},
-]
+]  # fmt: skip
 WARP_OPTIONS = [("rotat", 5), ("rotate", "5"), ("rotate", 1000), ("rotate", [1, 2]), ("fill", None), ("self", 1), ("", 1)]
 
 
