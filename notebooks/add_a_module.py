@@ -9,52 +9,60 @@
 # ---
 
 # %% [markdown]
-# # An attention of your own
+# # Add your own attention module
 #
-# From an idea to a verdict: write the module, test it against the contract of its slot, compare it. Nothing inside smallvit changes.
+# This notebook takes an idea to a result in three steps: write the module, test it against the contract of its slot, and
+# compare it with the baseline. No file of smallvit changes.
 #
-# The idea is talking heads (Shazeer et al. 2020, arXiv:2003.02436), its first half. The heads of an attention do not know of each other
-# until their outputs are joined. Here they mix their logits before the softmax, by a small learned matrix. It starts as the identity,
-# so that at the first step it *is* ordinary attention, and every difference that comes is the mixing's.
+# The idea is the first half of talking-heads attention (Shazeer et al. 2020, arXiv:2003.02436). In ordinary attention the heads
+# are independent until their outputs are joined. Here a small learned matrix mixes the logits of the heads before the softmax.
+# The matrix starts as the identity, so the first step equals ordinary attention. Any later difference comes from the mixing.
 #
-# Expected, before any run: little. Four heads on sixteen tokens have little to say to each other.
+# Expected, before any run: little. With four heads and sixteen tokens there is little to mix.
 
 # %%
 # %matplotlib inline
-import json
 import os
 import sys
 import tempfile
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
 from IPython.display import Markdown
-from safetensors.torch import load_file
 
-from smallvit import Attention, Merge, apply, attention_figure, compare, digits, markdown
+from smallvit import Attention, Merge, apply, attention_figure, compare, digits, load, markdown
+from smallvit.recipe import load_recipe
 
 torch.set_num_threads(1)
-os.chdir(tempfile.mkdtemp())  # where the recipe and its runs are written; in a folder of yours they are kept
+os.chdir(tempfile.mkdtemp())  # the recipe and its runs are written here; use a folder of your own to keep them
 Path("recipes").mkdir(exist_ok=True)
-LENGTH = "--smoke" if os.environ.get("SMALLVIT_SHORT") else ""  # the tests ask whether all of this runs, not what comes of it
+LENGTH = "--smoke" if os.environ.get("SMALLVIT_SHORT") else ""  # the tests run this notebook with very few steps
 
 # %% [markdown]
 # ## Write it
 #
-# Techniques live in recipe files: a record names the class it was made with, and a class that was typed into a notebook could not be found
-# again. So the next cell is a file, `recipes/talking.py`: the class, and below it the question as a list of runs.
+# Write a new technique into a recipe file. A record stores the name of the class, and a class that was defined in a notebook
+# cell could not be found again. The next cell therefore writes the file `recipes/talking.py`. It contains the class and, below
+# it, the comparison as a list of runs.
 #
-# An attention is made with `(dim, heads)`; its knobs come after the `*`, with plain values. It is called with tokens `x`, b n d, and returns
-# `AttentionOutput`, of which only the first field is a must. `map` lets pictures see the attention, `key` lets `Merge` find tokens that are alike.
-# With `reset_parameters` its weights are drawn from streams of their own: `qkv` and `proj` then start equal to those of the baseline's,
-# which bear the same names.
+# An attention module is created with `(dim, heads)`. Its options are keyword-only (after the `*`) and have plain values. It is
+# called with tokens `x` of shape (batch, tokens, dim) and returns an `AttentionOutput`. Only the first field of that is
+# required. `map` is needed for pictures of the attention, and `key` is needed by `Merge` to find similar tokens.
+#
+# With `reset_parameters`, the weights of the module come from their own random streams. Its `qkv` and `proj` then start with
+# the same values as those of the baseline, because they have the same names.
 
 # %%
 # %%writefile recipes/talking.py
-"""Does it help if the heads of an attention talk before they look?
+"""Does it help if the heads of an attention mix their logits before the softmax?
 
-Paper   Shazeer et al. 2020, arXiv:2003.02436.    Data  scikit-learn's digits, 8 x 8 pixels: no download.
+Paper     Shazeer et al. 2020, arXiv:2003.02436.
+
+Setup     Data: scikit-learn's digits, 8 x 8 pixels, no download; 200 labelled images, 6 seeds.
+
+Expected  Little, because there are only four heads and sixteen tokens. Written before the runs.
 """
 
 from functools import partial
@@ -66,7 +74,7 @@ from smallvit import Block, AttentionOutput, PatchEmbed, Run, ViT, ablate, augme
 
 
 class TalkingHeads(nn.Module):
-    """Attention whose heads mix their logits before the softmax, by a matrix that starts as the identity."""
+    """Attention whose heads mix their logits before the softmax, by a learned matrix that starts as the identity."""
 
     def __init__(self, dim: int, heads: int, *, learn: bool = True):
         super().__init__()
@@ -78,14 +86,14 @@ class TalkingHeads(nn.Module):
         nn.init.eye_(self.talk)
 
     def forward(self, x, size=None, mask=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # b h n e each
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, dim // heads)
         logits = torch.einsum("bhqe,bhke,hg->bgqk", q * self.scale, k, self.talk)
-        seen = (logits - logits.amax(-1, keepdim=True)).exp()
-        seen = seen if size is None else seen * size[:, None, None, :]  # a token of size 2 counts as two,
-        seen = seen if mask is None else seen * mask  # one out of sight not at all: whatever the heads have said
-        seen = seen / seen.sum(-1, keepdim=True)
-        mixed = (seen @ v).transpose(1, 2).flatten(2)
-        return AttentionOutput(self.proj(mixed), key=lambda: k.mean(1), map=lambda: seen)
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        weights = weights if size is None else weights * size[:, None, None, :]  # a token of size 2 counts twice
+        weights = weights if mask is None else weights * mask  # a masked token gets no attention, whatever the mixing does
+        weights = weights / weights.sum(-1, keepdim=True)
+        output = (weights @ v).transpose(1, 2).flatten(2)
+        return AttentionOutput(self.proj(output), key=lambda: k.mean(1), map=lambda: weights)
 
 
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), block=partial(Block, mlp_ratio=2.0), dim=48, depth=4, heads=4)
@@ -96,54 +104,57 @@ RUNS = ablate({"scratch": scratch, "talking": scratch.vary(attention=TalkingHead
 # %% [markdown]
 # ## Test it
 #
-# The contract stands at the top of `smallvit/attention.py`. Each of its sentences is a cell here; a cell that passes says nothing.
+# The contract of an attention module is written at the top of `smallvit/attention.py`. Each of the following cells tests one
+# part of it. A cell without output has passed.
 #
-# As many tokens come out as went in, of the same width, for any number of them. One is the hard case.
+# `load_recipe` imports a recipe file. Do this before `load`, which has to find the class again.
+#
+# The output has as many tokens as the input, with the same width, for any number of tokens. A single token is the hard case.
 
 # %%
-from recipes.talking import TalkingHeads
+recipe = load_recipe("recipes/talking.py")
 
 torch.manual_seed(0)
 x = torch.randn(2, 17, 48)
-attention = TalkingHeads(48, 4)
+attention = recipe.TalkingHeads(48, 4)
 assert attention(x).x.shape == (2, 17, 48)
 assert attention(x[:, :1]).x.shape == (2, 1, 48)
 
 # %% [markdown]
-# Switched off, it is the baseline: with the identity as its matrix it gives what `Attention` gives with the same weights. From here on the
-# heads do talk, or the rest would be tested on nothing new.
+# Switched off, the module equals the baseline: with the identity as its matrix and the same weights, it returns what
+# `Attention` returns. The later cells use a random matrix, so that they also test the mixing.
 
 # %%
 plain = Attention(48, 4)
-plain.load_state_dict(attention.state_dict(), strict=False)  # all but `talk`, which it does not have
+plain.load_state_dict(attention.state_dict(), strict=False)  # everything except `talk`, which `Attention` does not have
 torch.testing.assert_close(attention(x).x, plain(x).x)
 
-torch.nn.init.normal_(attention.talk)
-
 # %% [markdown]
-# `size` says how many patches a token stands for. All ones is the same as none; a token of size 2 counts as two equal tokens; a token of
-# size 0 is gone.
+# `size` is the number of patches that each token stands for. All ones equal `size=None`. A token of size 2 counts as two equal
+# tokens, and a token of size 0 counts as absent.
 
 # %%
+torch.nn.init.normal_(attention.talk)
 ones = torch.ones(2, 17)
-double, gone = ones.clone(), ones.clone()
-double[:, -1], gone[:, -1] = 2, 0
+double, absent = ones.clone(), ones.clone()
+double[:, -1], absent[:, -1] = 2, 0
 torch.testing.assert_close(attention(x, ones).x, attention(x).x)
 torch.testing.assert_close(attention(x, double).x, attention(torch.cat([x, x[:, -1:]], dim=1)).x[:, :-1])
-torch.testing.assert_close(attention(x, gone).x[:, :-1], attention(x[:, :-1]).x)
+torch.testing.assert_close(attention(x, absent).x[:, :-1], attention(x[:, :-1]).x)
 
 # %% [markdown]
-# `mask` is True where a query (row) may look at a key (column): a token that nobody may see but itself moves nobody else.
+# `mask` is True where a query (row) may attend to a key (column). If no other token may attend to a token, changing that token
+# changes no other output.
 
 # %%
 mask = torch.ones(17, 17, dtype=torch.bool)
 mask[:-1, -1] = False
-moved = x.clone()
-moved[:, -1] += 1
-torch.testing.assert_close(attention(moved, mask=mask).x[:, :-1], attention(x, mask=mask).x[:, :-1])
+changed = x.clone()
+changed[:, -1] += 1
+torch.testing.assert_close(attention(changed, mask=mask).x[:, :-1], attention(x, mask=mask).x[:, :-1])
 
 # %% [markdown]
-# Every parameter learns, all gradients are finite, and the map is one: each row sums to 1.
+# Every parameter gets a gradient, all gradients are finite, and each row of the attention map sums to 1.
 
 # %%
 attention(x).x.square().mean().backward()
@@ -151,7 +162,8 @@ assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p
 torch.testing.assert_close(attention(x).map().sum(-1), torch.ones(2, 4, 17))
 
 # %% [markdown]
-# A copy is another module with the same weights: running means of weights and teachers are made by `deepcopy`.
+# A copy has the same values in its own memory. This matters because `deepcopy` makes the moving averages of weights and the
+# teachers.
 
 # %%
 copy = deepcopy(attention)
@@ -161,40 +173,46 @@ assert copy.talk.data_ptr() != attention.talk.data_ptr()
 # %% [markdown]
 # ## Compare it
 #
-# The command line trains every arm with every seed, on all cores, and the references beside them: `smallvit run talking`, here with the
-# Python of this notebook. It takes a minute or two on one core. Stopped, it goes on where it was.
+# `smallvit run talking` trains every arm with every seed, on all cores, and the reference models as well. The next cell does
+# this with the Python of this notebook. It takes a minute or two on one core. If you stop it, the next start continues from
+# there.
 
 # %%
 # !{sys.executable} -m smallvit run talking {LENGTH} 2>&1 | cat
 
 # %% [markdown]
-# ## Read it
+# ## Read the result
 #
-# Each run has left a record. `compare` sets every arm against the baseline, seed by seed: the same seed means the same labelled images in the
-# same order with the same augmentation, and here even the same start.
+# Each run has left a folder with its weights and its record. `compare` compares every arm with the baseline, seed by seed. For
+# the same seed, both use the same labelled images in the same order with the same augmentation, and here even the same initial
+# weights.
 
 # %%
-records = [json.loads(path.read_text()) for path in sorted(Path("runs").rglob("record.json"))]
+records = [load(path.parent).record for path in sorted(Path("runs").rglob("record.json"))]
 for row in compare(records).rows:
     print(f"{row.arm:28} {row.mean:.1%}   {row.verdict or row.role}")
 
 # %% [markdown]
-# The whole report, as it stands beside the committed recipes.
+# The whole report looks like those next to the committed recipes:
 
 # %%
-Markdown(markdown(records, title="talking", doc="Does it help if the heads talk to each other?"))
+Markdown(markdown(records, title="talking", doc=recipe.__doc__))
 
 # %% [markdown]
-# ## Look at it
+# ## Look inside
 #
-# What have the heads said? The weights of a run are plain safetensors. A row is who speaks, a column who listens; without training it
-# would be the identity.
+# Which heads did the model mix? `load` returns the trained model of a run. Row i and column j of the matrix say how much head i
+# contributes to the logits of head j. Before training it is the identity.
 
 # %%
-from recipes.talking import scratch
-
-folder = min(Path("runs").rglob("talking/seed0*"))
-data = digits()
-model = scratch.vary(attention=TalkingHeads).model(data.spec.size, data.spec.channels, len(data.spec.classes))
-model.load_state_dict(load_file(folder / "model.safetensors"))
+model = load(min(Path("runs").rglob("talking/seed0*"))).model
 print(model.blocks[0].attention.talk.detach().numpy().round(2))
+
+# %% [markdown]
+# Other parts of the library work with the new module because it keeps the contract. Here `apply` adds token merging to the
+# trained model (which uses `key`), and `attention_figure` draws what the class token attends to in the last block (which uses
+# `map`).
+
+# %%
+images = digits().subset(labels=200, val=None, seed=0).val.take(slice(3))
+attention_figure(apply(model, partial(Merge, r=4)), images)

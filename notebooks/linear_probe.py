@@ -9,15 +9,16 @@
 # ---
 
 # %% [markdown]
-# # What do these features know?
+# # What do the features contain?
 #
-# A model that was trained without labels has no accuracy. What it has learned is asked by probes: simple classifiers on its
-# frozen features. This notebook goes from the folder of a finished run to numbers and pictures that one can trust.
+# A model that was trained without labels has no classifier, so it has no accuracy. Its features are evaluated by probes: simple
+# classifiers that are trained on the frozen features. This notebook starts from the folder of a finished run and ends with
+# numbers and pictures that you can trust.
 #
-# It first trains a small model of its own, by DINO on 1,038 handwritten digits of 8 x 8 pixels: no labels, no download. Name the
-# folder of a run of yours in `MINE`, and everything below is about that one.
+# It first trains a small model with DINO on 1,038 handwritten digits of 8 x 8 pixels, without labels and without a download. To
+# evaluate a run of your own instead, write its folder into `MINE`.
 #
-# All numbers are of validation images. The test images are opened in the last cell, after everything has been chosen.
+# All numbers are for validation images. The test images are used only in the last cell, when everything has been chosen.
 
 # %%
 # %matplotlib inline
@@ -38,17 +39,18 @@ from smallvit import (
     features, few_shot, fit, gallery, initialize, knn, linear_probe, load,
 )
 
-torch.set_num_threads(1)  # as the command line does: the same run then gives the same numbers
+torch.set_num_threads(1)  # as the command line does, so that the same run gives the same numbers
 
 MINE = None  # the folder of a finished run of yours, such as "runs/dino/100/DINO-on-all-digits-frozen/seed0-0123abcd"
-RUNS = Path(tempfile.mkdtemp())  # where the run below is left; in a folder of yours it is kept, and not trained again
-STEPS = 20 if os.environ.get("SMALLVIT_SHORT") else 800  # the tests ask whether all of this runs, not what comes of it
+RUNS = Path(tempfile.mkdtemp())  # the folder for the run below; use a folder of your own to keep the run
+STEPS = 20 if os.environ.get("SMALLVIT_SHORT") else 800  # the tests run this notebook with very few steps
 
 # %% [markdown]
 # ## A run without labels
 #
-# The objective reads no label, and sees all images that are not for validation (`unlabelled=True`). The 200 labels are for the
-# probes. The evaluators belong to the run, so its record has their numbers already; below we come to the same ones.
+# The objective uses no labels. With `unlabelled=True` it sees all images that are not for validation. The 200 labels are only
+# for the probes. The evaluators are part of the run, so its record already contains their numbers; this notebook computes the
+# same numbers again.
 
 # %% tags=["run"]
 pretrained = Run(
@@ -70,25 +72,25 @@ pretrained = Run(
 # %%
 if MINE is None:
     fit(pretrained, RUNS / "dino")
-folder = MINE or RUNS / "dino"
-run, model = load(folder)
-record = fit(run, folder)  # a finished run is not trained again; this is the record that it left
-print(f"{record['steps']:,} steps of {run.batch} images, {record['params']:,} parameters")
+trained = load(MINE or RUNS / "dino")
+run, model, record = trained.run, trained.model, trained.record
+print(f"{record.steps:,} steps of {run.batch} images, {record.params:,} parameters")
 
 # %% [markdown]
-# Self-supervision can collapse: the model learns to say the same of every image, and its loss looks fine. Every run without
-# labels keeps an eye on that. `spread` is 1 where features point all ways and 0 where they are one, `rank` counts the
-# directions that they use, `knn_1` asks the nearest labelled image. All three should rise, as they do here. A run that collapses
-# is stopped, with the name of what happened.
+# Self-supervised training can collapse: the model gives the same output for every image, although its loss looks fine. Every
+# run without labels is therefore checked during training. `spread` is 1 if the features point in all directions and 0 if they
+# are all equal. `rank` is the number of directions that the features use. `knn_1` is the accuracy of the nearest labelled
+# image. All three should rise, as they do here. A run that collapses is stopped with an error that says so.
 
 # %%
-for check in record["health"] or []:
+for check in record.health or []:
     print("step {step:5}   spread {spread:.2f}   rank {rank:4.1f}   knn_1 {knn_1:.1%}".format(**check))
 
 # %% [markdown]
 # ## The probes
 #
-# A probe learns from `subset.train`, makes its choices on `subset.val` and is scored on whatever stands third.
+# `Splits` has three parts: a probe is trained on the first, makes its choices on the second and is scored on the third. Here
+# the third part is the validation images too.
 
 # %%
 data = run.data()
@@ -98,42 +100,44 @@ splits = Splits(subset.train, subset.val, subset.val)
 print(f"{spec.name}: {len(subset.train)} labelled images, {len(subset.val)} for validation")
 
 # %% [markdown]
-# `linear_probe` is a logistic regression on standardised features, its strength `linear_probe_c` chosen on the validation images.
-# At the `edge` of its grid (1) another one might have done better. `knn_5` lets the five nearest labelled images vote, by cosine.
-# The right column is what the record says: the same function on the same images.
+# `linear_probe` is a logistic regression on standardized features. Its regularization strength, `linear_probe_c`, is chosen on
+# the validation images. `linear_probe_edge` is 1 if the chosen value is at the edge of the grid; then a value outside of the
+# grid may be better. `knn_5` is a vote of the five nearest labelled images, by cosine similarity. The right column shows the
+# numbers of the record: the same functions on the same images.
 
 # %% tags=["validation"]
-found = dict(linear_probe(model, splits)) | dict(knn(model, splits))
-for name, number in found.items():
-    print(f"{name:25} {number:.6f}   {record['val'].get(name, np.nan):.6f}")
+numbers = dict(linear_probe(model, splits)) | dict(knn(model, splits))
+for name, number in numbers.items():
+    print(f"{name:25} {number:.6f}   {record.val.get(name, np.nan):.6f}")
 
 # %% [markdown]
-# ## Is that any good?
+# ## Is that good?
 #
-# Not by itself. Two anchors belong in every such table: the same model before any training, which does better than one would
-# think, and the raw pixels, which are hard to beat on small digits. `few_shot` is a logistic regression with 16 labels of a
-# class, drawn five times from all training images; the mean.
+# A number alone does not say. Compare it with two references: the same model before any training, which is better than most
+# people expect, and the raw pixels, which are hard to beat on small digits. `few_shot` is a logistic regression on 16 labelled
+# images per class, drawn five times from all training images; the number is the mean.
 
 # %%
 untrained = initialize(run.model(spec.size, spec.channels, len(spec.classes)), run.seed)
 pixels = Pixels(spec.size, spec.channels, len(spec.classes))
-everything = Splits(data.subset(labels=None, val=run.val, seed=run.seed).train, subset.val, subset.val)
+all_labels = Splits(data.subset(labels=None, val=run.val, seed=run.seed).train, subset.val, subset.val)
 
 print(f"{'':25} knn_1   knn_5   linear_probe   few_shot")
-for name, one, scaled in [("this run", model, True), ("random initialisation", untrained, True), ("raw pixels", pixels, False)]:
-    found = dict(linear_probe(one, splits, standardise=scaled)) | dict(knn(one, splits)) | dict(few_shot(one, everything))
-    print(f"{name:25} {found['knn_1']:.1%}   {found['knn_5']:.1%}   {found['linear_probe']:.1%}          {found['few_shot']:.1%}")
+references = [("this run", model, True), ("random initialization", untrained, True), ("raw pixels", pixels, False)]
+for name, other, scaled in references:
+    row = dict(linear_probe(other, splits, standardise=scaled)) | dict(knn(other, splits)) | dict(few_shot(other, all_labels))
+    print(f"{name:25} {row['knn_1']:.1%}   {row['knn_5']:.1%}   {row['linear_probe']:.1%}          {row['few_shot']:.1%}")
 
 # %% [markdown]
-# In the run committed here training has brought a lot over random weights, in every column. Over the pixels it brought less, and
-# of that one may be less sure: 259 images give a standard error of about a point and a half, and this is one seed. A recipe
-# with several seeds, and a verdict, is what to do about it.
+# In the run that is committed here, training gains a lot over random weights in every column. It gains less over raw pixels,
+# and that gain is less certain: with 259 images the standard error is about one and a half points, and this is only one seed.
+# To be certain, write a recipe with several seeds and read its verdict.
 #
-# ## Where in the model?
+# ## Which part of the model?
 #
-# A feature has an address: which token, and how many of the last blocks, side by side. The head of this model sees the class
-# token of the last block, and DINO trained just that. Compare rows rather than single numbers: among so many, one is large by
-# luck.
+# Features can be read at different places: from the class token or from the mean of the patches, and from the last block alone
+# or from the last blocks side by side. The head of this model reads the class token of the last block, and DINO trained exactly
+# that. Compare whole rows instead of single numbers: among so many numbers one is large by chance.
 
 # %%
 depth = len(model.blocks)
@@ -144,24 +148,25 @@ for of in places:
     print(f"{of:15}", *(f"{score:6.1%}" for score in scores))
 
 # %% [markdown]
-# Which block knows most? The features of all blocks stand side by side in the order of depth, so they can be cut apart. Here is
-# the mean of the patches in each block on its own, under a logistic regression. The last block need not be the best: what it
-# knows it has moved to the class token.
+# Which block has the best features? `features` with `layers=depth` returns the features of all blocks side by side, in the
+# order of depth, so they can be split again. The next cell trains a logistic regression on the mean of the patches after each
+# block. The last block need not be the best, because it has moved information from the patches to the class token.
 
 # %%
-known = np.split(features(model, subset.train, of="mean", layers=depth), depth, axis=1)
-asked = np.split(features(model, subset.val, of="mean", layers=depth), depth, axis=1)
+train_features = np.split(features(model, subset.train, of="mean", layers=depth), depth, axis=1)
+val_features = np.split(features(model, subset.val, of="mean", layers=depth), depth, axis=1)
 for block in range(depth):
-    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=5_000)).fit(known[block], subset.train.labels)
-    print(f"block {block}   {probe.score(asked[block], subset.val.labels):.1%}")
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=5_000))
+    probe.fit(train_features[block], subset.train.labels)
+    print(f"block {block}   {probe.score(val_features[block], subset.val.labels):.1%}")
 
 # %% [markdown]
-# ## In scikit-learn
+# ## With scikit-learn
 #
-# `FeatureExtractor` is a transformer like any other, so features drop into a `Pipeline`, and what is read of the model becomes
-# one more thing to search over. It takes arrays of pixels if it is told whose they are (`spec`). Here token and strength are
-# chosen by cross-validation within the labelled images. The validation images have chosen nothing this time, so that their
-# score is not flattered.
+# `FeatureExtractor` is a scikit-learn transformer, so it can be a step of a `Pipeline`, and its options can be searched like
+# any others. It takes arrays of pixels if it gets the `spec` of their data set. Here cross-validation within the labelled
+# images chooses the features and the regularization strength. The validation images have chosen nothing this time, so their
+# score is not too optimistic.
 
 # %%
 probe = GridSearchCV(
@@ -170,38 +175,44 @@ probe = GridSearchCV(
     cv=5,
 )
 probe.fit(subset.train.images.numpy(), subset.train.labels.numpy())
-guesses = probe.predict(subset.val.images.numpy())
+predictions = probe.predict(subset.val.images.numpy())
 print(probe.best_params_)
-print(f"cross-validated {probe.best_score_:.1%}, on the validation images {(guesses == subset.val.labels.numpy()).mean():.1%}")
+correct = predictions == subset.val.labels.numpy()
+print(f"cross-validated {probe.best_score_:.1%}, on the validation images {correct.mean():.1%}")
 
 # %% [markdown]
 # ## The errors
 #
-# What is taken for what: rows are true classes, columns guesses. Errors are orange, the most frequent one darkest.
+# The confusion matrix shows which classes are confused: rows are true classes, columns are predictions. Errors are orange, and
+# the most frequent error is the darkest.
 
 # %%
-confusion_figure(guesses, subset.val.labels, spec.classes)
+confusion_figure(predictions, subset.val.labels, spec.classes)
 
 # %% [markdown]
-# And the images themselves: numbers do not say which mistakes are silly. In the run committed here most of them are one
-# mistake, a one with a flag taken for a nine. A few more labels of that hand would help more than a better probe.
+# Look at the images as well, because numbers do not show which mistakes are understandable. In the run that is committed here
+# most errors are of one kind: a one with a flag that is predicted to be a nine. A few more labelled images of this handwriting
+# would help more than a better probe.
 
 # %%
-wrong = (guesses != subset.val.labels.numpy()).nonzero()[0][:30]
-gallery(subset.val.take(wrong), [f"{spec.classes[subset.val.labels[at]]} taken for {spec.classes[guesses[at]]}" for at in wrong])
+wrong = (~correct).nonzero()[0][:30]
+titles = [f"{spec.classes[subset.val.labels[i]]} predicted as {spec.classes[predictions[i]]}" for i in wrong]
+gallery(subset.val.take(wrong), titles)
 
 # %% [markdown]
-# ## The features from above
+# ## The features in two dimensions
 #
-# All validation images, seen from where their features vary most. Two directions of 48 show part of the variance, as the axes
-# say, so digits that overlap here may well be apart.
+# The first picture shows all validation images along the two directions in which their features vary most (PCA). Two of 48
+# directions show only part of the variance, as the axes say. Digits that overlap here may be well separated in the other
+# directions.
 
 # %%
 feature_view(features(model, subset.val), subset.val.labels, classes=spec.classes)
 
 # %% [markdown]
-# t-SNE keeps neighbours together and nothing else: islands say that images of one digit are near each other, not how far apart
-# two digits are. The second picture is the model before training, where most islands are missing.
+# t-SNE keeps neighbors together and nothing else. Islands mean that images of one digit are close to each other; the distance
+# between two islands means nothing. The second t-SNE picture is of the model before training, in which most islands are
+# missing.
 
 # %%
 feature_view(features(model, subset.val), subset.val.labels, classes=spec.classes, method="tsne")
@@ -212,10 +223,11 @@ feature_view(features(untrained, subset.val), subset.val.labels, classes=spec.cl
 # %% [markdown]
 # ## The test images
 #
-# Once, and last: from here on nothing may be chosen any more. The record has had these numbers since the run ended.
+# Use the test images once, at the end. From here on nothing may be chosen any more. The record has contained these numbers
+# since the run ended.
 
 # %% tags=["test"]
 final = Splits(subset.train, subset.val, data.test.open())
-found = dict(linear_probe(model, final)) | dict(knn(model, final))
-for name, number in found.items():
-    print(f"{name:25} {number:.6f}   {record['test'].get(name, np.nan):.6f}")
+numbers = dict(linear_probe(model, final)) | dict(knn(model, final))
+for name, number in numbers.items():
+    print(f"{name:25} {number:.6f}   {record.test.get(name, np.nan):.6f}")

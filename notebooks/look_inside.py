@@ -9,13 +9,13 @@
 # ---
 
 # %% [markdown]
-# # What is going on in there?
+# # Look inside a trained model
 #
-# Pictures of a trained Vision Transformer: what its tokens look at, what it knows of places, what becomes of its patches when
-# tokens are merged, and what a masked autoencoder makes of the patches that it was not shown.
+# This notebook draws pictures of a trained Vision Transformer: what its tokens attend to, what it has learned about positions,
+# what happens to its patches when tokens are merged, and what a masked autoencoder predicts for hidden patches.
 #
-# The model is trained here, on handwritten digits of 8 x 8 pixels with one token for each pixel. Name the folder of a finished run
-# of yours in `MINE` and the first three parts are about that one. The images are validation images.
+# The model is trained here, on handwritten digits of 8 x 8 pixels with one token per pixel. To look at a run of your own in the
+# first three parts, write its folder into `MINE`. All images are validation images.
 
 # %%
 # %matplotlib inline
@@ -28,14 +28,14 @@ import torch
 
 from smallvit import (
     MAE, Block, Merge, PatchEmbed, Run, Splits, ViT, accuracy, apply, attention_figure, attention_maps, augment, digits, fit,
-    initialize, load, patch_attention, position_similarity, reconstruction_figure, rollout, token_map,
+    load, patch_attention, position_similarity, reconstruction_figure, rollout, token_map,
 )
 
-torch.set_num_threads(1)  # small models are no faster with more
+torch.set_num_threads(1)  # small models are not faster with more threads
 
 MINE = None  # the folder of a finished run of yours, such as "runs/spt_lsa/1000/SPT/seed0-0123abcd"
-RUNS = Path(tempfile.mkdtemp())  # where the run below is left; in a folder of yours it is kept, and not trained again
-SHORT = bool(os.environ.get("SMALLVIT_SHORT"))  # the tests ask whether all of this runs, not what comes of it
+RUNS = Path(tempfile.mkdtemp())  # the folder for the run below; use a folder of your own to keep the run
+SHORT = bool(os.environ.get("SMALLVIT_SHORT"))  # the tests run this notebook with very few steps
 
 # %%
 supervised = Run(
@@ -48,20 +48,23 @@ supervised = Run(
 )
 if MINE is None:
     fit(supervised, RUNS / "supervised")
-run, model = load(MINE or RUNS / "supervised")
+trained = load(MINE or RUNS / "supervised")
+run, model = trained.run, trained.model
 
 data = run.data()
 subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
 splits = Splits(subset.train, subset.val, subset.val)
 images = subset.val.take(slice(4))
-print(f"{len(subset.train):,} labels, accuracy {dict(accuracy(model, splits))['accuracy']:.1%} on {len(subset.val)} validation images")
+score = dict(accuracy(model, splits))["accuracy"]
+print(f"{len(subset.train):,} labels, accuracy {score:.1%} on {len(subset.val)} validation images")
 
 # %% [markdown]
-# ## What does the class token look at?
+# ## What does the class token attend to?
 #
-# One row for each image, one column for each head. The pictures have colours of their own, from black for nothing to yellow for
-# the most; how much that is stands below, in percent of all the attention that the class token pays. In the first block heads look at
-# fixed places or follow the ink; the last column, roll-out, follows attention back through all blocks.
+# Each row is an image and each column is a head. Every picture has its own color scale, from black (nothing) to yellow (its
+# largest value). The largest value is written below, in percent of the attention of the class token. In the first block the
+# heads attend to fixed places or follow the strokes. The last column is the attention roll-out, which combines the attention of
+# all blocks.
 
 # %%
 attention_figure(model, images, block=0)
@@ -70,61 +73,64 @@ attention_figure(model, images, block=0)
 attention_figure(model, images, block=-1)
 
 # %% [markdown]
-# Attention is where a token looks, not what it makes of that: values, the other tokens and the MLP have their say too. Take such a picture
-# as a question to ask, not as an explanation.
+# Attention shows where a token reads from. It does not show how this changes the prediction, which also depends on the values,
+# the other tokens and the MLPs. Use such a picture to find questions, not as an explanation.
 #
-# Any patch can be the one that asks. The blue frame is its place.
+# Any patch can be the query. The blue frame marks it.
 
 # %%
 attention_figure(model, images, block=1, query=(3, 3))
 
 # %% [markdown]
-# The numbers behind the pictures: a map for each block, images x heads x tokens x tokens, whatever kernel made the output; the attention
-# of one block to patches, on the grid; and roll-out.
+# The numbers behind the pictures are available too: `attention_maps` returns one map per block, of shape (images, heads,
+# tokens, tokens), for any attention kernel. `patch_attention` returns the attention of one block to the patches, on the patch
+# grid. `rollout` returns the roll-out on the same grid.
 
 # %%
-x = data.spec.normalise(images.pixels())
+x = trained.preprocess(images.pixels())
 print([tuple(weights.shape) for weights in attention_maps(model, x)])
 print(tuple(patch_attention(model, x, block=-1).shape), tuple(rollout(model, x).shape))
 
 # %% [markdown]
-# ## What does it know of places?
+# ## What has it learned about positions?
 #
-# A token does not know where it is, so a position is added to it, here a learned one. Each small map stands where its patch stands and says
-# how alike its position is to all others. Nobody told the model that the patches are a grid: what there is of neighbourhood in it, it
-# has learned.
+# A token does not contain its position, so the model adds a position embedding to it, here a learned one. Each small map
+# belongs to the patch at the same place. It shows how similar the position of this patch is to all other positions. The model
+# was never told that the patches form a grid: any similarity between neighbors was learned.
 
 # %%
 position_similarity(model)
 
 # %% [markdown]
-# ## What becomes of merged tokens?
+# ## What happens to merged tokens?
 #
-# `apply` puts a reduction into the finished model, without any training. Here each block merges the 12 pairs of patches that are most alike.
-# Patches that share a token have its mean colour and an orange line round them. The black margin goes first, since one black pixel is like
-# another; the strokes keep tokens of their own for longest.
+# `apply` adds a token reduction to the trained model, without any training. Here each block merges the 12 most similar pairs of
+# patches. Patches that share a token are drawn in their mean color, with an orange outline. The black margin is merged first,
+# because its pixels are all alike. The strokes keep their own tokens for longest.
 
 # %%
-fewer = apply(model, partial(Merge, r=12))
-token_map(fewer, images)
+reduced = apply(model, partial(Merge, r=12))
+token_map(reduced, images)
 
 # %% [markdown]
-# What that costs, on the validation images; and attention in the model that has merged. A token that stands for many patches counts as
-# many, and its attention is shared out over them, so the picture has its full size.
+# The next cells show the accuracy on the validation images without and with merging, and the attention of the merged model. A
+# token that stands for several patches counts as several. Its attention is distributed over these patches, so the picture has
+# the full size.
 
 # %%
-for name, one in [("all tokens", model), ("merged", fewer)]:
-    print(f"{name:12} accuracy {dict(accuracy(one, splits))['accuracy']:.1%}")
+for name, other in [("all tokens", model), ("merged", reduced)]:
+    print(f"{name:12} accuracy {dict(accuracy(other, splits))['accuracy']:.1%}")
 
 # %%
-attention_figure(fewer, images, block=-1)
+attention_figure(reduced, images, block=-1)
 
 # %% [markdown]
-# ## What does a masked autoencoder see?
+# ## What does a masked autoencoder predict?
 #
-# MAE hides most patches of an image and learns to guess them from the others. `Run(objective=MAE, unlabelled=True, ...)` is how to pretrain
-# with it: that keeps the encoder, which one goes on with. To look at the guesses one needs the decoder as well, so here is the objective
-# in a loop of one's own. Objectives, like all parts, are ordinary modules.
+# MAE hides most patches of an image and learns to predict them from the visible ones. To pretrain with it, use
+# `Run(objective=MAE, unlabelled=True, ...)`; this keeps only the encoder, which is what fine-tuning needs. To look at the
+# predictions, you need the decoder as well. The next cell therefore trains the objective in its own short loop. Objectives,
+# like all other parts, are ordinary PyTorch modules.
 
 # %%
 torch.manual_seed(0)
@@ -134,12 +140,13 @@ optimizer = torch.optim.AdamW(mae.parameters(), lr=2e-3)
 steps = 10 if SHORT else 1_000
 for step in range(steps):
     chosen = torch.randint(len(subset.train), (64,))
-    batch = augment.Batch(data.spec.normalise(subset.train.pixels(chosen)), subset.train.targets(chosen))
+    batch = augment.Batch(trained.preprocess(subset.train.pixels(chosen)), subset.train.targets(chosen))
     loss = mae(batch, step / steps)["loss"]
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print(f"mean squared error of hidden pixels {loss.item():.3f}; with the mean for all of them it is {batch.images.var().item():.3f}")
+variance = batch.images.var().item()
+print(f"mean squared error of hidden pixels {loss.item():.3f}; predicting the mean of all pixels would give {variance:.3f}")
 
 # %%
 reconstruction_figure(mae, images)
