@@ -17,23 +17,7 @@ from .tokens import Trace, draw_token_map, token_map, token_map_data, trace
 plain, draw = token_map_data, draw_token_map  # TODO: delete when train/fit.py and report/figures.py use the new names
 
 __all__ = [
-    "Step",
-    "Steps",
-    "Trace",
-    "attention_figure",
-    "attention_maps",
-    "confusion_figure",
-    "draw_token_map",
-    "feature_view",
-    "gallery",
-    "patch_attention",
-    "position_similarity",
-    "position_table",
-    "reconstruction_figure",
-    "rollout",
-    "summary",
-    "token_map",
-    "token_map_data",
-    "token_shares",
-    "trace",
-]
+    "Step", "Steps", "Trace", "attention_figure", "attention_maps", "confusion_figure", "draw_token_map", "feature_view",
+    "gallery", "patch_attention", "position_similarity", "position_table", "reconstruction_figure", "rollout", "summary",
+    "token_map", "token_map_data", "token_shares", "trace",
+]  # fmt: skip

@@ -252,9 +252,9 @@ def before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
 
 def reduces_first(model: Any, block: int) -> bool:
     """Return whether this block reduces its tokens before its attention."""
-    from smallvit.reduction.context import stands_first
+    from smallvit.reduction.context import runs_before_attention
 
-    return stands_first(getattr(model.blocks[block], "reduction", None))
+    return runs_before_attention(getattr(model.blocks[block], "reduction", None))
 
 
 def share_of_token(contents: Tensor) -> Tensor:

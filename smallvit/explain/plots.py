@@ -54,13 +54,9 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set(xlabel="column of the patch", ylabel="row of the patch")
-    hide_outline(figure.colorbar(shown, ax=ax, shrink=0.7, label="cosine between positions"))
-    return figure
-
-
-def hide_outline(colorbar: Any):
-    """Remove the frame around a color bar."""
+    colorbar: Any = figure.colorbar(shown, ax=ax, shrink=0.7, label="cosine between positions")
     colorbar.outline.set_visible(False)
+    return figure
 
 
 def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.ndarray, tuple[int, int]]:
@@ -110,7 +106,8 @@ def position_table(length: int, width: int) -> Figure:
     shown = ax.imshow(table.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
     ax.set(xlabel="channel", ylabel="position", title=f"{length:,} positions, {width:,} channels")
     ax.spines[:].set_visible(False)
-    hide_outline(figure.colorbar(shown, ax=ax, ticks=[-1, 0, 1]))
+    colorbar: Any = figure.colorbar(shown, ax=ax, ticks=[-1, 0, 1])
+    colorbar.outline.set_visible(False)
     return figure
 
 

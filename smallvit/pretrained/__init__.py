@@ -15,14 +15,5 @@ from .slots import timm_attention, timm_tokenizer
 from .weights import Unavailable, Weights, enlarged
 
 __all__ = [
-    "VIT_S",
-    "Unavailable",
-    "Weights",
-    "apply",
-    "enlarged",
-    "from_timm",
-    "like",
-    "timm_attention",
-    "timm_tokenizer",
-    "to_timm",
-]
+    "VIT_S", "Unavailable", "Weights", "apply", "enlarged", "from_timm", "like", "timm_attention", "timm_tokenizer", "to_timm",
+]  # fmt: skip
