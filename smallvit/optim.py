@@ -61,10 +61,10 @@ def distances_to_head(model: Any) -> dict[int, int]:
 def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
     """Return the learning rate as a fraction of its peak: a linear warmup, then a cosine to 0.
 
-    progress: the share of the run that is done, from 0 to 1.
-    warmup: the share of the run that the warmup takes.
-    one_step: the share of the run that one step takes; the rate is never 0 at a step.
-    schedule: "constant" keeps the peak rate after the warmup.
+    progress  the share of the run that is done, from 0 to 1.
+    warmup    the share of the run that the warmup takes.
+    one_step  the share of the run that one step takes; the rate is never 0 at a step.
+    schedule  "constant" keeps the peak rate after the warmup.
     """
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)

@@ -13,22 +13,16 @@ from torch import nn
 from torch.nn.functional import normalize
 from toys import tiny_vit
 
-from smallvit import (
-    Attention,
-    ConvStem,
-    MeanTokens,
-    Merge,
-    PatchEmbed,
-    Projected,
-    Prune,
-    Run,
-    ShiftedPatchEmbed,
-    SmallCNN,
-    ViT,
-    augment,
-)
+from smallvit import augment
+from smallvit.attention import Attention
 from smallvit.augment import Batch, MultiCrop, Warp
 from smallvit.objectives import DINO
+from smallvit.pooling import MeanTokens, Projected
+from smallvit.reduction import Merge, Prune
+from smallvit.references import SmallCNN
+from smallvit.run import Run
+from smallvit.tokenizers import ConvStem, PatchEmbed, ShiftedPatchEmbed
+from smallvit.vit import ViT
 
 # without a bias of the keys, which does not change the softmax; Adam would amplify its rounding errors
 VIT = partial(tiny_vit, (8, 8), classes=10, attention=partial(Attention, qkv_bias=False))

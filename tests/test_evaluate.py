@@ -12,25 +12,13 @@ from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 from toys import TINY_VIT
 
-from smallvit import (
-    Images,
-    LearnedPrune,
-    LearnedThresholds,
-    Merge,
-    Prune,
-    SmallCNN,
-    Splits,
-    ViT,
-    accuracy,
-    cost,
-    data,
-    evaluate,
-    initialize,
-    knn,
-    linear_probe,
-)
-from smallvit.evaluate import Declaration, declaration, evaluator, few_shot
+from smallvit import data, evaluate
+from smallvit.data import Images
+from smallvit.evaluate import Declaration, Splits, accuracy, cost, declaration, evaluator, few_shot, knn, linear_probe
 from smallvit.flops import closed_form, footprint, seen_tokens, tokens_per_layer
+from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
+from smallvit.references import SmallCNN
+from smallvit.vit import ViT, initialize
 
 EVALUATORS = {
     "accuracy": accuracy,

@@ -21,25 +21,14 @@ from torch import nn
 from torchvision.models import squeezenet1_1
 from toys import TINY_VIT, randomize
 
-from smallvit import (
-    ClassToken,
-    Images,
-    LearnedThresholds,
-    MeanTokens,
-    Merge,
-    Pixels,
-    SequencePool,
-    SmallCNN,
-    Splits,
-    ViT,
-    data,
-    features,
-    initialize,
-    knn,
-    linear_probe,
-)
-from smallvit.evaluate import FeatureExtractor, few_shot
+from smallvit import data
+from smallvit.data import Images
+from smallvit.evaluate import FeatureExtractor, Splits, features, few_shot, knn, linear_probe
+from smallvit.pooling import ClassToken, MeanTokens, SequencePool
 from smallvit.pretrained import apply, from_timm
+from smallvit.reduction import LearnedThresholds, Merge
+from smallvit.references import Pixels, SmallCNN
+from smallvit.vit import ViT, initialize
 
 PLACES = [
     {"of": "class token"},

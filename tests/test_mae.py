@@ -16,30 +16,19 @@ from lightly.models.modules.masked_vision_transformer_decoder_timm import Masked
 from torch import nn
 from toys import assert_close, option_id, randomize
 
-from smallvit import (
-    Attention,
-    ClassToken,
-    ConvStem,
-    ConvTokenizer,
-    Learned,
-    LocalityAttention,
-    MeanTokens,
-    Merge,
-    PatchEmbed,
-    Prune,
-    SequencePool,
-    ShiftedPatchEmbed,
-    SinCos1d,
-    SinCos2d,
-    SmallCNN,
-    ViT,
-    from_timm,
-    tokenizers,
-)
+from smallvit import tokenizers
+from smallvit.attention import Attention, LocalityAttention
 from smallvit.augment import Batch
 from smallvit.objectives.mae import MAE, patchify, unpatchify
 from smallvit.optim import decay_groups
+from smallvit.pooling import ClassToken, MeanTokens, SequencePool
+from smallvit.positions import Learned, SinCos1d, SinCos2d
+from smallvit.pretrained import from_timm
 from smallvit.pretrained.convert import rename
+from smallvit.reduction import Merge, Prune
+from smallvit.references import SmallCNN
+from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed
+from smallvit.vit import ViT
 
 TINY = partial(ViT, (28, 28), 1, 5, dim=24, depth=2, heads=3, tokenizer=partial(PatchEmbed, patch=7))
 SMALL = dict(decoder_dim=16, decoder_depth=1, decoder_heads=2)

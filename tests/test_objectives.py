@@ -14,26 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 from toys import tiny_vit
 
-from smallvit import (
-    LearnedPrune,
-    LearnedThresholds,
-    LearnThresholds,
-    LearnToPrune,
-    MeanTokens,
-    Merge,
-    Pixels,
-    Prune,
-    SmallCNN,
-    Supervised,
-    accuracy,
-    augment,
-    knn,
-    objectives,
-)
+from smallvit import augment, objectives
 from smallvit.augment import Batch
+from smallvit.evaluate import accuracy, knn
 from smallvit.flops import closed_form, seen_tokens, unreduced
-from smallvit.objectives import DINO, MAE, Distill, Objective
+from smallvit.objectives import DINO, MAE, Distill, LearnThresholds, LearnToPrune, Objective, Supervised
 from smallvit.optim import decay_groups
+from smallvit.pooling import MeanTokens
+from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
+from smallvit.references import Pixels, SmallCNN
 
 TINY = partial(tiny_vit, (8, 8), depth=4)
 PRUNED = partial(TINY, reduction=partial(LearnedPrune, keep=0.5))

@@ -12,13 +12,13 @@ class Declaration(NamedTuple):
 
     The defaults apply to a function without a declaration.
 
-    probe: True if the evaluator trains a classifier on frozen features. A comparison that is judged by a probe also evaluates
-        an untrained model.
-    judges: True if the first number is an accuracy or another share from 0 to 1, by which an arm can be judged.
-    chooses: a few words for the report that say what is chosen on the validation images; None if nothing is.
-    needs: a function `needs(splits, **options)` that raises ValueError if the splits are too small. It is called before
-        training with the options of the evaluator. None if any splits will do.
-    pixel_options: names of the options that also apply to raw pixels, a reference that has no layers and no tokens.
+    probe          True if the evaluator trains a classifier on frozen features. A comparison that is judged by a probe also
+                   evaluates an untrained model.
+    judges         True if the first number is an accuracy or another share from 0 to 1, by which an arm can be judged.
+    chooses        a few words for the report that say what is chosen on the validation images; None if nothing is.
+    needs          a function `needs(splits, **options)` that raises ValueError if the splits are too small. It is called before
+                   training with the options of the evaluator. None if any splits will do.
+    pixel_options  names of the options that also apply to raw pixels, a reference that has no layers and no tokens.
     """
 
     probe: bool = False

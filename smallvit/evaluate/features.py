@@ -24,12 +24,13 @@ class FeatureExtractor:
 
     `transform` takes `Images`, or an array or tensor of shape (n, c, h, w) or, for one channel, (n, h, w).
 
-    spec: how an array is normalized. The `DataSpec` of the data that the model was trained on, for uint8 pixels or floats in
-        [0, 1]; or "normalised", for floats that are normalized already. It is required for arrays, since wrongly normalized
-        pixels give wrong features without an error. `Images` use their own spec, unless one is given here.
-    of, layers, norm: the place where the features are read, as in `features`.
-    features: a function `(model, x) -> b d` instead of a place, for any `nn.Module`.
-    batch: the number of images in a batch.
+    spec              how an array is normalized. The `DataSpec` of the data that the model was trained on, for uint8 pixels or
+                      floats in [0, 1]; or "normalised", for floats that are normalized already. It is required for arrays,
+                      since wrongly normalized pixels give wrong features without an error. `Images` use their own spec, unless
+                      one is given here.
+    of, layers, norm  the place where the features are read, as in `features`.
+    features          a function `(model, x) -> b d` instead of a place, for any `nn.Module`.
+    batch             the number of images in a batch.
 
     The model is not trained. `fit` only reads the first image, checks that it fits, and remembers the number of features;
     `transform` needs no `fit`. Clones, for example in cross-validation, share the model.

@@ -26,12 +26,12 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
     """Compute the features of images with a frozen model. Returns a numpy array of shape (images, features), float32.
 
-    of: the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
-        "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many times
-        as the number of its patches; class token and registers are left out.
-    layers: read the last `layers` blocks and put them side by side, in the order of depth. Not for "head".
-    norm: "after" the last norm of the model, or "before" it, as each block returns its tokens. Where the model applies this
-        norm after its pool, it is applied after the mean here too.
+    of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
+            "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many
+            times as the number of its patches; class token and registers are left out.
+    layers  read the last `layers` blocks and put them side by side, in the order of depth. Not for "head".
+    norm    "after" the last norm of the model, or "before" it, as each block returns its tokens. Where the model applies this
+            norm after its pool, it is applied after the mean here too.
 
     Read what was trained: the head for supervised training and DINO, the mean for MAE, which does not train its class token.
     "head" calls `model.features(x)` where the model has this method, else `forward_features` and `forward_head` as in timm.
@@ -96,7 +96,7 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
 def head_input(model: Any) -> Callable[[Tensor], Tensor]:
     """Return a function that computes the input of the classification head: `model.features`, or `forward_features` of timm.
 
-    For timm models, `forward_head(..., pre_logits=True)` follows. They may have layers called `features`, which are not used.
+    With timm, `forward_head(..., pre_logits=True)` follows. Layers called `features` are used only if there is nothing else.
     """
     method = getattr(model, "features", None)
     if callable(method) and not isinstance(method, nn.Module):
@@ -112,7 +112,7 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 class Tokens(NamedTuple):
-    """Output of a transformer block: prefix tokens (b, p, d), patch tokens (b, n, d), and how many patches each is (b, n)."""
+    """The tokens after a block: prefix (b, p, d), patches (b, n, d), and the number of patches in each patch token (b, n)."""
 
     prefix: Tensor
     patches: Tensor

@@ -75,11 +75,11 @@ def linear_probe(
 ) -> NamedScores:
     """Evaluate a logistic regression with L2 penalty on frozen features. Yields its test accuracy as `linear_probe`.
 
-    strengths: the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
-        of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the smallest
-        or largest of several, so that a value beyond may be better, else 0.
-    standardise: scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
-        one scale, such as pixels.
+    strengths    the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
+                 of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the
+                 smallest or largest of several, so that a value beyond may be better, else 0.
+    standardise  scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
+                 one scale, such as pixels.
 
     `linear_probe_iterations` is the number of iterations that the solver took.
 

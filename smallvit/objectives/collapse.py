@@ -32,13 +32,13 @@ def collapse_statistics(observation: Observation | None) -> dict[str, float]:
 
     Returns an empty dict without an observation, and only `spread` and `rank` without targets.
 
-    spread: the standard deviation of the L2-normalized features over the batch, times the square root of their width. It is 1
-        if the features point in all directions, and 0 if they are all equal.
-    rank: the number of directions that the features use: the exponential of the entropy of the spectrum of their covariance
-        (Roy, Vetterli 2007).
-    entropy: the mean entropy of the teacher's targets, divided by log k. It is 0 for one-hot and 1 for uniform targets.
-    information: how much the targets of an image differ from the mean over the batch, in nats: the entropy of the mean minus
-        the mean entropy.
+    spread       the standard deviation of the L2-normalized features over the batch, times the square root of their width. It
+                 is 1 if the features point in all directions, and 0 if they are all equal.
+    rank         the number of directions that the features use: the exponential of the entropy of the spectrum of their
+                 covariance (Roy, Vetterli 2007).
+    entropy      the mean entropy of the teacher's targets, divided by log k. It is 0 for one-hot and 1 for uniform targets.
+    information  how much the targets of an image differ from the mean over the batch, in nats: the entropy of the mean minus
+                 the mean entropy.
 
     In a collapse all of them fall, except `entropy`, which may also rise to 1.
 
@@ -81,7 +81,7 @@ def collapse_kind(numbers: dict[str, float]) -> str | None:
 class Monitor:
     """Checks the features of a run for collapse about 100 times, and raises `Collapse` after 10 collapsed checks in a row.
 
-    steps: the number of steps of the run. Checks are at least 10 steps apart.
+    steps  the number of steps of the run. Checks are at least 10 steps apart.
     """
 
     def __init__(self, steps: int):

@@ -168,9 +168,8 @@ class DINO(Objective):
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
         """Mix the teacher's outputs for the nearest images of the bank into the targets. Returns logits of the mixed targets.
 
-        `logits`, shape (2 batch, k), are the teacher's for two views of each image. The images are then put into the bank.
-
-        Logits are unchanged until the run has settled and the bank has enough images.
+        `logits`, shape (2 batch, k), are the teacher's for two views of each image; they are returned
+        unchanged until the run has settled and the bank has enough images. The images are then put into the bank.
         """
         feature, projected = features_before_and_after_projection(self.model, images)
         projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
@@ -195,7 +194,7 @@ class DINO(Objective):
     def mix(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
         """Mix the target of each image with the mean target of its neighbors, which has weight `share`. Returns logits.
 
-        `projections`, b k p, are the neighbors' projections in the head, and `valid`, b k, is False for neighbors to leave out.
+        `projections`, (b, k, p), are those of the neighbors in the head. `valid`, (b, k), is False for neighbors to leave out.
         An image without valid neighbors keeps its own target.
         """
         neighbour_logits = as_float32(self.teacher_head.last_layer(projections))

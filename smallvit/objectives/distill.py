@@ -18,11 +18,12 @@ TEMPERATURE = 3.0  # of DeiT's soft distillation
 class Distill(Objective):
     """Knowledge distillation: a weighted sum of the cross-entropy with the labels and a distillation loss to a trained teacher.
 
-    kind: "soft" compares the softened probabilities of student and teacher; "hard" uses the teacher's first choice as a label.
-    weight: the weight of the distillation loss; the labels have weight 1 - weight.
-    temperature: divides the logits of both for "soft".
-    token: with `pool=DistilledTokens`, the class token's head learns from the labels, and the distillation token's head from
-        the teacher (DeiT, section 4). Without it a model with two heads learns by the mean of both.
+    kind         "soft" compares the softened probabilities of student and teacher; "hard" uses the teacher's first choice as a
+                 label.
+    weight       the weight of the distillation loss; the labels have weight 1 - weight.
+    temperature  divides the logits of both for "soft".
+    token        with `pool=DistilledTokens`, the class token's head learns from the labels, and the distillation token's head
+                 from the teacher (DeiT, section 4). Without it a model with two heads learns by the mean of both.
 
     Paper    "soft": Hinton et al. 2015, arXiv:1503.02531, section 2, as DeiT writes it: (1 - weight) CE(labels) + weight T^2
              KL(teacher || student), both softened by the `temperature` T. "hard": Touvron et al. 2021 (DeiT), arXiv:2012.12877,

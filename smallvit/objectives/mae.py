@@ -25,11 +25,11 @@ Image = tuple[int, int]  # height, width in pixels
 class Reconstruction(NamedTuple):
     """Images that a masked autoencoder received and reconstructed, each of shape (batch, c, h, w) and normalized as the input.
 
-    image: the input.
-    masked: the input of the encoder; hidden pixels are 0.
-    mask: True at hidden pixels.
-    predicted: visible patches as in the input, hidden patches as predicted from visible pixels alone.
-    helped: as `predicted`, but with the true mean and standard deviation of each hidden patch. Papers show this picture.
+    image      the input.
+    masked     the input of the encoder; hidden pixels are 0.
+    mask       True at hidden pixels.
+    predicted  visible patches as in the input, hidden patches as predicted from visible pixels alone.
+    helped     as `predicted`, but with the true mean and standard deviation of each hidden patch. Papers show this picture.
 
     A model trained with `normalise` predicts the pattern of a hidden patch, but neither its brightness nor its contrast. Then
     `predicted` uses the mean and standard deviation of all visible pixels of the image. `helped` gives away much of the answer:
@@ -49,9 +49,9 @@ class MAE(Objective):
     The encoder is `.model`. In evaluation it sees all patches. Its head, and what its pool learns (the scores of
     `SequencePool`, a norm after the pool), are not trained.
 
-    ratio: the share of patches to hide, drawn for each image; the number of visible patches is rounded down.
-    normalise: standardize the pixels of each target patch: mean 0, variance 1 (unbiased, plus 1e-6).
-    decoder_dim, decoder_depth, decoder_heads: width, number of blocks and heads of the decoder.
+    ratio      the share of patches to hide, drawn for each image; the number of visible patches is rounded down.
+    normalise  standardize the pixels of each target patch: mean 0, variance 1 (unbiased, plus 1e-6).
+    decoder    width (`decoder_dim`), number of blocks (`decoder_depth`) and of heads (`decoder_heads`) of the decoder.
 
     Paper    He et al. 2021, arXiv:2111.06377. The encoder receives the prefix tokens and the visible patches with their
              positions. Decoder: a linear map to `decoder_dim`, one learned token in the place of each hidden patch, fixed 2-D

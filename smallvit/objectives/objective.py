@@ -19,17 +19,18 @@ class Objective(nn.Module):
 
     A subclass implements `forward` and overrides the attributes and methods below where the defaults do not fit.
 
-    model: the model that is averaged, saved and evaluated.
-    needs_labels: False if the loss does not read the labels. Then no head is trained, so that accuracy cannot be evaluated,
-        and `observed` is checked for collapse.
-    needs_views: True if the loss compares the views of an image that a `MultiCrop` augmentation makes.
-    needs_init: True if the model must be initialized from another run.
-    needs_teacher: True if the objective learns from the trained model of another run. The constructor is then called with
-        `(model, teacher)`.
-    stackable: True if runs that differ only in their seed can be trained together by `torch.func.vmap`. This requires that
-        a step changes only parameters, by their gradients. The default is False for a subclass that overrides `before_step` or
-        `after_step`, or that needs no labels.
-    observed: the features, and the targets of a teacher, of the last batch. An objective without labels sets it in `forward`.
+    model          the model that is averaged, saved and evaluated.
+    needs_labels   False if the loss does not read the labels. Then no head is trained, so that accuracy cannot be evaluated,
+                   and `observed` is checked for collapse.
+    needs_views    True if the loss compares the views of an image that a `MultiCrop` augmentation makes.
+    needs_init     True if the model must be initialized from another run.
+    needs_teacher  True if the objective learns from the trained model of another run. The constructor is then called with
+                   `(model, teacher)`.
+    stackable      True if runs that differ only in their seed can be trained together by `torch.func.vmap`. This requires that
+                   a step changes only parameters, by their gradients. The default is False for a subclass that overrides
+                   `before_step` or `after_step`, or that needs no labels.
+    observed       the features, and the targets of a teacher, of the last batch. An objective without labels sets it in
+                   `forward`.
     """
 
     needs_labels = True

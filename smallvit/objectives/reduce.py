@@ -19,10 +19,10 @@ from .supervised import cross_entropy
 class LearnToPrune(Objective):
     """Teach a trained model to prune its tokens with `LearnedPrune`, with the unpruned model as a teacher (DynamicViT).
 
-    ratio: the weight of the squared difference between the share of patches kept and the target share.
-    distil: the weight of the KL divergence between the logits of teacher and student.
-    distil_tokens: the weight of the squared error between the kept patch tokens of the student and those of the teacher.
-    backbone: the largest learning rate of the other weights, as a fraction of the peak rate.
+    ratio          the weight of the squared difference between the share of patches kept and the target share.
+    distil         the weight of the KL divergence between the logits of teacher and student.
+    distil_tokens  the weight of the squared error between the kept patch tokens of the student and those of the teacher.
+    backbone       the largest learning rate of the other weights, as a fraction of the peak rate.
 
     Paper    Rao et al. 2021 (DynamicViT), arXiv:2106.02034, section 3.3: the cross-entropy plus the three terms above. The
              difference in the share kept is averaged over predictors and images. The weights outside the predictors do not
@@ -75,15 +75,15 @@ class LearnToPrune(Objective):
         return [(predictors, lambda progress, rate: rate), (others, self.backbone_rate)]
 
     def backbone_rate(self, progress: float, rate: float) -> float:
-        """Return the learning rate of the other weights: 0 in the first sixth of a run, then at most `backbone`."""
+        """Return the learning rate of all but the predictors: 0 in the first sixth of a run, then at most `backbone`."""
         return 0.0 if progress < 1 / 6 else min(self.backbone, rate)
 
 
 class LearnThresholds(Objective):
     """Train only the token-reduction thresholds of a trained model with `LearnedThresholds`, to meet a compute budget (LTMP).
 
-    budget: the target for the compute of the blocks, as a share of the compute without reduction.
-    weight: the weight of the squared difference between the compute and the budget.
+    budget  the target for the compute of the blocks, as a share of the compute without reduction.
+    weight  the weight of the squared difference between the compute and the budget.
 
     Paper    Bonnaerens, Dambre 2023 (LTMP), arXiv:2305.17328, section 3.3: the cross-entropy plus the budget term. The cost of
              attention depends on the number of tokens before a block's reduction, the cost of the MLP on the number after it;
