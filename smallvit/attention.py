@@ -34,7 +34,7 @@ class AttentionOutput(NamedTuple):
     map: Callable[[], Tensor] | None = None
 
     def _refuse(self, *_) -> NoReturn:
-        """Raise the TypeError of an arithmetic operation, which says to use `.x`."""
+        """Raise TypeError for arithmetic on an attention output; the message says to use its tokens `.x`."""
         raise TypeError(NOT_A_TENSOR)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __truediv__ = __neg__ = _refuse
@@ -249,7 +249,7 @@ def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
 
 
 def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return the attention output (b, h, n, e) with a gradient to the token sizes, also to those of size 0.
+    """Return the attention output (b, h, n, e) such that token sizes get a gradient, also those of removed tokens (size 0).
 
     Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
     equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no

@@ -21,14 +21,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def linear_macs(module: nn.Module) -> int:
-    """Return the MACs of all linear layers of a module for one token."""
+    """Return the multiply-adds (MACs) of all linear layers of a module for one token."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
 def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
-    """Return the MACs of one block: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2), for heads that fill the width d.
+    """Return the multiply-adds (MACs) of one transformer block if n tokens enter its attention and m tokens its MLP.
 
-    `n` tokens enter the attention and `m` tokens the MLP. Norms, softmax, activation and biases are left out, as in the papers.
+    For heads that fill the width d: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2). Norms, softmax, activation and biases are left
+    out, as in the papers.
     """
     per_pair = 2 * block.attention.proj.in_features  # queries times keys, and the map times values
     return n * linear_macs(block.attention) + n * n * per_pair + m * linear_macs(block.mlp)
@@ -58,7 +59,7 @@ def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
 
 
 def describe_tokens(model: ViT) -> str:
-    """Describe the tokens left after each block: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`."""
+    """Describe the tokens left after each block in one line: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`."""
     tokens, start = tokens_per_layer(model), f"{input_tokens(model)} tokens, after the blocks"
     if tokens is None:
         return f"{start} a number that depends on the image"
@@ -69,16 +70,15 @@ def describe_tokens(model: ViT) -> str:
 
 
 def closed_form(
-    model: ViT,
-    tokens: Sequence[tuple[float, float]] | None = None,
-    image: tuple[int, int] | None = None,
-    embed: float | None = None,
-) -> dict[str, float]:
-    """Return the MACs for one image by the closed form, split into `embed`, `blocks`, `reduction` and `head`.
+    model: ViT, tokens: Sequence[tuple[float, float]] | None = None,
+    image: tuple[int, int] | None = None, embed: float | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Return the multiply-adds (MACs) of a ViT for one image by a formula: of tokenizer, blocks, token reduction and head.
 
-    `reduction` is the cost of the reduction itself, which published figures leave out. `head` includes the layers of a pool.
-    `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the result of `embed_macs`, if
-    known already. If a reduction asks a fused kernel for its attention map, this second computation is not counted.
+    The keys are `embed`, `blocks`, `reduction` (the cost of the reduction itself, which published figures leave out) and `head`
+    (with the layers of a pool). `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the
+    result of `embed_macs`, if known already. If a reduction asks a fused kernel for its attention map, this second computation
+    is not counted.
 
     Raises   ValueError if the tokens depend on the image and are not given, or for attention without a projection `proj`.
     """
@@ -103,14 +103,14 @@ def closed_form(
 
 
 def embed_macs(model: ViT, image: Sequence[int]) -> float:
-    """Return the MACs of the tokenizer for one image of this height and width, by torch's counter."""
+    """Return the multiply-adds (MACs) of a model's tokenizer for one image of this height and width, by torch's counter."""
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
     return counted(model.tokenizer, blank) / 2
 
 
 def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
-    """Return the FLOPs of one forward pass by torch's counter: two per multiply-accumulate, matrix products only."""
+    """Return the FLOPs of one forward pass by torch's counter: two per multiply-add. Only matrix products count."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -152,10 +152,10 @@ def unreduced(model: Model) -> Model:
 
 
 def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return the number of parameters (`params`) and the MACs of one image (`macs`) of a model.
+    """Return the number of parameters of a model (`params`) and its multiply-adds for one image (`macs`).
 
-    MACs are counted by torch. If they depend on the image, they are the mean over `images`. For a model without parameters, its
-    `features` are counted.
+    The multiply-adds are counted by torch. If they depend on the image, they are the mean over `images`. For a model without
+    parameters, its `features` are counted.
     """
     params = sum(p.numel() for p in model.parameters())
     if reduces(model) and tokens_per_layer(model) is None:
@@ -164,12 +164,12 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def forward(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return what runs a model on images: the model, or its method `features` if it has no parameters and so no head."""
+    """Return the callable that runs a model on images: its `features` if it has no parameters, else the model itself."""
     return model if next(model.parameters(), None) is not None else model.features
 
 
 def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list[float]:
-    """Return the MACs of each image, for a model whose number of tokens depends on the image.
+    """Return the multiply-adds (MACs) of each image, for a model whose number of tokens depends on the image.
 
     They follow the closed form, or torch's counter image by image where no closed form is known. `seen` is the result of
     `seen_tokens` for these images, if known already.
@@ -188,7 +188,7 @@ def reduces(model: nn.Module) -> TypeGuard[ViT]:
 
 
 def has_closed_form(model: Any) -> bool:
-    """Return whether the closed form of `block_macs` holds: the attention of every block has a linear projection `proj`."""
+    """Return whether the MACs follow a formula (`block_macs`): the attention of every block needs a linear layer `proj`."""
     return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
 
 
@@ -207,9 +207,9 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
 
 
 def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]:
-    """Return the milliseconds of one forward pass, and how many times faster it is than the same model without reduction.
+    """Time a model with token reduction: return the milliseconds of a forward pass, and its speed relative to no reduction.
 
-    The unreduced model uses the faster of the two attention kernels. Below 1, the reduction loses time.
+    The model without reduction uses the faster of the two attention kernels. Below 1, the reduction loses time.
     """
     baselines = [unreduced(model) for _ in range(2)]
     for baseline, fused in zip(baselines, (False, True)):
@@ -222,21 +222,15 @@ def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]
 
 
 def match_budget(
-    model: Callable,
-    reduction: Callable,
-    knob: str,
-    share: float,
-    between: tuple[float, float],
-    image: tuple[int, int] = (28, 28),
-    channels: int = 1,
-    of: str = "macs",
-) -> float:
-    """Find the value of an option at which a reduction brings a model to a given share of its MACs or of its last tokens.
+    model: Callable, reduction: Callable, knob: str, share: float, between: tuple[float, float],
+    image: tuple[int, int] = (28, 28), channels: int = 1, of: str = "macs",
+) -> float:  # fmt: skip
+    """Find the value of the option `knob` at which a token reduction lowers a model's cost to the given share.
 
-    `model` is called `(image, channels, classes)`, as in a `Run`. `knob` is the name of the option of `reduction`, `share` the
-    target from 0 to 1, and `between` the lowest and highest value to try. The result is rounded to three decimals. With
-    `of="macs"` the MACs of `closed_form` are compared, the cost of the reduction included; with `of="tokens"` the tokens after
-    the last block. The number of tokens must not depend on the image.
+    `model` is called `(image, channels, classes)`, as in a `Run`. `share` is the target from 0 to 1, `between` the lowest and
+    highest value to try. The result is rounded to three decimals. With `of="macs"` the cost is the MACs of `closed_form`,
+    the reduction itself included; with `of="tokens"` the number of tokens after the last block, which must not depend on the
+    image.
 
     Raises   ValueError if no value in this range comes within 0.05 of the share, or for another `of`.
     """

@@ -56,8 +56,6 @@ class SinCos2d(nn.Module):
     Raises   ValueError if the width is not divisible by 4, or the temperature is below 1.
     """
 
-    table: Tensor
-
     def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
         super().__init__()
         if dim % 4:
@@ -80,8 +78,6 @@ class SinCos1d(nn.Module):
              patch has index 0; prefix tokens get zeros.
     Raises   ValueError if the width is odd, or the temperature is below 1.
     """
-
-    table: Tensor
 
     def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
         super().__init__()

@@ -12,7 +12,7 @@ from smallvit.vit import initialize
 
 
 class Pixels(nn.Module):
-    """No model: the features are the raw pixel values, h * w * c of them. For evaluators that bring their own classifier."""
+    """A reference without a network: the features are the raw pixels, for evaluators that bring their own classifier."""
 
     def __init__(self, image: tuple[int, int], channels: int, classes: int):
         super().__init__()
@@ -136,10 +136,7 @@ class ResNet(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.channels:
-            raise ValueError(
-                f"got images of shape {tuple(x.shape)}; expected (b, {self.channels}, h, w): this CNN was built for "
-                f"{self.channels} channels"
-            )
+            raise ValueError(f"got images of shape {tuple(x.shape)}; this CNN needs b {self.channels} h w")
         return self.body(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +144,7 @@ class ResNet(nn.Module):
 
 
 def check_shape(x: Tensor, image: tuple[int, ...]) -> Tensor:
-    """Return the images. Raise ValueError if their shape (c, h, w) is not `image`, for which a model was built."""
+    """Return images `x` unchanged. Raise ValueError if their shape (c, h, w) is not `image`, the one a model was built for."""
     if x.shape[1:] != image:
         raise ValueError(f"got images of shape {tuple(x.shape)}; expected {image} each, as this CNN was built for one size")
     return x

@@ -32,9 +32,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         kernel = patch if kernel is None else kernel
         if kernel < patch or (kernel - patch) % 2:
-            raise ValueError(
-                f"kernel {kernel} around patch {patch}: expected the patch plus an even margin, {patch}, {patch + 2}, ..."
-            )
+            raise ValueError(f"kernel is {kernel}; expected the patch plus an even margin: {patch}, {patch + 2}, ...")
         if linear and kernel != patch:
             raise ValueError(f"linear=True cuts the image without overlap; expected kernel={patch}, got {kernel}")
         self.patch, self.linear = patch, linear
@@ -213,10 +211,8 @@ class ConvTokenizer(nn.Module):
             rows, columns = ((side + 2 * self.padding - self.kernel) // self.stride + 1 for side in (rows, columns))
             rows, columns = (rows - 1) // 2 + 1, (columns - 1) // 2 + 1
         if rows < 1 or columns < 1:
-            raise ValueError(
-                f"image {image[0]} x {image[1]} leaves no token after {len(self.convs)} layers of kernel {self.kernel}; "
-                "use a larger image, or fewer layers"
-            )
+            layers = f"{len(self.convs)} layers of kernel {self.kernel}"
+            raise ValueError(f"image {image[0]} x {image[1]} leaves no token after {layers}; use larger images or fewer layers")
         return rows, columns
 
     def forward(self, x: Tensor) -> Tensor:

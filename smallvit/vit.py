@@ -123,10 +123,7 @@ class ViT(nn.Module):
                 raise ValueError(f"{type(part).__name__} has no {attribute}; see the contract at the top of its slot's file")
         own_head = hasattr(self.pool, "make_head")
         if norm_after_pool and own_head:
-            raise ValueError(
-                f"norm_after_pool=True needs a feature as wide as a token; {type(self.pool).__name__} makes its own head, "
-                "expected norm_after_pool=False"
-            )
+            raise ValueError(f"{type(self.pool).__name__} makes its own head; expected norm_after_pool=False")
         self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
@@ -150,22 +147,19 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(token, std=0.02)
 
     def layer_contexts(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
-        """Return the `LayerContext` of each of `depth` blocks for images of height and width `image`."""
+        """Return a `LayerContext` for each of `depth` blocks: what a reduction must know about it, for images of this size."""
         rows, columns = self.tokenizer.grid(image)
         prefix, dim = self.prefix.shape
         return [LayerContext(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return all tokens after the last block (b, n, d) and their sizes (b, n).
+        """Return all tokens after the last block (b, n, d), and the number of patches that each stands for (b, n).
 
-        A size is the number of patches that a token stands for; None means that all sizes are 1. `keep`, shape (b, k), holds
-        the indices of the patches that enter the blocks; by default all patches do.
+        None instead of these sizes means that all are 1. `keep`, shape (b, k), holds the indices of the patches that enter the
+        blocks; by default all patches do.
         """
         if x.ndim != 4 or x.shape[1] != self.channels:
-            raise ValueError(
-                f"got images of shape {tuple(x.shape)}; expected (b, {self.channels}, h, w): this model was built for "
-                f"{self.channels} channels"
-            )
+            raise ValueError(f"got images of shape {tuple(x.shape)}; this model needs b {self.channels} h w")
         if mask is not None and any(getattr(block, "reduction", None) is not None for block in self.blocks):
             raise ValueError("got a mask for a model that reduces tokens, which a mask cannot follow; expected mask=None")
         grid = self.tokenizer.grid(x.shape[-2:])
@@ -183,7 +177,7 @@ class ViT(nn.Module):
         return self.pooled(*self.tokens(x, mask))
 
     def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:
-        """Pool tokens (b, n, d) with their sizes (b, n) into the features that the head reads, shape (b, d)."""
+        """Pool tokens `x` (b, n, d) with their sizes (b, n) into the features that the head reads, shape (b, d)."""
         x = self.pool(x, size, len(self.prefix))
         return self.norm(x) if self.norm_after_pool else x
 
@@ -248,7 +242,7 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
-    """Return the drop-path rate of each block. A single number is the last block's; the rates rise linearly from 0 to it."""
+    """Return the drop-path rate of each block. A single number is the rate of the last block, reached linearly from 0."""
     if isinstance(drop_path, int | float):
         return [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
     if len(drop_path) != depth:

@@ -9,25 +9,8 @@ import torch
 from torch import nn
 from toys import option_id
 
-from smallvit import (
-    Attention,
-    AttentionOutput,
-    ConvStem,
-    ConvTokenizer,
-    LearnedPrune,
-    LearnedThresholds,
-    LocalityAttention,
-    MeanTokens,
-    Merge,
-    PatchEmbed,
-    Pixels,
-    Projected,
-    Prune,
-    ShiftedPatchEmbed,
-    SmallCNN,
-    ViT,
-    flops,
-)
+from smallvit import flops
+from smallvit.attention import Attention, AttentionOutput, LocalityAttention
 from smallvit.flops import (
     block_macs,
     closed_form,
@@ -45,6 +28,11 @@ from smallvit.flops import (
     tokens_per_layer,
     unreduced,
 )
+from smallvit.pooling import MeanTokens, Projected
+from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
+from smallvit.references import Pixels, SmallCNN
+from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed
+from smallvit.vit import ViT
 
 small = partial(ViT, (28, 28), 1, 10, dim=32, depth=4, heads=4, tokenizer=partial(PatchEmbed, patch=4))
 wide = partial(ViT, (28, 28), 1, 10, dim=192, depth=4, heads=3, tokenizer=partial(PatchEmbed, patch=4))

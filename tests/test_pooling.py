@@ -10,28 +10,12 @@ import torch
 from torch import nn
 from toys import TINY_VIT, assert_close, tiny_vit
 
-from smallvit import (
-    DINO,
-    MAE,
-    ClassToken,
-    DistilledTokens,
-    LearnedPrune,
-    LearnToPrune,
-    MeanTokens,
-    Merge,
-    Projected,
-    Prune,
-    SequencePool,
-    attention_maps,
-    features,
-    initialize,
-    pooling,
-    rollout,
-)
+from smallvit import DINO, MAE, LearnToPrune, attention_maps, features, initialize, pooling, rollout
 from smallvit.augment import Batch
 from smallvit.data import DataSpec, Images
 from smallvit.flops import closed_form, footprint
-from smallvit.pooling import TwoHeads
+from smallvit.pooling import ClassToken, DistilledTokens, MeanTokens, Projected, SequencePool, TwoHeads
+from smallvit.reduction import LearnedPrune, Merge, Prune
 
 EVERY = [ClassToken, MeanTokens, SequencePool, DistilledTokens]
 every = pytest.mark.parametrize("make", EVERY)
@@ -86,27 +70,12 @@ def test_feature_follows_the_equations(make, sized, prefix):
     assert_close(module(x, size, prefix), oracle(module, x, size, prefix))
 
 
-@every
-def test_sizes_of_one_equal_no_sizes(make):
-    module, x = randomized(make), tokens()
-    assert_close(module(x, torch.ones(B, N), 1), module(x, None, 1), 1e-14)
-
-
 @weighted
 def test_token_of_size_k_counts_as_k_equal_tokens_and_one_of_size_0_as_none(make):
     module, x = randomized(make), tokens()
     size = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]] * B, dtype=torch.float64)
     x[:, 3] = 1e3
     assert_close(module(x, size, 1), module(x[:, [0, 1, 1, 1, 2, 4]], None, 1), 1e-12)
-
-
-@weighted
-def test_prefix_tokens_and_the_order_have_no_effect(make):
-    module, x, size = randomized(make), tokens(), sizes()
-    order = torch.cat([torch.tensor([0, 1]), 2 + torch.randperm(N - 2)])
-    other = x[:, order].clone()
-    other[:, :2] += 7
-    assert_close(module(other, size[:, order], 2), module(x, size, 2), 1e-12)
 
 
 def test_sequence_pool_with_equal_scores_is_the_mean_and_with_one_large_score_that_token():
@@ -247,7 +216,7 @@ def test_other_objectives_accept_the_model_or_refuse_it_clearly():
 @pytest.mark.parametrize(
     ("wrong", "key_words"),
     [
-        (lambda: TWO(norm_after_pool=True), "DistilledTokens makes its own head, expected norm_after_pool=False"),
+        (lambda: TWO(norm_after_pool=True), "DistilledTokens makes its own head; expected norm_after_pool=False"),
         (lambda: Projected(D, hidden=0), "got hidden=0, layers=2; expected hidden of at least 1"),
         (lambda: Projected(D, layers=-1), "got hidden=256, layers=-1; expected"),
     ],

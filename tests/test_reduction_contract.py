@@ -13,23 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from toys import option_id, tiny_vit
 
-from smallvit import (
-    Attention,
-    ClassToken,
-    ConvStem,
-    ConvTokenizer,
-    LayerContext,
-    LearnedPrune,
-    LearnedThresholds,
-    LocalityAttention,
-    MeanTokens,
-    Merge,
-    PatchEmbed,
-    Prune,
-    SequencePool,
-    ShiftedPatchEmbed,
-    reduction,
-)
+from smallvit import reduction
+from smallvit.attention import Attention, LocalityAttention
+from smallvit.pooling import ClassToken, MeanTokens, SequencePool
+from smallvit.reduction import LayerContext, LearnedPrune, LearnedThresholds, Merge, Prune
+from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed
 
 CLASSES = [c for c in vars(reduction).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
 ON = {

@@ -9,17 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import tiny_vit
 
-from smallvit import (
-    Attention,
-    ClassToken,
-    LayerContext,
-    LearnedThresholds,
-    LocalityAttention,
-    MeanTokens,
-    Merge,
-    SequencePool,
-    initialize,
-)
+from smallvit import initialize
+from smallvit.attention import Attention, LocalityAttention
+from smallvit.pooling import ClassToken, MeanTokens, SequencePool
+from smallvit.reduction import LayerContext, LearnedThresholds, Merge
 
 tiny = partial(tiny_vit, depth=3)
 

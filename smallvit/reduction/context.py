@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class LayerContext(NamedTuple):
-    """What a reduction needs to know about its block and the tokens that arrive there.
+    """What a token reduction must know about its place: the block, the number of blocks, and the tokens that arrive.
 
     The block has the index `layer`, from 0, in a model of `depth` blocks. Tokens are `dim` wide. The first `prefix` tokens are
     prefix tokens; the very first is a class token if `class_token`. Without reduction there are `patches` patches.

@@ -43,7 +43,7 @@ class LearnedPrune(nn.Module):
         self.kept = nn.Identity()
 
     def left(self, n: int) -> int:
-        """Return how many of n tokens are left in evaluation. At another image size the shares stay the same."""
+        """Return how many of n tokens this reduction leaves in evaluation. The shares are equal for all image sizes."""
         if self.predictor is None:
             return n
         patches = n - self.prefix
@@ -70,9 +70,9 @@ class LearnedPrune(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The network of `LearnedPrune`: from patches (b, n, d) and sizes (b, n) to logits (b, n, 2), to keep and to drop a patch.
+    """The small network of `LearnedPrune`. It maps patches (b, n, d) and sizes (b, n) to logits (b, n, 2): keep, drop.
 
-    A patch is judged by its own features and by the mean over all patches.
+    Each patch is judged by its own features and by the mean over all patches.
     """
 
     def __init__(self, dim: int):

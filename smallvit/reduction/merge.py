@@ -37,16 +37,16 @@ class Merge(nn.Module):
         self.r = merge_schedule(r, inflect, context.depth)[context.layer]
 
     def count(self, n: int) -> int:
-        """Return the number of merges among n tokens."""
+        """Return how many pairs of tokens are merged if n tokens arrive."""
         patches = n - self.prefix
         return min(int(self.r * patches) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
-        """Return how many of n tokens are left."""
+        """Return how many of n tokens are left after merging."""
         return n - self.count(n)
 
     def macs(self, n: int, head_dim: int) -> float:
-        """Return the multiply-adds of the matching among n tokens, for keys of width `head_dim`."""
+        """Return the multiply-adds of matching n tokens by their keys of width `head_dim`."""
         patches = n - self.prefix
         return (patches // 2) * (patches - patches // 2) * head_dim if self.count(n) else 0
 
@@ -78,7 +78,7 @@ class Merge(nn.Module):
 
 
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:
-    """Return what to merge in each of `depth` blocks: integers are numbers of merges, floats are fractions of the patches.
+    """Return how much to merge in each of `depth` blocks: integers are numbers of merges, floats fractions of the patches.
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """

@@ -45,7 +45,7 @@ class Prune(nn.Module):
         self.progress = 1.0  # set by the objective during training
 
     def share(self) -> float:
-        """Return the share of patches to keep now: `keep`, or more in training until the end of `shrink`."""
+        """Return the share of patches to keep now; in training it falls from 1 to `keep` during `shrink`, a part of the run."""
         start, end = self.shrink
         if not self.training or self.progress >= end:
             return self.keep
@@ -54,7 +54,7 @@ class Prune(nn.Module):
         return self.keep + (1 - self.keep) * 0.5 * (1 + math.cos(math.pi * (self.progress - start) / (end - start)))
 
     def left(self, n: int) -> int:
-        """Return how many of n tokens are left in evaluation, the fused token included."""
+        """Return how many of n tokens are left after pruning in evaluation, the fused token included."""
         kept = kept_patches(self.keep, n - self.prefix)
         return self.prefix + kept + (self.fuse != "none" and kept < n - self.prefix)
 
@@ -64,10 +64,7 @@ class Prune(nn.Module):
         if kept == n - p:
             return x, size
         if saliency is None:
-            raise ValueError(
-                "Prune needs the saliency of the attention, which this attention does not give; "
-                "return AttentionOutput(x, saliency=...)"
-            )
+            raise ValueError("Prune needs the saliency of the attention; return AttentionOutput(x, saliency=...)")
         score = saliency(self.queries)[:, p:]
         order = p + score.argsort(dim=-1, descending=True, stable=True)
         stay, dropped = order[:, :kept], order[:, kept:]

@@ -63,15 +63,12 @@ class LearnedThresholds(nn.Module):
         """Return None: the number of tokens left depends on the image."""
 
     def macs(self, n: float, head_dim: int) -> float:
-        """Return the multiply-adds of the matching, which compares all n tokens with all, for keys of width `head_dim`."""
+        """Return the multiply-adds of matching all n tokens with all, by their keys of width `head_dim`."""
         return 0 if self.merge is None else n * n * head_dim
 
     def forward(self, x: Tensor, size: Tensor | None, key: Any = None, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
         if key is None or saliency is None:
-            raise ValueError(
-                "LearnedThresholds needs keys and saliency of the attention, which this attention does not give; "
-                "return AttentionOutput(x, key=..., saliency=...)"
-            )
+            raise ValueError("LearnedThresholds needs keys and saliency; return AttentionOutput(x, key=..., saliency=...)")
         given, new_size = size, x.new_ones(x.shape[:2]) if size is None else size
         is_patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
         with torch.no_grad():  # the thresholds learn from their decisions, not from the importance
@@ -92,9 +89,9 @@ class LearnedThresholds(nn.Module):
         return remove_empty(x, new_size, given)
 
     def best_matches(self, key: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each token the cosine to its most similar destination, -2 if it is no source, and that one's index.
+        """Find for each source token the most similar destination: return its cosine similarity (b, n) and its index (b, n).
 
-        `key` holds the keys (b, n, e); `present`, (b, n), is False for removed tokens.
+        `key` holds the keys (b, n, e); `present`, (b, n), is False for removed tokens. The similarity of other tokens is -2.
         """
         rank = present.cumsum(1) - 1
         free = present & (torch.arange(key.shape[1], device=key.device) >= self.prefix)
@@ -104,7 +101,7 @@ class LearnedThresholds(nn.Module):
         return torch.where(source[:, :, None] & target[:, None, :], cosine, -2.0).max(-1)
 
     def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, merged: Tensor, match: Tensor):
-        """Add every merged source to its destination, weighted by size; return new tokens, sizes and importance.
+        """Merge source tokens into their destinations, as means weighted by size; return new tokens, sizes and importance.
 
         `merged`, (b, n), is 1 for a source that merges, else 0; `match` holds the indices of the destinations.
         """
