@@ -29,8 +29,8 @@ from smallvit import (
 )
 from smallvit.ablation import at_cell, with_dependencies
 from smallvit.record import RANDOM, WEIGHTS, Record
+from smallvit.report.page import probe_tables
 from smallvit.report.provenance import no_better_than_random
-from smallvit.report.tables import probe_tables
 
 SMALL_DINO = partial(DINO, prototypes=16, hidden=16, bottleneck=8)
 SHORT = Run(model=TINY_VIT, val=50, steps=6, batch=8, augment=augment.digits(), ema=0.0)

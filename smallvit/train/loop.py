@@ -256,7 +256,7 @@ class Training:
             "compiled": self.numerics.compiled,
             "stacked": self.stacked,
             "init_weights": self.init_weights,
-            "tokens": self.model.layer_contexts(1, self.model.image)[0].tokens if isinstance(self.model, ViT) else None,
+            "tokens": self.model.layer_contexts(1, self.spec.size)[0].tokens if isinstance(self.model, ViT) else None,
         } | self.footprint()
 
     def footprint(self) -> dict:
