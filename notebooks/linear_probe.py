@@ -191,7 +191,7 @@ confusion_figure(predictions, subset.val.labels, spec.classes)
 
 # %% [markdown]
 # Look at the images as well, because numbers do not show which mistakes are understandable. In the run that is committed here
-# most errors are of one kind: a one with a flag that is predicted to be a nine. A few more labelled images of this handwriting
+# the most frequent error is a one with a flag that is predicted to be a nine. A few more labelled images of this handwriting
 # would help more than a better probe.
 
 # %%

@@ -61,10 +61,10 @@ print(f"{len(subset.train):,} labels, accuracy {score:.1%} on {len(subset.val)} 
 # %% [markdown]
 # ## What does the class token attend to?
 #
-# Each row is an image and each column is a head. Every picture has its own color scale, from black (nothing) to yellow (its
-# largest value). The largest value is written below, in percent of the attention of the class token. In the first block the
-# heads attend to fixed places or follow the strokes. The last column is the attention roll-out, which combines the attention of
-# all blocks.
+# Each row is an image and each column is a head; the last two columns are the mean over the heads and the attention roll-out.
+# Every picture has its own color scale, from black (nothing) to yellow (its largest value). The largest value is written below,
+# in percent of the attention of the class token. In the first block the heads attend to fixed places or follow the strokes. The
+# roll-out combines the attention of all blocks.
 
 # %%
 attention_figure(model, images, block=0)
