@@ -1,221 +1,260 @@
-"""How steps are computed: kernels, precision and compiling change rounding alone, are tried, kept, and said."""
+"""Numerics: kernels, precision and compilation change rounding only; `--fast` measures them, and the choice is stored."""
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from toys import TINY_VIT
 
-from smallvit import DINO, PatchEmbed, Run, ViT, ablate, augment
+from smallvit import DINO, ArmRun, PatchEmbed, Run, ablate, augment
 from smallvit.__main__ import main
-from smallvit.launch import autotune as trial
-from smallvit.launch import launch
+from smallvit.launch import autotune, launch
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.record import WEIGHTS, read_record
-from smallvit.train import fit, fit_stacked
-from smallvit.train import loop as trainings
+from smallvit.train import fit, fit_stacked, loop
 
-TINY = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
-SHORT = Run(model=TINY, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+FUSED = Numerics(kernel="fused", precision="bf16")
 
 
-def gap(a, b) -> float:
-    """The largest difference between the weights that two runs left."""
+def comparison(*, seeds: int = 1, **arms: Run) -> list[ArmRun]:
+    return ablate(arms or {"scratch": SHORT}, labels=[50], seeds=range(seeds), references=False)
+
+
+def largest_difference(a, b) -> float:
+    """Between the weights in two folders."""
     a, b = load_file(a / WEIGHTS), load_file(b / WEIGHTS)
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def test_a_kernel_changes_rounding_and_the_record_says_which(tmp_path):
+# Training with other numerics
+
+
+def test_kernel_changes_rounding_only_and_is_recorded(tmp_path):
     records = [fit(SHORT, tmp_path / str(kernel), numerics=Numerics(kernel=kernel)) for kernel in ("explicit", "fused", None)]
-    assert [record["kernel"] for record in records] == ["explicit", "fused", "rule"]
-    assert gap(tmp_path / "explicit", tmp_path / "None") == 0  # so few tokens: that is the rule
-    assert 0 < gap(tmp_path / "explicit", tmp_path / "fused") < 1e-3
+    assert [record.kernel for record in records] == ["explicit", "fused", "rule"]
+    assert largest_difference(tmp_path / "explicit", tmp_path / "None") == 0  # the rule for so few tokens
+    assert 0 < largest_difference(tmp_path / "explicit", tmp_path / "fused") < 1e-3
 
 
-def test_half_precision_by_execution_is_that_of_a_run_that_asks_for_it(tmp_path):
-    asked = fit(SHORT.vary(precision="bf16"), tmp_path / "asked")
-    told = fit(SHORT, tmp_path / "told", numerics=Numerics(precision="bf16"))
-    assert gap(tmp_path / "asked", tmp_path / "told") == 0
-    assert asked["precision"] == told["precision"] == "bf16" and asked["fingerprint"] != told["fingerprint"]
-    full = fit(SHORT.vary(precision="bf16"), tmp_path / "full", numerics=Numerics(precision="fp32"))
-    assert full["precision"] == "fp32" and gap(tmp_path / "full", tmp_path / "asked") > 0
+def test_precision_of_the_numerics_overrides_that_of_the_run(tmp_path):
+    half = SHORT.vary(precision="bf16")
+    by_run = fit(half, tmp_path / "run")
+    by_numerics = fit(SHORT, tmp_path / "numerics", numerics=Numerics(precision="bf16"))
+    full = fit(half, tmp_path / "full", numerics=Numerics(precision="fp32"))
+    assert [record.precision for record in (by_run, by_numerics, full)] == ["bf16", "bf16", "fp32"]
+    assert by_run.fingerprint != by_numerics.fingerprint
+    assert largest_difference(tmp_path / "run", tmp_path / "numerics") == 0
+    assert largest_difference(tmp_path / "run", tmp_path / "full") > 0
 
 
-PLAIN, FUSED = DEFAULT, Numerics(kernel="fused", precision="bf16")
+@pytest.mark.parametrize(("first", "later"), [(FUSED, DEFAULT), (DEFAULT, FUSED)], ids=["default later", "fused later"])
+def test_resumed_run_keeps_the_numerics_it_began_with(first, later, tmp_path, monkeypatch):
+    whole = fit(SHORT, tmp_path / "whole", numerics=first)
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    train_step = loop.Training.train_step
 
-
-@pytest.mark.parametrize(("began", "today"), [(FUSED, PLAIN), (PLAIN, FUSED)], ids=["plain today", "fused today"])
-def test_what_was_put_down_goes_on_as_it_began(began, today, tmp_path, monkeypatch):
-    whole = fit(SHORT, tmp_path / "whole", numerics=began)
-    monkeypatch.setattr(trainings, "CHECKPOINT_SECONDS", 0.0)
-    train_step = trainings.Training.train_step
-
-    def until(training):
+    def interrupted_step(training):
         if training.step == 5:
             raise KeyboardInterrupt
         train_step(training)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainings.Training, "train_step", until)
-        with pytest.raises(KeyboardInterrupt):
-            fit(SHORT, tmp_path / "put down", numerics=began)
-    record = fit(SHORT, tmp_path / "put down", numerics=today)
-    assert gap(tmp_path / "whole", tmp_path / "put down") == 0
-    assert all(record[name] == whole[name] for name in ("kernel", "precision", "compiled", "curve", "val", "test"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.Training, "train_step", interrupted_step)
+        fit(SHORT, tmp_path / "resumed", numerics=first)
+    record = fit(SHORT, tmp_path / "resumed", numerics=later)
+    assert largest_difference(tmp_path / "whole", tmp_path / "resumed") == 0
+    for name in ("kernel", "precision", "compiled", "curve", "val", "test"):
+        assert getattr(record, name) == getattr(whole, name)
 
 
-def test_what_is_evaluated_is_computed_as_ever(tmp_path, monkeypatch):
+def test_evaluation_does_not_use_the_numerics(tmp_path, monkeypatch):
     kernels = []
-    monkeypatch.setattr(trainings, "CHECKS", 3)
-    look = trainings.Training.validate
+    validate = loop.Training.validate
 
-    def looked(training):
-        kernels.extend(
-            module.fused
-            for model in (training.model, training.objective)
-            for module in model.modules()
-            if hasattr(module, "fused")
-        )
-        look(training)
+    def observed(training):
+        modules = [*training.model.modules(), *training.objective.modules()]
+        kernels.extend(module.fused for module in modules if hasattr(module, "fused"))
+        validate(training)
 
-    monkeypatch.setattr(trainings.Training, "validate", looked)
+    monkeypatch.setattr(loop, "CHECKS", 3)
+    monkeypatch.setattr(loop.Training, "validate", observed)
     fit(SHORT, tmp_path, numerics=FUSED)
     assert kernels and set(kernels) == {None}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="compiling takes a compiler")
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="compilation needs a compiler")
 @pytest.mark.parametrize("run", [SHORT, SHORT.vary(dropout=0.2, drop_path=0.2, ema=0.0)], ids=["plain", "random"])
 def test_compiled_blocks_learn_the_same(run, tmp_path):
     fit(run, tmp_path / "plain")
     record = fit(run, tmp_path / "compiled", numerics=Numerics(compiled=True))
-    assert record["compiled"] and 0 < gap(tmp_path / "plain", tmp_path / "compiled") < 1e-3
+    assert record.compiled and 0 < largest_difference(tmp_path / "plain", tmp_path / "compiled") < 1e-3
+
+
+def test_stack_in_bf16_is_accepted(tmp_path):
+    runs = [SHORT.vary(seed=seed) for seed in range(2)]
+    records = fit_stacked(runs, [tmp_path / "0", tmp_path / "1"], numerics=Numerics(precision="bf16"))
+    assert [(record.stacked, record.precision) for record in records] == [(2, "bf16")] * 2
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("numerics", "message"),
     [
-        (Numerics(compiled=True), "got 2 runs as one and compiled; expected one or the other"),
+        (Numerics(compiled=True), "2 runs as one and compiled; expected one or the other"),
         (Numerics(kernel="flash"), "kernel of the numerics is 'flash'; expected 'explicit' or 'fused'"),
         (Numerics(precision="fp16"), "precision of the numerics is 'fp16'; expected 'fp32' or 'bf16'"),
     ],
 )
-def test_what_is_no_choice_is_refused_before_anything_trains(wrong, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        launch([SHORT], tmp_path, recipe="t", stack=2, numerics=wrong)
+def test_invalid_numerics_are_refused_before_anything_is_trained(numerics, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        launch(comparison(), tmp_path, recipe="t", stack=2, numerics=numerics)
     assert not list(tmp_path.iterdir())
 
 
+# The choice
+
+
 def as_if(monkeypatch, seconds):
-    """As if a step took so long in each way."""
-    monkeypatch.setattr(trial, "a_step", lambda train_step, one, steps=8: train_step() or seconds(one))
+    """Let a step seem to take `seconds(training)`."""
+    measured = lambda pairs, repeats=8: [step() or seconds(training) for step, training in pairs]  # noqa: E731
+    monkeypatch.setattr(autotune, "step_seconds", measured)
 
 
-def test_the_fastest_is_taken_if_it_gains_and_comes_to_the_same_losses(tmp_path, monkeypatch):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(1), references=False)
-    as_if(monkeypatch, lambda one: 0.5 if one.numerics.kernel == "fused" else 1.0)
-    numerics, stack, why = trial.autotune(runs, tmp_path / "a", 1, "cpu", {"precision": "fp32"})
-    assert (numerics, stack) == (Numerics(precision="fp32", kernel="fused"), 1) and "fp32, fused attention: 500 ms" in why
-    as_if(monkeypatch, lambda one: 0.97 if one.numerics.kernel == "fused" else 1.0)  # not worth another rounding
-    assert trial.autotune(runs, tmp_path / "b", 1, "cpu", {"precision": "fp32"})[0] == Numerics(precision="fp32")
-    as_if(monkeypatch, lambda one: 0.4 if one.numerics.precision == "bf16" else 1.0)
-    assert trial.autotune(runs, tmp_path / "c", 1, "cpu")[0] == Numerics(precision="bf16")
-    half = [run.vary(precision="bf16") for run in runs]
-    assert trial.autotune(half, tmp_path / "d", 1, "cpu")[0] == DEFAULT  # they have what they ask for
-    both = ablate({"fp32": SHORT, "bf16": SHORT.vary(precision="bf16")}, labels=[50], seeds=range(1), references=False)
-    assert trial.autotune(both, tmp_path / "both", 1, "cpu")[0] == DEFAULT  # that is what they compare
-    as_if(monkeypatch, lambda one: 5.0 if one.numerics.precision == "bf16" else 1.0)
-    assert "bf16: over 3 times as long as another" in trial.autotune(runs, tmp_path / "e", 1, "cpu")[2]
-    monkeypatch.setattr("smallvit.train.stack.TOLERANCE", {"fp32": 1e-4, "bf16": 1e-9})
-    as_if(monkeypatch, lambda one: 0.4 if one.numerics.precision == "bf16" else 1.0)
-    numerics, _, why = trial.autotune(runs, tmp_path / "f", 1, "cpu")
-    assert numerics == DEFAULT and "bf16: losses" in why
+HALF = SHORT.vary(precision="bf16")
 
 
-def test_all_kinds_of_runs_have_a_say_by_their_steps(tmp_path, monkeypatch):
-    """Fused is faster for the few steps of the small patches, slower for the many of the large ones."""
-    small = SHORT.vary(tokenizer=partial(PatchEmbed, patch=1))
-    runs = ablate({"large": SHORT.vary(steps=1_000), "small": small}, labels=[50], seeds=range(1), references=False)
+@pytest.mark.parametrize(
+    ("arms", "given", "option", "seconds", "expected", "text"),
+    [
+        ({}, {"precision": "fp32"}, "fused", 0.5, Numerics("fp32", "fused"), "fp32, fused attention: 500 ms per step"),
+        ({}, {"precision": "fp32"}, "fused", 0.97, Numerics("fp32"), ""),  # too small a gain for other rounding
+        ({}, {}, "bf16", 0.4, Numerics("bf16"), ""),
+        ({"a": HALF}, {}, "bf16", 0.4, DEFAULT, ""),  # the runs use bf16 already
+        ({"a": SHORT, "b": HALF}, {}, "bf16", 0.4, DEFAULT, ""),  # the arms compare precisions
+    ],
+    ids=["gain", "small gain", "bf16", "bf16 already", "compared"],
+)
+def test_fastest_numerics_are_chosen(arms, given, option, seconds, expected, text, tmp_path, monkeypatch):
+    as_if(monkeypatch, lambda training: seconds if option in training.numerics else 1.0)
+    numerics, stack, reason = autotune.autotune(comparison(**arms), tmp_path, 1, "cpu", given)
+    assert (numerics, stack) == (expected, 1) and text in reason
 
-    def seconds(one):
-        fewer = {16: 1.2, 64: 0.2}[one.objective.model.places(1, (8, 8))[0].tokens - 1]
-        return fewer if one.numerics.kernel == "fused" else 1.0
+
+def test_variant_with_other_losses_or_much_slower_is_excluded(tmp_path, monkeypatch):
+    as_if(monkeypatch, lambda training: 0.4 if training.numerics.precision == "bf16" else 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("smallvit.train.stack.TOLERANCE", {"fp32": 1e-4, "bf16": 1e-9})
+        numerics, _, reason = autotune.autotune(comparison(), tmp_path / "losses", 1, "cpu")
+    assert numerics == DEFAULT and "bf16: the losses are" in reason
+    clock = [0.0]
+    train_step = loop.Training.train_step
+
+    def slow_step(training):
+        clock[0] += 5.0 if training.numerics.precision == "bf16" else 1.0
+        train_step(training)
+
+    monkeypatch.setattr(loop.Training, "train_step", slow_step)
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    numerics, _, reason = autotune.autotune(comparison(), tmp_path / "slow", 1, "cpu")
+    assert numerics == DEFAULT and "bf16: more than 3 times as slow as another one" in reason
+
+
+def test_kinds_of_runs_are_weighed_by_their_steps(tmp_path, monkeypatch):
+    """As if the fused kernel were faster for the few steps with small patches, and slower for the many with large ones."""
+    runs = comparison(large=SHORT.vary(steps=1_000), small=SHORT.vary(tokenizer=partial(PatchEmbed, patch=1)))
+
+    def seconds(training):
+        tokens = training.objective.model.layer_contexts(1, (8, 8))[0].tokens - 1
+        return {16: 1.2, 64: 0.2}[tokens] if training.numerics.kernel == "fused" else 1.0
 
     as_if(monkeypatch, seconds)
-    full = {"precision": None, "stack": 1}
-    assert trial.autotune(runs, tmp_path / "a", 1, "cpu", full)[0] == DEFAULT
-    assert trial.autotune(runs[1:], tmp_path / "b", 1, "cpu", full)[0] == Numerics(kernel="fused")
-    before = SHORT.vary(objective=DINO, augment=augment.digit_crops(), clip=0.0, ema=0.0, steps=100)
-    started = ablate({"from it": SHORT.vary(init=before)}, labels=[50], seeds=range(1), references=False)
-    assert [steps for _, steps in trial.shapes_of(started)] == [100, 12]
+    given = {"precision": None, "stack": 1}
+    assert autotune.autotune(runs, tmp_path / "a", 1, "cpu", given)[0] == DEFAULT
+    assert autotune.autotune(runs[1:], tmp_path / "b", 1, "cpu", given)[0] == Numerics(kernel="fused")
+    start = SHORT.vary(objective=DINO, augment=augment.digit_crops(), clip=0.0, ema=0.0, steps=100)
+    assert [steps for _, steps in autotune.kinds_of(comparison(tuned=SHORT.vary(init=start)))] == [100, 12]
 
 
-def test_compiling_must_pay_for_itself(tmp_path, monkeypatch):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(1), references=False)
-    tried, took = [], 30.0
-    spent = [0.0]
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: spent[0])
+def test_compilation_is_tried_for_long_recipes_and_must_save_more_than_it_costs(tmp_path, monkeypatch):
+    races, clock, cost = [], [0.0], 30.0
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
-    def race(ways, begin, counts):
-        tried.append(ways)
-        spent[0] += took if any(way.compiled for way in ways) else 0
-        return {way: 60.0 if way.compiled else 100.0 for way in ways}, [way.describe() for way in ways]
+    def race(variants, begin, counts):
+        races.append(variants)
+        clock[0] += cost if any(variant.compiled for variant in variants) else 0
+        return {v: 60.0 if v.compiled else 100.0 for v in variants}, [v.describe() for v in variants]
 
-    monkeypatch.setattr(trial, "race", race)
-    assert not trial.autotune(runs, tmp_path / "a", 1, "cpu")[0].compiled and len(tried) == 1  # too short to try
-    monkeypatch.setattr(trial, "WORTH_COMPILING", 90.0)
-    assert trial.autotune(runs, tmp_path / "b", 1, "cpu")[0].compiled and len(tried) == 3
-    took = 50.0
-    assert not trial.autotune(runs, tmp_path / "c", 1, "cpu", {"stack": 1})[0].compiled  # 40 s gained for 50 s
-    assert not trial.autotune(runs, tmp_path / "d", 1, "cpu", {"compiled": False})[0].compiled and len(tried) == 6
-    assert trial.autotune(runs, tmp_path / "e", 1, "cpu", {"compiled": True})[:2] == (Numerics(compiled=True), 1)
-    monkeypatch.setattr(trial, "race", lambda ways, *more: ({way: 1e3 for way in ways if not way.compiled}, ["no compiler"]))
-    assert not trial.autotune(runs, tmp_path / "f", 1, "cpu", {"stack": 1})[0].compiled
+    def choice(name: str, given: dict | None = None):
+        return autotune.autotune(comparison(), tmp_path / name, 1, "cpu", given)[:2]
+
+    monkeypatch.setattr(autotune, "race", race)
+    assert not choice("short")[0].compiled and len(races) == 1  # the recipe takes only 100 s
+    monkeypatch.setattr(autotune, "WORTH_COMPILING", 90.0)
+    assert choice("long")[0].compiled and len(races) == 3
+    cost = 50.0  # to save 40 s
+    assert not choice("costly", {"stack": 1})[0].compiled
+    assert not choice("no", {"compiled": False})[0].compiled and len(races) == 6
+    assert choice("yes", {"compiled": True}) == (Numerics(compiled=True), 1)
+    monkeypatch.setattr(autotune, "race", lambda variants, *rest: ({v: 1e3 for v in variants if not v.compiled}, ["no compiler"]))
+    assert not choice("no compiler", {"stack": 1})[0].compiled
 
 
-def test_what_was_chosen_is_kept_for_this_machine_and_these_runs(tmp_path, monkeypatch):
-    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(2), references=False)
-    asked = []
-    monkeypatch.setattr(trial, "tried", lambda *a: asked.append(a) or (Numerics(kernel="fused"), 2, "because"))
-    first = trial.autotune(runs, tmp_path, 1, "cpu")
-    again = trial.autotune(runs, tmp_path, 1, "cpu")
-    assert first[:2] == again[:2] == (Numerics(kernel="fused"), 2) and "as tried before" in again[2] and len(asked) == 1
-    trial.autotune(runs[:1], tmp_path, 1, "cpu")
-    assert len(asked) == 1  # a part of the same recipe
-    trial.autotune([*runs, *(run.vary(dim=32) for run in runs)], tmp_path, 1, "cpu")
-    assert len(asked) == 1  # an arm that came since: it is computed as the others were
-    trial.autotune(runs, tmp_path, 1, "cpu", {"precision": "fp32"})
-    monkeypatch.setattr(trial.records, "cpu", lambda: "another")
-    trial.autotune(runs, tmp_path, 1, "cpu")
-    assert len(asked) == 3
+def test_choice_is_stored_for_the_machine_and_the_given_options(tmp_path, monkeypatch):
+    runs, measured = comparison(seeds=2), []
+    monkeypatch.setattr(autotune, "measure", lambda *a: measured.append(a) or (Numerics(kernel="fused"), 2, "because"))
+
+    def choice(runs=runs, given=None):
+        return autotune.autotune(runs, tmp_path, 1, "cpu", given)
+
+    first, again = choice(), choice()
+    assert first[:2] == again[:2] == (Numerics(kernel="fused"), 2) and "measured earlier" in again[2] and len(measured) == 1
+    choice(runs[:1])  # a part of the recipe
+    choice([*runs, *(replace(entry, run=entry.run.vary(dim=32)) for entry in runs)])  # with a new arm
+    assert len(measured) == 1
+    choice(given={"precision": "fp32"})
+    monkeypatch.setattr(autotune.records, "cpu", lambda: "another")
+    choice()
+    assert len(measured) == 3
     (tmp_path / "fast.json").write_text("torn")
-    assert trial.autotune(runs, tmp_path, 1, "cpu")[2].startswith("because")
-    untrained = [run.vary(steps=0) for run in runs]
-    assert trial.autotune(untrained, tmp_path / "none", 1, "cpu") == (DEFAULT, 1, "nothing is trained")
-    with pytest.raises(ValueError, match="device is 'cdua'"):
-        trial.autotune(runs, tmp_path, 1, "cdua")
-    with pytest.raises(ValueError, match="got 4 runs as one and compiled"):
-        trial.autotune(runs, tmp_path, 1, "cpu", {"stack": 4, "compiled": True})
+    assert choice()[2] == "because"
+    untrained = [replace(entry, run=entry.run.vary(steps=0)) for entry in runs]
+    assert autotune.autotune(untrained, tmp_path / "none", 1, "cpu") == (DEFAULT, 1, "there is nothing to train")
 
 
-def test_a_run_that_cannot_be_tried_is_left_to_its_record(tmp_path):
-    broken = [SHORT.vary(tokenizer=partial(PatchEmbed, patch=3))]
-    numerics, stack, why = trial.autotune(broken, tmp_path, 1, "cpu")
-    assert (numerics, stack) == (DEFAULT, 1) and "patches of 3 pixels" in why
+@pytest.mark.parametrize(
+    ("device", "given", "message"),
+    [("cdua", {}, "device is 'cdua'"), ("cpu", {"stack": 4, "compiled": True}, "got 4 runs as one and compiled")],
+)
+def test_autotune_refuses_invalid_options(device, given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        autotune.autotune(comparison(), tmp_path, 1, device, given)
 
-    def wordless(way):
+
+def test_run_that_cannot_be_measured_is_left_to_its_record(tmp_path):
+    broken = comparison(broken=SHORT.vary(tokenizer=partial(PatchEmbed, patch=3)))
+    numerics, stack, reason = autotune.autotune(broken, tmp_path, 1, "cpu")
+    assert (numerics, stack) == (DEFAULT, 1) and "patches of 3 pixels" in reason
+
+    def fail(variant):
         raise AssertionError
 
-    assert trial.race([DEFAULT], wordless, [1]) == ({}, ["as it is: AssertionError"])
+    assert autotune.race([DEFAULT], fail, [1]) == ({}, ["default: AssertionError"])
 
 
-def test_half_precision_is_held_to_its_own_rounding_also_as_one(tmp_path):
-    runs = [SHORT.vary(seed=seed) for seed in range(2)]
-    records = fit_stacked(runs, [tmp_path / "0", tmp_path / "1"], numerics=Numerics(precision="bf16"))
-    assert [(record["stacked"], record["precision"]) for record in records] == [(2, "bf16")] * 2
+def test_bf16_is_not_excluded_by_its_own_rounding():
+    variants = [DEFAULT, Numerics(kernel="fused"), Numerics(precision="bf16")]
+    times, texts = autotune.race(variants, lambda variant: [autotune.begun(SHORT, variant, "cpu")], [12])
+    assert {DEFAULT, Numerics(kernel="fused")} <= times.keys() and not any("losses" in text for text in texts)
+    assert torch.get_num_threads() == 1
 
+
+# The command line
 
 RECIPE = '''"""Does it help?"""
 
@@ -229,31 +268,22 @@ RUNS = ablate({"scratch": scratch, "longer": scratch.vary(steps=6)}, labels=[50]
 '''
 
 
-def test_the_command_says_what_it_tried_and_computes_all_runs_so(tmp_path, monkeypatch, capsys):
+def test_fast_prints_its_choice_and_applies_it_to_all_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quick.py").write_text(RECIPE)
     assert main(["run", "quick.py", "--jobs", "1", "--fast", "--numerics", "kernel=fused", "precision=fp32"]) == 0
     assert "fast: fp32, fused attention" in capsys.readouterr().out
     records = [read_record(path.parent) for path in tmp_path.glob("runs/quick/50/*/*/record.json")]
-    assert len(records) == 4 and {(r["kernel"], r["precision"], r["compiled"]) for r in records} == {("fused", "fp32", False)}
+    assert len(records) == 4 and {(r.kernel, r.precision, r.compiled) for r in records} == {("fused", "fp32", False)}
     assert len(json.loads((tmp_path / "runs/quick/fast.json").read_text())) == 1
     assert "kernel fused" in (tmp_path / "runs/quick/report.md").read_text()
     assert main(["run", "quick.py", "--dry-run", "--numerics", "kernel=quick"]) == 2
     assert "expected some of precision=fp32|bf16, kernel=rule|explicit|fused, compiled=yes|no" in capsys.readouterr().err
 
 
-def test_without_a_word_nothing_is_tried(tmp_path, monkeypatch):
+def test_without_fast_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trial, "race", None)
+    monkeypatch.setattr(autotune, "race", None)
     (tmp_path / "quick.py").write_text(RECIPE)
     assert main(["run", "quick.py", "--jobs", "1"]) == 0
     assert not (tmp_path / "runs/quick/fast.json").exists()
-
-
-def test_bf16_losses_of_the_first_step_are_near_enough_to_pass():
-    """The bound of the trial, on real digits: half precision is not thrown out by its own rounding."""
-    times, said = trial.race(
-        [DEFAULT, Numerics(kernel="fused"), Numerics(precision="bf16")], lambda way: [trial.begun(SHORT, way, "cpu")], [12]
-    )
-    assert {DEFAULT, Numerics(kernel="fused")} <= times.keys() and not any("losses" in words for words in said)
-    assert torch.get_num_threads() == 1

@@ -1,14 +1,12 @@
 """Progress in the terminal: one bar for a whole recipe, and one line for each failure."""
 
-import re
 import sys
 import time
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from smallvit import record as records
 from smallvit.ablation import ArmRun
-from smallvit.record import Record, format_labels
+from smallvit.record import Record, format_labels, user_line
 
 FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
 
@@ -82,16 +80,3 @@ def error_text(record: Record) -> str:
     line = user_line(record.traceback or "")
     return f"{record.error} ({line})" if line else str(record.error)
 
-
-def user_line(traceback: str) -> str:
-    """The last line of the user's own code in a Python traceback: "mine.py, line 12: return x + 1"; empty if there is none.
-
-    Files of smallvit, of other installed packages and of Python itself are not the user's.
-    """
-    package = records.__file__.replace("\\", "/").rpartition("/")[0]
-    for path, number, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', traceback)):
-        path = path.replace("\\", "/")
-        ours = path.startswith(f"{package}/") and not path.startswith(f"{package}/recipes/")
-        if not ours and not re.search(r"/(site|dist)-packages/|/lib/python\d|^<", path):
-            return f"{path.rpartition('/')[2]}, line {number}: {code}"
-    return ""
