@@ -23,7 +23,7 @@ NAMES = re.compile("learned from 0.02")  # names of arms that contain a decimal 
 
 
 def docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
 
 
 def sections(doc: str) -> dict[str, str]:
@@ -52,13 +52,13 @@ def results():
             probes: dict[tuple, list[float]] = {}
             for record in records:
                 for name in record.probes or ():
-                    if record.finished and name in record.test:
+                    if record.finished and record.test and name in record.test:
                         probes.setdefault((record.labels, record.arm, name), []).append(record.test[name])
             known[path] = {
-                "accuracy": [100 * x for row in rows for x in (row.mean, min(row.values), max(row.values))]
+                "accuracy": [100 * x for row in rows for x in (fmean(row.values), min(row.values), max(row.values))]
                 + [100 * fmean(values) for values in probes.values()],
                 "SD": [100 * row.sd for row in rows if row.sd is not None],
-                "interval": [(100 * d.low, 100 * d.high) for d in differences if d.low is not None],
+                "interval": [(100 * d.low, 100 * d.high) for d in differences if d.low is not None and d.high is not None],
                 "difference": [abs(100 * d.mean) for d in differences],
             }
         return known[path]
