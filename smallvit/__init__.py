@@ -5,6 +5,7 @@ Public names are imported from their modules at first use. So `import smallvit` 
 """
 
 from importlib import import_module
+from typing import Any
 
 __version__ = "0.2.0"
 
@@ -17,8 +18,8 @@ NAMES = {
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
-        "DataSpec", "Dataset", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist", "folder", "kmnist",
-        "mnist", "qmnist", "svhn",
+        "DataSpec", "Dataset", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist",
+        "folder", "kmnist", "mnist", "qmnist", "svhn",
     ),
     "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"),
     "evaluate": (
@@ -39,10 +40,10 @@ NAMES = {
 # `augment` is a module that is used by its name: augment.digits(), augment.photos()
 HOME = {name: module for module, names in NAMES.items() for name in names}
 
-__all__ = [*HOME, "augment"]
+__all__ = [*HOME, "augment"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "augment":
         return import_module("smallvit.augment")
     if name not in HOME:

@@ -59,7 +59,7 @@ def rebuild(plain: Any) -> Any:
         return plain
     if not plain.keys() & {"call", "make"}:
         raise ValueError(f"{plain} names no component; expected 'call' or 'make' in it, as describe writes")
-    made = component(plain.get("make", plain.get("call")))
+    made = component(plain.get("make") or plain.get("call", ""))
     values = {name: rebuild(value) for name, value in plain.items() if name not in ("call", "make", "recipe_sha256")}
     # an option of None counts as absent (see `canonical`), even if the option no longer exists
     values = {name: value for name, value in values.items() if value is not None or name in arguments(made)}
@@ -122,9 +122,9 @@ def described_defaults(name: str) -> dict[str, Any]:
     """The defaults of a component as `describe` writes them; empty if this version or the loaded recipes do not have it."""
     try:
         accepted = options(component(name))
+        return {key: describe(p.default) for key, p in accepted.items() if p.default is not p.empty}
     except ValueError:
         return {}
-    return {key: describe(p.default) for key, p in accepted.items() if p.default is not p.empty}
 
 
 def definition_hash(thing: Callable) -> dict[str, str]:
@@ -157,7 +157,7 @@ def address(thing: Callable) -> str:
     return name
 
 
-def component(name: str) -> Callable:
+def component(name: str) -> Any:
     """Look up the class or function with that name. Records can name only public components, because they may be untrusted.
 
     Raises ValueError for anything but a public class or function of the component modules and of the loaded recipes.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smallvit.ablation import ArmRun
@@ -46,7 +46,8 @@ def load_recipe(path: str | Path) -> ModuleType:
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it.
     """
     import traceback
-    from importlib.util import module_from_spec, spec_from_file_location
+    from importlib.machinery import ModuleSpec, SourceFileLoader
+    from importlib.util import module_from_spec
 
     from smallvit.ablation import ArmRun
 
@@ -54,16 +55,17 @@ def load_recipe(path: str | Path) -> ModuleType:
     if not path.stem.replace("-", "_").isidentifier():
         raise ValueError(f"the recipe file is called {path.name!r}; expected letters, digits, '_' and '-' before .py")
     name = f"recipes.{path.stem}"
-    if name in sys.modules and Path(sys.modules[name].__file__) == path:
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
         return sys.modules[name]
-    spec = spec_from_file_location(name, path)
-    module = module_from_spec(spec)
+    loader = SourceFileLoader(name, str(path))
+    module: Any = module_from_spec(ModuleSpec(name, loader, origin=str(path)))
+    module.__file__ = str(path)
     sys.modules[name] = module
     try:
         text = path.read_text(encoding="utf-8")
         check_repeated_keys(text)
         module.DEFINITIONS = definitions(text)
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -115,9 +117,8 @@ def without_docstrings(tree: ast.stmt) -> ast.stmt:
 
 def check_repeated_keys(text: str):
     """Raise ValueError for a dict with the same key twice: Python keeps only the last one, so an arm would be lost."""
-    for node in ast.walk(ast.parse(text)):
-        keys = [key.value for key in node.keys if isinstance(key, ast.Constant)] if isinstance(node, ast.Dict) else []
-        for key, times in Counter(keys).items():
+    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Dict)):
+        for key, times in Counter(key.value for key in node.keys if isinstance(key, ast.Constant)).items():
             if times > 1:
                 raise ValueError(f"the dict in line {node.lineno} has the key {key!r} {times} times; expected each key once")
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import types
 import typing
@@ -124,7 +125,7 @@ TYPES = {name: allowed_types(hint) for name, hint in typing.get_type_hints(Recor
 NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]):
+def write_atomic(path: Path, write: Callable[[Path], object]):
     """Call `write(temporary path)`, then move the file to `path`. If writing fails, an existing file at `path` stays unchanged.
 
     Raises ValueError, with the folder and the reason, when the file cannot be written.
@@ -225,6 +226,21 @@ def parse(text: bytes, source: str) -> Record:
         return Record(**plain)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source} is not a valid record: {error}") from error
+
+
+def user_line(traceback: str) -> str:
+    """The last line of the user's own code in a Python traceback, `mine.py, line 12: return x + 1`; empty if there is none.
+
+    Files of smallvit, of other installed packages and of Python itself are not the user's.
+    """
+    package = Path(__file__).parent
+    for path, number, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', traceback)):
+        path = path.replace("\\", "/")
+        inside = path.rpartition("/smallvit/")[2]
+        ours = inside != path and not inside.startswith("recipes/") and (package / inside).exists()
+        if not ours and not re.search(r"/(site|dist)-packages/|/lib/python\d|^<", path):
+            return f"{path.rpartition('/')[2]}, line {number}: {code}"
+    return ""
 
 
 def file_sha256(path: Path) -> str:

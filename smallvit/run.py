@@ -20,6 +20,7 @@ from smallvit.pretrained import Weights
 from smallvit.vit import ViT
 
 DEPENDENCIES = ("init", "teacher")  # fields that may hold another run
+DEFAULT_EVALUATORS: Any = None  # replaced by those that suit the objective
 
 
 def number(default: Any, low: float, high: float) -> Any:
@@ -85,7 +86,7 @@ class Run:
     early_stop: int = number(0, 0, 10**6)
     precision: str = choice("fp32", "bf16")
 
-    evaluators: tuple[Callable, ...] | None = None
+    evaluators: tuple[Callable, ...] = DEFAULT_EVALUATORS
 
     # Options added since version 0.2.0, each with the value at which the run is what it was before: see `fingerprint`.
     added_options: ClassVar[dict[str, Any]] = {}
@@ -181,7 +182,7 @@ def check_value(name: str, value: Any, default: Any, limits: Any):
     if "low" not in limits or (value is None and default is None):
         return
     low, high = limits["low"], limits["high"]
-    types, expected = (int, "a whole number") if isinstance(low, int) else (int | float, "a number")
+    types, expected = ((int,), "a whole number") if isinstance(low, int) else ((int, float), "a number")
     if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}; expected {expected} from {low} to {high}")
 

@@ -20,7 +20,7 @@ from smallvit import ArmRun, LocalityAttention, PatchEmbed, Run, ablate, arrays,
 from smallvit.launch import launch, progress
 from smallvit.launch.plan import parallel
 from smallvit.launch.scheduler import Damaged, Scheduler, dependencies_first, folder, recall, record_failure, tags
-from smallvit.record import RECORD, WEIGHTS, Record, read_record
+from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
 from smallvit.train.fit import new_record
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -403,8 +403,8 @@ def test_last_line_of_the_users_code_is_found_in_a_traceback():
     lines = [("/home/me/mine.py", "return f(x)"), ("/home/me/mine.py", "return x + 1"), (package / "vit.py", "raise")]
     lines.append(("/v/lib/python3.11/site-packages/torch/nn.py", "call()"))
     text = "".join(f'  File "{path}", line {n}, in forward\n    {code}\n    ^^^^\n' for n, (path, code) in enumerate(lines, 7))
-    assert progress.user_line(text) == "mine.py, line 8: return x + 1"
-    assert progress.user_line(f'  File "{package}/vit.py", line 8, in forward\n    return x\n') == ""
+    assert user_line(text) == "mine.py, line 8: return x + 1"
+    assert user_line(f'  File "{package}/vit.py", line 8, in forward\n    return x\n') == ""
 
 
 def test_runs_are_spread_over_the_workers_in_the_estimate():

@@ -10,9 +10,9 @@ import pytest
 from scipy import stats
 
 from smallvit.components import describe_value, differences
-from smallvit.record import RANDOM, Record
+from smallvit.record import RANDOM, Record, user_line
 from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
-from smallvit.report.format import answer, user_line
+from smallvit.report.format import answer
 from smallvit.report.page import sections
 from smallvit.report.provenance import changes, hyperparameters, no_better_than_random, provenance, warnings
 

@@ -14,8 +14,6 @@ from .plots import confusion_figure, feature_view, position_similarity, position
 from .summary import Step, Steps, summary
 from .tokens import Trace, draw_token_map, token_map, token_map_data, trace
 
-plain, draw = token_map_data, draw_token_map  # TODO: delete when train/fit.py and report/figures.py use the new names
-
 __all__ = [
     "Step", "Steps", "Trace", "attention_figure", "attention_maps", "confusion_figure", "draw_token_map", "feature_view",
     "gallery", "patch_attention", "position_similarity", "position_table", "reconstruction_figure", "rollout", "summary",

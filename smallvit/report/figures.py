@@ -211,10 +211,10 @@ def epoch(records: Sequence[Record], labels: int | None) -> str:
 
 @style()
 def tokens(picture: dict) -> str:
-    """What a token reduction did to the patches of a few images, block by block (see `smallvit.explain.draw`)."""
-    from smallvit.explain import draw
+    """What a token reduction did to the patches of a few images, block by block (see `smallvit.explain.draw_token_map`)."""
+    from smallvit.explain import draw_token_map
 
-    return svg(draw(picture), "tokens", "which patches share a token, and which were removed")
+    return svg(draw_token_map(picture), "tokens", "which patches share a token, and which were removed")
 
 
 def styles(c: Comparison) -> dict[str, dict]:

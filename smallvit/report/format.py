@@ -1,12 +1,10 @@
 """Numbers, tables and sentences of a report, for both pages and the terminal."""
 
 import math
-import re
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
-from smallvit.record import Record, format_labels
+from smallvit.record import Record, format_labels, user_line
 
 from .compare import Comparison, Difference, Row, format_seeds
 from .statistics import LEVEL, MIN_PAIRS
@@ -20,7 +18,6 @@ BUDGETS = {
 }
 COST = "smallvit.evaluate.cost"
 REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "ms": "ms per batch", "speedup": "Speed-up"}
-PACKAGE = Path(__file__).parents[1]
 NAMED = 3  # arms named in one sentence; more are counted
 
 
@@ -235,17 +232,6 @@ def failures(c: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:
             text = f"{row.arm} at {format_labels(row.labels)}, {format_seeds(seeds)}: {reason}"
             out.append((text + f" ({line})" * bool(line), traceback))
     return out
-
-
-def user_line(traceback: str) -> str:
-    """The last line of the user's own code in a Python traceback, `mine.py, line 12: return x + 1`; empty if there is none."""
-    for path, number, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', traceback)):
-        path = path.replace("\\", "/")
-        inside = path.rpartition("/smallvit/")[2]
-        ours = inside != path and not inside.startswith("recipes/") and (PACKAGE / inside).exists()
-        if not ours and not re.search(r"/site-packages/|/lib/python\d|^<", path):
-            return f"{path.rpartition('/')[2]}, line {number}: {code}"
-    return ""
 
 
 def unavailable(c: Comparison) -> str:

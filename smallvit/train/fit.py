@@ -125,8 +125,9 @@ def opened(
             return
         for unfinished in folder.glob(".*.new"):  # left by a kill during writing
             unfinished.unlink()
-        places, trained = {"init": init, "teacher": teacher}, []
-        for field, place in places.items():
+        places: dict[str, Path] = {}
+        trained: list[Record] = []
+        for field, place in (("init", init), ("teacher", teacher)):
             if field in run.dependencies:
                 places[field] = Path(place or folder / field)
                 dependency_tags = Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline)
@@ -138,8 +139,8 @@ def opened(
         record = new_record(run, tags)  # first, so that it names the code that is running
         data, subset = load_data(run)
         check_evaluation(run, subset)
-        training = Training(run, data, subset, device, places["init"], places["teacher"], numerics)
-        training.resume(checkpoint, "".join([record.code["sha256"], data.sha256, *training.init_hashes]))
+        training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
+        training.resume(checkpoint, "".join([records.code()["sha256"], data.sha256, *training.init_hashes]))
 
         def close() -> Record:
             done = replace(
@@ -182,7 +183,7 @@ def check_evaluation(run: Run, subset: Subset):
     """Raise ValueError, before training, for evaluators and early stopping that lack the images they need."""
     if run.early_stop and not len(subset.val):
         raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
-    for evaluator in run.evaluators or ():
+    for evaluator in run.evaluators:
         if needs := declaration(evaluator).needs:
             needs(Splits(subset.train, subset.val, subset.val), **getattr(evaluator, "keywords", {}))
 
@@ -210,7 +211,7 @@ def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
         return None
     shown = subset.val if len(subset.val) else subset.train
     try:
-        return explain.plain(model, shown.take(slice(3)))
+        return explain.token_map_data(model, shown.take(slice(3)))
     except ValueError as error:  # a reduction that cannot be traced must not fail the run
         return {"error": str(error)}
 
@@ -222,12 +223,11 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
     """
     reads = test.reads
     test_images = test.open()
-    evaluators = run.evaluators or ()
     probes: dict[str, None] = {}
 
     def measure(images: Images) -> dict[str, float]:
         splits, numbers = Splits(subset.train, subset.val, images), {}
-        for evaluator in evaluators if len(images) else ():
+        for evaluator in run.evaluators if len(images) else ():
             title = function(evaluator).__name__
             for name, value in evaluator(model, splits):
                 if name in numbers:
@@ -241,7 +241,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
 
     with cached_features():
         val_numbers, test_numbers = measure(subset.val), measure(test_images)
-    chosen = [what for e in evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
+    chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
     return {
         "score": next(iter(test_numbers)),
         "val": val_numbers,

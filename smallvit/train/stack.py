@@ -58,7 +58,7 @@ class Stack:
             member.stacked = len(members)
         self.ema_pairs = []
         if first.ema_model is not None:
-            averages = stack_modules([member.ema_model for member in members])
+            averages = stack_modules([member.model for member in members])
             self.ema_pairs = [(tensor, self.weights[f"model.{name}"].detach()) for name, tensor in averages.items()]
 
     def losses(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:
