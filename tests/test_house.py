@@ -184,8 +184,8 @@ def test_adding_a_technique_touches_few_files(kind):
     name, own, others = EXAMPLES[kind]
     touched = {path.relative_to(PACKAGE).as_posix() for path, tree in sources().items() if name in names_in(tree)}
     assert touched == {own, *others}
-    tests = [path for path in Path(__file__).parent.glob("test_*.py") if path.name != "test_house.py"]
-    assert any(name in names_in(ast.parse(path.read_text(encoding="utf-8"))) for path in tests)
+    tests = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+    assert any(re.search(rf"\b{name}\b", text) for text in tests)
 
 
 def test_contributing_shows_what_adding_a_technique_touches():
