@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from toys import option_id, tiny_vit
+from toys import option_id, randomize, tiny_vit
 
 from smallvit import reduction
 from smallvit.attention import Attention, LocalityAttention
@@ -126,6 +126,8 @@ def test_pruners_return_a_subset_of_the_tokens(make):
 def test_off_setting_equals_the_plain_model_bit_for_bit(make, attention, pool):
     slots = dict(attention=attention, pool=pool, registers=1)
     plain, reduced = small(**slots), small(**slots, reduction=make)
+    for block in plain.blocks:  # attention that is far from uniform
+        randomize(block.attention, 0.3)
     missing = reduced.load_state_dict(plain.state_dict(), strict=False)
     assert not missing.unexpected_keys and all(".reduction." in name for name in missing.missing_keys)
     x = torch.randn(3, 1, 8, 8)

@@ -212,15 +212,6 @@ def test_images_of_one_batch_keep_different_numbers_of_tokens():
     assert len(set((size > 0).sum(1).tolist())) > 1
 
 
-@pytest.mark.parametrize("training, tolerance", [(False, 0), (True, 1e-4)])
-@pytest.mark.parametrize("merge", [1.0, None])
-def test_off_setting_equals_the_plain_model_with_sharp_attention(training, tolerance, merge):
-    plain, model = sharpen(tiny()), tiny(reduction=partial(LearnedThresholds, merge=merge, prune=0.0))
-    model.load_state_dict(plain.state_dict(), strict=False)
-    x = torch.randn(4, 1, 12, 12)
-    assert (model.train(training)(x) - plain.train(training)(x)).abs().max() <= tolerance
-
-
 # The thresholds
 
 

@@ -106,25 +106,19 @@ def test_images_of_a_batch_are_independent(make):
 # PatchEmbed
 
 
-@pytest.mark.parametrize("make", [partial(PatchEmbed, patch=3), partial(PatchEmbed, patch=3, linear=True)], ids=option_id)
-def test_patch_embed_maps_each_patch_linearly(make):
+@pytest.mark.parametrize(
+    "make", [partial(PatchEmbed, patch=3, linear=True), *(partial(PatchEmbed, patch=3, kernel=k) for k in (3, 7))], ids=option_id
+)
+def test_patch_embed_maps_the_square_around_each_patch_linearly(make):
+    """A kernel larger than the patch is centered on it; pixels outside the image are zero."""
     module, x = randomized(make, (6, 9)), images((6, 9))
-    weight, bias = module.proj.weight, module.proj.bias
-    expected = torch.zeros(2, 6, D, dtype=torch.float64)
+    kernel = make.keywords.get("kernel", 3)
+    expected, margin = torch.zeros(2, 6, D, dtype=torch.float64), (kernel - 3) // 2
+    weight = module.proj.weight.tolist()
     for b, row, column, d in product(range(2), range(2), range(3), range(D)):
-        patch = x[b, :, 3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
-        expected[b, 3 * row + column, d] = bias[d] + sum(float(w) * float(v) for w, v in zip(weight[d].flatten(), patch.flatten()))
-    assert_close(module(x), expected)
-
-
-def test_kernel_wider_than_the_patch_is_centered_on_it():
-    module, x = randomized(partial(PatchEmbed, patch=2, kernel=6), (4, 6), channels=1), images((4, 6), channels=1)
-    weight, bias = module.proj.weight, module.proj.bias
-    expected = torch.zeros(2, 6, D, dtype=torch.float64)
-    for b, row, column, d in product(range(2), range(2), range(3), range(D)):
-        expected[b, 3 * row + column, d] = bias[d] + sum(
-            float(weight[d, 0, u, v]) * pixel(x, b, 0, 2 * row - 2 + u, 2 * column - 2 + v)
-            for u, v in product(range(6), repeat=2)
+        expected[b, 3 * row + column, d] = module.proj.bias[d] + sum(
+            weight[d][c][u][v] * pixel(x, b, c, 3 * row - margin + u, 3 * column - margin + v)
+            for c, u, v in product(range(2), range(kernel), range(kernel))
         )
     assert_close(module(x), expected)
 

@@ -65,4 +65,4 @@ def check_fraction(keep: float, name: str) -> float:
     return float(keep)
 
 
-take, wide, stands_first = gather_tokens, expand_index, runs_before_attention  # until mae.py and explain/maps.py follow
+take, wide = gather_tokens, expand_index  # until objectives/mae.py uses the new names
