@@ -7,6 +7,7 @@ import argparse
 import signal
 import sys
 import threading
+import time
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -16,6 +17,7 @@ from smallvit import __version__
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 for success, 1 if something failed, 2 for wrong arguments and 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
+    options.started = time.perf_counter()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not lose a report

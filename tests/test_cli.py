@@ -160,11 +160,12 @@ def test_estimate_counts_steps_validation_and_evaluation(monkeypatch):
     assert torch.get_num_threads() == 1
 
 
-def test_estimate_includes_the_start_of_the_workers(workdir, monkeypatch, capsys):
+def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, monkeypatch, capsys):
     monkeypatch.setattr(plan, "estimate", lambda run, device: 60.0)
     monkeypatch.setattr(plan, "worker_start", lambda device: 3600.0)
     assert main(["run", "mine.py", "--dry-run", "--jobs", "2"]) == 0
     assert "20 runs, about 70 min with 2 worker processes" in capsys.readouterr().out
+    assert "about 100 min" in plan.plan(load_recipe("mine.py").RUNS, 2, "cpu", startup=1800.0)
 
 
 # summary

@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import sys
+import time
 from contextlib import suppress
 
 from smallvit.ablation import ArmRun
@@ -36,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
         return not options.smoke and record is not None and record.finished
 
     if options.dry_run:
-        print(plan(runs, options.jobs, options.device, finished, recipe_runs))
+        print(plan(runs, options.jobs, options.device, finished, recipe_runs, time.perf_counter() - options.started))
         return 0
     try:
         out.mkdir(parents=True, exist_ok=True)

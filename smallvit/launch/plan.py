@@ -14,11 +14,11 @@ from smallvit.components import options
 from smallvit.data import HeldOut
 from smallvit.numerics import DEFAULT
 from smallvit.pretrained import Weights
+from smallvit.record import user_line
 from smallvit.run import Run, difference
 
 from .autotune import begun, step_seconds
 from .local import Worker, check_device, cores, process_context
-from .progress import user_line
 
 if TYPE_CHECKING:
     from smallvit.train.loop import Training
@@ -34,11 +34,12 @@ def plan(
     device: str,
     finished: Callable[[ArmRun], object] = lambda entry: False,
     recipe_runs: Sequence[ArmRun] = (),
+    startup: float = 0.0,
 ) -> str:
     """A text with the arms, how each differs from its baseline, and the estimated time of the runs that are not `finished`.
 
     The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
-    workers. Nothing is trained to the end and nothing is downloaded.
+    workers. `startup` are the seconds that the command itself needs. Nothing is trained to the end and nothing is downloaded.
 
     Raises ValueError for a device that is not there, and, with its name, for an arm that cannot be trained.
     """
@@ -69,7 +70,7 @@ def plan(
         if arm != baseline.arm:
             changes = difference(baseline.run.vary(labels=run.labels, seed=run.seed), run)
             lines += [f"    {name}: {old} -> {new}" for name, (old, new) in changes.items()]
-    start = worker_start(device) if left else 0.0
+    start = startup + worker_start(device) if left else 0.0
     total, later = start + parallel(now, jobs), parallel(after_download, jobs)
     more = f" (and {clock(later)} for the runs whose weights must be downloaded)" if later else ""
     source = "estimated from a few steps and one evaluation of each arm"
