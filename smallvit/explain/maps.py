@@ -188,15 +188,14 @@ def collect_maps(model: nn.Module, images: Tensor, parts: Parts, convert: Callab
 
 def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
     """Return the attention map (b h n n) of an attention module for these inputs, or None if the module offers none."""
-    from smallvit.attention import Attention, AttentionOutput, LocalityAttention, split_heads, weights
+    from smallvit.attention import AttentionOutput, split_heads, weights
 
     if isinstance(output, AttentionOutput):
         return None if output.map is None else output.map()
-    kinds: Any = (Attention, LocalityAttention)
-    for kind in kinds:
-        if isinstance(attention, kind):  # inside a timm model (see timm_attention), where the output is a plain tensor
-            found = kind.forward(attention, *inputs).map
-            return None if found is None else found()
+    slot = getattr(type(attention), "slot", None)  # set by timm_attention, inside a timm model, whose output is a plain tensor
+    if slot is not None:
+        found = slot.forward(attention, *inputs).map
+        return None if found is None else found()
     from timm.layers.attention import Attention as TimmAttention
 
     if type(attention) is not TimmAttention:

@@ -12,7 +12,7 @@ from smallvit.augment import Batch
 from smallvit.evaluate import frozen
 from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
-from smallvit.reduction.context import take, wide
+from smallvit.reduction.context import expand_index, gather_tokens
 from smallvit.vit import Block, ViT, initialize
 
 from .collapse import Observation
@@ -144,7 +144,7 @@ class MAE(Objective):
 
     def error(self, predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
         """Return the mean squared error between predicted pixels, (b, m, p q c), and the hidden patches with indices (b, m)."""
-        targets = take(patchify(images, self.grid(images)), hidden)
+        targets = gather_tokens(patchify(images, self.grid(images)), hidden)
         if self.normalise:
             mean, std = mean_and_std(targets)
             targets = (targets - mean) / std
@@ -159,9 +159,10 @@ class MAE(Objective):
             predicted = self.decoder(self.encode(images, shown), shown, hidden, grid).to(images.dtype)
             versions = [predicted, predicted]
             if self.normalise:
-                moments = mean_and_std(take(patches, shown).flatten(1)[:, None]), mean_and_std(take(patches, hidden))
+                whole = mean_and_std(gather_tokens(patches, shown).flatten(1)[:, None])
+                moments = whole, mean_and_std(gather_tokens(patches, hidden))
                 versions = [predicted * std + mean for mean, std in moments]
-            pictures = (unpatchify(patches.scatter(1, wide(hidden, x), x), grid, image) for x in versions)
+            pictures = (unpatchify(patches.scatter(1, expand_index(hidden, x), x), grid, image) for x in versions)
             mask = ~patch_mask(shown, grid, image).expand_as(images)
             return Reconstruction(images, images.masked_fill(mask, 0.0), mask, *pictures)
 
@@ -190,10 +191,10 @@ class Decoder(nn.Module):
         x = torch.cat([self.embed(x), self.unknown.expand(*hidden.shape, -1)], dim=1)
         prefix = x.shape[1] - prod(grid)
         order = torch.cat([shown, hidden], dim=1).argsort(dim=1)
-        x = self.position(torch.cat([x[:, :prefix], take(x[:, prefix:], order)], dim=1), grid)
+        x = self.position(torch.cat([x[:, :prefix], gather_tokens(x[:, prefix:], order)], dim=1), grid)
         for block in self.blocks:
             x, _ = block(x)
-        return self.pixels(self.norm(take(x[:, prefix:], hidden)))
+        return self.pixels(self.norm(gather_tokens(x[:, prefix:], hidden)))
 
 
 def visible_patches(ratio: float, n: int) -> int:

@@ -54,6 +54,7 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
                 attn_mask = causal if attn_mask is None else attn_mask & causal
             return self.proj_drop(super().forward(x, None, attn_mask).x)
 
+    TimmAttention.slot = slot  # for attention_maps, which needs the output of our own forward
     TimmAttention.__name__ = TimmAttention.__qualname__ = f"Timm{slot.__name__}"
     return TimmAttention
 

@@ -63,6 +63,3 @@ def check_fraction(keep: float, name: str) -> float:
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
     return float(keep)
-
-
-take, wide = gather_tokens, expand_index  # until objectives/mae.py uses the new names
