@@ -42,72 +42,11 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
-    for name, (text, groups) in COMMANDS.items():
+    for name, (text, options) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        for add_options in groups:
-            add_options(command)
+        for option in options.split():
+            command.add_argument(option, help=HELP[option], **SETTINGS.get(option, {}))
     return whole
-
-
-def recipe_options(command: argparse.ArgumentParser):
-    """Add the recipe, and where its runs are stored."""
-    command.add_argument("recipe", help="the name of a recipe (see smallvit list) or the path of a recipe file")
-    command.add_argument("--out", default="runs", help="folder in which the runs are stored (default: ./runs)")
-
-
-def length_options(command: argparse.ArgumentParser):
-    """Add the option for longer runs."""
-    text = "multiply the training steps of every run by N; these runs are stored in a folder of their own"
-    command.add_argument("--scale-steps", type=positive, default=1, metavar="N", help=text)
-
-
-def training_options(command: argparse.ArgumentParser):
-    """Add the options for the processes and the device that train."""
-    command.add_argument("--jobs", type=positive, help="number of worker processes, with one thread each (default: the cores)")
-    command.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto (default: cpu)")
-
-
-def run_options(command: argparse.ArgumentParser):
-    """Add the options of `smallvit run`."""
-    add = command.add_argument
-    add("--stack", type=positive, metavar="N", help="train N seeds of an arm as one model, which is faster (default: 1)")
-    fast = (
-        "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this machine; "
-        "the choice is stored for the next time"
-    )
-    add("--fast", action="store_true", help=fast)
-    numerics = (
-        "how training steps are computed; --fast does not change what is given here: "
-        "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no"
-    )
-    add("--numerics", nargs="+", default=[], metavar="OPTION", help=numerics)
-    only = "train only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)"
-    add("--only", nargs="+", default=[], metavar="FILTER", help=only)
-    add("--smoke", action="store_true", help="train every arm for two steps only, to test that everything works")
-    add("--dry-run", action="store_true", help="train nothing; print the runs, how the arms differ, and the estimated time")
-    add("--retry", action="store_true", help="train failed runs again")
-    add("--fail-fast", action="store_true", help="stop after the first failed run")
-
-
-def report_options(command: argparse.ArgumentParser):
-    """Add the options of `smallvit report`."""
-    text = "write the records and the report beside the recipe file, to be committed"
-    command.add_argument("--publish", action="store_true", help=text)
-
-
-def verify_options(command: argparse.ArgumentParser):
-    """Add the options of `smallvit verify`."""
-    text = "number of committed seeds of each arm to train again (default: 1)"
-    command.add_argument("--seeds", type=positive, default=1, help=text)
-    command.add_argument("--labels", help="number of labels of these runs (default: the smallest committed one)")
-
-
-def summary_options(command: argparse.ArgumentParser):
-    """Add the options of `smallvit summary`."""
-    command.add_argument("model", help="a recipe (name or path), or the name of a timm model, such as vit_base_patch16_224")
-    command.add_argument("--arm", help="arm of the recipe (default: the first one)")
-    command.add_argument("--image", type=positive, metavar="PIXELS", help="side of the image (default: that of the model)")
-    command.add_argument("--channels", type=positive, help="channels of the image (default: those of the model)")
 
 
 def positive(text: str) -> int:
@@ -117,18 +56,59 @@ def positive(text: str) -> int:
     return int(text)
 
 
-COMMANDS = {  # name -> help text, and the functions that add its options; the code is in smallvit/commands
-    "list": ("list the available recipes and the question that each one asks", ()),
+COMMANDS = {  # name -> help text and options; the code of a command is in smallvit/commands
+    "list": ("list the available recipes and the question that each one asks", ""),
     "run": (
         "train the runs of a recipe and write its report; run it again to continue after an interruption",
-        (recipe_options, length_options, training_options, run_options),
+        "recipe --out --scale-steps --jobs --device --stack --fast --numerics --only --smoke --dry-run --retry --fail-fast",
     ),
-    "report": ("write the report of the runs that have finished so far", (recipe_options, length_options, report_options)),
+    "report": ("write the report of the runs that have finished so far", "recipe --out --scale-steps --publish"),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
-        (recipe_options, training_options, verify_options),
+        "recipe --out --jobs --device --seeds --labels",
     ),
-    "summary": ("print the output shapes, parameters and multiply-adds of a model, layer by layer", (summary_options,)),
+    "summary": (
+        "print the output shapes, parameters and multiply-adds of a model, layer by layer",
+        "model --arm --image --channels",
+    ),
+}
+HELP = {
+    "recipe": "the name of a recipe (see smallvit list) or the path of a recipe file",
+    "--out": "folder in which the runs are stored (default: ./runs)",
+    "--scale-steps": "multiply the training steps of every run by N; these runs are stored in a folder of their own",
+    "--jobs": "number of worker processes, with one thread each (default: the number of cores)",
+    "--device": "cpu, cuda, mps or auto (default: cpu)",
+    "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1)",
+    "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
+    "machine; the choice is stored for the next time",
+    "--numerics": "how training steps are computed; --fast does not change what is given here: "
+    "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
+    "--only": "train only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)",
+    "--smoke": "train every arm for two steps only, to test that everything works",
+    "--dry-run": "train nothing; print the runs, how the arms differ, and the estimated time",
+    "--retry": "train failed runs again",
+    "--fail-fast": "stop after the first failed run",
+    "--publish": "write the records and the report beside the recipe file, to be committed",
+    "--seeds": "number of committed seeds of each arm to train again (default: 1)",
+    "--labels": "number of labels of these runs (default: the smallest committed one)",
+    "model": "a recipe (name or path), or the name of a timm model, such as vit_base_patch16_224",
+    "--arm": "arm of the recipe (default: the first one)",
+    "--image": "side of the image (default: that of the model)",
+    "--channels": "channels of the image (default: those of the model)",
+}
+NUMBER = {"type": positive, "metavar": "N"}
+SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
+    "--out": {"default": "runs"},
+    "--scale-steps": NUMBER | {"default": 1},
+    "--jobs": NUMBER,
+    "--device": {"default": "cpu"},
+    "--stack": NUMBER,
+    "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
+    "--only": {"nargs": "+", "default": [], "metavar": "FILTER"},
+    "--seeds": NUMBER | {"default": 1},
+    "--image": NUMBER | {"metavar": "PIXELS"},
+    "--channels": NUMBER,
+    **{flag: {"action": "store_true"} for flag in ("--fast", "--smoke", "--dry-run", "--retry", "--fail-fast", "--publish")},
 }
 
 

@@ -75,8 +75,8 @@ def plan(
     more = f" (and {clock(later)} for the runs whose weights must be downloaded)" if later else ""
     source = "estimated from a few steps and one evaluation of each arm"
     text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
-    kept = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
-    return "\n".join([*lines, f"{len(runs)} runs, {kept}{text}"])
+    done = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
+    return "\n".join([*lines, f"{len(runs)} runs, {done}{text}"])
 
 
 def estimate(run: Run, device: str) -> float:

@@ -176,12 +176,8 @@ class Scheduler:
     def task(self, index: int) -> Task:
         """The run as it is sent to a worker."""
         entry = self.runs[index]
-        places = {field: self.folder(other) for field, other in self.dependencies[index].items()}
-        return Task(describe(entry.run), tags(entry, self.recipe), self.folder(index), places)
-
-    def folder(self, index: int) -> Path:
-        """The folder of a run."""
-        return folder(self.runs[index], self.out, self.recipe)
+        folders = [folder(self.runs[i], self.out, self.recipe) for i in (index, *self.dependencies[index].values())]
+        return Task(describe(entry.run), tags(entry, self.recipe), folders[0], dict(zip(self.dependencies[index], folders[1:])))
 
     def handle(self, group: Sequence[int], result: list[Record] | BaseException):
         """Handle what a worker returned for a group of runs: their records, or the exception that it raised.
