@@ -308,18 +308,18 @@ def test_dependencies_come_right_before_the_run_that_needs_them():
 
 @pytest.mark.parametrize(
     "options, words",
-    [({"stack": 0}, "stack is 0; expected"), ({"device": "cdua"}, "device is 'cdua'; expected"), ({"device": "cuda"}, "no such GPU")],
+    [
+        ({"stack": 0}, "stack is 0; expected"),
+        ({"device": "cdua"}, "device is 'cdua'; expected"),
+        ({"device": "cuda"}, "no such GPU"),
+        ({"runs": [SHORT]}, "contains Run; expected ArmRun"),
+    ],
 )
 def test_invalid_options_are_refused(options, words, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=words) as refused:
-        launch([ENTRY], tmp_path, recipe="t", **options)
+        launch(**{"runs": [ENTRY], "out": tmp_path, "recipe": "t"} | options)
     assert "driver" not in str(refused.value) and not list(tmp_path.iterdir())
-
-
-def test_a_run_without_an_arm_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="contains Run; expected ArmRun"):
-        launch([SHORT], tmp_path, recipe="t")
 
 
 def test_unreadable_data_are_refused_once(tmp_path):

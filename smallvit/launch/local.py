@@ -160,16 +160,12 @@ class Worker:
         """Send a group of runs to the process."""
         from .worker import work
 
+        self.group, self.progress[0] = group, -1
         try:
-            return self.submit(group, work, tasks)
+            return self.pool.submit(work, tasks, *self.settings)
         except BrokenProcessPool:  # the process died while it was idle
             self.restart()
-            return self.submit(group, work, tasks)
-
-    def submit(self, group: list[int], work: Callable, tasks: list[Task]) -> Future:
-        """Call `work` in the process."""
-        self.group, self.progress[0] = group, -1
-        return self.pool.submit(work, tasks, *self.settings)
+            return self.start(group, tasks)
 
     def kill(self):
         """Kill the process. Files stay intact, since each is written under another name and then moved into place."""
