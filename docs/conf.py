@@ -26,7 +26,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs; code blocks of pages are run by the tests
-suppress_warnings = ["mystnb.unknown_mime_type", "myst.xref_missing_anchor"]
+suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]  # cells with !commands are not Python
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
@@ -37,3 +37,5 @@ def setup(app):
     """Write the generated pages before Sphinx reads the sources, and convert docstrings to reStructuredText."""
     generate.write_pages()
     app.connect("autodoc-process-docstring", generate.process_docstring)
+    app.connect("autodoc-process-signature", generate.process_signature)
+    app.connect("autodoc-skip-member", generate.skip_member)

@@ -5,8 +5,11 @@
 `conf.py` calls `write_pages` at every build. The generated files are not committed.
 """
 
+import ast
+import dataclasses
 import re
-import shutil
+import textwrap
+import types
 from pathlib import Path
 
 import smallvit
@@ -41,6 +44,9 @@ MORE = {  # documented names that are not public at the top level
 }
 
 
+WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate")  # modules whose classes are shown with their methods
+
+
 def names_of(module: str) -> tuple[str, ...]:
     """The documented names of a module."""
     if module == "augment":
@@ -62,26 +68,32 @@ def reference_page(module: str, title: str) -> str:
     return "\n".join([*lines, "```", ""])
 
 
-WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate")
-
-
 def reports() -> dict[str, str]:
     """The committed reports, by the name of their recipe."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "recipes").glob("*.md"))}
 
 
+def notebooks() -> list[Path]:
+    """The executed notebooks."""
+    return sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def generated_pages() -> list[str]:
+    """The paths of all generated pages, relative to `docs/`."""
+    pages = [f"reference/{module}.md" for module in ("index", *MODULES)] + [f"recipes/{name}.md" for name in reports()]
+    return pages + [f"notebooks/{path.name}" for path in notebooks()]
+
+
 def write_pages():
     """Write all generated pages below `docs/`."""
-    reference = DOCS / "reference"
-    reference.mkdir(exist_ok=True)
     for module, title in MODULES.items():
-        write(reference / f"{module}.md", reference_page(module, title))
+        write(DOCS / "reference" / f"{module}.md", reference_page(module, title))
     names = "\n".join(MODULES)
-    write(reference / "index.md", f"# API reference\n\n```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n")
+    write(DOCS / "reference" / "index.md", f"# API reference\n\n```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n")
     for name, text in reports().items():
         write(DOCS / "recipes" / f"{name}.md", text)
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        shutil.copyfile(path, DOCS / "notebooks" / path.name)
+    for path in notebooks():
+        write(DOCS / "notebooks" / path.name, path.read_text(encoding="utf-8"))
 
 
 def write(path: Path, text: str):
@@ -91,69 +103,141 @@ def write(path: Path, text: str):
         path.write_text(text, encoding="utf-8")
 
 
-LABEL = re.compile(r"^(?P<label>[A-Za-z_`][\w`, .*/()=-]{0,30}?)(?: {2,}|:\s+)(?P<text>\S.*)$")
+# "Paper    Vaswani et al. 2017" or "of, layers   which features": a label, at least two spaces, text
+COLUMNS = re.compile(r"(?P<label>\S.{0,40}?) {2,}(?P<text>\S.*)")
+# "width: the width of a token" or "`macs`, `ms`: ...": lower-case names, a colon, text
+COLON = re.compile(r"(?P<label>`?[a-z_][\w.]*`?(?:, `?[a-z_]\w*`?)*): (?P<text>\S.*)")
 
 
 def process_docstring(app, what, name, thing, options, lines: list[str]):
-    """Convert one of our docstrings to reStructuredText, in place (the event handler of autodoc)."""
+    """Convert one of our docstrings to reStructuredText, in place (an event handler of autodoc)."""
     lines[:] = to_rst(lines)
 
 
+def process_signature(app, what, name, thing, options, signature, returns):
+    """The signature of a dataclass: its fields with their defaults (an event handler of autodoc)."""
+    if what != "class" or not dataclasses.is_dataclass(thing):
+        return None
+    texts = []
+    for field in dataclasses.fields(thing):
+        texts += ["*"] if field.kw_only and "*" not in texts else []
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        shown = getattr(default, "__name__", None) or repr(default)
+        texts.append(field.name if default is dataclasses.MISSING else f"{field.name}={shown}")
+    return f"({', '.join(texts)})", None
+
+
+def skip_member(app, what, name, thing, skip: bool, options) -> bool | None:
+    """Leave out fields of named tuples, and functions and classes that are defaults of fields (an event handler of autodoc)."""
+    default = isinstance(thing, type | types.FunctionType) and "." not in thing.__qualname__
+    return True if default or type(thing).__name__ == "_tuplegetter" else None
+
+
 def to_rst(lines: list[str]) -> list[str]:
-    """A docstring as reStructuredText: labelled paragraphs become a definition list, indented blocks become code."""
+    """A docstring as reStructuredText.
+
+    Labelled lines such as `Paper    ...` and `width: ...` become definition lists, indented blocks and paragraphs that are one
+    function call become code, `- ` begins an item of a list, and everything else is a paragraph.
+    """
     out: list[str] = []
-    paragraph: list[str] = []
-
-    def flush():
-        nonlocal paragraph
-        if paragraph:
-            out.extend([inline(" ".join(part.strip() for part in paragraph)), ""])
-        paragraph = []
-
     index = 0
+
+    def continuation(smallest: int) -> list[str]:
+        """Take the next lines as long as they are indented by at least so many spaces."""
+        nonlocal index
+        taken = []
+        while index < len(lines) and lines[index].strip() and indentation(lines[index]) >= smallest:
+            taken.append(lines[index].strip())
+            index += 1
+        return taken
+
     while index < len(lines):
         line = lines[index]
-        indent = len(line) - len(line.lstrip())
-        match = LABEL.match(line) if indent == 0 else None
-        if not line.strip():
-            flush()
-        elif match and "  " in line.strip():
-            flush()
-            start = match.start("text")
-            text = [match["text"]]
-            while index + 1 < len(lines) and lines[index + 1].startswith(" " * min(start, 4)) and lines[index + 1].strip():
-                index += 1
-                text.append(lines[index].strip())
-            out.extend([inline(match["label"].strip()), f"   {inline(' '.join(text))}", ""])
-        elif indent >= 4 and not paragraph:
-            block = [line]
-            while index + 1 < len(lines) and (not lines[index + 1].strip() or lines[index + 1].startswith("    ")):
-                index += 1
-                block.append(lines[index])
-            out.extend(["::", "", *block, ""])
-        elif re.match(r"^(\s*)[-*] ", line):
-            flush()
-            item = [line.strip()[2:]]
-            while index + 1 < len(lines) and lines[index + 1].startswith("  ") and not re.match(r"^\s*[-*] ", lines[index + 1]):
-                index += 1
-                item.append(lines[index].strip())
-            out.extend([f"- {inline(' '.join(item))}", ""])
-        else:
-            paragraph.append(line)
         index += 1
-    flush()
+        if not line.strip():
+            continue
+        label = label_of(line, lines[index] if index < len(lines) else "") if out else None
+        if indentation(line) >= 4:
+            block = [line]
+            while index < len(lines) and (not lines[index].strip() or indentation(lines[index]) >= 4):
+                block.append(lines[index])
+                index += 1
+            out += code_block(textwrap.dedent("\n".join(block)).strip("\n"))
+        elif label:
+            out += [term(label["label"]), f"   {inline(' '.join([label['text'], *continuation(2)]))}", ""]
+        elif line.startswith("- "):
+            out += [f"- {inline(' '.join([line[2:], *continuation(2)]))}"]
+            if index == len(lines) or not lines[index].startswith("- "):
+                out += [""]
+        else:
+            paragraph = [line.strip()]
+            while index < len(lines) and lines[index].strip() and not lines[index].startswith("- "):
+                if label_of(lines[index], "") and COLUMNS.fullmatch(lines[index]):
+                    break
+                paragraph.append(lines[index].strip())
+                index += 1
+            text = " ".join(paragraph)
+            out += code_block(text) if out and is_call(text) else [inline(text), ""]
     return out
 
 
+def indentation(line: str) -> int:
+    """The number of spaces at the start of a line."""
+    return len(line) - len(line.lstrip())
+
+
+def label_of(line: str, following: str) -> re.Match | None:
+    """The label and the text of a labelled line, or None.
+
+    A colon makes a label only if the following line is indented, labelled or empty; otherwise the line is prose.
+    """
+    if match := COLUMNS.fullmatch(line):
+        return match
+    match = COLON.fullmatch(line)
+    ends = not following.strip() or following.startswith("  ") or COLON.fullmatch(following) or COLUMNS.fullmatch(following)
+    return match if match and ends else None
+
+
+def is_call(text: str) -> bool:
+    """Whether a text is a call of a Python function, such as an example."""
+    try:
+        return isinstance(ast.parse(text, mode="eval").body, ast.Call)
+    except SyntaxError:
+        return False
+
+
+def code_block(text: str) -> list[str]:
+    """A block of code, highlighted if it is Python."""
+    try:
+        ast.parse(text)
+        language = "python"
+    except SyntaxError:
+        language = "text"
+    return [f".. code-block:: {language}", "", *textwrap.indent(text, "   ").splitlines(), ""]
+
+
+def term(label: str) -> str:
+    """The term of a definition list: bold, or as code if it is written as code."""
+    return inline(label) if "`" in label else f"**{inline(label)}**"
+
+
 def inline(text: str) -> str:
-    """Escape text for reStructuredText; `code` becomes ``code``."""
-    parts = re.split(r"(`[^`]+`)", text)
-    return "".join(f"`{part}`" if re.fullmatch("`[^`]+`", part) else escape(part) for part in parts)
+    """A text as reStructuredText: `code` becomes ``code``, or a link if it is a public class; arXiv numbers become links."""
+    parts = re.split(r"(?<!`)(`[^`]+`)(?!`)", text)
+    literal = [bool(re.fullmatch("`[^`]+`", part)) for part in parts]
+    for index, part in enumerate(parts):
+        if not literal[index]:
+            escaped = re.sub(r"([\\*_|`])", r"\\\1", part)
+            parts[index] = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", escaped)
+            continue
+        name = part.strip("`")
+        code = f":py:obj:`~smallvit.{smallvit.HOME[name]}.{name}`" if name in CLASSES else f"`{part}`"
+        before, after = "".join(parts[:index])[-1:], "".join(parts[index + 1 :])[:1]
+        parts[index] = "\\ " * before.isalnum() + code + "\\ " * after.isalnum()
+    return "".join(parts)
 
 
-def escape(text: str) -> str:
-    """Escape the characters that mean markup in reStructuredText."""
-    return re.sub(r"([\\*_|])", r"\\\1", text)
+CLASSES = {name for name in smallvit.HOME if name[0].isupper()}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,265 @@
+"""The documentation and the README: all code runs, printed outputs are right, commands parse, and links lead somewhere.
+
+A ```python block that is followed by a ```text block must print exactly this text. A block that assigns RUNS is a recipe: it is
+written to a file and every arm is trained for two steps. All blocks of a page share one namespace and one temporary folder.
+"""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from smallvit.__main__ import main, parser
+from smallvit.recipe import load_recipe, recipe_files
+from smallvit.record import read_records
+from smallvit.report import text
+
+ROOT = Path(__file__).parents[1]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a Python file of `docs/`, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load_script("generate")
+GENERATED = {DOCS / name for name in generate.generated_pages()}
+PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if page not in GENERATED and "_build" not in page.parts)]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: its language, its content, and the text of the page before it."""
+
+    language: str
+    content: str
+    before: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    markdown = page.read_text(encoding="utf-8")
+    return [Block(m[1], m[2], markdown[: m.start()]) for m in re.finditer(r"^```(\w+)\n(.*?)^```$", markdown, re.M | re.S)]
+
+
+def marked(page: Path, name: str) -> str:
+    """The part of a page between `<!-- name -->` and `<!-- end -->`."""
+    return re.search(rf"<!-- {name} -->(.*?)<!-- end -->", page.read_text(encoding="utf-8"), re.S)[1]
+
+
+def fenced(part: str) -> str:
+    """The content of the fenced block that is this part of a page."""
+    return re.fullmatch(r"\s*```\w+\n(.*?)\n```\s*", part, re.S)[1]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+with_code = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+def smoke_test(block: Block, page: Path) -> ModuleType:
+    """Write a recipe to the file that the page names, train each arm for two steps, and return the recipe as a module.
+
+    The runs are moved to `runs`, so that the code below it finds them where a full run would have put them.
+    """
+    file = Path((re.findall(r"as `(\w+\.py)`", block.before) or ["my_recipe.py"])[-1])
+    file.write_text(block.content)
+    module = load_recipe(file)
+    arms = ",".join(dict.fromkeys(entry.arm for entry in module.RUNS if entry.role != "reference" or "from Image" in entry.arm))
+    assert main(["run", str(file), "--smoke", "--jobs", "1", "--out", ".", "--only", f"arm={arms}"]) == 0, page
+    Path("runs").mkdir(exist_ok=True)
+    Path("smoke", file.stem).rename(Path("runs", file.stem))
+    return module
+
+
+@pytest.mark.parametrize("page", with_code, ids=page_id)
+def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    all_blocks = blocks(page)
+    for block, following in zip(all_blocks, [*all_blocks[1:], None]):
+        if block.language != "python":
+            continue
+        if re.search(r"^RUNS = ", block.content, re.M):
+            namespace |= vars(smoke_test(block, page))
+            continue
+        capsys.readouterr()
+        exec(compile(block.content, page_id(page), "exec"), namespace)
+        printed = capsys.readouterr().out
+        adjacent = following and following.before.endswith(f"{block.content}```\n\n")
+        if adjacent and following.language == "text":
+            assert printed == following.content
+        for line, expected in zip(printed.splitlines(), re.findall(r"^print\(.*  # (.+)$", block.content, re.M)):
+            assert page != README or line == expected
+
+
+def test_pages_have_recipes_and_outputs():
+    """The test above checks what it finds; this one checks that it finds something."""
+    code = [block.content for page in with_code for block in blocks(page) if block.language == "python"]
+    assert sum("RUNS = " in content for content in code) >= 9
+    assert len(with_code) >= 13
+    tutorials = {page.name for page in with_code if page.parent.name == "tutorials"}
+    assert tutorials == {"first_comparison.md", "own_images.md", "add_a_technique.md", "learning_without_labels.md"}
+
+
+def commands(page: Path) -> list[str]:
+    """The `smallvit` commands in the shell blocks of a page."""
+    lines = [line for block in blocks(page) if block.language == "bash" for line in block.content.splitlines()]
+    return [part for line in lines for part in re.findall(r"(?:^|[ /])smallvit (\w.*)$", line)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=page_id)
+def test_commands_have_existing_options(page):
+    for command in commands(page):
+        parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_guide_for_the_command_line_shows_every_command_and_option_of_run():
+    shown = " ".join(commands(DOCS / "howto" / "run_and_resume.md"))
+    actions = parser()._subparsers._group_actions[0].choices
+    assert {command for command in actions if f"{command} " in f"{shown} "} == set(actions)
+    options = {option for action in actions["run"]._actions for option in action.option_strings if option.startswith("--")}
+    assert {option for option in options if option in shown.split()} == options - {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page):
+    markdown = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", markdown):
+        target = (page.parent / link).resolve()
+        assert target.exists() or target in GENERATED, link
+
+
+def test_every_page_is_in_a_table_of_contents():
+    for page in PAGES:
+        if page in (README, DOCS / "index.md"):
+            continue
+        entry = page.relative_to(page.parent).stem
+        contents = [DOCS / "index.md", page.parent / "index.md"]
+        listed = [b.content for c in contents if c.exists() for b in toctrees(c)]
+        assert any(re.search(rf"^(?:{page.parent.name}/)?{entry}$", content, re.M) for content in listed), page
+
+
+def toctrees(page: Path) -> list[Block]:
+    """The tables of contents of a page."""
+    markdown = page.read_text(encoding="utf-8")
+    return [Block("toctree", m[1], "") for m in re.finditer(r"^```\{toctree\}\n(.*?)^```$", markdown, re.M | re.S)]
+
+
+def test_every_recipe_is_in_the_list_of_reports():
+    (contents,) = toctrees(DOCS / "recipes" / "index.md")
+    listed = re.findall(r"^\w+$", contents.content, re.M)
+    assert sorted(listed) == sorted(path.stem for path in recipe_files() if path.parent.resolve() == ROOT / "recipes")
+
+
+def test_list_of_files_is_complete():
+    listed = set(re.findall(r"^  (\w+(?:\.\w+|/)) ", marked(DOCS / "explanation" / "code.md", "files"), re.M))
+    exist = {p.name + "/" * p.is_dir() for p in (ROOT / "smallvit").iterdir() if p.name not in ("__pycache__", "__init__.py")}
+    assert listed == exist
+
+
+def test_readme_is_short_and_has_a_picture():
+    assert README.stat().st_size <= 9_000
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', README.read_text(encoding="utf-8"))
+    assert len(pictures) == 2 and all((ROOT / picture).exists() for picture in pictures)
+
+
+def test_both_commands_of_the_readme_are_complete():
+    for name in ("quickstart", "tests"):
+        (line,) = fenced(marked(README, name)).splitlines()
+        assert line.startswith("python3 -m venv .venv && .venv/bin/pip install")
+    assert "recipes/quickstart.py" in fenced(marked(README, "quickstart"))
+
+
+def test_results_and_pictures_are_those_of_the_records():
+    for path, content in load_script("results").written():
+        assert path.read_text(encoding="utf-8") == content, f"run python docs/results.py, which writes {path.name}"
+
+
+@pytest.mark.parametrize(
+    "page, name",
+    [(README, "quickstart output"), (DOCS / "tutorials" / "first_comparison.md", "quickstart report")],
+    ids=["readme", "tutorial"],
+)
+def test_output_of_the_quickstart_is_that_of_the_records(page, name):
+    assert fenced(marked(page, name)) == text(read_records(ROOT / "recipes" / "quickstart.jsonl")).strip()
+
+
+def test_accuracy_of_label_spreading_is_that_of_the_records():
+    page = DOCS / "tutorials" / "learning_without_labels.md"
+    (row,) = [r for r in load_script("results").rows_of("pseudo_labels", "DINO, labels spread") if r.labels == 10]
+    assert marked(page, "pseudo-labels") == f"{row.mean:.2%}"
+
+
+DOCSTRING = """Return the mean of `x`, shape (b, d).
+
+The first paragraph continues
+over two lines, with *stars* and a_name_.
+
+    code(x)
+
+    more(code)
+
+width: the width
+    of the result.
+of, layers   which features
+
+- a point
+  that continues
+- another point
+
+Paper    Vaswani et al. 2017,
+         arXiv:1706.03762.
+Raises   ValueError for `x` without images.
+"""
+
+
+def test_docstrings_become_paragraphs_definitions_code_and_lists():
+    assert "\n".join(generate.to_rst(DOCSTRING.splitlines())).split("\n") == [
+        "Return the mean of ``x``, shape (b, d).",
+        "",
+        "The first paragraph continues over two lines, with \\*stars\\* and a\\_name\\_.",
+        "",
+        ".. code-block:: python",
+        "",
+        "   code(x)",
+        "",
+        "   more(code)",
+        "",
+        "**width**",
+        "   the width of the result.",
+        "",
+        "**of, layers**",
+        "   which features",
+        "",
+        "- a point that continues",
+        "- another point",
+        "",
+        "**Paper**",
+        "   Vaswani et al. 2017, `arXiv:1706.03762 <https://arxiv.org/abs/1706.03762>`__.",
+        "",
+        "**Raises**",
+        "   ValueError for ``x`` without images.",
+        "",
+    ]
+
+
+@pytest.mark.slow
+def test_site_builds_without_a_warning(tmp_path):
+    for name in ("sphinx", "furo", "myst_nb"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "cache")]
+    built = subprocess.run([*command, str(DOCS), str(tmp_path / "site")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-2_000:]
+    assert (tmp_path / "site" / "reference" / "attention.html").exists()
