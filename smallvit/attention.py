@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 
 class AttentionOutput(NamedTuple):
-    """The result of an attention module: the new tokens `x`, and three functions that compute more about them on request.
+    """The result of an attention module: the new tokens `x`, and three functions that return the keys, the attention map, and
+    the attention that each token receives. These values are computed only when the function is called.
 
     `key()` returns the keys, averaged over heads, (b, n, e). `map()` returns the attention map, (b, h, n, n): how each query
     (row) distributes its attention over the keys. `saliency(queries)` returns the attention that each token receives, (b, n):
@@ -34,7 +35,9 @@ class AttentionOutput(NamedTuple):
     map: Callable[[], Tensor] | None = None
 
     def _refuse(self, *_) -> NoReturn:
-        """Raise TypeError for arithmetic on an attention output; the message says to use its tokens `.x`."""
+        """Raise TypeError when an `AttentionOutput` is used in arithmetic like a tensor. The message says to use its tokens,
+        the field `x`.
+        """
         raise TypeError(NOT_A_TENSOR)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __truediv__ = __neg__ = _refuse
@@ -151,15 +154,16 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the output of the qkv projection (b, n, 3 h e) into queries, keys and values, each of shape (b, h, n, e)."""
+    """Split the output of the qkv projection, shape (b, n, 3 h e) for h heads of width e, into queries, keys and values, each
+    of shape (b, h, n, e).
+    """
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
 def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Return an attention mask in which no token attends to itself, unless it may attend to no other token.
-
-    `n` is the number of tokens. `mask` and tokens of size 0 exclude further pairs.
+    """Return a boolean attention mask for `n` tokens. No token attends to itself, to a removed token (`size` 0), or to a token
+    that `mask` excludes. Only a token that could then attend to no token attends to itself.
     """
     eye = torch.eye(n, dtype=torch.bool, device=device)
     if size is None and mask is None:
@@ -173,7 +177,9 @@ def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torc
 
 
 def check_mask(mask: Tensor) -> Tensor:
-    """Return an attention mask with at least two axes (queries, keys). Raise ValueError if its dtype is not bool."""
+    """Return the attention mask with at least two axes (queries, keys); an axis for the queries is added if it is missing.
+    Raise ValueError unless the mask is boolean.
+    """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may attend to a key")
     return torch.atleast_2d(mask)
@@ -182,9 +188,11 @@ def check_mask(mask: Tensor) -> Tensor:
 def attend_and_project(
     module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float
 ) -> AttentionOutput:
-    """Apply attention to queries, keys and values (b, h, n, e), then join the heads and project them back to the width.
+    """Apply attention to queries, keys and values, each (b, h, n, e), then join the heads and apply the output projection of
+    the attention module `module`. Return an `AttentionOutput`. `size` is the number of patches in each token, `mask` is True
+    where attention is allowed, and `scale` multiplies the logits.
 
-    `module` is the attention module; its dropout, kernel and output projection are used. Logits are multiplied by `scale`.
+    The dropout rate and the choice of the kernel are attributes of `module`.
     """
     x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale)
 
@@ -211,11 +219,13 @@ def attend(
     dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the attention output (b, h, n, e), and the attention map (b, h, n, n) or None if the kernel computes no map.
+    `size` (b, n) is the number of patches in each token, `mask` is True where attention is allowed, `fused` chooses the kernel,
+    and `scale` multiplies the logits.
 
     There are two kernels, which agree up to rounding. On a GPU the fused `scaled_dot_product_attention` is always used. On a
     CPU it is slower than two matrix products and a softmax while the map fits in the cache, so it is used from 128 tokens on
-    (512 in half precision, in which it is slow). `fused` overrides this rule. Sizes with a gradient need the map. Logits are
-    multiplied by `scale`.
+    (512 in half precision, in which it is slow). True or False for `fused` overrides this rule. Sizes with a gradient need the
+    map.
     """
     if size is not None and size.requires_grad:
         return attend_with_size_gradient(q * scale, k, v, size, mask, dropout), None
@@ -230,14 +240,17 @@ def attend(
 
 
 def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Return the attention map (b, h, n, n): proportional to size * exp(logit), rows sum to 1. Sizes get no gradient."""
+    """Return the attention map (b, h, n, n), whose rows sum to 1. Each key is weighted by exp(query * key) times its `size`,
+    the number of patches in the token, and by 0 where the boolean `mask` is False. Sizes get no gradient.
+    """
     logits = q @ k.transpose(-2, -1)
     bias = logit_bias(None if size is None else size.detach(), mask)
     return (logits if bias is None else logits + bias).softmax(-1)
 
 
 def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Return the term to add to the attention logits: log(size) of the key, and -inf where the mask is False.
+    """Return the term to add to the attention logits before the softmax: log(size) for each key, and -inf where the boolean
+    `mask` is False. `size` (b, n) is the number of patches in each token.
 
     The shape broadcasts to (b, h, n, n). The result is None without sizes and mask.
     """
@@ -249,7 +262,9 @@ def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
 
 
 def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return the attention output (b, h, n, e) such that token sizes get a gradient, also those of removed tokens (size 0).
+    """Return the attention output (b, h, n, e), computed so that token sizes get a gradient, also the size 0 of removed tokens.
+    Learned pruning needs this gradient. `size` (b, n) is the number of patches in each token, and `mask` is True where
+    attention is allowed.
 
     Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
     equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no

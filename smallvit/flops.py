@@ -36,9 +36,9 @@ def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
 
 
 def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
-    """Return for each block how many tokens its attention and its MLP process, or None if this depends on the image.
-
-    Prefix tokens are counted. `image` is the height and width, by default those the model was built for.
+    """Return for each block how many tokens its attention and its MLP process, prefix tokens included. Return None if these
+    numbers depend on the content of the image. `image` is (height, width) in pixels, by default the size for which the model
+    was built.
     """
     n, counts = input_tokens(model, image), []
     for block in model.blocks:
@@ -59,7 +59,11 @@ def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
 
 
 def describe_tokens(model: ViT) -> str:
-    """Describe the tokens left after each block in one line: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`."""
+    """Return a line of text with the number of tokens after each block, and the cost of the model relative to the same model
+    without token reduction.
+
+    For example: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`.
+    """
     tokens, start = tokens_per_layer(model), f"{input_tokens(model)} tokens, after the blocks"
     if tokens is None:
         return f"{start} a number that depends on the image"
@@ -73,7 +77,9 @@ def closed_form(
     model: ViT, tokens: Sequence[tuple[float, float]] | None = None,
     image: tuple[int, int] | None = None, embed: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the multiply-adds (MACs) of a ViT for one image by a formula: of tokenizer, blocks, token reduction and head.
+    """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict with separate costs of
+    tokenizer, blocks, token reduction and head. Optional inputs are `tokens` (tokens per block), `image` (height, width) and
+    `embed` (MACs of the tokenizer).
 
     The keys are `embed`, `blocks`, `reduction` (the cost of the reduction itself, which published figures leave out) and `head`
     (with the layers of a pool). `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the
@@ -110,7 +116,9 @@ def embed_macs(model: ViT, image: Sequence[int]) -> float:
 
 
 def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
-    """Return the FLOPs of one forward pass by torch's counter: two per multiply-add. Only matrix products count."""
+    """Return the floating-point operations (FLOPs) of one forward pass on `images`, measured by torch's FLOP counter. It counts
+    matrix products, attention and convolutions only, with two FLOPs per multiply-add.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -144,7 +152,7 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
 
 
 def unreduced(model: Model) -> Model:
-    """Return a copy of the model without token reduction."""
+    """Return a copy of a ViT in which no block merges or prunes tokens. The weights are copied too."""
     new: Any = copy.deepcopy(model)
     for block in new.blocks:
         block.reduction = None
@@ -164,15 +172,17 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def forward(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return the callable that runs a model on images: its `features` if it has no parameters, else the model itself."""
+    """Return the function to call when the cost of a forward pass is measured. It is the model itself or, for a model without
+    parameters (raw pixels), its method `features`.
+    """
     return model if next(model.parameters(), None) is not None else model.features
 
 
 def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list[float]:
-    """Return the multiply-adds (MACs) of each image, for a model whose number of tokens depends on the image.
+    """Return the multiply-adds (MACs) of a ViT for each of the images, as a list. This is for a ViT whose number of tokens
+    depends on the image. `seen` is the result of `seen_tokens` for these images; if not given, it is computed.
 
-    They follow the closed form, or torch's counter image by image where no closed form is known. `seen` is the result of
-    `seen_tokens` for these images, if known already.
+    The MACs follow the closed form, or torch's counter image by image where no closed form is known.
     """
     if not has_closed_form(model):
         return [counted(model, image[None]) / 2 for image in images]
@@ -188,12 +198,16 @@ def reduces(model: nn.Module) -> TypeGuard[ViT]:
 
 
 def has_closed_form(model: Any) -> bool:
-    """Return whether the MACs follow a formula (`block_macs`): the attention of every block needs a linear layer `proj`."""
+    """Return whether the multiply-adds (MACs) of a ViT can be computed by a formula. This is possible if the attention module
+    of every block has a linear output projection `proj`.
+    """
     return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
-    """Return the median time of each call in milliseconds. The calls alternate, so that disturbances affect all of them."""
+    """Return the median time of each function in `calls`, in milliseconds, over `repeats` rounds. Each round calls every
+    function once, so that disturbances of the machine affect all of them alike.
+    """
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(repeats + 1):
         for call, measured in zip(calls, times):
@@ -207,9 +221,11 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
 
 
 def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]:
-    """Time a model with token reduction: return the milliseconds of a forward pass, and its speed relative to no reduction.
+    """Measure how much faster a model is with token reduction than without. Return the median time of a forward pass with
+    reduction, in milliseconds, and its speed relative to no reduction. `repeats` is the number of measurements.
 
-    The model without reduction uses the faster of the two attention kernels. Below 1, the reduction loses time.
+    The model without reduction uses the faster of the two attention kernels. A relative speed below 1 means that the reduction
+    makes the model slower.
     """
     baselines = [unreduced(model) for _ in range(2)]
     for baseline, fused in zip(baselines, (False, True)):
@@ -225,12 +241,13 @@ def match_budget(
     model: Callable, reduction: Callable, knob: str, share: float, between: tuple[float, float],
     image: tuple[int, int] = (28, 28), channels: int = 1, of: str = "macs",
 ) -> float:  # fmt: skip
-    """Find the value of the option `knob` at which a token reduction lowers a model's cost to the given share.
+    """Find a setting of a token reduction by its cost: return the value of its option `knob` at which the model costs the
+    fraction `share` of the model without reduction. `between` is the (lowest, highest) value to try, and `of` is the cost that
+    counts: "macs" or "tokens".
 
-    `model` is called `(image, channels, classes)`, as in a `Run`. `share` is the target from 0 to 1, `between` the lowest and
-    highest value to try. The result is rounded to three decimals. With `of="macs"` the cost is the MACs of `closed_form`,
-    the reduction itself included; with `of="tokens"` the number of tokens after the last block, which must not depend on the
-    image.
+    `model` is called `(image, channels, classes)`, as in a `Run`, with `image` as (height, width). The result is rounded to
+    three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself included; with `of="tokens"`
+    the number of tokens after the last block, which must not depend on the image.
 
     Raises   ValueError if no value in this range comes within 0.05 of the share, or for another `of`.
     """

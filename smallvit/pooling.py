@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 
 class ClassToken(nn.Module):
-    """Return the class token: an extra first token that attends to all others. Paper: ViT, arXiv:2010.11929."""
+    """Pool the tokens by returning the class token: an extra first token of the model, which collects information from all
+    other tokens by attention.
+
+    Paper ViT, arXiv:2010.11929.
+    """
 
     class_tokens = 1
 
@@ -64,7 +68,8 @@ class SequencePool(nn.Module):
 
 
 class Projected(nn.Module):
-    """Another pool, followed by the first layers of a projection head: `layers` times a linear map, BatchNorm and GELU.
+    """Apply another pool, then `layers` hidden layers, each with a linear map, BatchNorm and GELU. In self-supervised learning
+    these are the first layers of the projection head, which stay in the model afterwards.
 
     `pool` makes the pool and `hidden` is the width of the layers.
 
@@ -131,11 +136,15 @@ class TwoHeads(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the head that learns from labels. The model initializes it like the head of any other pool."""
+        """Return the weight of the head that is trained on labels. The model initializes this weight like that of any single
+        linear head.
+        """
         return self.from_labels.weight
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of both heads: of the one trained on labels, then of the one trained on a teacher."""
+        """Return the logits of the two heads separately, each of shape (b, classes): first those of the head trained on labels,
+        then those of the head trained on a teacher. `x` holds the features (b, 2 d).
+        """
         class_token, distillation_token = x.chunk(2, dim=-1)
         return self.from_labels(class_token), self.from_teacher(distillation_token)
 

@@ -16,7 +16,8 @@ Grid = tuple[int, int]
 
 
 class Learned(nn.Module):
-    """Learned positions: one learned vector for each cell of the grid and, if `on_prefix`, one for each prefix token.
+    """Learned position embeddings, which are added to the tokens: one vector for each patch position of the grid and, if
+    `on_prefix` is True, one for each prefix token (class token and registers).
 
     `std` is the standard deviation of the initial values.
 
@@ -70,7 +71,8 @@ class SinCos2d(nn.Module):
 
 
 class SinCos1d(nn.Module):
-    """Fixed sine and cosine positions of the patch index in row-major order, as in Transformers for text.
+    """Fixed sine and cosine position embeddings of the patch index, which is counted row by row from the top left. This is the
+    encoding of the original Transformer for text.
 
     `temperature` is the base of the frequencies; None means the paper's 10,000.
 
@@ -92,9 +94,8 @@ class SinCos1d(nn.Module):
 
 
 def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
-    """Return sines and cosines of the indices, shape (n, dim): first dim/2 sines, then dim/2 cosines.
-
-    Their frequencies fall geometrically from 1 to almost 1 / temperature (None: 10,000).
+    """Return the sine and cosine encoding of n indices, shape (n, dim): first dim/2 sines, then dim/2 cosines. Their
+    frequencies fall geometrically from 1 to almost 1 / temperature. None means a temperature of 10,000.
     """
     base = 10_000 if temperature is None else temperature
     if base < 1:
@@ -105,9 +106,10 @@ def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
 
 
 def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
-    """Add the position table of a module to tokens (b, n, d), after resampling the table to `grid`.
+    """Add position embeddings to tokens `x` of shape (b, n, d) and return the sum. The embeddings are the attribute `table` of
+    the position module `module`. They are first resampled to `grid`, the number of (rows, columns) of patches in the image.
 
-    A table without rows for prefix tokens leaves these tokens as they are.
+    If the table has no rows for prefix tokens (class token and registers), these tokens stay as they are.
     """
     table = resample(module.table, module.grid, grid)
     missing = x.shape[1] - len(table)
@@ -116,14 +118,14 @@ def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
     return x + (F.pad(table, (0, 0, missing, 0)) if missing else table)
 
 
-def resample(table: Tensor, own: Grid, grid: Grid) -> Tensor:
-    """Resample a position table from the grid `own` to another grid, as timm does; rows of prefix tokens stay unchanged.
-
-    The table has the shape (prefix + rows * columns, d).
+def resample(table: Tensor, old_grid: Grid, grid: Grid) -> Tensor:
+    """Return position embeddings for another grid of patches, by bicubic interpolation as in timm. `table` (prefix + rows *
+    columns, d) was made for `old_grid`; `grid` is the new (rows, columns). The rows of prefix tokens (class token and
+    registers) stay unchanged.
     """
-    if tuple(own) == tuple(grid):
+    if tuple(old_grid) == tuple(grid):
         return table
-    prefix = len(table) - own[0] * own[1]
-    image = rearrange(table[prefix:].float(), "(r c) d -> 1 d r c", r=own[0])
+    prefix = len(table) - old_grid[0] * old_grid[1]
+    image = rearrange(table[prefix:].float(), "(r c) d -> 1 d r c", r=old_grid[0])
     image = F.interpolate(image, size=tuple(grid), mode="bicubic", antialias=True)
     return torch.cat([table[:prefix], rearrange(image, "1 d r c -> (r c) d").to(table.dtype)])

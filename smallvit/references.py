@@ -12,7 +12,9 @@ from smallvit.vit import initialize
 
 
 class Pixels(nn.Module):
-    """A reference without a network: the features are the raw pixels, for evaluators that bring their own classifier."""
+    """A reference model without a network, for comparison: its features are the raw pixels of the image. It gives no logits, so
+    evaluate it with nearest neighbors (`knn`) or a linear probe.
+    """
 
     def __init__(self, image: tuple[int, int], channels: int, classes: int):
         super().__init__()
@@ -25,7 +27,8 @@ class Pixels(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """A small CNN with BatchNorm and ReLU: twice two 3x3 convolutions and a max-pooling, then one hidden layer.
+    """A small CNN with BatchNorm and ReLU, as a reference to compare with. It has four 3x3 convolutions, a max-pooling after
+    the second and the fourth, one hidden layer, and a linear head.
 
     `width` is the number of channels of the first two convolutions (the others have twice as many), `hidden` the width of the
     hidden layer. With 28 x 28 pixels and the defaults it has 120,000 parameters.
@@ -144,7 +147,9 @@ class ResNet(nn.Module):
 
 
 def check_shape(x: Tensor, image: tuple[int, ...]) -> Tensor:
-    """Return images `x` unchanged. Raise ValueError if their shape (c, h, w) is not `image`, the one a model was built for."""
+    """Return the images `x` unchanged if each has the shape `image`, given as (channels, height, width), for which the model
+    was built. Otherwise raise ValueError.
+    """
     if x.shape[1:] != image:
         raise ValueError(f"got images of shape {tuple(x.shape)}; expected {image} each, as this CNN was built for one size")
     return x

@@ -90,9 +90,10 @@ class ShiftedPatchEmbed(nn.Module):
         return patch_grid(image, self.patch)
 
     def shifted(self, x: Tensor) -> Tensor:
-        """Return images (b, c, h, w) and their shifted copies along the channels, (b, 5 c, h, w).
+        """Concatenate the images `x` (b, c, h, w) and their shifted copies along the channel axis, and return the result. Its
+        shape is (b, 5 c, h, w) with four copies, and that of `x` without any.
 
-        The copies follow the image in the order down-right, down-left, up-right, up-left.
+        With half-patch shifts, the copies follow the image in the order down-right, down-left, up-right, up-left.
         """
         if not self.offsets:
             return x
@@ -108,7 +109,8 @@ class ShiftedPatchEmbed(nn.Module):
 
 
 class Resized(nn.Module):
-    """Resize each image to `size` x `size` pixels, then apply another tokenizer: for weights pretrained on large images.
+    """A tokenizer that resizes each image to `size` x `size` pixels (224 by default) and then applies another tokenizer. With
+    it, weights that were pretrained on large images can be used for small images.
 
     `tokenizer` makes that tokenizer. `interpolation` is "bicubic" or "bilinear", as the weights were trained with; both are
     antialiased, so that shrinking is correct too.
@@ -138,7 +140,8 @@ class Resized(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """A small CNN as tokenizer (hybrid ViT): `layers` 3x3 convolutions of stride 2, each with norm and ReLU, then a 1x1 one.
+    """A tokenizer made of a small CNN: `layers` 3x3 convolutions of stride 2, each followed by GroupNorm and ReLU, and a final
+    1x1 convolution to the width of the model. Each position of the resulting feature map is one token (hybrid ViT).
 
     Options: `layers` (an integer, at least 1; default 3) is the number of convolutions. Each halves the height and width, so a
     token covers 2^layers x 2^layers pixels: 8 x 8 by default, 4 x 4 with `layers=2`. The convolutions have 3x3 kernels, and
@@ -178,7 +181,8 @@ class ConvStem(nn.Module):
 
 
 class ConvTokenizer(nn.Module):
-    """The tokenizer of CCT: `layers` times a convolution, a ReLU and a max-pooling that halves height and width.
+    """The convolutional tokenizer of CCT (Compact Convolutional Transformer). It has `layers` layers, each with a convolution,
+    a ReLU and a max-pooling that halves height and width. Each position of the resulting feature map is one token.
 
     `kernel` is the side of the convolutions; their stride is max(1, kernel // 2 - 1), 1 up to kernel 5. `hidden` is the width
     of all layers but the last. CCT uses it with `SequencePool` and no class token; any pool works.
@@ -234,7 +238,9 @@ def patch_grid(image: Image, patch: int) -> tuple[int, int]:
 
 
 def sizes_that_fit(h: int, w: int, patch: int) -> str:
-    """Return a hint for an error message: patch sizes that tile an image, and the nearest image sizes that a patch tiles."""
+    """Return advice for an error message: the patch sizes that divide an image of `h` x `w` pixels without remainder, and the
+    nearest image sizes that patches of `patch` x `patch` pixels divide.
+    """
     patches = [p for p in range(1, min(h, w) + 1) if h % p == 0 and w % p == 0]
     hint = f"patch sizes that fit this image: {', '.join(map(str, patches)) or 'none'}"
     if patch < 1:
@@ -244,23 +250,27 @@ def sizes_that_fit(h: int, w: int, patch: int) -> str:
     return f"{hint}; images that fit this patch: {' or '.join(images)}"
 
 
-def shift_offsets(name: str, patch: int) -> list[tuple[int, int]]:
-    """Return the offsets (down, right) in pixels of the shifted copies of `ShiftedPatchEmbed`. `name` is its option `shift`."""
+def shift_offsets(shift: str, patch: int) -> list[tuple[int, int]]:
+    """Return how far each shifted copy in `ShiftedPatchEmbed` is moved, as a list of (down, right) in pixels. `shift` is the
+    kind of shift, such as "half-patch diagonal", and `patch` is the side of a patch in pixels.
+    """
     half = patch // 2
     offsets = {
         "half-patch diagonal": [(half, half), (half, -half), (-half, half), (-half, -half)],
         "1px cardinal": [(0, 1), (0, -1), (1, 0), (-1, 0)],
         "none": [],
     }
-    if name not in offsets:
-        raise ValueError(f"shift is {name!r}; expected one of {', '.join(map(repr, offsets))}")
-    if name == "half-patch diagonal" and half == 0:
+    if shift not in offsets:
+        raise ValueError(f"shift is {shift!r}; expected one of {', '.join(map(repr, offsets))}")
+    if shift == "half-patch diagonal" and half == 0:
         raise ValueError(f"half of a patch of {patch} pixel is no shift; use patch >= 2, or shift='none'")
-    return offsets[name]
+    return offsets[shift]
 
 
 def reset_as_linear(conv: nn.Conv2d):
-    """Draw the weights of a convolution Xavier-uniformly, as for the linear map over the flattened kernel; the bias is zero."""
+    """Initialize a convolution like a linear layer, in place: zero bias and Xavier-uniform weights. The fan-in is input
+    channels x kernel height x kernel width; the fan-out is the number of output channels.
+    """
     bound = (6 / (prod(conv.weight.shape[1:]) + conv.weight.shape[0])) ** 0.5
     nn.init.uniform_(conv.weight, -bound, bound)
     if conv.bias is not None:

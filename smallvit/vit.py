@@ -68,7 +68,9 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A Vision Transformer for images of any size, made of slots that a recipe can fill with other techniques.
+    """A Vision Transformer (ViT): a classifier for images of any height and width that its tokenizer accepts. Each part
+    (tokenizer, position, attention, reduction, pool, block) is an argument, a class that makes this part, so that another
+    technique can replace it.
 
     `model(x)` returns logits (b, classes), `model.features(x)` the input of the head (b, d), `model.tokens(x)` all tokens of
     the last block and their sizes. `x` holds normalized pixels (b, c, h, w). `mask`, broadcastable to (b, heads, n, n), is True
@@ -147,16 +149,20 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(token, std=0.02)
 
     def layer_contexts(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
-        """Return a `LayerContext` for each of `depth` blocks: what a reduction must know about it, for images of this size."""
+        """Return one `LayerContext` for each of `depth` blocks: a description of the block (its index, width and number of
+        tokens), with which a token reduction is built. `image` is (height, width) in pixels.
+        """
         rows, columns = self.tokenizer.grid(image)
         prefix, dim = self.prefix.shape
         return [LayerContext(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return all tokens after the last block (b, n, d), and the number of patches that each stands for (b, n).
+        """Return all tokens after the last block, shape (b, n, d), and their sizes, shape (b, n). The size of a token is the
+        number of patches that it represents; None means that all sizes are 1. `mask` restricts attention, and `keep` selects
+        the patches that enter the blocks.
 
-        None instead of these sizes means that all are 1. `keep`, shape (b, k), holds the indices of the patches that enter the
-        blocks; by default all patches do.
+        `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column). `keep`, shape (b,
+        k), holds the indices of the selected patches; by default all patches enter.
         """
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ValueError(f"got images of shape {tuple(x.shape)}; this model needs b {self.channels} h w")
@@ -173,11 +179,15 @@ class ViT(nn.Module):
         return (x if self.norm_after_pool else self.norm(x)), size
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the features of images (b, c, h, w): the input of the head, shape (b, d)."""
+        """Return the feature vector of each image, which is the input of the classification head, shape (b, d). `x` holds the
+        images (b, c, h, w). The boolean `mask` is True where a query may attend to a key.
+        """
         return self.pooled(*self.tokens(x, mask))
 
     def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:
-        """Pool tokens `x` (b, n, d) with their sizes (b, n) into the features that the head reads, shape (b, d)."""
+        """Pool tokens `x` (b, n, d) into one feature vector per image, which is the input of the classification head, shape (b,
+        d). `size` (b, n) is the number of patches that each token represents; None means 1 for all tokens.
+        """
         x = self.pool(x, size, len(self.prefix))
         return self.norm(x) if self.norm_after_pool else x
 
@@ -202,7 +212,8 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, set a branch to zero for a whole image with probability `rate`.
+    """Stochastic depth: in training, each image skips a residual branch (the attention or the MLP of a block) with probability
+    `rate`. Skipping sets the output of the branch to zero.
 
     The branches of the other images are divided by 1 - rate, so that the mean stays the same. In evaluation nothing changes.
     """
@@ -221,16 +232,19 @@ class DropPath(nn.Module):
 
 
 def check_integers(**numbers: tuple[int, int]):
-    """Raise ValueError unless each value is an integer of at least its minimum. Called as `name=(value, minimum)`."""
+    """Raise ValueError unless all given numbers are integers and large enough. Each keyword argument is a pair (number,
+    minimum): `depth=(6, 0)` checks that a depth of 6 is an integer of at least 0.
+    """
     for name, (number, minimum) in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
             raise ValueError(f"{name} is {number!r}; expected an integer of at least {minimum}")
 
 
 def check_slots(none: bool = False, **slots):
-    """Raise ValueError unless each slot is a class or another callable that makes a module.
+    """Raise ValueError unless each keyword argument, which is a slot of the model such as `tokenizer`, is a class or another
+    callable that makes a module. If `none` is True, the value None is allowed too.
 
-    A string or a finished module is refused. `none=True` also allows None.
+    Strings and module instances are refused.
     """
     for name, slot in slots.items():
         if isinstance(slot, nn.Module) or not (callable(slot) or (none and slot is None)):
@@ -242,7 +256,9 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
-    """Return the drop-path rate of each block. A single number is the rate of the last block, reached linearly from 0."""
+    """Return the stochastic-depth rate of each of `depth` blocks, as a list. If `drop_path` is a number, the rates rise
+    linearly from 0 in the first block to this number in the last. A list with one rate per block is returned as it is.
+    """
     if isinstance(drop_path, int | float):
         return [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
     if len(drop_path) != depth:
@@ -251,7 +267,8 @@ def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[floa
 
 
 def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
-    """Draw all weights of a model again and return the model. With a seed, each module uses a random stream of its own name.
+    """Draw all weights of a model again, in place, and return the model. With a `seed`, the random numbers of each module
+    depend only on the seed and on the module's name, not on the other modules.
 
     Two models that have a module of the same name and shape get the same weights for it, even if they differ elsewhere. A
     paired comparison therefore starts both arms from the same weights. Children are drawn before their parent, which may
@@ -277,7 +294,9 @@ def is_builtin(module: Any) -> bool:
 
 
 def reset_module(module: Any):
-    """Draw the weights of one module: Xavier-uniform with zero bias for a linear map, else by its `reset_parameters`."""
+    """Draw the initial weights of one module, in place. A linear layer gets Xavier-uniform weights and zero bias. Any other
+    module is initialized by its own method `reset_parameters`.
+    """
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:

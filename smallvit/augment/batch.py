@@ -41,7 +41,9 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
 
 
 def check_range(transform: object, **ranges: tuple[float, float]) -> None:
-    """Raise ValueError unless each option of the transform named in `ranges`, name=(low, high), is a number in this range."""
+    """Raise ValueError unless options of a transform are numbers within their bounds. Each keyword argument is one option with
+    its (lowest, highest) value, such as `probability=(0, 1)`.
+    """
     for name, (low, high) in ranges.items():
         value = getattr(transform, name)
         if not isinstance(value, int | float) or not low <= value <= high:
@@ -62,6 +64,8 @@ def is_whole_number(value: Any, minimum: int = 1) -> bool:
 
 
 def height_width(size: Any) -> tuple[int, int] | None:
-    """Return a size, given as one side or as (height, width) in pixels, as (height, width); None if it is not valid."""
+    """Return the given size as (height, width) in pixels. A single integer means a square. Return None if the size is not
+    valid.
+    """
     pair = (size, size) if isinstance(size, int) else size
     return (pair[0], pair[1]) if isinstance(pair, tuple) and len(pair) == 2 and all(map(is_whole_number, pair)) else None

@@ -73,7 +73,8 @@ class Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class Gray:
-    """Convert each RGB image to grayscale (ITU-R BT.601 weights) with the given probability; it keeps 3 channels.
+    """Convert each RGB image to gray with the given probability, with the weights of ITU-R BT.601. A gray image still has 3
+    channels, which are equal.
 
     Off       probability=0.
     Raises    ValueError for images that do not have 3 channels.
@@ -174,13 +175,17 @@ def _to_gray(images: Tensor) -> Tensor:
 
 
 def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
-    """Raise ValueError unless the images have 3 channels; the message names the transform and says what to do."""
+    """Raise ValueError unless the images have 3 channels. The error message starts with the name of the `transform` and ends
+    with `advice`, a text that says what to do.
+    """
     if images.shape[1] != 3:
         raise ValueError(f"{transform} needs 3 channels, got {images.shape[1]}: {advice}")
 
 
 def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
-    """Return a matrix for each sigma (in pixels) that blurs an axis of `length` pixels with a Gaussian; rows sum to 1."""
+    """Return matrices that blur one axis of images with a Gaussian filter: one matrix (length, length) for each standard
+    deviation in `sigma`. `length` is the number of pixels of the axis, and sigma is in pixels. Each row sums to 1.
+    """
     position = torch.arange(length, device=sigma.device)
     squared_distance = (position[:, None] - position).square()
     logits = -squared_distance / (2 * sigma.clamp(min=1e-3).square()[:, None, None])

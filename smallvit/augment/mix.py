@@ -40,7 +40,8 @@ class Mixup:
 
 @dataclass(frozen=True, kw_only=True)
 class CutMix:
-    """CutMix: paste a rectangle of another image of the batch into randomly chosen images, and mix the targets by its area.
+    """CutMix: paste a rectangle from another image of the batch into randomly chosen images. The targets of the two images are
+    mixed in proportion to the area of the rectangle.
 
     alpha         each image draws the share that it keeps from Beta(alpha, alpha)
     probability   share of the images that are changed
@@ -92,7 +93,9 @@ class SmoothLabels:
 
 
 def _partners(transform: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw for each image the index of another image to mix it with, and the weight, from 0 to 1, that the image keeps.
+    """Choose for each image another image of the batch to mix with. Return the index of this other image, and the weight that
+    the original image keeps, from 0 to 1. `transform`, a Mixup or CutMix, gives the options `alpha` and `probability` of the
+    draw.
 
     The weight is drawn from Beta(alpha, alpha) with the transform's probability, and is 1 otherwise. The partner is the next
     image in a random cyclic order. torch's Beta distribution takes no generator. This sampler is exact: Bailey's polar method

@@ -12,7 +12,8 @@ from .warp import Warp
 
 @dataclass(frozen=True, kw_only=True)
 class MultiCrop:
-    """Multi-crop for self-supervised learning: make two global and `local` smaller random views of each image.
+    """Multi-crop for self-supervised learning: make several random views of each image. Two global views show most of the
+    image, and a number of smaller views (option `local`) show small parts of it.
 
     first     transforms that make the first global view
     second    transforms that make the second global view; None: the same as `first`, with new random numbers
@@ -49,9 +50,10 @@ class MultiCrop:
         return next((reason for step in transforms if (reason := getattr(step, "unsafe_for_digits", None))), None)
 
     def table(self, image_size: int | tuple[int, int]) -> list[tuple[str, int, tuple[int, int]]]:
-        """Return a table of the views of an image: one row (name, number of views, (height, width) in pixels) for each kind.
+        """Return which views are made of an image of size `image_size`. Each row is (name, number of views, (height, width) in
+        pixels). The name is "global" or "local".
 
-        `image_size` is the size of the image in pixels: one side, or (height, width).
+        `image_size` is in pixels: one side, or (height, width).
 
         Raises    ValueError if the two global views differ in size, or for an invalid size.
         """

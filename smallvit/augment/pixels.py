@@ -92,9 +92,8 @@ class Noise:
 
 
 def random_rectangles(height: Tensor, width: Tensor, images: Tensor, generator: Generator) -> Tensor:
-    """Return a mask `b 1 h w` with one rectangle of ones for each image, at a random place inside the image; zeros elsewhere.
-
-    `height` and `width`, b each, are fractions of the image's sides.
+    """Return a mask `b 1 h w` for the images: 1 inside a rectangle at a random position, one for each image, and 0 elsewhere.
+    `height` and `width`, one number per image, are the sides of the rectangles as fractions of the image's sides.
     """
 
     def random_span(fraction: Tensor, length: int) -> Tensor:

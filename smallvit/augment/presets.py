@@ -13,9 +13,10 @@ UNREADABLE = "; with more, digits can no longer be read"
 
 
 def digits(strength: float = 1.0) -> tuple[Warp]:
-    """Return the transforms for handwritten digits: small rotation, zoom, shear, shift and elastic deformation, in one Warp.
+    """Return the transforms for handwritten digits, as a tuple: one `Warp` that slightly rotates, zooms, shears, shifts and
+    elastically deforms. `strength` scales all of these changes, from 0 (off) to 1.5.
 
-    Strength scales all of them, from 0 (off) to 1.5. Up to 1.5 people can still read the digits.
+    Up to a strength of 1.5, people can still read the digits.
     """
     _check_strength("digits", strength, 1.5, UNREADABLE)
     return (
@@ -24,9 +25,10 @@ def digits(strength: float = 1.0) -> tuple[Warp]:
 
 
 def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
-    """Return the usual transforms for small photos: flip, shift and zoom, brightness and contrast, erasing, Mixup, CutMix.
+    """Return the usual transforms for small photos, as a tuple: flip, shift and zoom, changes of brightness and contrast,
+    random erasing, Mixup and CutMix. `strength` scales all of them, from 0 (off) to 2.
 
-    Strength scales all of them, from 0 (off) to 2. The images may be gray or in color.
+    The images may be gray or in color.
     """
     _check_strength("photos", strength, 2)
     return (
@@ -40,10 +42,11 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
 
 
 def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
-    """Return the MultiCrop for self-supervised learning on digits: deformed crops, never mirrored and never blank.
+    """Return a tuple with one `MultiCrop`, for self-supervised learning on handwritten digits. Its views are deformed crops,
+    which are never mirrored and never without ink. `strength` scales the deformation, from 0 (off) to 1.5.
 
     The two global views show 0.7 to 1 of the image's area. The `local` views show 0.2 to 0.5 of it, at `size` pixels (one side,
-    or height and width). Strength scales the deformation as in `digits`, from 0 to 1.5; it does not change the crops.
+    or height and width). The deformation is that of `digits`; the strength does not change the crops.
     """
     _check_strength("digit_crops", strength, 1.5, UNREADABLE)
     (warp,) = digits(strength)
@@ -59,11 +62,11 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
 def photo_crops(
     strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
 ) -> tuple[Augmentation, ...]:
-    """Return DINO's MultiCrop for self-supervised learning on photos: random crops, flips, color changes, blur, solarize.
+    """Return a tuple with one `MultiCrop`, for self-supervised learning on photos as in DINO: random crops, flips, color
+    changes, blur and solarization. `strength` scales everything but the crops, from 0 (off) to 2.
 
     The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
-    side, or height and width). Strength scales all other transforms, from 0 to 2; it does not change the crops. Set
-    `colour=False` for images that do not have 3 channels.
+    side, or height and width). Set `colour=False` for images that do not have 3 channels.
 
     Paper     Caron et al. 2021, arXiv:2104.14294, with 8 local views of 96 pixels beside 224.
     Departs   Crops are resampled bilinearly, not bicubically. Blur is 0.1 to 2 pixels at 32 pixels, and scales with the size.
@@ -87,7 +90,9 @@ def photo_crops(
     )
 
 
-def _check_strength(preset: str, strength: float, most: float, reason: str = "") -> None:
-    """Raise ValueError unless the strength of the named preset is a number from 0 to `most`; `reason` ends the message."""
-    if not 0 <= strength <= most:
-        raise ValueError(f"{preset}(strength={strength}): expected a number from 0 to {most}{reason}")
+def _check_strength(preset: str, strength: float, highest: float, reason: str = "") -> None:
+    """Raise ValueError unless `strength` is a number from 0 to `highest`. The error message starts with the name of the
+    `preset`, the function that was called, and ends with `reason`.
+    """
+    if not 0 <= strength <= highest:
+        raise ValueError(f"{preset}(strength={strength}): expected a number from 0 to {highest}{reason}")

@@ -76,7 +76,7 @@ class Warp:
 
     @property
     def off(self) -> bool:
-        """Return True if this Warp changes nothing, because all options have their off setting."""
+        """Return True if this Warp leaves every image unchanged: all options that would change an image are turned off."""
         moves = self.rotate or self.scale or self.shear or self.shift or self.elastic
         return not moves and self.crop == (1, 1) and self.size is None
 
@@ -84,7 +84,9 @@ class Warp:
         return batch if self.off else batch._replace(images=self.views(batch.images, 1, generator))
 
     def views(self, images: Tensor, count: int, generator: Generator) -> Tensor:
-        """Return `count` random warps of each image, `(count b) c h w`: one warp of all images, then the next one."""
+        """Return `count` random warps of each image, shape `(count b) c h w`. The first b results are one warp of every image,
+        the next b results are a second warp of every image, and so on.
+        """
         if self.off:
             return images.repeat(count, 1, 1, 1)
         center, extent = self.draw_crops(images, count, generator)
@@ -101,9 +103,12 @@ class Warp:
         return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
-        """Replace each blank view by the crop of the same shape, centered on the brightest pixel of its image.
+        """Replace each blank view by a crop that is centered on the brightest pixel of its image, in place, and return all
+        views. `views` are crops without ink (blank) or with ink, and `grid` holds the points at which the `images` were sampled
+        to make them.
 
-        A view is blank if none of its pixels is half as bright as that pixel.
+        A view is blank if none of its pixels is half as bright as the brightest pixel of the image. The new crop keeps its size
+        and deformation.
         """
         brightest = images.flatten(1).amax(1).repeat(len(views) // len(images))
         blank = (views.flatten(1).amax(1) < brightest / 2).nonzero()[:, 0]
@@ -115,7 +120,7 @@ class Warp:
         return views
 
     def output_size(self, h: int, w: int) -> tuple[int, int]:
-        """Return the height and width in pixels of the result for an image of h x w pixels."""
+        """Return the height and width in pixels that an image of `h` x `w` pixels has after this Warp."""
         return height_width(self.size) or (h, w)
 
     def draw_crops(self, images: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -137,9 +142,11 @@ class Warp:
         return center.clamp(extent - 1, 1 - extent), extent
 
     def affine_grid(self, images: Tensor, center: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Draw a random rotation, zoom, shear and shift for each crop; return the sampling grid for `F.grid_sample`, `b 2 h w`.
+        """Draw a random rotation, zoom, shear and shift for each crop. Return the points (x, y) at which `F.grid_sample`
+        samples the image, shape `b 2 h w`. `center` (x, y) and `extent` (width, height) are the position and the size of each
+        crop, from `draw_crops`.
 
-        `center` and `extent` come from `draw_crops`. The content of the image moves by the drawn shift.
+        The content of the image moves by the drawn shift.
         """
         h, w = images.shape[2:]
         rows, columns = self.output_size(h, w)
@@ -159,7 +166,9 @@ class Warp:
         return from_x[:, :, None, :] + from_y[:, :, :, None]
 
     def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Add a smooth random displacement to a sampling grid, `b 2 h w`, in place, and return the grid.
+        """Add a smooth random displacement (elastic deformation) to the sampling points `grid`, shape `b 2 h w`, in place, and
+        return them. `images` are the images to sample, and `extent` is the (width, height) of each crop as a fraction of its
+        image.
 
         Each point is displaced by a weighted sum of random displacements at control points; weights fall off with distance.
         """
@@ -175,9 +184,8 @@ class Warp:
 
 
 def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
-    """Draw pixels of each image with a probability proportional to their brightness; return their centers, `2 (count b)`.
-
-    `uniform` are the random numbers from 0 to 1 to use, one for each crop.
+    """Draw random pixels of each image, with a probability proportional to their brightness. Return the centers (x, y) of these
+    pixels, shape `2 (count b)`. `uniform` holds random numbers from 0 to 1, one for each pixel to draw.
     """
     ink = images.mean(1).flatten(1).double().cumsum(1)
     uniform = rearrange(uniform, "(count b) -> b count", b=len(images)).double()
@@ -193,20 +201,25 @@ def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
 
 
 def _grid_scale(h: int, w: int) -> Tensor:
-    """Return the factors (x, y) from lengths, in units of half the shorter side, to the coordinates of `F.grid_sample`."""
+    """Return two factors (x, y) that convert lengths to the coordinates of `F.grid_sample`, which run from -1 to 1 along each
+    side of an image of `h` x `w` pixels. The unit of the lengths is half the shorter side.
+    """
     return torch.tensor([min(h, w) / w, min(h, w) / h])
 
 
 def _axis_positions(length: int, side: float) -> Tensor:
-    """Return the positions of `length` pixel centers along an axis, relative to its middle, in units of side / 2."""
+    """Return the coordinates of `length` pixel centers along one axis of an image. The middle of the axis is 0, and the unit of
+    length is half of `side`, a number of pixels.
+    """
     return (2 * torch.arange(length) + 1 - length) / side
 
 
 @lru_cache(maxsize=64)
 def _control_weights(length: int, side: float, smooth: float, device: torch.device) -> Tensor:
-    """Return the Gaussian weights, `length n`, by which n control points displace each of `length` pixels along an axis.
+    """Return the matrix (length, n) that spreads random displacements at n control points over `length` pixels of one axis. The
+    weights are Gaussian. Their standard deviation is the fraction `smooth` of `side`, the shorter side of the image in pixels.
 
-    `side` is the shorter side in pixels and `smooth` the option of Warp. The squares of each row sum to 1.
+    The squares of each row sum to 1, so that all pixels have the same variance.
     """
     sigma, spacing = 2 * smooth, 3 * smooth
     n = ceil(2 * length / side / spacing) + 2

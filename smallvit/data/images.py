@@ -127,12 +127,14 @@ class HeldOut:
         return self.__images.sha256
 
     def open(self) -> Images:
-        """Return the test images and add 1 to `reads`."""
+        """Return the test images, and add 1 to the attribute `reads`, which counts how often they were read."""
         self.reads += 1
         return self.__images
 
     def among(self, *others: Images) -> int:
-        """Return how many test images also occur in `others` with exactly the same pixels. This does not count as a read."""
+        """Return how many test images also occur, with exactly the same pixels, in other sets of images (`others`). This does
+        not count as reading the test images.
+        """
         seen = {hash(image.tobytes()) for images in others for image in images.images.numpy()}
         return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
 
@@ -145,7 +147,8 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """The labelled training images and the validation images of one run, with their indices in the data set.
+    """The images of one training run: the labelled training images and the validation images. Their indices in the data set are
+    stored too.
 
     `index` are the indices of `train` in the training images of the data set. `val_index` are the indices of `val` in the
     validation images of the data set or, if it has none, in its training images.
@@ -158,7 +161,11 @@ class Subset:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 hash of `index` as little-endian int64: equal for equal labelled images in the same order."""
+        """Return the SHA-256 hash of the indices of the labelled images, in hexadecimal. Two subsets of a data set have the
+        same hash if they have the same labelled images in the same order.
+
+        The attribute `index` is hashed as little-endian int64.
+        """
         return hashlib.sha256(self.index.numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -173,20 +180,25 @@ class Dataset:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """SHA-256 hash of all pixels and labels of all splits: equal for the same data, wherever the files are."""
+        """Return the SHA-256 hash of the pixels and labels of all splits (train, test and validation), in hexadecimal. The hash
+        depends only on the data, not on where the files are.
+        """
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @functools.cached_property
     def repeats(self) -> int:
-        """Number of test images that also occur, with exactly the same pixels, among the training or validation images."""
+        """Return the number of test images that also occur, with exactly the same pixels, among the training or validation
+        images (duplicates between splits).
+        """
         return self.test.among(self.train, *([] if self.val is None else [self.val]))
 
     @classmethod
     def from_arrays(
         cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False
     ) -> "Dataset":
-        """Build a data set from numpy arrays: `splits` maps "train", "test" and optionally "val" to (images, labels).
+        """Build a data set from numpy arrays. `splits` maps "train", "test" and optionally "val" to (images, labels). `classes`
+        are the class names, and `name` is the name of the data set.
 
         Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
         the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`.
@@ -214,7 +226,8 @@ class Dataset:
         return cls(spec, images["train"], HeldOut(images["test"]), images.get("val"))
 
     def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
-        """Draw `labels` class-balanced training images and `val` validation images; both depend on the seed only.
+        """Draw the images of one run and return them as a `Subset`: a class-balanced set of `labels` labelled training images,
+        and `val` validation images. Both options are numbers of images. The same `seed` always gives the same images.
 
         labels   number of labelled training images; None: all training images that are not used for validation
         val      number of validation images; None: all of the data set's own, or, if it has none, a fifth of the training
@@ -242,7 +255,10 @@ class Dataset:
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 
     def _check_class_sizes(self, labels: int | None, order: Tensor, seed: int) -> None:
-        """Raise ValueError if a class has too few training images in `order` for a balanced subset of `labels` images."""
+        """Raise ValueError if a class has too few training images for a class-balanced subset of `labels` images. `order` holds
+        the indices of the training images that are not held out for validation, and `seed` decides which classes get one image
+        more.
+        """
         k = len(self.spec.classes)
         if labels is not None and labels < k:
             raise ValueError(f"labels={labels} leaves classes without a training image: expected at least {k}, one for each")
@@ -260,10 +276,11 @@ class Dataset:
 
 
 def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tuple[Tensor, Tensor]:
-    """Split image indices into an order in which the classes take turns, and `held_out` indices, proportional to class sizes.
+    """Return the indices of images in two parts. In the first part the classes alternate. The second part has `held_out` images
+    (a number), in proportion to the class sizes. `labels` are the labels of all images; `seed` and `stream`, the name of this
+    random draw, determine the order.
 
-    `labels` are the labels of all images. The order of the classes, and of the images within a class, is drawn from the random
-    stream of that name; the held-out images are the last ones of each class.
+    The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
     """
     index = torch.tensor(shuffled(list(range(len(labels))), seed, stream))
     label = labels[index]
@@ -284,7 +301,9 @@ def _proportional(total: int, count: Tensor) -> Tensor:
 
 
 def _to_uint8(array: np.ndarray, name: str) -> Tensor:
-    """Convert images `n h w` or `n h w c`, uint8 or floats in [0, 1], to uint8 `n c h w`; `name` is for error messages."""
+    """Convert an array of images, `n h w` or `n h w c`, to a uint8 tensor `n c h w`. The array holds uint8 or floats in [0, 1].
+    `name` describes the array in error messages.
+    """
     array = array[..., None] if array.ndim == 3 else array
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
         raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")

@@ -13,7 +13,9 @@ from .preprocess import MODES, read_image
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
-    """Decorate a data loader: calls with the same absolute `path` and the same options return the same, cached data set."""
+    """Decorate a function that loads a data set, so that the files are read only once. A second call with the same absolute
+    `path` and the same options returns the same data set from memory.
+    """
     cached, signature = functools.cache(load), inspect.signature(load)
 
     @functools.wraps(load)
@@ -29,7 +31,9 @@ def cached_by_path(load: Callable[..., Dataset]) -> Any:
 
 @cached_by_path
 def folder(path: str, size: int | tuple[int, int] | None = None, channels: int | None = None, digits: bool = False) -> Dataset:
-    """Load your own image files from `path/train/<class>/*.png`, `path/test/<class>/*.png` and optionally `path/val/<class>`.
+    """Load a data set from your own image files in `path/train/<class>`, `path/test/<class>` and optionally `path/val/<class>`.
+    Images are resized to `size` and converted to 1, 3 or 4 `channels`, if given. Set `digits` to True if mirroring an image
+    changes its label.
 
     This is the layout of torchvision's ImageFolder; all its image formats are read, and hidden files and folders are ignored.
     Photos are turned upright by their EXIF data.
@@ -91,7 +95,8 @@ def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:
 
 @cached_by_path
 def arrays(path: str, digits: bool = False) -> Dataset:
-    """Load your own arrays from an .npz archive: train_images, train_labels, test_images, test_labels, and optionally val_*.
+    """Load a data set from your own .npz archive. It holds train_images, train_labels, test_images, test_labels, and optionally
+    val_images and val_labels. Set `digits` to True if mirroring an image changes its label.
 
     This is MedMNIST's layout. Images are `n h w` or `n h w c` with 1, 3 or 4 channels, uint8 or floats in [0, 1]. Labels are
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.

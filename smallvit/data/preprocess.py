@@ -79,7 +79,9 @@ class Preprocess:
 
     @property
     def mode(self) -> str:
-        """PIL's name of the color mode, "L" (gray), "RGB" or "RGBA"; ValueError if there are not 1, 3 or 4 channels."""
+        """Return PIL's name of the color mode for the number of channels: "L" (1, gray), "RGB" (3) or "RGBA" (4). Raise
+        ValueError for any other number.
+        """
         if self.channels not in MODES:
             raise ValueError(f"image files cannot have {self.channels} channels; pass arrays or tensors instead")
         return MODES[self.channels]
@@ -126,7 +128,8 @@ class Preprocess:
 
 
 def read_image(source: Any, size: tuple[int, int] | None, mode: str | None) -> np.ndarray:
-    """Return an image file (a path) or a PIL image as a uint8 array `h w c`, turned upright by its EXIF data.
+    """Return an image as a uint8 array `h w c`. `source` is an image file (a path) or a PIL image. The image is turned upright
+    by its EXIF data, then converted to the color `mode` ("L", "RGB" or "RGBA") and resized to `size`, if given.
 
     size    (height, width) to resize to, bicubic and antialiased; None keeps the size
     mode    "L", "RGB" or "RGBA" to convert to; None keeps the mode of the image, which must be one of these

@@ -21,7 +21,9 @@ DIGITS = tuple("0123456789")
 
 @functools.cache
 def digits() -> Dataset:
-    """Load scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, without a download; a fixed 500 are the test split."""
+    """Load scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels. The same 500 images are always the test images.
+    Nothing is downloaded.
+    """
     from sklearn.datasets import load_digits
 
     images, labels = map(np.asarray, load_digits(return_X_y=True))
@@ -56,7 +58,9 @@ def kmnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def emnist(split: str = "letters", root: str | None = None) -> Dataset:
-    """Load one split of EMNIST, such as "letters" or "digits": handwritten characters, 28 x 28; `root` is the data folder."""
+    """Load one split of EMNIST: images of handwritten characters, 28 x 28 pixels. `split` is a name of EMNIST such as "letters"
+    or "digits", and `root` is the folder of downloaded data sets.
+    """
     from torchvision.datasets import EMNIST
 
     if split not in EMNIST.splits:
@@ -94,10 +98,15 @@ def svhn(root: str | None = None) -> Dataset:
     return Dataset.from_arrays("svhn", splits, DIGITS, digits=True)
 
 
-def _load_idx(name: str, root: str | None, stems=("train", "t10k"), kind="idx1-ubyte", options: Sequence[dict] = ({},)) -> dict:
-    """Return {"train": (images, labels), "test": (images, labels)} of a torchvision data set stored as four IDX files."""
-    names = [f"{stem}-{content}" for stem in stems for content in ("images-idx3-ubyte", f"labels-{kind}")]
-    images, labels, test_images, test_labels = map(_read_idx, _find_or_download(name, root, f"{name}/raw", names, options))
+def _load_idx(
+    name: str, root: str | None, prefixes=("train", "t10k"), label_suffix="idx1-ubyte", options: Sequence[dict] = ({},)
+) -> dict:
+    """Load a torchvision data set stored as four IDX files (the format of MNIST), and return {"train": (images, labels),
+    "test": (images, labels)}. File names begin with `prefixes` (train, test), and those of labels end with `label_suffix`.
+    `options` are lists of keyword arguments for the torchvision class, for the download.
+    """
+    files = [f"{prefix}-{content}" for prefix in prefixes for content in ("images-idx3-ubyte", f"labels-{label_suffix}")]
+    images, labels, test_images, test_labels = map(_read_idx, _find_or_download(name, root, f"{name}/raw", files, options))
     return {"train": (images, labels), "test": (test_images, test_labels)}
 
 
@@ -117,52 +126,61 @@ def _read_idx(path: Path) -> np.ndarray:
     return data[start:].view(dtype).reshape(shape)
 
 
-def _load_verified(name: str, root: str | None, folder: str, names: Sequence[str], options: Sequence[dict]) -> list:
-    """Load a torchvision data set once for each dict of `options`; raise ValueError if a file has a wrong checksum."""
+def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list:
+    """Return a list of torchvision data sets, one for each dict of keyword arguments in `options`. The named `files` in
+    the subfolder `folder` are downloaded if one is missing. Raise ValueError if a file has a wrong checksum.
+    """
     from torchvision import datasets
 
-    _find_or_download(name, root, folder, names, options)
+    _find_or_download(name, root, folder, files, options)
     try:
         return [getattr(datasets, name)(_root(root), **option) for option in options]
     except RuntimeError as error:
-        raise ValueError(f"{', '.join(names)} in {_root(root) / folder}: expected the published files, unchanged") from error
+        raise ValueError(f"{', '.join(files)} in {_root(root) / folder}: expected the published files, unchanged") from error
 
 
-def _find_or_download(name: str, root: str | None, folder: str, names: Sequence[str], options: Sequence[dict]) -> list[Path]:
-    """Return the paths of the files of a torchvision data set; download them if one is missing."""
+def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list[Path]:
+    """Return the paths of the files of a torchvision data set; download the data set if one is missing. The named `files`
+    are in the subfolder `folder` of `root`. `options` lists the keyword arguments of each call of the torchvision class.
+    """
     top = _root(root)
-    files = [top / folder / file for file in names]
+    paths = [top / folder / file for file in files]
     try:
-        if not all(map(Path.is_file, files)):
-            _download(name, top, files, options)
+        if not all(map(Path.is_file, paths)):
+            _download(name, top, paths, options)
     except Exception as error:  # for every cause the remedy is the same
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"{name} is not complete in {top / folder} and cannot be downloaded: put {', '.join(names)} there, "
+            f"{name} is not complete in {top / folder} and cannot be downloaded: put {', '.join(files)} there, "
             f"uncompressed, or set SMALLVIT_DATA to the folder that holds {folder or 'them'} ({reason})"
         ) from error
-    return files
+    return paths
 
 
-def _download(name: str, top: Path, files: list[Path], options: Sequence[dict]) -> None:
-    """Download a torchvision data set to a temporary folder, then move missing files to `top`; overwrite no existing file."""
+def _download(name: str, root: Path, paths: list[Path], options: Sequence[dict]) -> None:
+    """Download a torchvision data set to a temporary folder, then move its files to `root`. Existing files are never
+    overwritten. `paths` are the files that are needed, and `options` lists the keyword arguments of each call of the
+    torchvision class.
+    """
     from filelock import FileLock
     from torchvision import datasets
 
-    top.mkdir(parents=True, exist_ok=True)
-    with FileLock(top / ".download.lock"), tempfile.TemporaryDirectory(dir=top, prefix=".download-") as temporary:
-        if all(map(Path.is_file, files)):
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".download.lock"), tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
+        if all(map(Path.is_file, paths)):
             return  # another process has downloaded them meanwhile
         for option in options:
             getattr(datasets, name)(temporary, download=True, **option)
         for file in [*filter(Path.is_file, Path(temporary).rglob("*"))]:
-            target = top / file.relative_to(temporary)
+            target = root / file.relative_to(temporary)
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
                 file.rename(target)
 
 
 def _root(root: str | None) -> Path:
-    """Return the folder of downloaded data: the argument, else the variable SMALLVIT_DATA, else a cache folder."""
+    """Return the folder of downloaded data sets: the argument `root` if given, else the environment variable SMALLVIT_DATA,
+    else a cache folder.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "smallvit"
     return Path(root or os.environ.get("SMALLVIT_DATA") or cache).expanduser().absolute()

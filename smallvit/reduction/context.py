@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 class LayerContext(NamedTuple):
-    """What a token reduction must know about its place: the block, the number of blocks, and the tokens that arrive.
+    """A description of one block, with which a token reduction is built: the index of the block, the number of blocks, the
+    width of the tokens, and the number of prefix tokens and patches.
 
     The block has the index `layer`, from 0, in a model of `depth` blocks. Tokens are `dim` wide. The first `prefix` tokens are
     prefix tokens; the very first is a class token if `class_token`. Without reduction there are `patches` patches.
@@ -22,7 +23,9 @@ class LayerContext(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens without reduction: prefix tokens and patches."""
+        """Return the number of tokens of the model without token reduction: the prefix tokens (class token and registers) and
+        the patches.
+        """
         return self.prefix + self.patches
 
 
@@ -32,7 +35,9 @@ def runs_before_attention(reduction: nn.Module | None) -> bool:
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Select tokens by their indices (b, m): from tokens (b, n, d) to (b, m, d), or from sizes (b, n) to (b, m)."""
+    """Select m tokens of each image by their `index`, shape (b, m). Tokens `x` of shape (b, n, d) become (b, m, d). If `x`
+    holds one number per token, shape (b, n), the result is (b, m).
+    """
     if x.ndim == 2:
         return x.gather(1, index)
     # index_select copies whole rows, which is faster than gathering element by element

@@ -43,14 +43,18 @@ class LearnedPrune(nn.Module):
         self.kept = nn.Identity()
 
     def left(self, n: int) -> int:
-        """Return how many of n tokens this reduction leaves in evaluation. The shares are equal for all image sizes."""
+        """Return how many tokens are left in evaluation if n tokens enter this module. Both numbers include the prefix tokens
+        (class token and registers). The fraction of patches kept is the same for every image size.
+        """
         if self.predictor is None:
             return n
         patches = n - self.prefix
         return self.prefix + min(patches, max(1, int(self.patches * self.target * (patches / self.expected))))
 
     def macs(self, n: int, head_dim: int) -> float:
-        """Return the multiply-adds of the predictor for n tokens."""
+        """Return the cost of the prediction network for n tokens, in multiply-adds (MACs). `head_dim`, the width of a key, does
+        not matter here.
+        """
         return (n - self.prefix) * sum(part.weight.numel() for part in self.modules() if isinstance(part, nn.Linear))
 
     def forward(self, x: Tensor, size: Tensor | None, key: Any = None, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +74,8 @@ class LearnedPrune(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The small network of `LearnedPrune`. It maps patches (b, n, d) and sizes (b, n) to logits (b, n, 2): keep, drop.
+    """The small network of `LearnedPrune`. It takes patches (b, n, d) and their sizes (b, n), which are 0 for removed patches.
+    It returns two logits for each patch, to keep it and to drop it, shape (b, n, 2).
 
     Each patch is judged by its own features and by the mean over all patches.
     """

@@ -37,16 +37,20 @@ class Merge(nn.Module):
         self.r = merge_schedule(r, inflect, context.depth)[context.layer]
 
     def count(self, n: int) -> int:
-        """Return how many pairs of tokens are merged if n tokens arrive."""
+        """Return how many pairs of patches this block merges if n tokens enter it. The n tokens include the prefix tokens
+        (class token and registers), which are never merged.
+        """
         patches = n - self.prefix
         return min(int(self.r * patches) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
-        """Return how many of n tokens are left after merging."""
+        """Return how many tokens are left after the merging in this block if n tokens enter it."""
         return n - self.count(n)
 
     def macs(self, n: int, head_dim: int) -> float:
-        """Return the multiply-adds of matching n tokens by their keys of width `head_dim`."""
+        """Return the cost of finding similar pairs among n tokens, in multiply-adds (MACs). The cost consists of products of
+        keys, whose width is `head_dim`.
+        """
         patches = n - self.prefix
         return (patches // 2) * (patches - patches // 2) * head_dim if self.count(n) else 0
 
@@ -78,7 +82,8 @@ class Merge(nn.Module):
 
 
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:
-    """Return how much to merge in each of `depth` blocks: integers are numbers of merges, floats fractions of the patches.
+    """Return how much to merge in each of `depth` blocks, as a list: integers are numbers of merges, floats are fractions of
+    the patches. `r` is one such value or a list of them. `inflect` moves merges to early (-1) or late (1) blocks.
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """

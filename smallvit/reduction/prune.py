@@ -45,7 +45,9 @@ class Prune(nn.Module):
         self.progress = 1.0  # set by the objective during training
 
     def share(self) -> float:
-        """Return the share of patches to keep now; in training it falls from 1 to `keep` during `shrink`, a part of the run."""
+        """Return the fraction of the patches that this block keeps now. In evaluation it is the option `keep`. In training it
+        falls from 1 to `keep` while the training progress (0 to 1) passes through the interval `shrink`.
+        """
         start, end = self.shrink
         if not self.training or self.progress >= end:
             return self.keep
@@ -54,7 +56,9 @@ class Prune(nn.Module):
         return self.keep + (1 - self.keep) * 0.5 * (1 + math.cos(math.pi * (self.progress - start) / (end - start)))
 
     def left(self, n: int) -> int:
-        """Return how many of n tokens are left after pruning in evaluation, the fused token included."""
+        """Return how many tokens are left after pruning in evaluation if n tokens enter this block. The result includes the
+        prefix tokens (class token and registers) and the token into which pruned patches are fused.
+        """
         kept = kept_patches(self.keep, n - self.prefix)
         return self.prefix + kept + (self.fuse != "none" and kept < n - self.prefix)
 
@@ -84,5 +88,7 @@ class Prune(nn.Module):
 
 
 def kept_patches(keep: float, patches: int) -> int:
-    """Return how many patches stay: the share `keep` of them, rounded up, at least one."""
+    """Return how many of `patches` patches stay if the fraction `keep` of them is kept: the product, rounded up, and at least
+    one.
+    """
     return max(1, math.ceil(round(keep * patches, 6)))  # rounded first: 0.55 * 100 is 55.00000000000001 as a float

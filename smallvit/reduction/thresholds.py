@@ -10,7 +10,8 @@ from .context import LayerContext, expand_index, gather_tokens
 
 
 class LearnedThresholds(nn.Module):
-    """LTMP: merge similar patches and prune patches with little attention, beyond two thresholds that each block learns.
+    """LTMP: merge patches whose similarity is above a threshold, then prune patches whose received attention is below a second
+    threshold. Each block learns both thresholds in training.
 
     `merge` and `prune` are the initial values of the thresholds, and their values if nobody trains them. `merge=None` only
     prunes. `temperature` is that of the sigmoid in the gradient. Train with the objective `LearnThresholds`, which holds the
@@ -60,16 +61,18 @@ class LearnedThresholds(nn.Module):
                 self.merge.clamp_(0, 1)
 
     def left(self, n: int) -> None:
-        """Return None: the number of tokens left depends on the image."""
+        """Return None, because it depends on the image how many of the n tokens are left."""
 
     def macs(self, n: float, head_dim: int) -> float:
-        """Return the multiply-adds of matching all n tokens with all, by their keys of width `head_dim`."""
+        """Return the cost of comparing all pairs of n tokens by their keys, in multiply-adds (MACs). `head_dim` is the width of
+        a key. The cost is 0 if this module does not merge.
+        """
         return 0 if self.merge is None else n * n * head_dim
 
     def forward(self, x: Tensor, size: Tensor | None, key: Any = None, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
         if key is None or saliency is None:
             raise ValueError("LearnedThresholds needs keys and saliency; return AttentionOutput(x, key=..., saliency=...)")
-        given, new_size = size, x.new_ones(x.shape[:2]) if size is None else size
+        new_size = x.new_ones(x.shape[:2]) if size is None else size
         is_patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
         with torch.no_grad():  # the thresholds learn from their decisions, not from the importance
             importance = saliency(None).float() * self.tokens
@@ -84,34 +87,38 @@ class LearnedThresholds(nn.Module):
         protected = (~is_patch).expand_as(kept).scatter(1, top, True)
         kept = kept * torch.where(protected, 1.0, self.above_threshold(importance, self.prune))
         new_size = new_size * self.kept(kept).to(new_size.dtype)
-        if self.training or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if self.training or torch.compiler.is_compiling():
             return x, new_size
-        return remove_empty(x, new_size, given)
+        return remove_empty(x, new_size, size)
 
-    def best_matches(self, key: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """Find for each source token the most similar destination: return its cosine similarity (b, n) and its index (b, n).
+    def best_matches(self, key: Tensor, is_present: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the most similar destination patch for each source patch. Return the cosine similarity of each pair and the
+        index of the destination, both (b, n). Sources and destinations alternate in the sequence, as in ToMe. `key` holds the
+        keys (b, n, e), and `is_present` (b, n) is False for removed tokens.
 
-        `key` holds the keys (b, n, e); `present`, (b, n), is False for removed tokens. The similarity of other tokens is -2.
+        The similarity of tokens that are not sources is -2.
         """
-        rank = present.cumsum(1) - 1
-        free = present & (torch.arange(key.shape[1], device=key.device) >= self.prefix)
+        rank = is_present.cumsum(1) - 1
+        free = is_present & (torch.arange(key.shape[1], device=key.device) >= self.prefix)
         source, target = free & (rank % 2 == 0), free & (rank % 2 == 1)
         key = F.normalize(key, dim=-1)
         cosine = (key @ key.transpose(1, 2)).clamp(max=1)  # rounding can give equal keys a cosine above 1
         return torch.where(source[:, :, None] & target[:, None, :], cosine, -2.0).max(-1)
 
-    def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, merged: Tensor, match: Tensor):
-        """Merge source tokens into their destinations, as means weighted by size; return new tokens, sizes and importance.
+    def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, is_merged: Tensor, destination: Tensor):
+        """Merge source tokens into destination tokens, as means weighted by `size`, and return all tokens with their sizes and
+        importance. `is_merged` (b, n) is 1 for each source to merge, and `destination` (b, n) is the index of the token that it
+        joins. A merged token has the largest `importance` of its members.
 
-        `merged`, (b, n), is 1 for a source that merges, else 0; `match` holds the indices of the destinations.
+        The sources stay in the tensors; the caller sets their size to 0.
         """
-        mass = size * merged.to(size.dtype)
-        total = size.scatter_add(1, match, mass)
-        moved = (x * size[..., None]).scatter_add(1, expand_index(match, x), x * mass[..., None])
-        received = torch.zeros_like(total).scatter_add(1, match, mass.detach()) > 0
+        mass = size * is_merged.to(size.dtype)
+        total = size.scatter_add(1, destination, mass)
+        moved = (x * size[..., None]).scatter_add(1, expand_index(destination, x), x * mass[..., None])
+        received = torch.zeros_like(total).scatter_add(1, destination, mass.detach()) > 0
         x = torch.where(received[..., None], (moved / total.clamp_min(1e-6)[..., None]).to(x.dtype), x)
-        source_importance = torch.where(merged > 0, importance, float("-inf"))
-        return x, total, importance.scatter_reduce(1, match, source_importance, "amax")
+        source_importance = torch.where(is_merged > 0, importance, float("-inf"))
+        return x, total, importance.scatter_reduce(1, destination, source_importance, "amax")
 
     def above_threshold(self, value: Tensor, threshold: Tensor) -> Tensor:
         """Return 1 where the value is above the threshold, else 0, with the gradient of a sigmoid (straight through)."""
@@ -119,15 +126,14 @@ class LearnedThresholds(nn.Module):
         return (value > threshold).to(soft.dtype) + (soft - soft.detach())  # the bracket is exactly 0
 
 
-def remove_empty(x: Tensor, size: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Remove tokens of size 0 from a batch of tokens and return the shorter tokens and their sizes.
-
-    The result is as long as the image with the most tokens; other images are padded with tokens of size 0. If all tokens are
-    present, the sizes before the reduction, `given`, are returned.
+def remove_empty(x: Tensor, size: Tensor, original_size: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Take tokens of size 0 (removed tokens) out of a batch, and return the remaining tokens and their sizes. Shorter images
+    are padded with tokens of size 0. If no token was removed, return `original_size`, the sizes before the reduction, instead
+    of `size`.
     """
     present = size > 0
     longest = int(present.sum(1).max())
     if longest == x.shape[1]:
-        return x, given if present.all() else size
+        return x, original_size if present.all() else size
     order = (~present).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
     return gather_tokens(x, order), gather_tokens(size, order)
