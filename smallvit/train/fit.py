@@ -53,7 +53,7 @@ def fit(
 
     tags       the names of recipe, arm, role and baseline in the record
     device     "cpu", "cuda", "mps" or "auto"
-    watch      called at each check with the step and the validation accuracy
+    watch      called after each step with the step and, at the 12 checks, the validation accuracy (otherwise None)
     init       the folder of the finished run that `run.init` names; None trains that run first, in `folder/init`
     teacher    the same for `run.teacher`
     numerics   precision, attention kernel and compilation; a resumed run keeps those it began with

@@ -32,7 +32,7 @@ CHECKPOINT_SECONDS = 10.0
 MOST_REPEATS = 100  # of one image in a batch
 
 Watch = Callable[[int, float | None], None]
-"""Called at each check with (step, validation accuracy or None)."""
+"""Called after each step with (step, validation accuracy); the accuracy is None between the checks."""
 
 
 def train(members: Sequence["Training"], train_step: Callable[[], None], watch: Watch):
@@ -48,7 +48,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
         if first.step in first.checks:
             for member in members:
                 member.validate()
-            watch(first.step, first.curve[-1][2])
+        watch(first.step, first.curve[-1][2] if first.step in first.checks else None)
         now = time.perf_counter()
         for member in members:
             member.seconds += (now - last) / len(members)

@@ -18,6 +18,7 @@ from smallvit.run import fingerprint
 from .loop import Training
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: batched products round differently
+GRADIENT_TOLERANCE = 100  # times that, of the norm of each gradient
 
 
 class NotStackable(ValueError):
@@ -28,11 +29,11 @@ class Stack:
     """k trainings that take their steps together. The members keep all mutable state: weights, optimizer, EMA, step and loss.
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
-    bitwise. The constructor checks this: the losses on the first batch must be those of each member alone. Models with random
-    numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
+    bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
+    with random numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
 
     Raises NotStackable for trainings at different steps, runs that differ in more than their seed, an objective that is not
-    stackable, and losses that differ from those of the members alone.
+    stackable, and losses or gradients that differ from those of the members alone.
     """
 
     def __init__(self, members: Sequence[Training]):
@@ -50,7 +51,7 @@ class Stack:
         if not first.objective.stackable:
             raise NotStackable(f"{type(first.objective).__name__} changes state outside the gradient step")
         self.members, self.first = members, first
-        self.check_losses()
+        self.check_first_step()
         self.weights = stack_modules([member.objective for member in members])
         self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
         self.optimizer = self.stacked_optimizer()
@@ -70,25 +71,34 @@ class Stack:
         with self.first.computing():
             return vmap(loss)(weights, batch)
 
-    def check_losses(self):
-        """Raise NotStackable unless the losses are those of each member alone. Changes no weight and no random stream."""
+    def check_first_step(self):
+        """Raise NotStackable unless losses and gradients on the first batch are those of each member alone.
+
+        Changes no weight and no random stream.
+        """
         for member in self.members:
             member.objective.train()
+        names = [name for name, _ in trainable(self.first.objective)]
         batches = [member.next_batch() for member in self.members]
         states = [{name: t.detach().clone() for name, t in tensors_of(member.objective).items()} for member in self.members]
+        stacked = stack_states(states)
         try:
-            with torch.no_grad():
-                together = self.losses(stack_states(states), stack_batches(batches))
+            losses = self.losses(with_gradients(stacked, names), stack_batches(batches))
+            gradients = torch.autograd.grad(losses.sum(), [stacked[name] for name in names], materialize_grads=True)
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             raise NotStackable(str(error).strip().splitlines()[0]) from error
-        with torch.no_grad(), self.first.computing():
-            alone = [
-                functional_call(member.objective, state, (batch, member.progress))["loss"]
-                for member, state, batch in zip(self.members, states, batches)
-            ]
         tolerance = TOLERANCE[self.first.precision]
-        if not torch.allclose(together, torch.stack(alone), rtol=tolerance, atol=tolerance):
-            raise NotStackable(f"the losses together are {together.tolist()}, alone {[loss.item() for loss in alone]}")
+        for index, (member, state, batch) in enumerate(zip(self.members, states, batches)):
+            with self.first.computing():
+                weights = with_gradients(state, names)
+                loss = functional_call(member.objective, weights, (batch, member.progress))["loss"]
+            if not torch.allclose(losses[index], loss, rtol=tolerance, atol=tolerance):
+                raise NotStackable(f"run {index + 1} has loss {losses[index].item()} in the stack and {loss.item()} alone")
+            alone = torch.autograd.grad(loss, [state[name] for name in names], materialize_grads=True)
+            largest = max(gradient.norm() for gradient in alone)
+            for name, gradient, expected in zip(names, gradients, alone):
+                if (gradient[index] - expected).norm() > GRADIENT_TOLERANCE * tolerance * expected.norm() + 1e-5 * largest:
+                    raise NotStackable(f"run {index + 1} has another gradient of {name} in the stack than alone")
 
     def stacked_optimizer(self) -> torch.optim.Optimizer:
         """One AdamW for the stacked parameters. The members' optimizers keep slices of its state, for their checkpoints."""
@@ -136,6 +146,13 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers by name, including buffers that checkpoints leave out."""
     return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def with_gradients(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Let autograd track the tensors with these names; returns the same dict."""
+    for name in names:
+        state[name].requires_grad_()
+    return state
 
 
 def stack_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
