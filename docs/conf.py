@@ -19,6 +19,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
 html_theme = "furo"
 html_title = f"smallvit {release}"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_sourcelink = False
 templates_path = []
 exclude_patterns = ["_build"]

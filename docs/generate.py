@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import re
 import textwrap
-import types
 from pathlib import Path
 
 import smallvit
@@ -91,9 +90,14 @@ def write_pages():
     names = "\n".join(MODULES)
     write(DOCS / "reference" / "index.md", f"# API reference\n\n```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n")
     for name, text in reports().items():
-        write(DOCS / "recipes" / f"{name}.md", text)
+        write(DOCS / "recipes" / f"{name}.md", re.sub("<details>.*?</details>", plain_headings, text, flags=re.DOTALL))
     for path in notebooks():
         write(DOCS / "notebooks" / path.name, path.read_text(encoding="utf-8"))
+
+
+def plain_headings(part: re.Match) -> str:
+    """A part of a Markdown page with bold lines for headings, because Sphinx would end a folded part at a heading."""
+    return re.sub(r"^#+ (.+)$", r"**\1**", part[0], flags=re.MULTILINE)
 
 
 def write(path: Path, text: str):
@@ -129,7 +133,7 @@ def process_signature(app, what, name, thing, options, signature, returns):
 
 def skip_member(app, what, name, thing, skip: bool, options) -> bool | None:
     """Leave out fields of named tuples, and functions and classes that are defaults of fields (an event handler of autodoc)."""
-    default = isinstance(thing, type | types.FunctionType) and "." not in thing.__qualname__
+    default = "." not in getattr(thing, "__qualname__", ".")  # a name outside of the class
     return True if default or type(thing).__name__ == "_tuplegetter" else None
 
 
@@ -163,6 +167,10 @@ def to_rst(lines: list[str]) -> list[str]:
                 block.append(lines[index])
                 index += 1
             out += code_block(textwrap.dedent("\n".join(block)).strip("\n"))
+        elif label and label["label"].endswith(".py"):  # the files of a package, in its docstring
+            out += [f"- ``{label['label']}``: {inline(' '.join([label['text'], *continuation(2)]))}"]
+            if index == len(lines) or not lines[index].strip():
+                out += [""]
         elif label:
             out += [term(label["label"]), f"   {inline(' '.join([label['text'], *continuation(2)]))}", ""]
         elif line.startswith("- "):

@@ -207,6 +207,9 @@ DOCSTRING = """Return the mean of `x`, shape (b, d).
 The first paragraph continues
 over two lines, with *stars* and a_name_.
 
+one.py    the first file
+two.py    the second file
+
     code(x)
 
     more(code)
@@ -230,6 +233,9 @@ def test_docstrings_become_paragraphs_definitions_code_and_lists():
         "Return the mean of ``x``, shape (b, d).",
         "",
         "The first paragraph continues over two lines, with \\*stars\\* and a\\_name\\_.",
+        "",
+        "- ``one.py``: the first file",
+        "- ``two.py``: the second file",
         "",
         ".. code-block:: python",
         "",
