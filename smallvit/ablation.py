@@ -30,7 +30,8 @@ SUPERVISED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """One run of a comparison: what is trained, and which arm it belongs to. The name and role do not change the training.
+    """One run of a comparison: the settings of the run, the arm (the variant in the comparison) that it belongs to, and the
+    role of this arm. Arm and role do not change the training.
 
     run         the settings
     arm         the name of the arm
@@ -56,16 +57,18 @@ class ArmRun:
 
     @property
     def labels(self) -> int | None:
-        """The number of labelled images; None for all."""
+        """The number of labelled training images of the run. None means that all images have labels."""
         return self.run.labels
 
     @property
     def seed(self) -> int:
-        """The random seed."""
+        """The random seed of the run, which also decides which images have labels."""
         return self.run.seed
 
     def with_steps(self, change) -> "ArmRun":
-        """The same arm with another number of training steps: see `Run.with_steps`."""
+        """Return a copy with another number of training steps. The function `change` maps the old number to the new one, as in
+        `Run.with_steps`.
+        """
         return replace(self, run=self.run.with_steps(change))
 
 
@@ -77,7 +80,8 @@ def ablate(
     references: bool = True,
     extra_references: dict[str, Run] | None = None,
 ) -> list[ArmRun]:
-    """List the runs of a comparison: every arm for every number of labels and every seed. The first arm is the baseline.
+    """Return the list of all runs of a comparison. Each arm (a variant, given as name and run) is trained with every number of
+    labels and every seed. The first arm is the baseline with which the others are compared.
 
     With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression
     and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained
@@ -119,10 +123,10 @@ def ablate(
 def with_dependencies(
     entries: Iterable[ArmRun], recipe: Iterable[ArmRun] = ()
 ) -> tuple[list[ArmRun], list[dict[str, int]]]:
-    """Add the runs that must be trained first, after the given ones; each different run is listed once.
+    """Add the runs that must be trained first, such as pretraining, at the end of a list of runs, each once. Returns the new
+    list and, for each run in it, the positions of the runs that it depends on, by field ("init" or "teacher").
 
-    A dependency that is itself an arm of the `recipe` keeps the name of that arm. Returns the extended list and, for each
-    entry, the position of each of its dependencies, by field ("init", "teacher").
+    `recipe` holds all runs of the recipe: a dependency that is one of them keeps the name of its arm.
     """
     entries = list(entries)
     arms = {fingerprint(entry.run): entry for entry in recipe}
@@ -139,9 +143,11 @@ def with_dependencies(
 
 
 def at_cell(run: Run, labels: int | None, seed: int) -> Run:
-    """The run at one number of labels and one seed, with its dependencies at the same ones.
+    """Return a copy of a run with this number of labels (None for all) and this seed. Earlier runs that it depends on, such as
+    pretraining, get the same labels and seed.
 
-    A dependency keeps a number of labels of its own. One that uses no labels is the same run for all numbers of labels.
+    A dependency that sets its own number of labels keeps it. A dependency that uses no labels has `labels=None`, so it is the
+    same run for all numbers of labels.
     """
     dependencies = {
         field: at_cell(other, other.labels or (labels if depends_on_labels(other) else None), seed)
@@ -151,12 +157,16 @@ def at_cell(run: Run, labels: int | None, seed: int) -> Run:
 
 
 def depends_on_labels(run: Run) -> bool:
-    """Whether the number of labels changes which images the run or one of its dependencies is trained on."""
+    """Whether the number of labels changes the training images of a run, or of an earlier run that it depends on. It does not
+    for pretraining on unlabelled images.
+    """
     return not run.unlabelled or run.pseudo_labels is not None or any(map(depends_on_labels, run.dependencies.values()))
 
 
 def as_list(values: Iterable, name: str) -> list:
-    """The values as a list. Raises ValueError for a single value, for none, and for one that occurs twice."""
+    """Return several values as a list. `name` is the name of the parameter in error messages. Raises ValueError if `values` is
+    a single value, is empty, or contains a value twice.
+    """
     if isinstance(values, str) or not isinstance(values, Iterable):
         several = f"range({values})" if name == "seeds" and isinstance(values, int) else f"[{values!r}]"
         raise ValueError(f"{name} is {values!r}; expected several values, such as {name}={several}")
@@ -167,10 +177,11 @@ def as_list(values: Iterable, name: str) -> list:
 
 
 def standard_references(arms: list[Run]) -> dict[str, Run]:
-    """The reference models of a comparison, on the data of its baseline (the first of `arms`).
+    """Return the standard reference models of a comparison, by name. `arms` are the runs that are compared, and the first one
+    is the baseline. The references use the data of the baseline.
 
-    Raw pixels under two classifiers; a small CNN with the training settings of the baseline, if that is trained; and an
-    untrained model, if an arm is judged by a probe.
+    They are raw pixels under two classifiers; a small CNN with the training settings of the baseline, if the baseline is
+    trained; and an untrained model, if an arm is judged by a probe.
     """
     baseline = arms[0]
     untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
@@ -188,7 +199,9 @@ linear_probe_of_pixels = partial(linear_probe, standardise=False)
 
 
 def probes_for_pixels(arms: list[Run]) -> tuple[partial, ...]:
-    """The further probes that arms use and that also work on raw pixels, with the options that have a meaning there."""
+    """Return the probes (classifiers on frozen features) of these arms that can also classify raw pixels. Options that have no
+    meaning for raw pixels, such as a layer of the model, are removed.
+    """
     found = {}
     for evaluator in (evaluator for run in arms for evaluator in run.evaluators):
         names = declaration(evaluator).pixel_options
@@ -207,7 +220,8 @@ def imagenet_vit_s(
     upsampled: bool = False,
     scratch: bool = True,
 ) -> dict[str, Run]:
-    """A ViT-S pretrained on ImageNet, on the data of the baseline: fine-tuned, frozen, and the same model from scratch.
+    """Return extra references: a ViT-S that was pretrained on ImageNet, once fine-tuned and once frozen, and the same
+    architecture trained from scratch. All use the data of the run `baseline`.
 
     Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
     are resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning
@@ -245,7 +259,9 @@ def imagenet_vit_s(
 
 
 def training_data(name: str) -> str:
-    """The data set that timm's weights of that name were trained on, read from the tag; the name itself if it is unknown."""
+    """Return the name of the data set that a pretrained timm model was trained on, such as ImageNet-21k. It is read from the
+    tag in the name of the model. If the tag is unknown, the name of the model is returned.
+    """
     tag = name.partition(".")[2]
     known = {
         "augreg_in21k": "ImageNet-21k",

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def recipe_files() -> list[Path]:
-    """The available recipe files: those in ./recipes, and those installed with the package."""
+    """Return the paths of all available recipes: the files in the folder `./recipes` and those that are installed with
+    smallvit.
+    """
     package = Path(__file__).parent
     places = [Path("recipes"), package / "recipes", package.parent / "recipes"]
     found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("[!_]*.py"))}
@@ -23,7 +25,7 @@ def recipe_files() -> list[Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe, given its path or its name.
+    """Return the path of a recipe file. `name` is a path, or the name of an available recipe, such as quickstart.
 
     Raises ValueError if there is none, with similar names: of the files beside that path, or of the available recipes.
     """
@@ -41,7 +43,8 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(path: str | Path) -> ModuleType:
-    """Import a recipe file as the module `recipes.<file>`, so that records can name the classes that it defines.
+    """Import a recipe file as a module with the name `recipes.<file>`. Under this name, records can refer to classes and
+    functions that the recipe defines. Returns the module.
 
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it.
     """
@@ -85,7 +88,8 @@ def load_recipe(path: str | Path) -> ModuleType:
 
 
 def definitions(text: str) -> dict[str, str]:
-    """Hash the source code behind each top-level name of a recipe: its definition and all definitions that it uses.
+    """Return a hash of the code behind each top-level name of a recipe. `text` is the source code of the recipe. The hash of a
+    class or function covers its definition and all other definitions in the recipe that it uses.
 
     Comments, docstrings and unrelated parts of the file do not change a hash. A changed hash means that arms which use the name
     are trained again.
@@ -108,7 +112,7 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def without_docstrings(tree: ast.stmt) -> ast.stmt:
-    """The syntax tree without the docstrings of its classes and functions."""
+    """Remove the docstrings of all classes and functions from a syntax tree, and return this tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -116,7 +120,9 @@ def without_docstrings(tree: ast.stmt) -> ast.stmt:
 
 
 def check_repeated_keys(text: str):
-    """Raise ValueError for a dict with the same key twice: Python keeps only the last one, so an arm would be lost."""
+    """Raise ValueError if a dict in the source code `text` has the same key twice. Python would silently keep only the last
+    value, so an arm of the comparison would be lost.
+    """
     for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Dict)):
         for key, times in Counter(key.value for key in node.keys if isinstance(key, ast.Constant)).items():
             if times > 1:
@@ -124,7 +130,7 @@ def check_repeated_keys(text: str):
 
 
 def assigned_names(node: ast.AST) -> set[str]:
-    """The names that a top-level statement defines or assigns."""
+    """Return the names that a top-level statement of a file defines, imports or assigns."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}  # names inside are local
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -135,7 +141,9 @@ def assigned_names(node: ast.AST) -> set[str]:
 
 
 def check_comparable(runs: Sequence["ArmRun"], name: str):
-    """Raise ValueError for a list RUNS that cannot be compared. `name` is the name of the recipe file."""
+    """Raise ValueError if the runs of a recipe cannot be compared: a run occurs twice, there is no baseline, or an arm has
+    several roles or several baselines. `name` is the name of the recipe file in error messages.
+    """
     for (arm, labels, seed), times in Counter((entry.arm, entry.labels, entry.seed) for entry in runs).items():
         if times > 1:
             raise ValueError(f"{name}: RUNS has arm {arm!r}, labels={labels}, seed={seed} {times} times; expected once")
@@ -153,7 +161,8 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
 
 
 def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
-    """The runs that pass all filters: `arm=a,b`, `labels=100,1000`, `seed=0-3`; `arm=references` selects all references.
+    """Return the runs that pass all filters. A filter is a text such as `arm=a,b`, `labels=100,1000` or `seed=0-3`. The filter
+    `arm=references` selects all reference models.
 
     Raises ValueError for an unknown filter or value, with the most similar one, and if no run is left.
     """
@@ -176,13 +185,17 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
 
 
 def filter_value(entry: "ArmRun", key: str) -> str:
-    """The arm, labels or seed of a run as text; "all" for labels=None."""
+    """Return the property of a run that a filter tests, as text. `key` is "arm", "labels" or "seed". The text is `all` for
+    `labels=None`.
+    """
     value = getattr(entry, key)
     return "all" if value is None else str(value)
 
 
 def arms_in(text: str, offered: Sequence[str]) -> set[str]:
-    """The arms in a comma-separated list, where the name of an arm may itself contain commas."""
+    """Split a comma-separated text into names of arms. `offered` are the existing names. They are needed because a name may
+    itself contain commas.
+    """
     names, rest = set(), text
     for name in sorted(offered, key=len, reverse=True):
         if "," in name and name in rest:
@@ -192,14 +205,16 @@ def arms_in(text: str, offered: Sequence[str]) -> set[str]:
 
 
 def expand_range(text: str) -> list[str]:
-    """`0-3` becomes 0, 1, 2, 3; any other text stays as it is."""
+    """Convert a range such as `0-3` to the list of its numbers, as texts. Any other text becomes a list with one item."""
     first, _, last = text.replace("_", "").partition("-")
     is_range = first.isdecimal() and last.isdecimal()
     return [str(number) for number in range(int(first), int(last) + 1)] if is_range else [text.replace("_", "")]
 
 
 def smoke_test_runs(runs: Sequence["ArmRun"]) -> list["ArmRun"]:
-    """One run of every arm with two steps, at the smallest number of labels and the first seed."""
+    """Return short runs that test whether a recipe works: one run of every arm, with at most two steps, the smallest number of
+    labels and the smallest seed.
+    """
     first: dict[str, ArmRun] = {}
     for entry in sorted(runs, key=lambda entry: (entry.labels is None, entry.labels or 0, entry.seed)):
         first.setdefault(entry.arm, entry.with_steps(lambda steps: min(steps, 2)))

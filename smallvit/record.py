@@ -30,7 +30,8 @@ STATUSES = ("finished", "failed", "unavailable", "missing")
 
 @dataclass(kw_only=True)
 class Record:
-    """The settings, results and origin of one run. A field is None where it does not apply or was not measured.
+    """The record of one run: its settings, its results, its costs, and the machine and software that produced them. A field is
+    None if it does not apply or was not measured.
 
     Raises ValueError when a value has the wrong type, or when the role or the status is unknown.
     """
@@ -104,12 +105,14 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether the run was trained and evaluated."""
+        """Whether the run has been trained and evaluated without an error."""
         return self.status == "finished"
 
     @property
     def result(self) -> float:
-        """The number on the test images that the arm is judged by, between 0 and 1. Raises ValueError if there is none."""
+        """The number on the test images, between 0 and 1, by which the run is judged, such as its accuracy. Raises ValueError
+        if there is no such number.
+        """
         value = (self.test or {}).get(self.score)
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"{self.arm!r}, seed {self.seed}: test has no {self.score!r} between 0 and 1; train it again")
@@ -117,7 +120,7 @@ class Record:
 
 
 def allowed_types(hint: Any) -> tuple[type, ...]:
-    """The classes of a type hint: `int | None` -> (int, NoneType)."""
+    """Return the classes that a type hint allows, as a tuple: `int | None` gives (int, NoneType)."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
@@ -126,7 +129,8 @@ NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "r
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]):
-    """Call `write(temporary path)`, then move the file to `path`. If writing fails, an existing file at `path` stays unchanged.
+    """Write a file so that an interruption cannot damage an existing one. The function `write(temporary_path)` writes the new
+    file, which is then moved to `path`. If writing fails, an existing file at `path` stays unchanged.
 
     Raises ValueError, with the folder and the reason, when the file cannot be written.
     """
@@ -149,17 +153,17 @@ def write_atomic(path: Path, write: Callable[[Path], object]):
 
 
 def write_text(path: Path, text: str):
-    """Write a text file; an existing one stays whole if that fails."""
+    """Write a text file. If writing fails, an existing file at `path` stays unchanged."""
     write_atomic(path, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def write_record(folder: Path, record: Record):
-    """Write `record.json` into the folder of a run."""
+    """Write the record of a run to the file `record.json` in the folder of the run."""
     write_text(Path(folder) / RECORD, to_json(record, indent=1) + "\n")
 
 
 def read_record(folder: Path) -> Record | None:
-    """Read `record.json` from the folder of a run; None if there is none.
+    """Read the record of a run from the file `record.json` in the folder of the run. Returns None if there is no such file.
 
     Raises ValueError, naming the file, if it is damaged or was written by another version.
     """
@@ -168,18 +172,22 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_records(path: Path, records: Iterable[Record]):
-    """Write records to a `.jsonl` file, one per line."""
+    """Write records to a file in JSON Lines format (`.jsonl`), with one record in each line."""
     write_text(path, "".join(to_json(record) + "\n" for record in records))
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of a `.jsonl` file. Raises ValueError, naming the line, if one is damaged or of another version."""
+    """Read all records from a `.jsonl` file. Raises ValueError, with the number of the line, if a record is damaged or was
+    written by another version of smallvit.
+    """
     lines = Path(path).read_bytes().splitlines()
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
-    """The records with `picture` kept only for the first seed of each arm and number of labels, to keep the file small."""
+    """Return the records without most of their pictures, to keep the file small. Only the first record of each arm and number
+    of labels keeps its field `picture`.
+    """
     seen: set[tuple] = set()
     kept = []
     for record in records:
@@ -190,7 +198,9 @@ def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
 
 
 def to_json(record: Record, indent: int | None = None) -> str:
-    """The record as JSON. Raises ValueError, naming the field, for NaN and infinity, which JSON does not have."""
+    """Return a record as JSON text: in one line, or with `indent` spaces for each level. Raises ValueError, with the name of
+    the field, for NaN and infinity, which JSON does not allow.
+    """
     plain = asdict(record)
     for name, value in plain.items():
         try:
@@ -201,7 +211,7 @@ def to_json(record: Record, indent: int | None = None) -> str:
 
 
 def parse(text: bytes, source: str) -> Record:
-    """The record in a JSON text. `source` names the file in error messages.
+    """Convert the JSON text of a record to a `Record`. `source` is the name of the file in error messages.
 
     Raises ValueError if the text is damaged, is no record, or has another format.
     """
@@ -229,9 +239,8 @@ def parse(text: bytes, source: str) -> Record:
 
 
 def user_line(traceback: str) -> str:
-    """The last line of the user's own code in a Python traceback, `mine.py, line 12: return x + 1`; empty if there is none.
-
-    Files of smallvit, of other installed packages and of Python itself are not the user's.
+    """Return the last line of the user's own code in a Python traceback: `mine.py, line 12: return x + 1`. The result is empty
+    if the traceback contains only code of smallvit, other installed packages and Python itself.
     """
     package = Path(__file__).parent
     for path, number, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', traceback)):
@@ -250,7 +259,9 @@ def file_sha256(path: Path) -> str:
 
 
 def damaged_weights(folder: Path, record: Record) -> str | None:
-    """A sentence that says the weights of a finished run differ from its record; None if they agree or are not there."""
+    """Return an error message if the weights file of a run does not have the hash that its record contains. Return None if the
+    hash is correct, and also if there is no file or no hash.
+    """
     path = Path(folder) / WEIGHTS
     if record.weights_sha256 is None or not path.exists() or file_sha256(path) == record.weights_sha256:
         return None
@@ -259,7 +270,9 @@ def damaged_weights(folder: Path, record: Record) -> str | None:
 
 @functools.cache
 def code() -> dict:
-    """Identify the running code: a hash of the library's files and, in a git clone, its commit and whether files differ."""
+    """Return what identifies the code of smallvit that is running: a hash of its files (`sha256`), the git commit, and whether
+    files differ from that commit (`dirty`). Outside a git clone the last two are None.
+    """
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -286,7 +299,7 @@ def code() -> dict:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries that affect results."""
+    """Return the versions of Python and of the installed libraries that affect results, by name."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
@@ -299,13 +312,13 @@ def versions() -> dict[str, str]:
 
 
 def format_labels(labels: int | None) -> str:
-    """A number of labels as text: `1,000 labels`, `1 label`, or `all labels` for None."""
+    """Return a number of labels as text: `1,000 labels`, `1 label`, or `all labels` for None."""
     return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
 
 
 @functools.cache
 def cpu() -> str:
-    """The name of the processor."""
+    """Return the name of the processor (CPU) of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -24,18 +24,21 @@ DEFAULT_EVALUATORS: Any = None  # replaced by those that suit the objective
 
 
 def number(default: Any, low: float, high: float) -> Any:
-    """A field with a number from `low` to `high`; a whole number if both limits are. A default of None also allows None."""
+    """Declare a field of `Run` that holds a number from `low` to `high`. The number must be whole if the limits are whole. None
+    is allowed if the default is None.
+    """
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def choice(default: str, *others: str) -> Any:
-    """A field with one of a few allowed strings."""
+    """Declare a field of `Run` that holds one of a few allowed strings: the default or one of `others`."""
     return field(default=default, metadata={"allowed": (default, *others)})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """All settings that decide the result of one training.
+    """All settings of one training run: data, model, objective, optimization and evaluation. Two runs are equal if all their
+    settings are equal.
 
     Data        `data()` loads the data set. `labels` is the number of labelled images, class-balanced and drawn by `seed`; None
                 means all but the validation images. `val` is the number of validation images; None means a fifth of the
@@ -126,30 +129,39 @@ class Run:
 
     @property
     def dependencies(self) -> "dict[str, Run]":
-        """The runs that must be trained before this one, by field name ("init", "teacher")."""
+        """The runs that must be trained before this one, by the name of the field that holds them ("init" or "teacher")."""
         return {name: run for name in DEPENDENCIES if isinstance(run := getattr(self, name), Run)}
 
     @property
     def reads_labels(self) -> bool:
-        """Whether the objective uses labels. DINO and MAE do not."""
+        """Whether the objective learns from labels. Objectives for self-supervised pretraining, such as DINO and MAE, do not.
+        """
         return function(self.objective).needs_labels
 
     @property
     def default_evaluators(self) -> tuple[Callable, ...]:
-        """Accuracy if the objective trains a classifier, otherwise kNN and a linear probe."""
+        """The evaluators of a run that does not set any: accuracy if the objective learns from labels, otherwise kNN and a
+        linear probe.
+        """
         return (accuracy,) if self.reads_labels else (knn, linear_probe)
 
     def at_seed(self, seed: int) -> "Run":
-        """This run and its dependencies with another random seed. Runs that differ only in their seed become equal."""
+        """Return a copy of this run with another random seed. Earlier runs that it depends on get the same seed.
+
+        Runs that differ only in their seed become equal.
+        """
         return replace(self, seed=seed, **{name: run.at_seed(seed) for name, run in self.dependencies.items()})
 
     def with_steps(self, change: Callable[[int], int]) -> "Run":
-        """This run and its dependencies with another length: `change` maps the old number of steps to the new one."""
+        """Return a copy of this run with another number of training steps. The function `change` maps the old number to the new
+        one, also for the earlier runs that this run depends on.
+        """
         dependencies = {name: run.with_steps(change) for name, run in self.dependencies.items()}
         return replace(self, steps=change(self.steps), **dependencies)
 
     def vary(self, **changes: Any) -> "Run":
-        """A copy with some settings changed: fields of the run (`lr=1e-3`) or options of its model (`attention=...`).
+        """Return a copy of this run with some settings changed. A name is a field of the run, such as `lr=1e-3`, or an option
+        of its model, such as `depth=6`.
 
         Raises ValueError for a name that neither the run nor its model has.
         """
@@ -174,7 +186,9 @@ class Run:
 
 
 def check_value(name: str, value: Any, default: Any, limits: Any):
-    """Raise ValueError unless the value of a field is within its declared limits, or one of its allowed values."""
+    """Raise ValueError if the value of a field of `Run` is not allowed. `limits` is what `number` or `choice` has declared for
+    the field: the lowest and the highest number, or the allowed strings.
+    """
     if "allowed" in limits and value not in limits["allowed"]:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, limits['allowed']))}")
     if isinstance(default, bool) and not isinstance(value, bool):
@@ -188,7 +202,9 @@ def check_value(name: str, value: Any, default: Any, limits: Any):
 
 
 def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callable, ...]:
-    """The transforms or evaluators of a run as a tuple. Raises ValueError for one that is not usable."""
+    """Check the transforms or evaluators of a run and return them as a tuple. Raises ValueError if one of them cannot be used.
+    `name` is the field, and `example` is a valid value that the error message shows.
+    """
     if not isinstance(parts, tuple | list):
         raise ValueError(f"{name} is {parts!r}; expected a tuple, such as {example}")
     for index, part in enumerate(parts):
@@ -199,7 +215,9 @@ def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callabl
 
 
 def check_evaluators(evaluators: tuple[Callable, ...]):
-    """Raise ValueError for no evaluator, for the same one twice, and for a first one that cannot judge a run."""
+    """Raise ValueError if a run has no evaluator, if it has the same one twice, or if the first evaluator does not report a
+    number, such as an accuracy, by which the run can be judged.
+    """
     if not evaluators:
         raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
     names = [function(evaluator).__name__ for evaluator in evaluators]
@@ -210,9 +228,8 @@ def check_evaluators(evaluators: tuple[Callable, ...]):
 
 
 def describe(run: Any) -> Any:
-    """Write a run, a component or a plain value as plain JSON, with every default spelled out.
-
-    The description stays valid when a default changes later.
+    """Convert a run, a component (such as a model or a transform) or a plain value to JSON data. All settings are included,
+    also those with their default, so the description stays valid when a default changes.
     """
     if isinstance(run, Run):
         return {f.name: describe(getattr(run, f.name)) for f in fields(run)}
@@ -220,7 +237,8 @@ def describe(run: Any) -> Any:
 
 
 def rebuild(plain: Any) -> Any:
-    """The run, component or value that `describe` wrote. Options that were added since get the value of the old behavior.
+    """Convert JSON data from `describe` back to the run, component or value. A setting that smallvit did not have at the time
+    of the description gets the value that keeps the old behavior.
 
     Only components of smallvit and of loaded recipes are looked up. Raises ValueError for anything else.
     """
@@ -231,7 +249,8 @@ def rebuild(plain: Any) -> Any:
 
 
 def fingerprint(run: Run) -> str:
-    """16 hexadecimal digits that identify a run: equal for equal settings, different when any setting differs.
+    """Return 16 hexadecimal digits that identify the settings of a run. Equal settings have equal fingerprints, and different
+    settings have different ones.
 
     A new option does not change the fingerprints of existing runs: an option that is None counts as absent, and so does one
     that has the value given in `added_options` of its component (or of `Run`).
@@ -240,13 +259,17 @@ def fingerprint(run: Run) -> str:
 
 
 def canonical(run: Run) -> dict[str, Any]:
-    """The description of a run in the form that is hashed: see `components.canonical`. Also applies to its dependencies."""
+    """Return the settings of a run as JSON data in the fixed form from which `fingerprint` computes the hash. It leaves out
+    settings that are None and newer options that have their old value, also in the earlier runs that this run depends on.
+    """
     old = {name: describe(value) for name, value in Run.added_options.items()}
     plain = {name: value for name, value in describe(run).items() if name not in old or value != old[name]}
     return components.canonical(plain | {name: canonical(other) for name, other in run.dependencies.items() if name in plain})
 
 
 def difference(run: Run, other: Run) -> dict[str, tuple[str, str]]:
-    """The settings in which two runs differ: dotted name -> (value of `run`, value of `other`), as text."""
+    """Return the settings in which two runs differ, by dotted name. The values are pairs of texts: the setting in `run` and the
+    setting in `other`.
+    """
     found = components.differences(describe(run), describe(other))
     return {name: (components.describe_value(one), components.describe_value(two)) for name, (one, two) in found.items()}

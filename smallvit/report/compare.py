@@ -19,7 +19,8 @@ Cell = tuple[int | None, str]  # number of labels, arm
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Accuracy of an arm minus accuracy of its baseline, seed by seed, with a paired t-test.
+    """The differences in accuracy between an arm (one variant in the comparison) and its baseline. There is one difference for
+    each seed, with their mean and a paired t-test.
 
     `low` and `high` are the 95% t interval of the mean. `p` is None if no test was possible, `p_holm` (Holm-corrected) also for
     references.
@@ -37,7 +38,8 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Results of one arm at one number of labels. Baselines and references get no verdict (None).
+    """The results of one arm (one variant in the comparison) that was trained with one number of labels. `verdict` is None for
+    baselines and references, which are not judged.
 
     baseline  the arm it is compared with; for a baseline, its own name
     score     name of the number in `record.test` by which the arm is judged
@@ -71,13 +73,16 @@ class Row:
 
     @property
     def unavailable(self) -> bool:
-        """Whether no run of this row could start because its weights were unavailable. This is not counted as a failure."""
+        """Whether all runs of this row were left out because their external weights could not be obtained. This does not count
+        as a failure.
+        """
         return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows of a recipe, ordered by number of labels and then by arm, each baseline followed by its arms.
+    """All results of a recipe. Each row holds the results of one arm (one variant) for one number of labels. Rows are sorted by
+    number of labels, and then by baseline: a baseline and the arms that are compared with it stand together.
 
     arms     arm -> role
     family   number of comparisons for which the p-values are Holm-corrected
@@ -93,20 +98,26 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """The name of the baseline; `the baseline of each arm` if there are several."""
+        """The name of the baseline, for headings and axis labels. If the recipe has several baselines, the text is `the
+        baseline of each arm`.
+        """
         return self.baselines[0] if len(self.baselines) == 1 else "the baseline of each arm"
 
     @property
     def reduced(self) -> bool:
-        """Whether the evaluator `cost` has measured an arm with fewer tokens."""
+        """Whether the evaluator `cost` has measured an arm that reduces its tokens. The report then also shows tokens and
+        speed-up.
+        """
         return any(row.forward[name] is not None for row in self.rows for name in ("tokens", "speedup"))
 
     def at(self, labels: int | None) -> tuple[Row, ...]:
-        """The rows with this number of labels."""
+        """Return the rows of all arms that were trained with this number of labels. None stands for all labels."""
         return tuple(row for row in self.rows if row.labels == labels)
 
     def parts(self) -> tuple["Comparison", ...]:
-        """One comparison for each baseline. `family` stays that of the whole recipe."""
+        """Split this comparison into one comparison for each baseline, which contains that baseline and its arms. `family`, the
+        number of comparisons for the Holm correction, stays that of the whole recipe.
+        """
         groups = {baseline: tuple(row for row in self.rows if row.baseline == baseline) for baseline in self.baselines}
         return tuple(
             replace(
@@ -121,13 +132,15 @@ class Comparison:
 
 
 def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
-    """Compare every arm with its baseline at every number of labels, with one verdict for each technique.
+    """Compare each arm (variant) with its baseline, separately for each number of labels, by a paired t-test over the seeds.
+    Each technique gets a verdict, such as better or inconclusive. `earlier` is the number of finished comparisons whose arms
+    were removed from the recipe; they still count for the Holm correction.
 
     A run without a record counts as missing: every arm is expected to have the same seeds and numbers of labels as its
     baseline. A comparison with a missing or failed run, or with runs that used different images, gets no verdict. p-values are
     Holm-corrected for all comparisons of techniques, including those without a test, so a failed run never makes the other
     verdicts easier to reach. Arms whose weights are unavailable are not counted. Records with the role "dependency" are
-    ignored. `earlier` is the number of finished comparisons whose arms were removed from the recipe; they stay in the family.
+    ignored.
 
     Raises ValueError for records of several recipes, no baseline, an arm without a clear baseline, a run that is recorded
     twice, an arm with two roles or two scores, or a score that is not between 0 and 1.
@@ -176,7 +189,7 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
                 reason=reason,
                 budget=costs[n, arm],
                 unequal=unequal(costs[n, arm], costs[n, baseline]),
-                forward={name: middle((r.test or {}).get(name) for r in done.values()) for name in FORWARD},
+                forward={name: known_median((r.test or {}).get(name) for r in done.values()) for name in FORWARD},
             )
         )
     return Comparison(
@@ -190,7 +203,8 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
 
 
 def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
-    """Medians of the costs over the seeds, pretraining included; None where a cost does not apply, as parameters of kNN.
+    """Return the costs of an arm by name: the median over its runs (one for each seed) and, for extra labels, the maximum. The
+    costs of pretraining are included. A cost that does not apply is None, such as the training time of an untrained model.
 
     MACs are those measured on test images if the evaluator `cost` has counted them.
     """
@@ -199,36 +213,41 @@ def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
         own = (r.test or {}).get("macs", r.macs) if name == "macs" else getattr(r, name)
         return None if own is None else own + (r.pretraining or {}).get(name, 0)
 
-    spent = {name: middle(paid(r, name) for r in records) for name in ("params", "macs", "images_seen", "seconds")}
+    spent = {name: known_median(paid(r, name) for r in records) for name in ("params", "macs", "images_seen", "seconds")}
     return spent | {"extra_labels": max(map(extra_labels, records), default=None)}
 
 
 def extra_labels(record: Record) -> int:
-    """Number of labels that a run used beyond its labelled images: to choose something, or in earlier runs it starts from."""
+    """Return how many labels a run used in addition to its labelled training images. These are validation labels that were used
+    to choose something, such as when to stop, and further labels of earlier runs whose weights it uses.
+    """
     earlier = record.pretraining or {}
     before = earlier.get("labels") or 0
     chosen = max((record.chosen_on_val or {}).get("labels", 0), earlier.get("chosen_labels") or 0)
     return chosen + max(0, before - (record.labels or before))
 
 
-def unequal(costs: dict[str, float | None], base: dict[str, float | None]) -> dict[str, float]:
-    """Cost -> its relative excess over the baseline's, for costs that differ by more than 5%."""
+def unequal(costs: dict[str, float | None], baseline_costs: dict[str, float | None]) -> dict[str, float]:
+    """Return by how much each cost exceeds that of the baseline, as a fraction: 0.2 means 20% more, -0.2 means 20% less. Costs
+    that differ by at most 5% are left out.
+    """
     excess = {}
     for name, value in costs.items():
-        other = base[name]
+        other = baseline_costs[name]
         if value is not None and other is not None and abs(value - other) > TOLERANCE * other:
             excess[name] = value / other - 1 if other else math.inf
     return excess
 
 
-def middle(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are not None; None if there are none."""
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None. The result is None if there is no such value."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
-    """`seed 3`, `seeds 0, 2`, or `every seed` if there are `total` of them."""
+    """Return seeds as text: `seed 3` or `seeds 0, 2`. The text is `every seed` if these are all of the `total` seeds of an arm.
+    """
     return "every seed" if len(seeds) == total else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
@@ -237,12 +256,16 @@ def _status(record: Record | None) -> str:
 
 
 def _images(record: Record) -> tuple:
-    """Hashes of the images that a run used."""
+    """Return the two hashes that identify the images of a run: the hash of its labelled subset and the hash of the whole data
+    set.
+    """
     return record.subset_sha256, record.data_sha256
 
 
 def _roles(records: Sequence[Record]) -> dict[str, str]:
-    """Arm -> role, in order of appearance. Raises ValueError if the records cannot be compared with each other."""
+    """Return the role of each arm ("baseline", "technique" or "reference"), by its name. Raises ValueError if the records are
+    of several recipes, if a run occurs twice, or if an arm has two roles or two scores.
+    """
     seen: set[tuple] = set()
     roles: dict[str, str] = {}
     scores: dict[str, str | None] = {}
@@ -261,7 +284,9 @@ def _roles(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, str]:
-    """Arm -> its baseline, each baseline followed by its arms. If there is only one baseline, arms need not name it."""
+    """Return the name of the baseline of each arm, by the name of the arm. `roles` is the result of `_roles`. If there is only
+    one baseline, the records of an arm may leave its name out. The dict lists the arms of one baseline together.
+    """
     baselines = [arm for arm, role in roles.items() if role == "baseline"]
     if not baselines:
         raise ValueError(f"at least one arm must have the role baseline; none of {list(roles)} has it")
@@ -274,39 +299,45 @@ def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, st
     return {arm: baseline for baseline in baselines for arm in baseline_of if baseline_of[arm] == baseline}
 
 
-def _difference(runs: dict[int, Record], base: dict[int, Record]) -> Difference | None:
-    """Paired t-test over the seeds for which both runs finished on the same images; None without such a seed.
+def _difference(runs: dict[int, Record], baseline_runs: dict[int, Record]) -> Difference | None:
+    """Compare the runs of an arm with those of its baseline by a paired t-test. Both arguments map a seed to a finished record.
+    Seeds are used if both runs have seen the same images. The result is None if there is no such seed.
 
     p is None if the differences do not vary.
     """
     from scipy.stats import ttest_rel
 
-    seeds = tuple(s for s in runs if s in base and _images(runs[s]) == _images(base[s]))
+    seeds = tuple(s for s in runs if s in baseline_runs and _images(runs[s]) == _images(baseline_runs[s]))
     if not seeds:
         return None
-    scores, baseline_scores = [runs[s].result for s in seeds], [base[s].result for s in seeds]
+    scores, baseline_scores = [runs[s].result for s in seeds], [baseline_runs[s].result for s in seeds]
     values = tuple(a - b for a, b in zip(scores, baseline_scores))
     _, sd, low, high = spread(values)
     p = float(ttest_rel(scores, baseline_scores).pvalue) if sd is not None and sd > TIE else None
     return Difference(seeds=seeds, values=values, mean=fmean(values), sd=sd, low=low, high=high, p=p)
 
 
-def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, base: dict[int, Record | None]) -> str:
-    """Which runs are missing for complete pairs, as text; empty if the pairs are complete."""
+def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, baseline_runs: dict[int, Record | None]) -> str:
+    """Return a text that lists the seeds for which an arm and its baseline cannot be compared: a run is missing or failed, or
+    the two runs used different images. Empty if all seeds can be compared. `runs` and `baseline_runs` map a seed to a record.
+    """
     found: dict[tuple[str, str], list[int]] = {}
-    for name, cell_runs in {arm: runs, baseline: base}.items():
+    for name, cell_runs in {arm: runs, baseline: baseline_runs}.items():
         for s, r in cell_runs.items():
             if not (r and r.finished):
                 found.setdefault((name, _status(r)), []).append(s)
     for s, r in runs.items():
-        other = base[s]
+        other = baseline_runs[s]
         if r and other and r.finished and other.finished and _images(r) != _images(other):
             found.setdefault((arm, f"used other images than {baseline}"), []).append(s)
     return "; ".join(f"{name}, {format_seeds(s, len(runs))}: {problem}" for (name, problem), s in found.items())
 
 
 def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], family: int) -> dict[Cell, tuple]:
-    """Cell -> (difference with its Holm-corrected p, verdict, reason). Comparisons without a test enter with p = 1."""
+    """Decide the verdicts. Returns three items for each cell (a number of labels and an arm): the difference with its
+    Holm-corrected p-value, the verdict, and the reason as text. `gaps` are the texts of `_gaps`; `family` is the number of
+    p-values to correct for.
+    """
     results: dict[Cell, tuple] = {}
     tested: dict[Cell, Difference] = {}
     for cell, d in differences.items():
@@ -323,18 +354,21 @@ def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], fa
     return results
 
 
-def _untestable(d: Difference | None, gaps: str, family: int) -> tuple[str, str]:
-    """The verdict and its reason if no test is possible; two empty strings otherwise."""
-    if gaps or d is None:
+def _untestable(difference: Difference | None, gaps: str, family: int) -> tuple[str, str]:
+    """Return the verdict and its reason if a t-test is not possible: runs are missing, there are too few seeds, or all
+    differences are equal. Return two empty strings if a t-test is possible. `gaps` is the text of `_gaps`; `family` is the
+    number of comparisons.
+    """
+    if gaps or difference is None:
         return "no verdict", gaps
-    if (n := len(d.values)) < MIN_PAIRS:
-        if d.sd is None:
+    if (n := len(difference.values)) < MIN_PAIRS:
+        if difference.sd is None:
             return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
-        need = pairs_needed(d.sd, level=LEVEL / family)
+        need = pairs_needed(difference.sd, level=LEVEL / family)
         enough = f"about {need} would show a difference of 1 point with 80% power"
         return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
-    if d.p is None and abs(d.mean) <= TIE:
+    if difference.p is None and abs(difference.mean) <= TIE:
         return "inconclusive", "equal to the baseline for every seed; check that the technique changes anything"
-    if d.p is None:
+    if difference.p is None:
         return "no verdict", "the same difference for every seed, so no test is possible; check that the seeds differ"
     return "", ""

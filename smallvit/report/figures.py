@@ -32,7 +32,7 @@ STYLE = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw with the settings of these figures inside a `with` block or a decorated function."""
+    """Context manager and decorator that applies the matplotlib settings of the report while a figure is drawn."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
@@ -40,46 +40,54 @@ def style() -> Iterator[None]:
 
 
 @style()
-def forest(c: Comparison) -> str:
-    """Paired differences to the baseline in points: dots for seeds, a marker for the mean, a bar for the 95% t interval."""
-    arms = [arm for arm, role in c.arms.items() if role == "technique"]
-    rows = {n: {r.arm: r.difference for r in c.at(n) if r.arm in arms and r.difference} for n in c.labels}
+def forest(comparison: Comparison) -> str:
+    """Draw a forest plot: the paired differences between each arm (variant) and the baseline, in percentage points. Returns an
+    SVG text. Small dots are seeds, the marker is their mean and the bar is its 95% t interval.
+    """
+    arms = [arm for arm, role in comparison.arms.items() if role == "technique"]
+    rows = {n: {r.arm: r.difference for r in comparison.at(n) if r.arm in arms and r.difference} for n in comparison.labels}
     figure, panels = subplots([n for n in rows if rows[n]], arms)
     for n, ax in panels.items():
         ax.axvline(0, color=INK, linewidth=1)
         for arm, d in rows[n].items():
-            strip(ax, arms.index(arm), d, styles(c)[arm], scale=100)
+            strip(ax, arms.index(arm), d, styles(comparison)[arm], scale=100)
         ax.locator_params(axis="x", nbins=6)
-        ax.set(xlabel=f"points above {c.baseline}")
+        ax.set(xlabel=f"points above {comparison.baseline}")
     return svg(figure, "forest", "paired differences to the baseline")
 
 
 @style()
-def dots(c: Comparison) -> str:
-    """Test accuracy of every run, arm by arm, with the mean and its 95% t interval."""
-    rows = {n: [r for r in c.at(n) if r.values] for n in c.labels}
-    arms = [arm for arm in c.arms if any(r.arm == arm for cells in rows.values() for r in cells)]
+def dots(comparison: Comparison) -> str:
+    """Draw the test accuracy of every run as a small dot, with one row for each arm (variant). A marker shows the mean and a
+    bar its 95% t interval. Returns an SVG text.
+    """
+    rows = {n: [r for r in comparison.at(n) if r.values] for n in comparison.labels}
+    arms = [arm for arm in comparison.arms if any(r.arm == arm for cells in rows.values() for r in cells)]
     figure, panels = subplots([n for n in rows if rows[n]], arms)
     for n, ax in panels.items():
         for r in rows[n]:
-            strip(ax, arms.index(r.arm), r, styles(c)[r.arm])
-        stretch(ax, "x", [v for r in rows[n] for v in (*r.values, r.low, r.high)], most=5)
+            strip(ax, arms.index(r.arm), r, styles(comparison)[r.arm])
+        stretch(ax, "x", [v for r in rows[n] for v in (*r.values, r.low, r.high)], max_ticks=5)
         ax.set(xlabel="test accuracy, %")
     return svg(figure, "dots", "test accuracy of every run")
 
 
 @style()
-def by_macs(c: Comparison) -> str:
-    """Mean test accuracy against MACs relative to the baseline's, with 95% t intervals; empty if all MACs are equal."""
-    rows = {n: [r for r in c.at(n) if r.role != "reference" and r.values and r.budget["macs"]] for n in c.labels}
+def by_macs(comparison: Comparison) -> str:
+    """Plot the mean test accuracy of each arm against its multiply-adds (MACs), divided by those of the baseline. Returns an
+    SVG text with 95% t intervals. The text is empty if no arm reduces tokens or if all arms need about equally many MACs.
+    """
+    rows = {
+        n: [r for r in comparison.at(n) if r.role != "reference" and r.values and r.budget["macs"]] for n in comparison.labels
+    }
 
     def unequal(cells: list[Row]) -> bool:
         macs = [r.budget["macs"] or 0 for r in cells if r.role == "technique"]
         return len(macs) < len(cells) and max(macs, default=0) > (1 + TOLERANCE) * min(macs, default=0)
 
-    rows = {n: cells for n, cells in rows.items() if c.reduced and unequal(cells)}
+    rows = {n: cells for n, cells in rows.items() if comparison.reduced and unequal(cells)}
     figure, panels = subplots(list(rows), height=3.9)
-    looks = styles(c)
+    looks = styles(comparison)
     for n, ax in panels.items():
         whole = next(r for r in rows[n] if r.role == "baseline")
         ax.axhline(whole.mean, color=INK, linewidth=0.8, linestyle=":")
@@ -88,27 +96,29 @@ def by_macs(c: Comparison) -> str:
             equal = [arm for arm in share if abs(share[arm] - share[r.arm]) < 0.01]
             x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
             mark(ax, x, r, look)
-        stretch(ax, "y", [v for r in rows[n] for v in (r.mean, r.low, r.high)], most=7)
-        ax.set(xlabel=f"MACs, relative to {c.baseline}")
+        stretch(ax, "y", [v for r in rows[n] for v in (r.mean, r.low, r.high)], max_ticks=7)
+        ax.set(xlabel=f"MACs, relative to {comparison.baseline}")
     figure.supylabel("test accuracy, %", fontsize="medium")
     return svg(figure, "macs", "test accuracy against MACs")
 
 
 @style()
-def by_labels(c: Comparison) -> str:
-    """Mean test accuracy against the number of labels, with 95% t intervals; empty for a single number of labels."""
-    lines = {arm: [r for r in c.rows if r.arm == arm and r.labels and r.values] for arm in c.arms}
+def by_labels(comparison: Comparison) -> str:
+    """Plot the mean test accuracy of each arm against the number of labelled images. Returns an SVG text with 95% t intervals.
+    The text is empty if there is only one number of labels.
+    """
+    lines = {arm: [r for r in comparison.rows if r.arm == arm and r.labels and r.values] for arm in comparison.arms}
     lines = {arm: rows for arm, rows in lines.items() if rows}
     sizes = sorted({r.labels for rows in lines.values() for r in rows if r.labels})
     if len(sizes) < 2:
         return ""
     figure, panels = subplots(["Accuracy against number of labels"], height=5.6, width=11)
     ax = panels.popitem()[1]
-    ends, looks = {}, styles(c)
+    ends, looks = {}, styles(comparison)
     apart = (sizes[-1] / sizes[0]) ** 0.007  # arms stand side by side, so that no interval hides another
     for place, (arm, rows) in enumerate(lines.items()):
-        xs = [(r.labels or 0) * apart ** (place - len(c.arms) / 2) for r in rows]
-        dashes = ":" if c.arms[arm] == "reference" else "-"
+        xs = [(r.labels or 0) * apart ** (place - len(comparison.arms) / 2) for r in rows]
+        dashes = ":" if comparison.arms[arm] == "reference" else "-"
         ax.plot(xs, [r.mean for r in rows], dashes, color=looks[arm]["color"])
         for x, r in zip(xs, rows):
             mark(ax, x, r, looks[arm])
@@ -116,26 +126,27 @@ def by_labels(c: Comparison) -> str:
     ax.set(title="", xscale="log", xlabel="labelled images", ylabel="test accuracy, %")
     ax.set_xticks(sizes, [f"{n:,}" for n in sizes])
     ax.minorticks_off()
-    stretch(ax, "y", [v for rows in lines.values() for r in rows for v in (r.mean, r.low, r.high)], most=9)
+    stretch(ax, "y", [v for rows in lines.values() for r in rows for v in (r.mean, r.low, r.high)], max_ticks=9)
     name_lines(ax, ends, looks)
     return svg(figure, "labels", "test accuracy against number of labels")
 
 
 @style()
-def by_hyperparameter(c: Comparison, hyperparameters: Mapping[str, Mapping[str, float]]) -> str:
-    """Test accuracy against each hyperparameter that alone distinguishes arms: dots for seeds, the mean and its 95% t interval.
+def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapping[str, float]]) -> str:
+    """Plot the test accuracy against each hyperparameter, for arms that differ from the baseline in this hyperparameter only.
+    `hyperparameters[name][arm]` is its value in an arm. Returns an SVG text with a dot for each seed, the mean and its 95% t
+    interval.
 
-    `hyperparameters` is name -> arm -> value. All panels of one number of labels share their accuracy axis. Below each value
-    stand the MACs of one image.
+    All panels of one number of labels share their accuracy axis. Below each value stand the MACs of one image.
     """
     cells = {}
-    for n in c.labels:
+    for n in comparison.labels:
         for name, values in hyperparameters.items():
-            rows = sorted((r for r in c.at(n) if r.arm in values and r.values), key=lambda r: values[r.arm])
+            rows = sorted((r for r in comparison.at(n) if r.arm in values and r.values), key=lambda r: values[r.arm])
             if len(rows) > 1:
-                cells[f"{name}, {format_labels(n)}" if len(c.labels) > 1 else name] = n, name, rows
+                cells[f"{name}, {format_labels(n)}" if len(comparison.labels) > 1 else name] = n, name, rows
     figure, panels = subplots(list(cells), height=3.4)
-    looks = styles(c)
+    looks = styles(comparison)
     for title, ax in panels.items():
         n, name, rows = cells[title]
         xs = [hyperparameters[name][r.arm] for r in rows]
@@ -151,14 +162,15 @@ def by_hyperparameter(c: Comparison, hyperparameters: Mapping[str, Mapping[str, 
         ax.minorticks_off()
         ax.set_xlim(shifted(min(xs), xs, -0.08, log), shifted(max(xs), xs, 0.08, log))
         shown = [r for labels, _, others in cells.values() if labels == n for r in others]
-        stretch(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], most=7)
+        stretch(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], max_ticks=7)
     figure.supylabel("test accuracy, %", fontsize="medium")
     return svg(figure, "hyperparameters", "test accuracy against the one number that arms differ in")
 
 
 @style()
-def learning_curves(c: Comparison, records: Sequence[Record]) -> str:
-    """Validation accuracy and training loss against training step: means over seeds, with bands of one SD to either side.
+def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
+    """Plot the validation accuracy and the training loss of each arm against the training step. Returns an SVG text. Lines are
+    means over the seeds, and bands show one standard deviation above and below the mean.
 
     A mean is drawn only at steps that all finished seeds of the arm have, so that it is always over the same seeds.
     """
@@ -171,14 +183,14 @@ def learning_curves(c: Comparison, records: Sequence[Record]) -> str:
     names = {
         n if kind == "accuracy" else (kind, n): (n, kind)
         for kind in ("accuracy", "loss")
-        for n in c.labels
+        for n in comparison.labels
         if any(cell[:2] == (n, kind) for cell in curves)
     }
     figure, panels = subplots(list(names), height=3.6, columns=min(3, len({n for n, _ in names.values()})))
     for name, ax in panels.items():
         n, kind = names[name]
         shown, disjoint = [], []
-        for arm, look in styles(c).items():
+        for arm, look in styles(comparison).items():
             seeds = curves.get((n, kind, arm), [])
             steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
             disjoint += [arm] if seeds and not steps else []
@@ -191,18 +203,21 @@ def learning_curves(c: Comparison, records: Sequence[Record]) -> str:
             ax.plot(steps, means, marker=look["marker"], markevery=[-1] if steps else [], color=look["color"])
             shown += bottom + top
         if kind == "accuracy":
-            stretch(ax, "y", shown, most=7)
+            stretch(ax, "y", shown, max_ticks=7)
         else:
             ax.set(title="", yscale="log" if min(shown, default=0) > 0 else "linear")
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("")
-        ax.set(xlabel="training step" + epoch(records, n) + f" (seeds share no step: {', '.join(disjoint)})" * bool(disjoint))
+        remark = f" (seeds share no step: {', '.join(disjoint)})" if disjoint else ""
+        ax.set(xlabel="training step" + epoch_length(records, n) + remark)
         ax.set_ylabel("validation accuracy, %" if kind == "accuracy" else "training loss")
     return svg(figure, "curves", "validation accuracy and training loss against training step")
 
 
-def epoch(records: Sequence[Record], labels: int | None) -> str:
-    """How many steps an epoch has, as a remark; empty if the runs disagree or the number of images is unknown."""
+def epoch_length(records: Sequence[Record], labels: int | None) -> str:
+    """Return an addition to an axis label that says how many training steps an epoch has: `(an epoch is 15.6)`. The text is
+    empty if the batch sizes of the runs differ or if the number of training images is unknown.
+    """
     runs = [r.run for r in records if r.labels == labels and r.curve]
     batches = {None if run.get("unlabelled") else run.get("batch") for run in runs}
     batch = batches.pop() if len(batches) == 1 else None
@@ -211,19 +226,22 @@ def epoch(records: Sequence[Record], labels: int | None) -> str:
 
 @style()
 def tokens(picture: dict) -> str:
-    """What a token reduction did to the patches of a few images, block by block (see `smallvit.explain.draw_token_map`)."""
+    """Draw the patches of a few images that a token reduction merged or removed, block by block. `picture` is the field of that
+    name in a record. Returns an SVG text.
+    """
     from smallvit.explain import draw_token_map
 
     return svg(draw_token_map(picture), "tokens", "which patches share a token, and which were removed")
 
 
-def styles(c: Comparison) -> dict[str, dict]:
-    """Arm -> its `color` (for matplotlib), `css`, `marker` and `glyph`. The baseline has the text color, references are gray.
+def styles(comparison: Comparison) -> dict[str, dict]:
+    """Return how each arm is drawn, by its name: its `color` and `marker` for matplotlib, its color as a CSS variable (`css`),
+    and its marker as a character (`glyph`). The baseline has the color of the text, and references are gray.
 
     Nine markers and eight hues distinguish 72 techniques.
     """
     counts, looks = {"baseline": 0, "technique": 0, "reference": 0}, {}
-    for arm, role in c.arms.items():
+    for arm, role in comparison.arms.items():
         count = counts[role]
         counts[role] += 1
         color = {"baseline": INK, "reference": FAINT, "technique": ARM.format(count % len(LIGHT))}[role]
@@ -233,7 +251,10 @@ def styles(c: Comparison) -> dict[str, dict]:
 
 
 def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, columns: int = 3) -> tuple[Any, dict[Any, Any]]:
-    """A figure and its panels by name, `columns` in a row; `arms` are written down the left side. Sizes are in inches."""
+    """Create a figure with one panel for each name, at most `columns` panels side by side. The vertical axis shows the names in
+    `arms`. Returns the figure, and the panels by name. `height` (of one row of panels) and `width` (of the figure) are in
+    inches.
+    """
     from matplotlib.figure import Figure
 
     columns = min(len(names), columns)
@@ -251,23 +272,29 @@ def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, co
     return figure, panels
 
 
-def strip(ax, y: int, found: Row | Difference, look: dict, scale: int = 1):
-    """Draw one arm at height `y`: its seeds as small dots below, the interval and the mean above them."""
-    values = [scale * v for v in found.values]
+def strip(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
+    """Draw the results of one arm at height `y`: small dots for its seeds, and above them a marker for the mean and a bar for
+    the 95% interval. `look` is the item of this arm in `styles`. All values are multiplied by `scale`.
+    """
+    values = [scale * v for v in result.values]
     ax.plot(values, [y + 0.2] * len(values), "o", color=look["color"], alpha=0.45, markersize=3.5)
-    if found.low is not None and found.high is not None:
-        ax.plot([scale * found.low, scale * found.high], [y - 0.08] * 2, color=look["color"], linewidth=2)
-    ax.plot([scale * (found.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
+    if result.low is not None and result.high is not None:
+        ax.plot([scale * result.low, scale * result.high], [y - 0.08] * 2, color=look["color"], linewidth=2)
+    ax.plot([scale * (result.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
 
 
 def mark(ax, x: float, row: Row, look: dict, **options):
-    """Draw the mean of a row at `x` as a marker, and its 95% interval as a vertical bar."""
+    """Draw the mean accuracy of an arm as a marker at the position `x`, and its 95% interval as a vertical bar. `row` holds the
+    results of the arm, and `look` is its item in `styles`.
+    """
     ax.plot([x, x], [row.mean, row.mean] if row.low is None else [row.low, row.high], color=look["color"], **options)
     ax.plot([x], [row.mean], look["marker"], color=look["color"])
 
 
-def stretch(ax, axis: str, values: Sequence[float | None], most: int):
-    """Stretch an axis of accuracies towards 100% and give it at most about `most` round ticks."""
+def stretch(ax, axis: str, values: Sequence[float | None], max_ticks: int):
+    """Scale an axis of accuracies by the logarithm of the error, so that accuracies near 100% stand further apart. `axis` is
+    "x" or "y", `values` are the accuracies to show, and `max_ticks` is about the largest number of ticks.
+    """
     import numpy as np
 
     def forward(a):
@@ -277,19 +304,24 @@ def stretch(ax, axis: str, values: Sequence[float | None], most: int):
     low, high = forward(min(known)), forward(min(1.0, max(known)))
     low, high = (low - 0.06 * (high - low) - 0.005), (high + 0.06 * (high - low) + 0.005)
     bottom, top = float(1.003 - 10**-low), float(1.003 - 10**-high)
-    ticks = round_ticks(bottom, min(top, 1.0), lambda a, b: bool(abs(forward(a) - forward(b)) > (high - low) / most))
+    ticks = round_ticks(bottom, min(top, 1.0), lambda a, b: bool(abs(forward(a) - forward(b)) > (high - low) / max_ticks))
     getattr(ax, f"set_{axis}scale")("function", functions=(forward, lambda t: 1.003 - 10.0 ** -np.asarray(t, float)))
     getattr(ax, f"set_{axis}ticks")(ticks, [f"{100 * t:.4g}" for t in ticks])
     getattr(ax, f"set_{axis}lim")(bottom, top)
 
 
-def round_ticks(bottom: float, top: float, apart: Callable[[float, float], bool]) -> list[float]:
-    """Tick values, roundest first: finer ones only near 100%, unless a narrow range would have fewer than three."""
+def round_ticks(bottom: float, top: float, far_apart: Callable[[float, float], bool]) -> list[float]:
+    """Choose round numbers from `bottom` to `top` as the ticks of an accuracy axis. The function `far_apart(a, b)` says whether
+    two ticks have enough distance to be readable.
+
+    Fine ticks are chosen only near 100%, where the axis is stretched. If this gives fewer than three ticks, fine ticks are
+    allowed everywhere.
+    """
     kept: list[float] = []
     for reach in (10, math.inf):
         for unit in (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005):
             for k in range(math.floor(top / unit + 1e-9), math.ceil(bottom / unit) - 1, -1):
-                if 1 - k * unit <= reach * unit + 1e-9 and all(apart(k * unit, t) for t in kept):
+                if 1 - k * unit <= reach * unit + 1e-9 and all(far_apart(k * unit, t) for t in kept):
                     kept.append(k * unit)
         if len(kept) >= 3:
             break
@@ -297,7 +329,9 @@ def round_ticks(bottom: float, top: float, apart: Callable[[float, float], bool]
 
 
 def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, dict]):
-    """Write the name of each line at its right end `(x, y)`, moved apart where names would overlap."""
+    """Write the name of each arm beside the right end of its line, and move names apart that would overlap. `ends[arm]` is the
+    last point (x, y) of the line, and `looks` is the result of `styles`.
+    """
     gap = 0.042  # between two names, as a fraction of the axis
     place = ax.transScale + ax.transLimits
     heights = {arm: float(place.transform(end)[1]) for arm, end in ends.items()}
@@ -312,17 +346,22 @@ def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, 
 
 
 def shifted(x: float, values: Sequence[float], fraction: float, log: bool) -> float:
-    """`x`, moved by a fraction of the axis that spans `values`."""
+    """Return the position `x` after moving it to the right by a fraction of the axis length. The axis reaches from the smallest
+    to the largest of `values`, and `log` says whether it is logarithmic.
+    """
     return x * (max(values) / min(values)) ** fraction if log else x + (max(values) - min(values)) * fraction
 
 
 def css(color: str) -> str:
-    """The CSS variable of a color that stands for it in matplotlib."""
+    """Return the CSS variable that replaces a matplotlib color in an SVG text, such as `var(--ink)` for the color of text."""
     return {INK: "var(--ink)", FAINT: "var(--faint)"}.get(color) or f"var(--arm-{int(color[-2:], 16)})"
 
 
 def svg(figure, name: str, label: str) -> str:
-    """The figure as an SVG element with CSS colors; equal records give equal bytes. Empty for a figure without panels."""
+    """Return a matplotlib figure as an SVG text whose colors are CSS variables. Equal figures give equal texts. `name` makes
+    the ids inside the SVG unique, and `label` describes the figure for screen readers. A figure without panels gives an empty
+    text.
+    """
     import matplotlib
 
     if not figure.axes:

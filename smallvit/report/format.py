@@ -22,29 +22,33 @@ NAMED = 3  # arms named in one sentence; more are counted
 
 
 def percent(x: float) -> str:
-    """A fraction as percent with two decimals."""
+    """Return a fraction as percent with two decimals and no percent sign: 0.931 becomes 93.10."""
     return f"{100 * x:.2f}"
 
 
 def points(x: float) -> str:
-    """A difference of two fractions in percentage points, with its sign."""
+    """Return a difference of two accuracies (fractions) as text in percentage points, with its sign: 0.004 becomes `+0.40`."""
     return f"{100 * x:+.2f}".replace("-", "−")
 
 
-def interval(d: Difference) -> str:
-    """The 95% interval in points, `[−0.10, 0.35]`; a single pair has none."""
-    if d.low is None or d.high is None:
+def interval(difference: Difference) -> str:
+    """Return the 95% interval of a paired difference as text, in percentage points: `[−0.10, 0.35]`. A single seed has no
+    interval, and the text says so.
+    """
+    if difference.low is None or difference.high is None:
         return "[no interval]"
-    return f"[{100 * d.low:.2f}, {100 * d.high:.2f}]".replace("-", "−")
+    return f"[{100 * difference.low:.2f}, {100 * difference.high:.2f}]".replace("-", "−")
 
 
 def p_value(p: float | None) -> str:
-    """A p-value with three decimals; a dash if no test was made."""
+    """Return a p-value as text with three decimals. The text is a dash if no test was made."""
     return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def mean_sd(row: Row) -> str:
-    """Mean and standard deviation over seeds, in percent: `93.10 ± 0.24 (SD, n = 8)`."""
+    """Return the mean accuracy of an arm and its standard deviation (SD) over the seeds as text, in percent: `93.10 ± 0.24 (SD,
+    n = 8)`.
+    """
     if row.mean is None:
         return "–"
     if row.sd is None:
@@ -53,19 +57,23 @@ def mean_sd(row: Row) -> str:
 
 
 def listed(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
-    """Names as `A, B and C`. Names beyond the limit are counted: `A, B, C and 2 more`."""
+    """Join names to a text: `A, B and C`. Only the first `limit` names are written, and the others are counted: `A, B, C and 2
+    more`. `word` replaces the word "more" in this text.
+    """
     shown = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} {word}"]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def at_labels(labels: Sequence[int | None]) -> str:
-    """Numbers of labels as text: `at 10, 100 and all labels`."""
+    """Return several numbers of labels as text: `at 10, 100 and all labels`. None stands for all labels."""
     numbers = ["all" if n is None else f"{n:,}" for n in labels]
     return f"at {listed(numbers, len(numbers))} label{'s' * (numbers != ['1'])}"
 
 
 def cost(row: Row, name: str) -> tuple[str, list[str]]:
-    """One cost of a row as text, and remarks: its SD over images, and its distance from the baseline's if that is over 5%."""
+    """Return one cost of an arm as text, and a list of remarks on it. `name` says which cost, such as "macs". The remarks give
+    its standard deviation over images and a difference of more than 5% from the baseline.
+    """
     value = (row.budget | row.forward)[name]
     if value is None:
         return "–", []
@@ -83,19 +91,23 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     return forms.get(name, f"{value:,.0f}"), remarks
 
 
-def excess(share: float) -> str:
-    """A relative excess over the baseline as text: `+20%`, `3× baseline`."""
-    if share >= 1:
-        return "baseline: 0" if math.isinf(share) else f"{1 + share:,.0f}× baseline"
-    return f"{share:+.0%}".replace("-", "−")
+def excess(fraction: float) -> str:
+    """Return a relative difference from the baseline as text: 0.2 becomes `+20%`, and 2.0 becomes `3× baseline`. Infinity means
+    that the baseline has no such cost.
+    """
+    if fraction >= 1:
+        return "baseline: 0" if math.isinf(fraction) else f"{1 + fraction:,.0f}× baseline"
+    return f"{fraction:+.0%}".replace("-", "−")
 
 
-def sentence(c: Comparison, row: Row) -> str:
-    """A verdict as one line: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`. Names one of several baselines."""
+def sentence(comparison: Comparison, row: Row) -> str:
+    """Return the verdict on an arm as one line: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`. The line names the
+    baseline only if the recipe has several baselines.
+    """
     d, reason = row.difference, f" ({row.reason})" if row.reason else ""
     certain = row.verdict in ("better", "worse")
     start = f"{row.arm} at {format_labels(row.labels)}: {row.verdict}"
-    start += f" {'than' if certain else 'compared with'} {row.baseline}" if len(c.baselines) > 1 else ""
+    start += f" {'than' if certain else 'compared with'} {row.baseline}" if len(comparison.baselines) > 1 else ""
     if d is None:
         return start + reason
     if certain:
@@ -103,20 +115,22 @@ def sentence(c: Comparison, row: Row) -> str:
     return f"{start}, {points(d.mean)} points {interval(d)}{reason}"
 
 
-def answer(c: Comparison) -> str:
-    """The result of the recipe in two sentences: what is better or worse than its baseline, and what was not shown."""
-    judged = [row for row in c.rows if row.verdict]
+def answer(comparison: Comparison) -> str:
+    """Return the main result of a recipe in one or two sentences: which arms (variants) are better or worse than their
+    baseline, and for which arms no difference was shown.
+    """
+    judged = [row for row in comparison.rows if row.verdict]
     if not judged:
-        return f"No technique has been compared with {baselines(c.rows, 'its own baseline')}."
+        return f"No technique has been compared with {baselines(comparison.rows, 'its own baseline')}."
     better, worse, undecided = ([row for row in judged if row.verdict == word] for word in ("better", "worse", "inconclusive"))
-    place = f"At {format_labels(c.labels[0])}, no" if len(c.labels) == 1 else "No"
+    place = f"At {format_labels(comparison.labels[0])}, no" if len(comparison.labels) == 1 else "No"
     first = f"{place} technique was shown to be better than {baselines(judged, 'its own baseline')}"
     if better:
-        first = place[:-2] + decided(c, better, baselines(better, "their own baselines"))
+        first = place[:-2] + decided(comparison, better, baselines(better, "their own baselines"))
     elif not worse and not undecided:
         first = "No verdict is possible yet"
-    first += f", and {decided(c, worse, baselines(worse, 'their own baselines'))}" if worse else ""
-    second = [f"no difference was shown for {undecided_arms(c, judged, undecided)}"] if undecided else []
+    first += f", and {decided(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
+    second = [f"no difference was shown for {undecided_arms(comparison, judged, undecided)}"] if undecided else []
     for verdict, problem in (
         ("not enough seeds", f"fewer than the {MIN_PAIRS} seeds that a verdict needs"),
         ("no verdict", "no verdict, for the reasons in the table"),
@@ -127,8 +141,10 @@ def answer(c: Comparison) -> str:
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in (first, "; ".join(second)) if text)
 
 
-def decided(c: Comparison, rows: Sequence[Row], than: str) -> str:
-    """`“A” (+2.30 points at 100 labels, +0.40 at 1,000) and “B” (+1.00 points) are better than `than``, largest first."""
+def decided(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
+    """Return part of a sentence that names arms with the same verdict and their differences, the largest first: `“A” (+2.30
+    points) and “B” (+1.00 points) are better than “vit”`. `rows` are their results, and `baseline` is the text after "than".
+    """
     arms: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: -abs(row.difference.mean) if row.difference else 0):
         arms.setdefault(row.arm, [])
@@ -136,33 +152,39 @@ def decided(c: Comparison, rows: Sequence[Row], than: str) -> str:
         value = points(row.difference.mean) if row.difference else ""
         value += " points" if not arms[row.arm] else ""
         place = at_labels([row.labels]) if not arms[row.arm] or row.labels is None else f"at {row.labels:,}"
-        arms[row.arm] += [value + f" {place}" * (len(c.labels) > 1)]
+        arms[row.arm] += [value + f" {place}" * (len(comparison.labels) > 1)]
     names = [f"“{arm}” ({', '.join(values)})" for arm, values in arms.items()]
     verb = "is" if len(names) == 1 else "are"
-    return f"{listed(names, NAMED, 'more arm' + 's' * (len(names) > NAMED + 1))} {verb} {rows[0].verdict} than {than}"
+    return f"{listed(names, NAMED, 'more arm' + 's' * (len(names) > NAMED + 1))} {verb} {rows[0].verdict} than {baseline}"
 
 
-def undecided_arms(c: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
-    """For which arms no difference was shown: `“A” at 100 labels and any of the 3 arms at 1,000 and 10,000 labels`."""
+def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Return a text that names the arms in `rows`, for which no difference was shown: `“A” at 100 labels and any of the 3 arms
+    at 1,000 and 10,000 labels`. `judged` holds all results that have a verdict.
+    """
     found: dict[str, list[int | None]] = {}
-    for n in c.labels:
+    for n in comparison.labels:
         arms, total = [row.arm for row in rows if row.labels == n], sum(row.labels == n for row in judged)
         names = listed([f"“{arm}”" for arm in arms])
         which = names if len(arms) <= 2 else f"{'any' if len(arms) == total else len(arms)} of the {total} arms"
         if arms:
             found.setdefault(which, []).append(n)
-    several = len(c.labels) > 1
+    several = len(comparison.labels) > 1
     return listed([which + f" {at_labels(labels)}" * several for which, labels in found.items()], len(found))
 
 
 def baselines(rows: Sequence[Row], several: str) -> str:
-    """The name of the baseline of these rows, in quotes; the text `several` if they have more than one."""
+    """Return the name of the baseline of these rows, in quotes. If the rows have different baselines, return the text `several`
+    instead.
+    """
     names = {row.baseline for row in rows}
     return f"“{names.pop()}”" if len(names) == 1 else several
 
 
 def superseded(records: Sequence[Record]) -> str:
-    """Says which part of the runs the recipe no longer contains, and why; empty if it contains all."""
+    """Return a text that says how many of the runs come from an earlier version of the recipe, and why they were replaced.
+    Empty if all runs belong to the current version.
+    """
     reasons = [r.superseded for r in records if r.superseded]
     if not reasons:
         return ""
@@ -171,28 +193,32 @@ def superseded(records: Sequence[Record]) -> str:
     return f"{count} runs on this page come from an earlier version. {' '.join(texts)}"
 
 
-def notes(c: Comparison, warnings: Sequence[str]) -> str:
-    """What a reader must know beside the answer: arms that were removed, runs without a result, warnings."""
-    lost = sum(len(row.failures) for row in c.rows if not row.unavailable)
-    total, s = lost + sum(len(row.values) for row in c.rows), "s" * (c.earlier > 1)
-    removed = f"{c.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
-    out = [f"The family counts {removed}."] if c.earlier else []
+def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
+    """Return what a reader must know in addition to the main result: how many comparisons were removed from the recipe, how
+    many runs have no result, and how many warnings there are.
+    """
+    lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
+    total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
+    removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
+    out = [f"The family counts {removed}."] if comparison.earlier else []
     out += [f"{lost} of {total} runs have no result; see Failures."] if lost else []
     if warnings:
         out.append("There is 1 warning below." if len(warnings) == 1 else f"There are {len(warnings)} warnings below.")
     return " ".join(out)
 
 
-def how_to_read(c: Comparison) -> list[str]:
-    """What the terms and brackets of a page mean, for a reader without the code."""
+def how_to_read(comparison: Comparison) -> list[str]:
+    """Return the paragraphs that explain the terms of a report, such as intervals, p-values, verdicts and costs, to a reader
+    who does not know the code.
+    """
     text = f"""
     Differences are paired: runs with the same seed are trained on the same images in the same order. Brackets are the 95% t
     interval of the mean paired difference, in percentage points of test accuracy. This interval is not corrected for the number
     of comparisons.
 
-    p-values are Holm-corrected for the number of comparisons ({c.family} in this recipe). A verdict of better or worse needs a
-    corrected p below {LEVEL}, at least {MIN_PAIRS} seeds and no missing run. Inconclusive means that no difference was shown.
-    It does not mean that the arms are equal. References are rows for orientation and get no verdict.
+    p-values are Holm-corrected for the number of comparisons ({comparison.family} in this recipe). A verdict of better or worse
+    needs a corrected p below {LEVEL}, at least {MIN_PAIRS} seeds and no missing run. Inconclusive means that no difference was
+    shown. It does not mean that the arms are equal. References are rows for orientation and get no verdict.
 
     All intervals and standard deviations (SD) are over seeds, on one fixed set of test images. They do not tell how much the
     results would change with other test images.
@@ -205,7 +231,7 @@ def how_to_read(c: Comparison) -> list[str]:
 
 
 def how_it_was_timed(records: Sequence[Record]) -> str:
-    """What the columns on tokens, MACs and speed-up mean."""
+    """Return a paragraph that explains how the tokens, MACs and speed-ups in the tables of costs were measured."""
     evaluators = [e for r in records for e in r.run.get("evaluators") or () if e.get("call") == COST]
     sizes = sorted({e["batch"] for e in evaluators})
     batches = f" on batches of {' and '.join(map(str, sizes))} images" if sizes else ""
@@ -219,11 +245,13 @@ def how_it_was_timed(records: Sequence[Record]) -> str:
     return " ".join(text.split())
 
 
-def failures(c: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Each failed or missing run, with its error and the line of the recipe that raised it, and the Python traceback."""
+def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return a list of the failed and missing runs, as pairs (text, Python traceback). The text names the arm, its seeds, the
+    error and the line of the recipe that raised it. Seeds with equal errors share one pair.
+    """
     tracebacks = {(r.arm, r.labels, r.seed): r.traceback or "" for r in records}
     out = []
-    for row in c.rows:
+    for row in comparison.rows:
         reasons = {} if row.unavailable else row.failures
         for reason, group in groupby(sorted(reasons, key=reasons.__getitem__), key=reasons.__getitem__):
             seeds = list(group)
@@ -234,10 +262,12 @@ def failures(c: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:
     return out
 
 
-def unavailable(c: Comparison) -> str:
-    """One line on the arms whose weights were unavailable here, with the reasons; empty if there are none."""
+def unavailable(comparison: Comparison) -> str:
+    """Return one line that names the arms without any result because their external weights could not be obtained, with the
+    reasons. Empty if there are none.
+    """
     arms: dict[str, list[str]] = {}
-    for row in c.rows:
+    for row in comparison.rows:
         if row.unavailable:
             reason = next(iter(row.failures.values())).removeprefix("unavailable: ")
             arms.setdefault(reason, [])

@@ -20,14 +20,13 @@ EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recip
 
 
 def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
-    """The report as Markdown, to be committed beside its recipe.
-
-    `doc` is the docstring of the recipe, `options` the command-line options with which it was run, such as " --scale-steps 2",
-    and `earlier` the number of finished comparisons whose arms were removed from the recipe.
+    """Return the report of a recipe as Markdown text. `doc` is the docstring of the recipe, and `options` are the command-line
+    options of its runs, such as " --scale-steps 2". `earlier` is the number of finished comparisons whose arms were removed
+    from the recipe.
     """
     page = content(records, title, doc, options, earlier)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
-    if page["c"]:
+    if page["comparison"]:
         for heading, found in page["tables"].items():
             folded = heading == "Accuracy of every seed"
             parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
@@ -39,17 +38,19 @@ def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = 
             parts += [f"## {heading}", _list(lines)] if lines else []
         parts += ["## Unavailable here", _md(page["unavailable"])] if page["unavailable"] else []
         differences = [f"{arm}: {'; '.join(lines)}" for arm, lines in page["changes"].items()]
-        parts += [f"## Differences from {_md(page['c'].baseline)}", _list(differences)] if differences else []
+        parts += [f"## Differences from {_md(page['comparison'].baseline)}", _list(differences)] if differences else []
     if page["about"]:
         parts += ["## About this experiment", *(f"**{name}.** " * bool(name) + _prose(text) for name, text in page["about"])]
-    if page["c"]:
+    if page["comparison"]:
         parts += ["## Provenance", _list(f"{name}: {text}" for name, text in page["provenance"].items())]
         parts += ["## How to read this page", *map(_md, page["how_to_read"])]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
-    """The report as one HTML page without scripts or external files, for light and dark mode. Arguments as in `markdown`."""
+    """Return the report of a recipe as one HTML page with figures, in light and dark colors. The page needs no scripts and no
+    other files. The parameters are those of `markdown`.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -60,7 +61,7 @@ def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", 
     env.filters["zip"] = zip
     template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
     page = content(records, title, doc, options, earlier) | {"light": figures.LIGHT, "dark": figures.DARK, "prose": prose}
-    if c := page["c"]:
+    if comparison := page["comparison"]:
         shown = reported(records)
         draw: dict[str, Callable[[Comparison], str]] = {
             "forest": figures.forest,
@@ -70,18 +71,20 @@ def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", 
             "dots": figures.dots,
             "curves": lambda part: figures.learning_curves(part, shown),
         }
-        parts = c.parts()
+        parts = comparison.parts()
         page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
         page["looks"] = {arm: look for part in parts for arm, look in figures.styles(part).items()}
         pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}
-        page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in c.arms if arm in pictures}
+        page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in comparison.arms if arm in pictures}
     return template.render(page)
 
 
 def text(records: Sequence[Record], earlier: int = 0) -> str:
-    """The report for the terminal: mean and SD of every arm at every number of labels, then one line for each verdict."""
-    c = compare(records, earlier)
-    rows = [row for row in c.rows if row.values]
+    """Return a short report for the terminal: the mean and SD of every arm, then one line for each verdict. `earlier` is the
+    number of finished comparisons whose arms were removed from the recipe.
+    """
+    comparison = compare(records, earlier)
+    rows = [row for row in comparison.rows if row.values]
     if not rows:
         return "no run has finished, so there is nothing to compare"
     width = max(len(row.arm) for row in rows)
@@ -89,40 +92,46 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
     for labels in dict.fromkeys(row.labels for row in rows):
         lines.append(f"{format_labels(labels)}: test accuracy, mean and SD over seeds")
         lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.labels == labels]
-    return "\n".join([*lines, "", *(format.sentence(c, row) for row in rows if row.role == "technique")])
+    return "\n".join([*lines, "", *(format.sentence(comparison, row) for row in rows if row.role == "technique")])
 
 
 def content(records: Sequence[Record], title: str, doc: str, options: str, earlier: int) -> dict[str, Any]:
-    """Everything that both pages show, by name. `c` is the comparison, None without any run."""
+    """Return everything that a report shows, by name: question, answer, tables, warnings and more. The item `comparison` is
+    None if no run has started. The parameters are those of `markdown`.
+    """
     question, about = sections(doc)
-    page = {"title": title, "question": question, "about": about, "c": None, "superseded": "", "answer": EMPTY, "notes": ""}
+    page = {"title": title, "question": question, "about": about}
+    page |= {"comparison": None, "superseded": "", "answer": EMPTY, "notes": ""}
     shown = reported(records)
     if not shown:
         return page
-    c, warned = compare(records, earlier), warnings(shown)
+    comparison, warned = compare(records, earlier), warnings(shown)
     return page | {
-        "c": c,
+        "comparison": comparison,
         "superseded": format.superseded(shown),
-        "answer": format.answer(c),
-        "notes": format.notes(c, warned),
-        "tables": tables(c, shown),
-        "how_it_was_timed": format.how_it_was_timed(shown) if c.reduced else "",
+        "answer": format.answer(comparison),
+        "notes": format.notes(comparison, warned),
+        "tables": tables(comparison, shown),
+        "how_it_was_timed": format.how_it_was_timed(shown) if comparison.reduced else "",
         "warnings": warned,
-        "failures": format.failures(c, shown),
-        "unavailable": format.unavailable(c),
-        "changes": changes(c, shown),
+        "failures": format.failures(comparison, shown),
+        "unavailable": format.unavailable(comparison),
+        "changes": changes(comparison, shown),
         "provenance": provenance(shown, options),
-        "how_to_read": format.how_to_read(c),
+        "how_to_read": format.how_to_read(comparison),
     }
 
 
 def reported(records: Sequence[Record]) -> list[Record]:
-    """The records of runs that have started, without those that were trained only because another run needs them."""
+    """Return the records that a report shows. It leaves out runs that have not started, and runs that were trained only because
+    another run needs their weights.
+    """
     return [r for r in records if r.status != "missing" and r.role != "dependency"]
 
 
 def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
-    """The question at the beginning of a recipe's docstring, and its other paragraphs as (name, text).
+    """Split the docstring of a recipe into paragraphs. Returns the question at its beginning, and the other paragraphs as pairs
+    (name, text), such as ("Setup", "We train ...").
 
     A named paragraph begins with `Name   text`; its further lines are indented. Other paragraphs have an empty name.
     """
@@ -141,7 +150,9 @@ def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of a page: arm -> one cell for each column. A cell is its text and a list of remarks on it."""
+    """A table in a report, with one line for each arm. `rows` maps the name of an arm to its cells, one for each column. A cell
+    is a text with a list of remarks.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -149,30 +160,36 @@ class Table:
     text: tuple[str, ...] = ("Verdict", "Accuracy, % (seed)")  # columns that are not numbers
 
 
-def tables(c: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Heading -> the tables below it, most important first. Headings without a table are left out."""
+def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
+    """Return all tables of a report, grouped by the heading above them. The most important heading comes first, and headings
+    without a table are left out.
+    """
     found = {
-        "Accuracy": accuracy_tables(c),
-        "Costs": cost_tables(c),
+        "Accuracy": accuracy_tables(comparison),
+        "Costs": cost_tables(comparison),
         "Probes of frozen features": probe_tables(records),
-        "Other measurements": other_tables(c, records),
-        "Accuracy of every seed": seed_tables(c),
+        "Other measurements": other_tables(comparison, records),
+        "Accuracy of every seed": seed_tables(comparison),
     }
     return {heading: each for heading, each in found.items() if each}
 
 
-def each_table(c: Comparison) -> list[tuple[str, list[Row]]]:
-    """Title and rows of each table: one for every number of labels and baseline, without arms that are unavailable here."""
+def each_table(comparison: Comparison) -> list[tuple[str, list[Row]]]:
+    """Return the title and the rows of each table. There is one table for each number of labels and each baseline. Arms whose
+    external weights could not be obtained are left out.
+    """
     found = []
-    for n in c.labels:
-        for part in c.parts():
-            title = format_labels(n).capitalize() + f", compared with {part.baseline}" * (len(c.baselines) > 1)
+    for n in comparison.labels:
+        for part in comparison.parts():
+            title = format_labels(n).capitalize() + f", compared with {part.baseline}" * (len(comparison.baselines) > 1)
             found += [(title, [row for row in part.at(n) if not row.unavailable])] if n in part.labels else []
     return found
 
 
-def accuracy_tables(c: Comparison) -> list[Table]:
-    """Accuracy, difference to the baseline, Holm-corrected p and verdict of each arm."""
+def accuracy_tables(comparison: Comparison) -> list[Table]:
+    """Return the main tables of a report: test accuracy, difference from the baseline, Holm-corrected p-value and verdict of
+    each arm.
+    """
     columns = ("Test accuracy, % (mean ± SD over seeds)", "Difference, points [95% CI]", "Holm p", "Verdict")
 
     def cells(row: Row) -> list[tuple[str, list[str]]]:
@@ -184,18 +201,25 @@ def accuracy_tables(c: Comparison) -> list[Table]:
             (row.verdict or row.role, [row.reason] * bool(row.reason) + [f"by {row.score}"] * (row.score != "accuracy")),
         ]
 
-    return [Table(title=title, columns=columns, rows={row.arm: cells(row) for row in rows}) for title, rows in each_table(c)]
+    found = [(title, {row.arm: cells(row) for row in rows}) for title, rows in each_table(comparison)]
+    return [Table(title=title, columns=columns, rows=rows) for title, rows in found]
 
 
-def cost_tables(c: Comparison) -> list[Table]:
-    """The costs of each arm; those of fewer tokens come first where the evaluator `cost` has measured them."""
-    columns = (REDUCED if c.reduced else {}) | BUDGETS
-    cells = [(title, {row.arm: [cost(row, name) for name in columns] for row in rows}) for title, rows in each_table(c)]
+def cost_tables(comparison: Comparison) -> list[Table]:
+    """Return the tables with the costs of each arm. If the evaluator `cost` has measured token reductions, they begin with
+    tokens, MACs, time and speed-up.
+    """
+    columns = (REDUCED if comparison.reduced else {}) | BUDGETS
+    cells = [
+        (title, {row.arm: [cost(row, name) for name in columns] for row in rows}) for title, rows in each_table(comparison)
+    ]
     return [Table(title=title, columns=tuple(columns.values()), rows=rows) for title, rows in cells]
 
 
-def seed_tables(c: Comparison) -> list[Table]:
-    """The range of the accuracies, p before the Holm correction, and the accuracy of every seed."""
+def seed_tables(comparison: Comparison) -> list[Table]:
+    """Return the tables with the test accuracy of every seed, the range of these accuracies, and the p-value before the Holm
+    correction.
+    """
 
     def cells(row: Row) -> list[tuple[str, list[str]]]:
         seeds = [f"{percent(value)} ({seed})" for seed, value in zip(row.seeds, row.values)]
@@ -203,19 +227,23 @@ def seed_tables(c: Comparison) -> list[Table]:
         return [(extent, []), (p_value(row.difference and row.difference.p), []), (", ".join(seeds), [])]
 
     columns = ("Range", "p, not corrected", "Accuracy, % (seed)")
-    found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(c)]
+    found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison)]
     return [Table(title=title, columns=columns, rows=rows) for title, rows in found if rows]
 
 
 def probe_tables(records: Sequence[Record]) -> list[Table]:
-    """Mean accuracy of each probe of frozen features, in percent, at each number of labels where a non-reference was probed."""
+    """Return the tables with the mean accuracy of each probe (a classifier on frozen features), in percent. A number of labels
+    has a table only if an arm other than the references was probed.
+    """
     labels = {r.labels for r in records if r.finished and r.probes and r.role != "reference"}
     return measurement_tables([r for r in records if r.labels in labels], lambda r: r.probes or (), percent)
 
 
-def other_tables(c: Comparison, records: Sequence[Record]) -> list[Table]:
-    """Mean of every further number that the evaluators measured: no score, no probe and not in the cost tables."""
-    shown = {"macs", "macs_sd"} | (set(REDUCED) if c.reduced else set())
+def other_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
+    """Return the tables with all further numbers that the evaluators measured, as means over the seeds. Scores, probes and the
+    numbers in the tables of costs are left out, because other tables show them.
+    """
+    shown = {"macs", "macs_sd"} | (set(REDUCED) if comparison.reduced else set())
 
     def others(r: Record) -> list[str]:
         return [name for name in r.test or () if name not in {r.score, *(r.probes or ()), *shown}]
@@ -226,7 +254,9 @@ def other_tables(c: Comparison, records: Sequence[Record]) -> list[Table]:
 def measurement_tables(
     records: Sequence[Record], names_of: Callable[[Record], Iterable[str]], form: Callable[[float], str]
 ) -> list[Table]:
-    """One table for each number of labels: mean over seeds of the numbers in `record.test` that `names_of(record)` names."""
+    """Return one table for each number of labels, with means over the seeds of numbers in `record.test`. The function
+    `names_of(record)` selects the numbers by name, and `form` converts a mean to text.
+    """
     tables = []
     for labels in dict.fromkeys(r.labels for r in records):
         found: dict[str, dict[str, list[float]]] = {}
@@ -254,11 +284,11 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _md(text: str) -> str:
-    """Text that Markdown shows unchanged."""
+    """Escape the special characters of Markdown in a text, so that it is shown unchanged."""
     text = re.sub(r"([\\`*|~$]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|^[+#-](?=\s))", r"\\\1", re.sub(r"\s+", " ", text))
     return entities.escape(text, quote=False).replace("&lt; ", "< ")
 
 
 def _prose(text: str) -> str:
-    """Text of a docstring in Markdown, where words in backticks are code."""
+    """Escape the special characters of Markdown in a docstring, except in code, which stands between backticks."""
     return "".join(part if k % 2 else _md(part) for k, part in enumerate(re.split(r"(`[^`]+`)", text)))

@@ -17,7 +17,9 @@ NAMES = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}
 
 
 def warnings(records: Sequence[Record]) -> list[str]:
-    """What makes the arms less comparable than the tables suggest, one sentence each."""
+    """Return one sentence for each problem that makes a comparison of the arms less reliable: for example, different machines
+    or versions of a library, or an accuracy that could be reached by guessing.
+    """
     facts: dict[str, dict[str, dict]] = {}
     for r in records:
         conditions = {name: getattr(r, name) for name in ("cpu", *MACHINE)} | {"code": (r.code or {}).get("sha256")}
@@ -46,7 +48,9 @@ def warnings(records: Sequence[Record]) -> list[str]:
 
 
 def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
-    """A warning for each arm whose accuracy is not shown to be above that of always naming the most frequent class."""
+    """Return a warning for each arm whose test accuracy is not shown to be higher than that of a model which always predicts
+    the most frequent class.
+    """
     cells: dict[tuple, list[Record]] = {}
     for r in records:
         if r.finished and r.test_majority and r.role != "reference" and r.score == "accuracy":
@@ -65,7 +69,9 @@ def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
 
 
 def no_better_than_random(records: Sequence[Record]) -> list[str]:
-    """A warning for each arm and probe that is not shown to be above the same probe of an untrained model, paired by seed."""
+    """Return a warning for each arm and each probe (a classifier on frozen features) that is not shown to be better than the
+    same probe of an untrained model. Runs with the same seed are compared.
+    """
     finished = {(r.arm, r.labels, r.seed): r for r in records if r.finished}
     cells = dict.fromkeys((r.arm, r.labels) for r in finished.values() if r.role != "reference")
     probes = dict.fromkeys(name for r in finished.values() for name in r.probes or ())
@@ -86,12 +92,14 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
     return out
 
 
-def changes(c: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
-    """Arm -> what differs from its baseline's run with the same labels and seed: `tokenizer: PatchEmbed → ConvStem`."""
+def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return the settings in which each arm differs from its baseline, by the name of the arm, as lines such as `tokenizer:
+    PatchEmbed → ConvStem`. The runs that are compared have the same number of labels and the same seed.
+    """
     sources = initial_weights(records)
     count: Counter[str] = Counter()
     found: dict[str, Counter[str]] = {}
-    for r, base in with_baselines(c, records):
+    for r, base in with_baselines(comparison, records):
         count[r.arm] += 1
         lines = found.setdefault(r.arm, Counter())
         for path, values in changed_options(base.run, r.run).items():
@@ -107,16 +115,20 @@ def changes(c: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
     }
 
 
-def with_baselines(c: Comparison, records: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Each run that is not a baseline's, with the run of its baseline at the same number of labels and seed."""
-    baseline_of = {row.arm: row.baseline for row in c.rows}
+def with_baselines(comparison: Comparison, records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Pair each run with the run of its baseline that has the same number of labels and the same seed. Runs of the baselines
+    themselves, and runs for which there is no such run, are left out.
+    """
+    baseline_of = {row.arm: row.baseline for row in comparison.rows}
     found = {(r.arm, r.labels, r.seed): r for r in records if r.run}
     pairs = [(r, found.get((baseline_of.get(r.arm, ""), r.labels, r.seed))) for r in found.values() if r.role != "baseline"]
     return [(r, base) for r, base in pairs if base]
 
 
 def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
-    """Option -> its value in both runs. Several differences of the earlier run in `init` or `teacher` count as one."""
+    """Return the options in which two runs differ, by name, with their values in `base` and in `run`. Both are settings from a
+    record. All differences inside an earlier run (`init` or `teacher`) count as one.
+    """
     found = differences(base, run)
     for name in ("init", "teacher"):
         if len(inside := [path for path in found if path.startswith(f"{name}.")]) > 1:
@@ -124,18 +136,22 @@ def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def hyperparameters(c: Comparison, records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Numbers that alone distinguish arms from their one baseline: name -> arm -> value, the baseline first.
+def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Find the arms that differ from the baseline in one numeric option only. Returns the value of each of these options in
+    each arm as `result[option][arm]`, with the baseline first. Options with fewer than three values are left out.
 
-    Where the records have the number of tokens and it differs, `tokens` is a further hyperparameter.
+    The comparison must have one baseline. Where the records have the number of tokens and it differs, `tokens` is a further
+    hyperparameter.
     """
-    (baseline,) = c.baselines
+    (baseline,) = comparison.baselines
     found: dict[str, dict[str, float]] = {}
-    for r, base in with_baselines(c, records):
+    for r, base in with_baselines(comparison, records):
         changed = changed_options(base.run, r.run)
         numbers = {path: values for path, values in changed.items() if all(type(value) in (int, float) for value in values)}
         path = next(iter(numbers), "")
-        if len(changed) != 1 or not numbers or path.startswith(("init", "teacher")) or c.arms.get(r.arm) != "technique":
+        if len(changed) != 1 or not numbers or path.startswith(("init", "teacher")):
+            continue
+        if comparison.arms.get(r.arm) != "technique":
             continue
         last = path.rpartition(".")[2]
         pairs = {NAMES.get(last, last.replace("_", " ")): numbers[path]}
@@ -147,7 +163,9 @@ def hyperparameters(c: Comparison, records: Sequence[Record]) -> dict[str, dict[
 
 
 def initial_weights(records: Sequence[Record]) -> dict[str, str]:
-    """Arm -> `weights of A`, where its runs start from external weights or from the runs of an arm of this recipe."""
+    """Return where the initial weights of each arm come from, such as `weights of A`, by the name of the arm. The source is
+    another arm of the recipe or an external file. All other arms are left out.
+    """
     arms = {r.fingerprint: r.arm for r in records}
     found: dict[str, str] = {}
     for r in records:
@@ -160,7 +178,9 @@ def initial_weights(records: Sequence[Record]) -> dict[str, str]:
 
 
 def provenance(records: Sequence[Record], options: str) -> dict[str, str]:
-    """Which code, versions and machine made the records, and the commands that repeat the runs and this page."""
+    """Return where the results come from, as text by heading: code, versions, machine, pretrained weights, and the commands
+    that repeat the runs. `options` are the command-line options of the runs.
+    """
     sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 
     def each(values: Iterable[str]) -> str:

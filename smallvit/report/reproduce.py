@@ -11,13 +11,13 @@ MAX_WIDTH = 0.6  # a wider interval contains almost any result and verifies noth
 
 
 def compare_with_committed(committed: Sequence[Record], again: Sequence[Record]) -> tuple[list[str], bool]:
-    """Check whether runs that were trained again agree with their committed records.
+    """Check whether runs that were trained again have the same results as their committed records. `again` holds the new
+    records. Returns one line of text for each arm and number of labels, and whether all arms agree.
 
-    Returns one line for each arm and number of labels, and whether all of them agree. An arm agrees if its runs are identical
-    to the committed ones, or if their mean lies in the 99% prediction interval that follows from the mean and standard
-    deviation of the committed seeds (t distribution). It does not agree if a run failed, if fewer than 2 seeds are committed,
-    or if the interval is wider than 60 points. Arms whose weights are unavailable here are skipped; at least one arm must
-    agree.
+    An arm agrees if its runs are identical to the committed ones, or if their mean lies in the 99% prediction interval that
+    follows from the mean and standard deviation of the committed seeds (t distribution). It does not agree if a run failed, if
+    fewer than 2 seeds are committed, or if the interval is wider than 60 points. Arms whose weights are unavailable here are
+    skipped; at least one arm must agree.
     """
     lines, results = [], []
     for arm, labels in dict.fromkeys((record.arm, record.labels) for record in again):
@@ -30,7 +30,9 @@ def compare_with_committed(committed: Sequence[Record], again: Sequence[Record])
 
 
 def compare_arm(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool | None]:
-    """The text for one arm, and whether its new runs agree with the old; None if its weights are unavailable here."""
+    """Compare the new runs of an arm with its committed runs (`old`). Returns the result as text, and whether the runs agree.
+    The second value is None if the external weights of the arm cannot be obtained on this machine.
+    """
     if all(r.status == "unavailable" for r in new):
         return f"left out, unavailable here ({new[0].error})", None
     if not all(r.finished for r in new):
@@ -50,7 +52,9 @@ def compare_arm(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool
 
 
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
-    """The interval that contains the mean of `new` further values with probability 99%, by the t distribution."""
+    """Return the lower and upper end of the 99% prediction interval (t distribution) for the mean of further runs. `values` are
+    the known results; `new` is the number of further runs.
+    """
     from scipy.stats import t
 
     half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * stdev(values) * sqrt(1 / len(values) + 1 / new)
