@@ -17,7 +17,8 @@ MAX_VARIANTS = 64  # compiled versions of a block in one process; beyond that to
 
 
 class Numerics(NamedTuple):
-    """Options for how training steps are computed: precision, attention kernel and compilation.
+    """Options for how the training steps of a run are computed: precision, attention kernel and compilation. They change speed
+    and rounding, but not the method.
 
     precision   "fp32" or "bf16" for matrix products; None uses the precision of the run
     kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; None lets
@@ -33,7 +34,9 @@ class Numerics(NamedTuple):
     compiled: bool = False
 
     def describe(self) -> str:
-        """Return the options as text for a message, such as "bf16, fused attention"; "default" if none is set."""
+        """Return the options as a short text for messages, such as "bf16, fused attention". The text is "default" if no option
+        is set.
+        """
         parts = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
         return ", ".join(filter(None, parts)) or "default"
 
@@ -42,7 +45,9 @@ DEFAULT = Numerics()
 
 
 def check_numerics(numerics: Numerics, stack: int = 1):
-    """Raise ValueError for an unknown value of an option, and for `compiled` with `stack` > 1 runs trained as one model."""
+    """Raise ValueError if an option in `numerics` has an unknown value, or if compilation is combined with `stack` > 1. `stack`
+    is the number of runs that are trained together as one model.
+    """
     for name, values in CHOICES.items():
         if getattr(numerics, name) not in (None, *values.values()):
             expected = " or ".join(repr(value) for value in values.values() if value is not None)
@@ -52,7 +57,7 @@ def check_numerics(numerics: Numerics, stack: int = 1):
 
 
 def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
-    """Parse command-line words such as `precision=bf16 compiled=no` into keyword arguments of `Numerics`.
+    """Convert command-line words, such as `precision=bf16 compiled=no`, to a dict of keyword arguments for `Numerics`.
 
     Raises   ValueError for an unknown option or value, and for an option that is given twice.
     """
@@ -69,7 +74,9 @@ def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
 
 
 class NumericsContext:
-    """Apply the attention kernel and the compilation of a `Numerics` to the models inside an objective, within `active()`."""
+    """Applies the options of a `Numerics` to the models inside a training objective: the attention kernel and the compilation.
+    They have an effect only inside its context manager `active()`.
+    """
 
     def __init__(self, objective: "nn.Module", numerics: Numerics):
         self.fused = numerics.kernel == "fused"
@@ -78,7 +85,9 @@ class NumericsContext:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Use the kernel and the compiled blocks inside the `with` statement, and restore the modules afterwards."""
+        """Context manager inside which the models use the chosen attention kernel and the compiled blocks. At its end, the
+        models are as before.
+        """
         before = [module.fused for module in self.attention]
         for module in self.attention:
             module.fused = self.fused
@@ -94,7 +103,8 @@ class NumericsContext:
 
 
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:
-    """Return (block, compiled call) for each transformer block in `objective` that has no token reduction.
+    """Prepare the transformer blocks inside a training objective for `torch.compile`. Returns pairs: a block and its compiled
+    forward function. Blocks that merge or prune tokens are left out.
 
     Blocks are compiled one by one: equal blocks share one compilation, which takes seconds; a whole model takes minutes. A
     block with a reduction is skipped: the values that a reduction is given change every step, and each change would recompile

@@ -13,7 +13,8 @@ LearningRate = Callable[[float, float], float]
 def decay_groups(
     objective: Any, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict], list[LearningRate]]:
-    """Split the parameters of an objective into AdamW groups by weight decay. Also returns a learning-rate function per group.
+    """Return the parameter groups for AdamW, with and without weight decay, and a list with the learning-rate function of each
+    group. `layer_decay` lowers the learning rate of earlier blocks.
 
     Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
     `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
@@ -33,17 +34,18 @@ def decay_groups(
             decayed = [p for p in selected if p.ndim > 1 and id(p) not in no_decay]
             others = [p for p in selected if p.ndim <= 1 or id(p) in no_decay]
             groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-            rates += [scaled(rate, layer_decay**distance) if layer_decay and distance else rate] * 2
+            rates += [scale_learning_rate(rate, layer_decay**distance) if layer_decay and distance else rate] * 2
     return groups, rates
 
 
-def scaled(rate: LearningRate, factor: float) -> LearningRate:
-    """Return a learning-rate function that gives `factor` times the values of the function `rate`."""
+def scale_learning_rate(rate: LearningRate, factor: float) -> LearningRate:
+    """Return a new learning-rate function whose values are `factor` times the values of the function `rate`."""
     return lambda progress, run_rate: factor * rate(progress, run_rate)
 
 
 def distances_to_head(model: Any) -> dict[int, int]:
-    """Return a dict from parameter ids to their distance to the head: 1 in the last block, one more in each block before.
+    """Return how far each parameter is from the head of the model, counted in blocks, as a dict from `id(parameter)` to
+    distance. The last block has distance 1, the block before it 2, and so on.
 
     Raises ValueError for a model without blocks.
     """
@@ -59,7 +61,8 @@ def distances_to_head(model: Any) -> dict[int, int]:
 
 
 def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
-    """Return the learning rate as a fraction of its peak: a linear warmup, then a cosine to 0.
+    """Return the learning rate at one point of the run, as a fraction of the peak rate. It first rises linearly (warmup), then
+    falls to 0 as half a cosine. All arguments but `schedule` are fractions of the run.
 
     progress  the share of the run that is done, from 0 to 1.
     warmup    the share of the run that the warmup takes.
@@ -74,13 +77,17 @@ def learning_rate(progress: float, warmup: float, one_step: float, schedule: str
 
 
 def tensors(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters and buffers of two models with equal architecture as pairs of tensors, for `ema_update`."""
+    """Return pairs of tensors for `ema_update`: each parameter and buffer of the averaged model `ema`, with the same one of
+    `model`. Both models have the same architecture.
+    """
     return [*zip(ema.parameters(), (p.detach() for p in model.parameters())), *zip(ema.buffers(), model.buffers())]
 
 
 @torch.no_grad()
 def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
-    """Move the first tensor of each pair towards the second: (1 - weight) * first + weight * second. Integers are copied."""
+    """Update moving averages in place: in each pair of tensors (average, new value), move the average towards the new value by
+    the fraction `weight`. Tensors of integers are copied.
+    """
     averaged = [pair for pair in pairs if pair[0].is_floating_point()]
     torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore
     for ema, now in pairs:

@@ -321,15 +321,15 @@ def test_the_loss_of_ltmp_is_cross_entropy_and_the_squared_difference_to_the_bud
 def test_the_share_spent_is_one_if_all_is_kept_and_falls_with_every_dropped_token():
     objective = LearnThresholds(THRESHOLDS())
     kept = [torch.ones(6, 17) for _ in range(4)]
-    assert objective.spent(kept).item() == 1
+    assert objective.compute_share(kept).item() == 1
     spent = [1.0]
     for block, token in [(3, 1), (3, 2), (2, 5), (1, 9), (0, 3), (0, 4)]:
         kept[block][:, token] = 0
-        spent.append(objective.spent(kept).item())
+        spent.append(objective.compute_share(kept).item())
     assert spent == sorted(spent, reverse=True) and len(set(spent)) == len(spent)
     before = kept[1].clone()
     kept[1][:, 3] = 0  # already dropped in block 0
-    assert objective.spent(kept).item() == pytest.approx(spent[-1]) and not torch.equal(before, kept[1])
+    assert objective.compute_share(kept).item() == pytest.approx(spent[-1]) and not torch.equal(before, kept[1])
 
 
 def spent_by_hand(model, rows):
@@ -357,7 +357,7 @@ def test_a_block_without_thresholds_is_counted_too(batch):
     model = randomize_decisions(TINY(reduction=only_in_second_block))
     kept = torch.ones(6, 17)
     kept[:, :9] = 0
-    spent = LearnThresholds(model).spent([kept]).item()
+    spent = LearnThresholds(model).compute_share([kept]).item()
     assert spent == pytest.approx(spent_by_hand(model, [(17, 17), (17, 8), (8, 8), (8, 8)]))
     assert LearnThresholds(model).train()(batch, 0.0)["loss"].isfinite()
 

@@ -87,7 +87,7 @@ def test_student_on_unlabelled_images_learns_only_from_its_teacher(tmp_path, mon
     def recorded(self, batch, progress):
         targets.append(batch.targets)
         loss = forward(self, batch, progress)
-        assert torch.equal(loss["loss"], self.gap(self.model(batch.images), self.teacher(batch.images)))
+        assert torch.equal(loss["loss"], self.distillation_loss(self.model(batch.images), self.teacher(batch.images)))
         return loss
 
     monkeypatch.setattr(Distill, "forward", recorded)

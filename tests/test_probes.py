@@ -357,9 +357,9 @@ def test_a_probe_that_does_not_converge_is_refused():
 
 def test_evaluators_with_a_cache_give_the_same_numbers_and_compute_features_once(vit, splits, monkeypatch):
     images, fits = [], []
-    features_of_vit, fit = type(vit).features, probes.logistic
+    features_of_vit, fit = type(vit).features, probes.fit_logistic_regression
     monkeypatch.setattr(type(vit), "features", lambda self, x: images.append(len(x)) or features_of_vit(self, x))
-    monkeypatch.setattr(probes, "logistic", lambda *arguments: fits.append(arguments[2]) or fit(*arguments))
+    monkeypatch.setattr(probes, "fit_logistic_regression", lambda *arguments: fits.append(arguments[2]) or fit(*arguments))
     calls = [(probe, part) for part in (splits._replace(test=splits.val), splits) for probe in (knn, linear_probe)]
     separate = [dict(probe(vit, part)) for probe, part in calls]
     images_before, fits_before = sum(images), len(fits)

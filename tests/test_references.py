@@ -11,7 +11,7 @@ from toys import randomize
 
 from smallvit import LeNet, Pixels, ResNet, SmallCNN, initialize
 from smallvit.flops import footprint
-from smallvit.objectives.dino import width
+from smallvit.objectives.dino import feature_width
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -184,7 +184,7 @@ def test_every_weight_of_a_resnet_trains_on_any_image_size():
     for image in ((8, 8), (12, 9)):
         x = torch.randn(4, 1, *image)
         assert_trains(model, x)
-    assert torch.equal(model.eval()(x), model.head(model.features(x))) and width(model) == 512
+    assert torch.equal(model.eval()(x), model.head(model.features(x))) and feature_width(model) == 512
 
 
 def test_global_seed_determines_the_weights_of_a_resnet_and_initialize_keeps_its_body():

@@ -10,7 +10,8 @@ CACHE: ContextVar[dict | None] = ContextVar("CACHE", default=None)
 
 @contextmanager
 def cached_features():
-    """Context in which the features of a model are computed only once and then reused; they are forgotten at its end.
+    """Context manager that lets several evaluators share the features of a model. Inside it, features are computed once and
+    then reused; at its end they are deleted.
 
     Classifiers fitted on the features are cached too. No model may be changed inside the context, because its features would
     be out of date.
@@ -23,7 +24,8 @@ def cached_features():
 
 
 def cached(compute: Callable[[], Any], *arguments: Any) -> Any:
-    """Return the result of `compute()`. Inside `cached_features`, reuse the result of an earlier call with the same arguments.
+    """Return the result of the function `compute`. Inside the context `cached_features`, an earlier result with equal
+    `arguments` is reused; the arguments serve only as the key of the cache.
 
     Arguments are the same if they are equal strings or numbers, or the same objects.
     """

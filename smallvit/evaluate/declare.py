@@ -8,7 +8,8 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Declaration(NamedTuple):
-    """Properties of an evaluator (a function that scores a model) that the training loop and the reports need to know.
+    """Properties of an evaluator (a function that scores a trained model), such as whether it trains a classifier. The training
+    loop and the reports read them.
 
     The defaults apply to a function without a declaration.
 
@@ -36,13 +37,14 @@ def evaluator(
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Decorator that attaches a `Declaration` with the given fields to an evaluator, a function that scores a model.
+    """Decorator for an evaluator, a function that scores a trained model. It stores the given properties of the evaluator as a
+    `Declaration` in the function, for the training loop and the reports.
 
     The function itself is returned unchanged. Only evaluators that differ from the defaults need it.
     """
 
     def declare(function: Function) -> Function:
-        """Attach the declaration to an evaluator and return the evaluator."""
+        """Store the properties of an evaluator in the function itself, as its attribute `declaration`. Returns the function."""
         vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options))
         return function
 
@@ -50,7 +52,9 @@ def evaluator(
 
 
 def declaration(evaluator: Callable) -> Declaration:
-    """Return the `Declaration` of an evaluator or of a `functools.partial` of one; default values if it has none."""
+    """Return the `Declaration` (the properties) of an evaluator, or of a `functools.partial` of an evaluator. An evaluator
+    without a declaration gets the default properties.
+    """
     while isinstance(evaluator, partial):
         evaluator = evaluator.func
     return getattr(evaluator, "declaration", Declaration())

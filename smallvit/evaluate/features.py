@@ -18,7 +18,8 @@ from .splits import require_images
 
 
 class FeatureExtractor:
-    """A scikit-learn transformer from images to the features of a frozen model, an array of shape (n, d), float32.
+    """A scikit-learn transformer whose input is images and whose output is the features of a frozen model, a float32 array of
+    shape (images, features). It can be a step of a scikit-learn pipeline.
 
     make_pipeline(FeatureExtractor(model, spec=spec), StandardScaler(), LogisticRegression()).fit(images, labels)
 
@@ -54,20 +55,26 @@ class FeatureExtractor:
         self.batch, self.features, self.spec = batch, features, spec
 
     def fit(self, X, y=None) -> "FeatureExtractor":
-        """Check that the first image fits the model, and store the number of features; nothing is trained."""
-        self.n_features_out_ = self.read(X, only=1).shape[1]
+        """Check that the first image is valid for the model, and remember the number of features. Nothing is trained; `y` is
+        ignored. scikit-learn requires this method.
+        """
+        self.n_features_out_ = self.read(X, limit=1).shape[1]
         return self
 
     def transform(self, X) -> Array:
-        """Return the features of the images, shape (n, d), float32."""
+        """Return the features of the images X, a float32 array of shape (images, features)."""
         return self.read(X)
 
     def fit_transform(self, X, y=None) -> Array:
-        """Call `fit`, then return the features of the images, shape (n, d), float32."""
+        """Check the images X as `fit` does, and return their features, a float32 array of shape (images, features). `y` is
+        ignored.
+        """
         return self.fit(X).transform(X)
 
-    def read(self, X, only: int | None = None) -> Array:
-        """Return the features of images, shape (n, d); of the first `only` ones if given. Raises ValueError for bad options."""
+    def read(self, X, limit: int | None = None) -> Array:
+        """Return the features of the images X, a float32 array of shape (images, features). If `limit` is given, only the first
+        `limit` images are read. Raises ValueError for invalid options of the extractor.
+        """
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"the model is {self.model!r}; expected FeatureExtractor(model) with a torch.nn.Module")
         if not isinstance(self.batch, int) or self.batch < 1:
@@ -79,10 +86,12 @@ class FeatureExtractor:
         else:
             raise ValueError("got features= together with of, layers or norm; expected a function or a named place, not both")
         images, spec = as_images(X, self.spec)
-        return read_batches(self.model, map(partial(normalize, spec=spec), images[:only].split(self.batch)), reader)
+        return read_batches(self.model, map(partial(normalize, spec=spec), images[:limit].split(self.batch)), reader)
 
     def get_feature_names_out(self, input_features=None) -> Array:
-        """Return the names of the features: `featureextractor0`, `featureextractor1`, ... Raises ValueError before `fit`."""
+        """Return an array with the names of the features: "featureextractor0", "featureextractor1" and so on. Raises ValueError
+        before `fit`. `input_features` is ignored.
+        """
         import numpy as np
 
         if not hasattr(self, "n_features_out_"):
@@ -90,11 +99,13 @@ class FeatureExtractor:
         return np.array([f"featureextractor{i}" for i in range(self.n_features_out_)], dtype=object)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the constructor's arguments by name."""
+        """Return the constructor's arguments as a dict from name to value, as scikit-learn requires. `deep` is ignored."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params) -> "FeatureExtractor":
-        """Change some of the constructor's arguments and return self. Raises ValueError for an unknown name."""
+        """Change constructor arguments, which are given by name, and return the extractor itself. Raises ValueError for an
+        unknown name.
+        """
         unknown = sorted(params.keys() - self.get_params().keys())
         if unknown:
             raise ValueError(f"FeatureExtractor has no {', '.join(unknown)}; expected some of {', '.join(self.get_params())}")
@@ -132,7 +143,8 @@ class FeatureExtractor:
 
 
 def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
-    """Convert `Images`, an array or a tensor to a tensor of shape (n, c, h, w), and return it with the spec to normalize it.
+    """Convert images in any supported form to one tensor of shape (images, channels, height, width). Returns this tensor and
+    the `DataSpec` that normalizes it, or None if the pixels are normalized already.
 
     The spec is None for pixels that are normalized already.
 
@@ -169,6 +181,8 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | N
 
 
 def normalize(images: Tensor, spec: DataSpec | None) -> Tensor:
-    """Return images as float tensors, scaled to [0, 1] if they are uint8, and normalized by the spec if there is one."""
+    """Convert images to float tensors and normalize them with the mean and standard deviation of `spec`. Bytes are first
+    divided by 255. If `spec` is None, the images are normalized already.
+    """
     pixels = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     return pixels if spec is None else spec.normalise(pixels)

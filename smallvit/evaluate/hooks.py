@@ -24,7 +24,7 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
-    """Compute the features of images with a frozen model. Returns a numpy array of shape (images, features), float32.
+    """Compute the features of images with a frozen model. Returns a float32 numpy array of shape (images, features).
 
     of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
             "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many
@@ -45,7 +45,8 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
 
 def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> Array:
-    """Apply the function `read` to each batch of normalized images, and return all features as a numpy array.
+    """Compute the features of batches of images and join them into one numpy array. `read` is the function that maps a batch of
+    normalized images to its features.
 
     Raises ValueError if they are not of shape (b, d) for each batch, or not finite.
     """
@@ -57,19 +58,22 @@ def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Te
     return rows.numpy()
 
 
-def check_features(rows: Any, images: int, model: nn.Module) -> Tensor:
-    """Return features unchanged. Raises ValueError if they are not a 2-D tensor with one row for each image."""
-    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != images:
-        shape = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+def check_features(features: Any, images: int, model: nn.Module) -> Tensor:
+    """Check that the features of a batch are a tensor with one row per image, and return them unchanged; else raise ValueError.
+    `images` is the number of images; `model` is named in the error.
+    """
+    if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != images:
+        shape = f"shape {tuple(features.shape)}" if isinstance(features, Tensor) else f"a {type(features).__name__}"
         raise ValueError(
             f"{type(model).__name__} gave features of {shape} for {images} images; expected b d, a row for each: pool them in a"
             " method features(x), or in a function for FeatureExtractor(features=...)"
         )
-    return rows
+    return features
 
 
 def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps a batch of normalized images to the features that `features` gives for these options.
+    """Return a function that maps a batch of normalized images to features of the model. `of`, `layers` and `norm` select which
+    features, as in the function `features`.
 
     Raises ValueError for an unknown name, or a name that does not apply to this model.
     """
@@ -94,7 +98,8 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
 
 
 def head_input(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes the input of the classification head: `model.features`, or `forward_features` of timm.
+    """Return a function that maps a batch of images to the input of the model's classification head. It uses `model.features`,
+    or the methods that timm's models have.
 
     With timm, `forward_head(..., pre_logits=True)` follows. Layers called `features` are used only if there is nothing else.
     """
@@ -111,17 +116,21 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
     )
 
 
-class Tokens(NamedTuple):
-    """The tokens after a block: prefix (b, p, d), patches (b, n, d), and the number of patches in each patch token (b, n)."""
+class BlockTokens(NamedTuple):
+    """The tokens after one transformer block, split into prefix tokens (class token and registers) and patch tokens, each of
+    shape (batch, tokens, width). `size` counts the patches that each patch token was merged from; None means one.
+    """
 
     prefix: Tensor
     patches: Tensor
     size: Tensor | None
 
 
-def token_features(model: nn.Module, of: str, layers: int, normed: bool, x: Tensor) -> Tensor:
-    """Return the class token and/or the mean patch token of each of the last `layers` blocks, concatenated, (batch, d)."""
-    norm, norm_after_pool = norms(model) if normed else (nn.Identity(), nn.Identity())
+def token_features(model: nn.Module, of: str, layers: int, apply_norm: bool, x: Tensor) -> Tensor:
+    """Return features of images x from the tokens of the last `layers` blocks, put side by side, shape (batch, features). `of`
+    selects the class token, the mean of the patch tokens, or both.
+    """
+    norm, norm_after_pool = final_norms(model) if apply_norm else (nn.Identity(), nn.Identity())
     mean, parts = MeanTokens(0), []
     for tokens in (tokens_of_vit if isinstance(model, ViT) else tokens_of_timm)(model, x, layers):
         if of != "mean":
@@ -131,51 +140,56 @@ def token_features(model: nn.Module, of: str, layers: int, normed: bool, x: Tens
     return torch.cat([norm_after_pool(part) for part in parts], dim=-1)
 
 
-def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[Tokens]:
-    """Return the tokens after each of the last `layers` blocks of a ViT of smallvit."""
+def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
+    """Run a `ViT` of smallvit on images x and return a list with the tokens after each of its last `layers` blocks."""
     found, p = [], len(model.prefix)
 
-    def record(block, inputs, output):
-        """Append the output tokens of a block to the list."""
+    def save_tokens(block, inputs, output):
+        """Forward hook that appends the output tokens of a block to the list of results."""
         tokens, size = output
-        found.append(Tokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
+        found.append(BlockTokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
 
     with ExitStack() as hooks:
         for block in model.blocks[-layers:]:
-            hooks.enter_context(block.register_forward_hook(record))
+            hooks.enter_context(block.register_forward_hook(save_tokens))
         model.tokens(x)
     return found
 
 
-def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[Tokens]:
-    """Return the tokens after each of the last `layers` blocks of a ViT of timm."""
+def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
+    """Run a Vision Transformer of timm on images x and return a list with the tokens after each of its last `layers` blocks."""
     options = {"return_prefix_tokens": model.num_prefix_tokens > 0, "output_fmt": "NLC", "intermediates_only": True}
     outputs = model.forward_intermediates(x, indices=layers, **options)
-    return [Tokens(*(part[::-1] if isinstance(part, tuple) else (part[:, :0], part)), size=None) for part in outputs]
+    return [BlockTokens(*(part[::-1] if isinstance(part, tuple) else (part[:, :0], part)), size=None) for part in outputs]
 
 
-def norms(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Return two norm layers: the one before the pool, for tokens, and the one after it. One of the two is an identity."""
+def final_norms(model: Any) -> tuple[nn.Module, nn.Module]:
+    """Return the final norm layers of a model as a pair: the norm before the pooling and the norm after it. One of the two does
+    nothing (`nn.Identity`).
+    """
     if isinstance(model, ViT):
         return (nn.Identity(), model.norm) if model.norm_after_pool else (model.norm, nn.Identity())
     return model.norm, getattr(model, "fc_norm", nn.Identity())
 
 
 def is_timm_vit(model: nn.Module) -> bool:
-    """Return whether a model is a Vision Transformer of timm, which gives its tokens by `forward_intermediates`."""
+    """Return True if the model is a Vision Transformer of timm that can return the tokens of its blocks, with its method
+    `forward_intermediates`.
+    """
     method = getattr(model, "forward_intermediates", None)
     gives_tokens = callable(method) and "return_prefix_tokens" in signature(method).parameters
     return gives_tokens and hasattr(model, "blocks") and hasattr(model, "num_prefix_tokens")
 
 
 def has_class_token(model: nn.Module) -> bool:
-    """Return whether a ViT of smallvit or timm has a class token."""
+    """Return True if a Vision Transformer, of smallvit or timm, has a class token."""
     return model.pool.class_tokens > 0 if isinstance(model, ViT) else getattr(model, "cls_token", None) is not None
 
 
 @contextmanager
 def frozen(model: nn.Module):
-    """Context with a model in evaluation mode and without gradients; restores the training mode of each module at the end.
+    """Context manager that switches a model to evaluation mode and computes no gradients. At its end, each module gets its
+    earlier mode (training or evaluation) back.
 
     Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`.
     """

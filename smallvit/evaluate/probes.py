@@ -33,7 +33,8 @@ def knn(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluate a k-nearest-neighbor classifier on frozen features. Yields its accuracy as `knn_1`, `knn_5`, ... for each k.
+    """Evaluator that classifies the test images by their k nearest neighbors among the labelled images, using features of the
+    frozen model. Yields the accuracy for each k, named `knn_1`, `knn_5` and so on.
 
     The neighbors are labelled images. Nearest means the largest cosine similarity of the features. Each neighbor has one vote;
     the smaller class index wins a tie. Values of k above the number of labelled images are left out. Similarities are computed
@@ -73,7 +74,8 @@ def linear_probe(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluate a logistic regression with L2 penalty on frozen features. Yields its test accuracy as `linear_probe`.
+    """Evaluator that trains a logistic regression with L2 penalty on features of the frozen model. Yields its accuracy on the
+    test images, named `linear_probe`.
 
     strengths    the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
                  of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the
@@ -89,26 +91,30 @@ def linear_probe(
         raise ValueError(f"strengths is {strengths!r}; expected a tuple of at least one inverse strength C, such as (1.0,)")
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
 
-    def fitted(c: float):
-        """Return the logistic regression with inverse penalty c, fitted to the labelled images."""
-        fit = partial(logistic, train, splits.train.labels, c, standardise)
-        return cached(fit, "logistic", model, splits.train, of, layers, norm, c, standardise)
+    def fit_probe(inverse_penalty: float):
+        """Return a logistic regression that is trained on the features of the labelled images. `inverse_penalty` is the
+        argument C of scikit-learn.
+        """
+        fit = partial(fit_logistic_regression, train, splits.train.labels, inverse_penalty, standardise)
+        return cached(fit, "logistic", model, splits.train, of, layers, norm, inverse_penalty, standardise)
 
     if len(splits.val):
         val = features(model, splits.val, of=of, layers=layers, norm=norm)
-        probes = {c: fitted(c) for c in sorted(strengths)}
-        best = max(probes, key=lambda c: score(probes[c], val, splits.val.labels))
+        probes = {c: fit_probe(c) for c in sorted(strengths)}
+        best = max(probes, key=lambda c: probe_accuracy(probes[c], val, splits.val.labels))
     else:
-        probes, best = {1.0: fitted(1.0)}, 1.0
+        probes, best = {1.0: fit_probe(1.0)}, 1.0
     probe, edge = probes[best], len(probes) > 1 and best in (min(probes), max(probes))
-    yield "linear_probe", score(probe, test, splits.test.labels)
+    yield "linear_probe", probe_accuracy(probe, test, splits.test.labels)
     yield "linear_probe_c", best
     yield "linear_probe_edge", float(edge)
     yield "linear_probe_iterations", float(probe[-1].n_iter_.max())
 
 
 def require_shots(splits: Splits, *, shots: int = SHOTS, **options):
-    """Raise ValueError if a class has fewer than `shots` labelled images."""
+    """Raise ValueError if a class has fewer than `shots` labelled images in the training set of `splits`. This is checked
+    before a run starts.
+    """
     draw_balanced(splits.train, shots, 0)
 
 
@@ -124,7 +130,8 @@ def few_shot(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluate a logistic regression on frozen features of only `shots` labelled images of each class, as `few_shot`.
+    """Evaluator that trains a logistic regression on features of only a few labelled images: `shots` images of each class.
+    Yields its accuracy on the test images, named `few_shot`.
 
     `few_shot` is the mean accuracy over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left
     out for one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on.
@@ -137,27 +144,30 @@ def few_shot(
         raise ValueError(f"got shots={shots} and draws={draws}; expected at least 1 of each")
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 
-    def fitted(draw: int):
-        """Return the logistic regression that is fitted to one random choice of images."""
+    def fit_probe(draw: int):
+        """Return a logistic regression that is trained on a few random images of each class. `draw` is the number of the random
+        choice.
+        """
         images = splits.train.take(draw_balanced(splits.train, shots, draw))
-        return logistic(features(model, images, of=of, layers=layers, norm=norm), images.labels, strength)
+        return fit_logistic_regression(features(model, images, of=of, layers=layers, norm=norm), images.labels, strength)
 
     accuracies = []
     for draw in range(draws):
-        probe = cached(partial(fitted, draw), "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
-        accuracies.append(score(probe, test, splits.test.labels))
+        probe = cached(partial(fit_probe, draw), "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
+        accuracies.append(probe_accuracy(probe, test, splits.test.labels))
     accuracies = torch.tensor(accuracies, dtype=torch.float64)
     yield "few_shot", accuracies.mean().item()
     if draws > 1:
         yield "few_shot_sd", accuracies.std().item()
 
 
-def draw_balanced(images: Images, shots: int, draw: int) -> Tensor:
-    """Return the indices of `shots` randomly chosen images of each class. The integer `draw` is the random seed.
+def draw_balanced(images: Images, shots: int, seed: int) -> Tensor:
+    """Choose the same number of images of each class at random, and return the indices of these images. `shots` is the number
+    per class; `seed` is the random seed.
 
     Raises ValueError if a class has fewer images.
     """
-    order = torch.tensor(shuffled(list(range(len(images))), draw, "few_shot"), dtype=torch.int64)
+    order = torch.tensor(shuffled(list(range(len(images))), seed, "few_shot"), dtype=torch.int64)
     labels, chosen = images.labels[order], []
     for k, name in enumerate(images.spec.classes):
         of_class = order[labels == k]
@@ -167,8 +177,9 @@ def draw_balanced(images: Images, shots: int, draw: int) -> Tensor:
     return torch.cat(chosen)
 
 
-def logistic(x: Array, labels: Tensor, strength: float, standardise: bool = True) -> Any:
-    """Fit a logistic regression of scikit-learn, with a StandardScaler before it, to features x of shape (n, d); return both.
+def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardise: bool = True) -> Any:
+    """Train a logistic regression of scikit-learn on features x, shape (images, features), and return it as a pipeline.
+    `strength` is the inverse penalty C. `standardise` scales the features first.
 
     It is fitted in float64 to a tolerance of 1e-5. With scikit-learn's default of 1e-4 the accuracy is up to half a point
     away from that of the minimum. Raises RuntimeError if the solver does not converge.
@@ -192,6 +203,8 @@ def logistic(x: Array, labels: Tensor, strength: float, standardise: bool = True
             ) from warning
 
 
-def score(probe: Any, x: Array, labels: Tensor) -> float:
-    """Return the accuracy of a fitted scikit-learn classifier on features x of shape (n, d)."""
+def probe_accuracy(probe: Any, x: Array, labels: Tensor) -> float:
+    """Return the accuracy, from 0 to 1, of the trained scikit-learn classifier `probe` on features x, shape (images,
+    features).
+    """
     return float((probe.predict(x.astype("float64")) == labels.numpy()).mean())

@@ -16,7 +16,8 @@ from .splits import NamedScores, Splits, require_images
 
 
 def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
-    """Evaluate a model as a classifier: yields `accuracy` and `nll`, the mean negative log-likelihood of the labels in nats.
+    """Evaluator that classifies the test images with the model itself. Yields `accuracy`, and `nll`, the mean negative
+    log-likelihood of the labels in nats.
 
     Raises   ValueError if the model does not give one logit for each class, or if the logits are not finite.
     """
@@ -40,7 +41,8 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
 
 @evaluator(judges=False)
 def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> NamedScores:
-    """Measure a forward pass: yields `macs`, the multiply-adds for one image, and `ms`, the time for a batch in milliseconds.
+    """Evaluator that measures the cost of a forward pass. Yields `macs`, the number of multiply-adds for one image, and `ms`,
+    the time for a batch in milliseconds.
 
     `ms` is the median of `repeats` passes of `batch` images on this device. For a model that reduces its tokens, also:
 
@@ -66,7 +68,9 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
 
 def reduced_cost(model: Any, splits: Splits, images: Tensor, repeats: int) -> dict[str, float]:
-    """Return the numbers that `cost` yields for a model with token reduction. `images` is the batch that is timed."""
+    """Return the cost of a model that merges or prunes tokens, as a dict: multiply-adds, tokens, time and speedup. `images` is
+    the batch that is timed, `repeats` the number of timed passes.
+    """
     size = (images.shape[2], images.shape[3])
     if tokens := flops.tokens_per_layer(model, size):
         counted = float(flops.counted(model, images[:1]))

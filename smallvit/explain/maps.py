@@ -20,7 +20,8 @@ HEADS = ("mean", "max", "min")
 
 
 def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the attention map of each block, shape (batch, heads, tokens, tokens): queries in rows, keys in columns.
+    """Return the attention map of each transformer block for some images: a list of tensors of shape (batch, heads, tokens,
+    tokens). Row i has the attention of token i to all tokens.
 
     `model` is a `ViT` with any attention and reduction, or a Vision Transformer of timm. `images` are normalized pixels of
     shape (batch, channels, height, width). Rows sum to 1. The map is computed a second time from the same queries and keys; the
@@ -29,12 +30,13 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
 
     Raises   ValueError for no images, and for a block that gives no attention map (the error names the class).
     """
-    parts = find_parts(model, images)
+    parts = find_attention_parts(model, images)
     return [weights.clone() for weights in collect_maps(model, images, parts)]  # clone: no tensors of inference mode
 
 
 def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return which patches the tokens of each attention map contain, shape (batch, tokens, patches), one tensor per block.
+    """Return what each token consists of, when tokens are merged: the share of each patch in each token. The result is a list
+    with one tensor of shape (batch, tokens, patches) for each attention map.
 
     Rows sum to 1, or to 0 for a prefix token. `maps[i] @ shares[i]` is attention to patches, shape (batch, heads, tokens,
     patches). It divides the attention to a merged token among its patches, in proportion to how much of each it contains
@@ -42,12 +44,14 @@ def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
 
     Raises   ValueError as `attention_maps` and `trace` do.
     """
-    parts = find_parts(model, images)
-    return [share_of_token(contents) for contents in before_attention(model, token_contents(model, images, parts))]
+    parts = find_attention_parts(model, images)
+    contents = contents_before_attention(model, token_contents(model, images, parts))
+    return [divide_by_token_sums(of_block) for of_block in contents]
 
 
 def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query: Query = None) -> Tensor:
-    """Return the attention of each head from one query to all patches, shape (batch, heads, rows, columns).
+    """Return how much one query token attends to each patch, for each head of one block: a tensor of shape (batch, heads, rows,
+    columns). By default the query is the class token, if the model uses one.
 
     Rows and columns are those of the patch grid, also after merging. `block` counts from 0, or from the last block if negative.
     `query` is the (row, column) of a patch, from 0. None uses the class token; if the model does not classify by a class token,
@@ -55,20 +59,21 @@ def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query:
 
     Raises   ValueError as `token_shares` does, for a block that does not exist, and for a query that is pruned before it.
     """
-    parts = find_parts(model, images)
+    parts = find_attention_parts(model, images)
     depth = len(parts.attentions)
     if not -depth <= block < depth:
         raise ValueError(f"block is {block}; expected one of this model, from 0 to {depth - 1}")
     weights = collect_maps(model, images, parts)[block]
-    contents = before_attention(model, token_contents(model, images, parts))[block]
+    contents = contents_before_attention(model, token_contents(model, images, parts))[block]
     start = query_weights(parts, contents, query, f"block {block % depth}")
-    return ((start[:, None, None] @ weights).squeeze(2) @ share_of_token(contents)).unflatten(-1, parts.grid)
+    return ((start[:, None, None] @ weights).squeeze(2) @ divide_by_token_sums(contents)).unflatten(-1, parts.grid)
 
 
 def rollout(
     model: nn.Module, images: Tensor, *, query: Query = None, heads: str = "mean", residual: float = 0.5
 ) -> Tensor:
-    """Return attention roll-out: how much of each patch reaches the query through all blocks, shape (batch, rows, columns).
+    """Return the attention roll-out, shape (batch, rows, columns): how much of each image patch reaches the output token (the
+    query) when the attention maps of all blocks are multiplied.
 
     `query` is a patch or None, as in `patch_attention`, after the last block. `heads` is "mean", "max" or "min": how the heads
     of a block are combined. `residual` is the weight of the residual connection, 0 to 1. A map sums to the share that comes
@@ -86,30 +91,36 @@ def rollout(
         raise ValueError(
             f"got heads={heads!r}, residual={residual}; expected one of {', '.join(HEADS)}, and a share from 0 to 1"
         )
-    parts = find_parts(model, images)
+    parts = find_attention_parts(model, images)
     n = parts.prefix + parts.grid[0] * parts.grid[1]
     size = max(1, MAX_ELEMENTS // (len(parts.attentions) * n**2))
     return torch.cat([rollout_batch(model, x, parts, query, heads, residual) for x in images.split(size)])
 
 
-def rollout_batch(model: nn.Module, x: Tensor, parts: Parts, query: Query, heads: str, residual: float) -> Tensor:
-    """Compute `rollout` for one batch, from the query after the last block back to the patches."""
+def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Query, heads: str, residual: float) -> Tensor:
+    """Return the attention roll-out of one batch of images x, as `rollout` defines it. It starts with the query after the last
+    block and goes back block by block to the patches.
+    """
     import torch
 
-    def combine(weights: Tensor) -> Tensor:
-        """Combine the heads of one map, (b h n n) -> (b n n), and add the residual connection."""
+    def combine_heads(weights: Tensor) -> Tensor:
+        """Return the attention map of a block, averaged (or combined by maximum or minimum) over its heads, with the residual
+        connection added. The shape changes from (batch, heads, tokens, tokens) to (batch, tokens, tokens).
+        """
         combined = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
         combined = (1 - residual) * combined + residual * torch.eye(combined.shape[-1]).to(combined)
         return combined / combined.sum(-1, keepdim=True)
 
-    def undo_reduction(flow: Tensor, after: Tensor, before: Tensor) -> Tensor:
-        """Move the flow, b n, from the tokens after a reduction to the tokens before it, given their contents."""
+    def undo_reduction(weights: Tensor, after: Tensor, before: Tensor) -> Tensor:
+        """Return weights for the tokens before a merging or pruning, given the weights of the tokens after it, shape (batch,
+        tokens). `after` and `before` say how much of each patch these tokens contain.
+        """
         if after is before:
-            return flow
-        back = ((flow[:, None] @ share_of_token(after)) @ share_of_patch(before).mT).squeeze(1)
-        return torch.cat([flow[:, : parts.prefix], back[:, parts.prefix :]], dim=1)
+            return weights
+        back = ((weights[:, None] @ divide_by_token_sums(after)) @ divide_by_patch_sums(before).mT).squeeze(1)
+        return torch.cat([weights[:, : parts.prefix], back[:, parts.prefix :]], dim=1)
 
-    maps = collect_maps(model, x, parts, combine)
+    maps = collect_maps(model, x, parts, combine_heads)
     contents = token_contents(model, x, parts)
     flow = query_weights(parts, contents[-1], query, "the last block has done")
     for block in reversed(range(len(maps))):
@@ -120,8 +131,9 @@ def rollout_batch(model: nn.Module, x: Tensor, parts: Parts, query: Query, heads
     return flow[:, parts.prefix :].unflatten(-1, parts.grid)
 
 
-class Parts(NamedTuple):
-    """What is needed of a model to read its attention.
+class AttentionParts(NamedTuple):
+    """The parts of a model that are needed to read its attention maps: attention modules, patch grid and number of prefix
+    tokens (class token and registers).
 
     attentions    the attention module of each block
     grid          rows and columns of patches, for the images at hand
@@ -135,8 +147,9 @@ class Parts(NamedTuple):
     class_token: bool
 
 
-def find_parts(model: Any, images: Tensor) -> Parts:
-    """Return the `Parts` of a `ViT` or of a timm Vision Transformer, for images of this size.
+def find_attention_parts(model: Any, images: Tensor) -> AttentionParts:
+    """Find the attention modules, the patch grid and the number of prefix tokens in a `ViT` or a Vision Transformer of timm.
+    The grid depends on the size of `images`.
 
     Raises   ValueError for no images, another kind of model, and a block without attention.
     """
@@ -159,11 +172,14 @@ def find_parts(model: Any, images: Tensor) -> Parts:
     if not attentions or without:
         what = f"a {without[0]}, in which no attention is found" if without else "no blocks"
         raise ValueError(f"this {type(model).__name__} has {what}; expected blocks, each with one attention")
-    return Parts(attentions, tuple(grid), prefix, class_token)
+    return AttentionParts(attentions, tuple(grid), prefix, class_token)
 
 
-def collect_maps(model: nn.Module, images: Tensor, parts: Parts, convert: Callable = lambda weights: weights) -> list[Tensor]:
-    """Run the model and return `convert(map)` for the attention map of each block, with map of shape (b, h, n, n).
+def collect_maps(
+    model: nn.Module, images: Tensor, parts: AttentionParts, convert: Callable = lambda weights: weights
+) -> list[Tensor]:
+    """Run the model on images and return one attention map for each block, converted by the function `convert`. Before
+    conversion a map has the shape (batch, heads, tokens, tokens).
 
     Raises   ValueError if a block gives no valid map, or calls its attention not exactly once.
     """
@@ -187,7 +203,9 @@ def collect_maps(model: nn.Module, images: Tensor, parts: Parts, convert: Callab
 
 
 def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
-    """Return the attention map (b h n n) of an attention module for these inputs, or None if the module offers none."""
+    """Return the attention map of an attention module, shape (batch, heads, tokens, tokens), for the inputs and the output of
+    its forward pass. Return None if this kind of module gives no map.
+    """
     from smallvit.attention import AttentionOutput, split_heads, weights
 
     if isinstance(output, AttentionOutput):
@@ -205,7 +223,9 @@ def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
 
 
 def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tensor:
-    """Return the attention map `weights`; raise ValueError if it is None, has a wrong shape or rows that do not sum to 1."""
+    """Return the attention map `weights` unchanged if it is valid. Raise ValueError if it is None, if its shape is wrong, or if
+    its rows do not sum to 1.
+    """
     name = type(attention).__name__
     if weights is None:
         raise ValueError(
@@ -220,14 +240,18 @@ def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tens
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert half precision to float32, so that rounding errors do not grow from block to block; keep float64."""
+    """Convert a tensor of half precision to float32, so that rounding errors do not grow from block to block. Tensors of
+    float32 or float64 are returned unchanged.
+    """
     import torch
 
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def token_contents(model: nn.Module, images: Tensor, parts: Parts) -> list[Tensor]:
-    """Return how much of each patch each token contains, shape (b, n, p): before the first block, then after each block."""
+def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> list[Tensor]:
+    """Return how much of each patch is in each token, at different depths of the model: before the first block and after each
+    block. The result is a list of tensors of shape (batch, tokens, patches).
+    """
     import torch
     import torch.nn.functional as F
 
@@ -244,39 +268,46 @@ def token_contents(model: nn.Module, images: Tensor, parts: Parts) -> list[Tenso
         return [start, *track_patches(model, x, patches, lambda contents: at_least_float32(contents.abs()))]
 
 
-def before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
-    """Select from the result of `token_contents` those of the tokens that enter the attention of each block."""
+def contents_before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
+    """Return, for each block, how much of each patch is in each token that enters the attention of the block. `contents` is the
+    list that `token_contents` returns.
+    """
     return [contents[block + reduces_first(model, block)] for block in range(len(contents) - 1)]
 
 
 def reduces_first(model: Any, block: int) -> bool:
-    """Return whether this block reduces its tokens before its attention."""
+    """Return True if the block with this index merges or prunes its tokens before its attention, rather than after it."""
     from smallvit.reduction.context import runs_before_attention
 
     return runs_before_attention(getattr(model.blocks[block], "reduction", None))
 
 
-def share_of_token(contents: Tensor) -> Tensor:
-    """Return the share of each token that each patch has, shape (b, n, p): rows sum to 1, or to 0 for prefix tokens."""
+def divide_by_token_sums(contents: Tensor) -> Tensor:
+    """Divide the contents of each token by their sum. `contents` says how much of each patch is in each token, shape (batch,
+    tokens, patches). In the result, each row sums to 1, or to 0 for prefix tokens.
+    """
     total = contents.sum(2, keepdim=True)
     return contents / total.where(total > 0, 1)
 
 
-def share_of_patch(contents: Tensor) -> Tensor:
-    """Return the share of each patch that each token has, shape (b, n, p): columns sum to 1, or to 0 for pruned patches."""
+def divide_by_patch_sums(contents: Tensor) -> Tensor:
+    """Divide the contents of each patch by their sum over tokens. `contents` says how much of each patch is in each token,
+    shape (batch, tokens, patches). In the result, each column sums to 1, or to 0 for pruned patches.
+    """
     total = contents.sum(1, keepdim=True)
     return contents / total.where(total > 0, 1)
 
 
-def query_weights(parts: Parts, contents: Tensor, query: Query, before: str) -> Tensor:
-    """Return the weight of each token in the query, shape (b, n): rows sum to 1.
+def query_weights(parts: AttentionParts, contents: Tensor, query: Query, before: str) -> Tensor:
+    """Return how the query is distributed over the tokens, shape (batch, tokens); each row sums to 1. The query is a patch
+    (row, column), or by default the class token or the mean of all patches.
 
     `query` is a patch, or None for the class token or the mean over the patches. `before` names the block for the error.
 
     Raises   ValueError for a patch outside of the grid, and for a pruned patch.
     """
     rows, columns = parts.grid
-    shares = share_of_patch(contents)
+    shares = divide_by_patch_sums(contents)
     if query is not None:
         if not (0 <= query[0] < rows and 0 <= query[1] < columns):
             raise ValueError(f"query is {query}; expected row and column of a patch, below {rows} and {columns}")

@@ -28,7 +28,8 @@ NOTE = 0.17  # inches below each attention map, for its largest value
 
 
 def attention_figure(model: nn.Module, images: Images, *, block: int = -1, query: Query = None) -> Figure:
-    """Draw where attention goes: one row per image; columns for the image, each head of a block, their mean, and roll-out.
+    """Draw attention maps over images as a matplotlib figure. Each image gets a row: the image, one map for each head of a
+    block, the mean over heads, and the attention roll-out.
 
     `block` counts from 0, or from the last block if negative. `query` is the (row, column) of a patch, which gets a blue
     outline; None uses the class token or the mean over patches, as in `patch_attention`. Each map has its own color scale, from
@@ -63,7 +64,8 @@ def attention_figure(model: nn.Module, images: Images, *, block: int = -1, query
 
 
 def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
-    """Draw what a masked autoencoder reconstructs: columns for the image, its visible patches, and the reconstruction.
+    """Draw the reconstructions of a masked autoencoder as a matplotlib figure. Each image gets a row: the image, its visible
+    patches, and the reconstruction.
 
     `mae` is the trained `MAE` objective. `seed` chooses the hidden patches; these are predicted from the visible ones alone. An
     `MAE` that was trained with normalized target patches does not predict the mean and standard deviation of a patch. For such
@@ -83,7 +85,7 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
     mean, std = result.image.new_tensor([spec.mean, spec.std])[..., None, None]
 
     def unnormalize(x: Tensor) -> np.ndarray:
-        """Undo the normalization and convert to RGB."""
+        """Convert a tensor of normalized images to an array of RGB pixels from 0 to 1."""
         return to_rgb((x * std + mean).double().cpu())
 
     image, hidden = unnormalize(result.image), result.mask.any(1).cpu().numpy()[..., None]
@@ -103,7 +105,8 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
 
 
 def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int = 10) -> Figure:
-    """Draw images in rows of `columns`, each below its title: to look at errors, augmented images or a data set.
+    """Draw many images as a grid with titles, for example misclassified or augmented images. Returns a matplotlib figure with
+    `columns` images in each row.
 
     `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats in [0, 1]. Floats outside
     of this range are clipped. `titles` has one text per image, or is empty.
@@ -130,7 +133,8 @@ def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int
 
 
 def draw_attention(ax: Axes, image: np.ndarray, attention: np.ndarray):
-    """Draw attention to patches, shape (rows, columns), as colors over an image, shape (height, width, 3).
+    """Draw the attention to the patches of an image as a color map over the image. `attention` has shape (rows, columns),
+    `image` has shape (height, width, 3).
 
     The largest value is written below in percent.
     """
@@ -146,7 +150,9 @@ def draw_attention(ax: Axes, image: np.ndarray, attention: np.ndarray):
 
 
 def outline_patch(ax: Axes, patch: tuple[int, int], grid: tuple[int, int]):
-    """Draw a blue outline around the patch (row, column) of an image with a grid of (rows, columns) patches."""
+    """Draw a blue outline around one patch of an image on the matplotlib axes `ax`. `patch` is (row, column), `grid` is the
+    number of rows and columns of patches.
+    """
     from matplotlib.patches import Rectangle
 
     (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 MAX_DISTINCT = 20  # largest number of classes with colors that are easy to tell apart
 
 
-def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a matplotlib figure of this size in inches, and its only axes."""
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a new matplotlib figure with one plot, and the axes of this plot. `width` and `height` are in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -27,7 +27,8 @@ def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = None) -> Figure:
-    """Draw the cosine similarity between the position embeddings of a model: one small map per patch, to all other patches.
+    """Draw how similar the position embeddings of a model are, as a matplotlib figure. Each patch gets a small map of the
+    cosine similarity between its embedding and those of all patches.
 
     The maps are placed like their patches. Position embeddings are what the model adds to its tokens, learned or fixed. `model`
     is a `ViT` or a timm model. `image` is (height, width) of the images; None uses the size that the model was built for.
@@ -47,7 +48,7 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
         page[top : top + rows, left : left + columns] = cosines[row, column]
 
     side = max(5.5, 0.45 * max(rows, columns)) / max(page.shape)
-    figure, ax = new_axes(side * page.shape[1] + 1.5, side * page.shape[0] + 0.6)
+    figure, ax = new_figure(side * page.shape[1] + 1.5, side * page.shape[0] + 0.6)
     shown = ax.imshow(page, cmap="viridis", vmin=min(cosines.min(), 0.99), vmax=1, interpolation="none")
     ax.set_xticks((columns - 1) / 2 + (columns + gap) * np.arange(columns), [*map(str, range(columns))], fontsize=8)
     ax.set_yticks((rows - 1) / 2 + (rows + gap) * np.arange(rows), [*map(str, range(rows))], fontsize=8)
@@ -60,7 +61,8 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
 
 
 def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return what a model adds to each patch, float64 of shape (patches, dim), and the grid (rows, columns) of patches.
+    """Return the position embeddings that a model adds to its patch tokens, an array of shape (patches, width), and the patch
+    grid (rows, columns). `image` is the image size (height, width).
 
     Raises   ValueError for a model without positions or with zeros only, and for `image` with a timm model.
     """
@@ -90,7 +92,8 @@ def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.n
 
 
 def position_table(length: int, width: int) -> Figure:
-    """Draw sinusoidal position embeddings as an image: one row per position, one column per channel.
+    """Draw the sinusoidal position embeddings of a transformer as an image: one row for each of `length` positions, one column
+    for each of `width` channels. Returns a matplotlib figure.
 
     Paper    Vaswani et al. 2017, arXiv:1706.03762, section 3.5, as in `SinCos1d`: channel 2k is
              sin(position / 10000^(2k/width)), channel 2k + 1 is the cosine. Low channels change fast, high channels hardly.
@@ -102,7 +105,7 @@ def position_table(length: int, width: int) -> Figure:
         raise ValueError(f"got length {length} and width {width}; expected at least one position, and an even width")
     table: Tensor = SinCos1d(width, (1, length), 0).get_buffer("table")
 
-    figure, ax = new_axes(6, 5)
+    figure, ax = new_figure(6, 5)
     shown = ax.imshow(table.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
     ax.set(xlabel="channel", ylabel="position", title=f"{length:,} positions, {width:,} channels")
     ax.spines[:].set_visible(False)
@@ -114,7 +117,8 @@ def position_table(length: int, width: int) -> Figure:
 def feature_view(
     features: Any, labels: Sequence[int], *, classes: Sequence[str] | None = None, method: str = "pca"
 ) -> Figure:
-    """Draw features in two dimensions: one dot per image, one color per class.
+    """Draw the features of images as points in two dimensions, with one color per class. The features are projected by PCA or
+    t-SNE. Returns a matplotlib figure.
 
     `features` has shape (images, channels) and `labels` one integer per image. `classes` are the class names for the legend.
     `method="pca"` projects onto the first two principal components; the axes say how much of the variance they explain.
@@ -133,11 +137,11 @@ def feature_view(
         raise ValueError(f"got features {x.shape} and labels {numbers.shape}; expected n d and n, n at least 3, d at least 2")
     if classes is not None:
         check_classes("labels", numbers, classes)
-    points, axis_names = project(x, method)
+    points, axis_names = project_to_2d(x, method)
 
     present = np.unique(numbers)
     legend_columns = -(-len(present) // 20)
-    figure, ax = new_axes(5.8 + 0.8 * legend_columns, 5)
+    figure, ax = new_figure(5.8 + 0.8 * legend_columns, 5)
     for number, color in zip(present, class_colors(len(present))):
         name = str(number if classes is None else classes[number])
         size = float(np.clip(6_000 / len(x), 5, 30))
@@ -151,8 +155,10 @@ def feature_view(
     return figure
 
 
-def project(x: np.ndarray, method: str) -> tuple[np.ndarray, list[str]]:
-    """Project features to two dimensions by "pca" or "tsne": (n, d) -> (n, 2), and the names of the two axes."""
+def project_to_2d(x: np.ndarray, method: str) -> tuple[np.ndarray, list[str]]:
+    """Project features of shape (images, features) to two dimensions by the method "pca" or "tsne". Returns an array of shape
+    (images, 2) and the labels of the two axes.
+    """
     import numpy as np
 
     if method not in ("pca", "tsne"):
@@ -173,7 +179,7 @@ def project(x: np.ndarray, method: str) -> tuple[np.ndarray, list[str]]:
 
 
 def class_colors(n: int) -> list:
-    """Return n colors: easy to tell apart for up to 20 classes, a rainbow beyond that."""
+    """Return a list of n colors for n classes. Up to 20 colors are easy to tell apart; more colors are taken from a rainbow."""
     import matplotlib
 
     if n <= MAX_DISTINCT:
@@ -182,16 +188,19 @@ def class_colors(n: int) -> list:
     return [matplotlib.colormaps["turbo"](i / (n - 1)) for i in range(n)]
 
 
-def check_classes(what: str, numbers: np.ndarray, classes: Sequence[str]):
-    """Raise ValueError unless all numbers are integers from 0 to the number of classes - 1; `what` names them in the error."""
+def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
+    """Raise ValueError unless all `numbers` are valid class numbers: integers from 0 to the number of classes - 1. The error
+    message calls them `name`.
+    """
     if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= len(classes):
         raise ValueError(
-            f"got {what} like {numbers.min()} and {numbers.max()}; expected numbers of classes, 0 to {len(classes) - 1}"
+            f"got {name} like {numbers.min()} and {numbers.max()}; expected numbers of classes, 0 to {len(classes) - 1}"
         )
 
 
 def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> Figure:
-    """Draw the confusion matrix: rows are true classes, columns are predicted classes, numbers count images.
+    """Draw the confusion matrix of a classifier as a matplotlib figure: rows are true classes, columns are predicted classes,
+    and each number counts images.
 
     `guesses` and `labels` are class numbers, one per image. The color of a cell is its share of the row: correct predictions
     are blue; errors are orange, with a color scale that ends at the most frequent error.
@@ -212,7 +221,7 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     errors = np.where(diagonal, np.nan, share)
 
     side = 1.6 + 0.42 * k
-    figure, ax = new_axes(side, side)
+    figure, ax = new_figure(side, side)
     ax.imshow(np.where(diagonal, share, np.nan), cmap="Blues", vmin=0, vmax=1.4)
     ax.imshow(np.ma.masked_invalid(errors), cmap="Oranges", vmin=0, vmax=max(np.nanmax(errors, initial=0), 1e-12) * 1.4)
     for row, column in np.argwhere(counts):

@@ -16,7 +16,8 @@ GONE = "#bccfea"  # color of pruned or hidden patches; differs from black, gray 
 def image_grid(
     rows: int, titles: Sequence[str], aspect: float, *, below: float = 0, title: float = TITLE
 ) -> tuple[Figure, np.ndarray]:
-    """Return a matplotlib figure with one column per title, and its array of axes, shape (rows, columns).
+    """Return an empty matplotlib figure for a grid of images, and its axes as an array of shape (rows, columns). There is one
+    column per title. `aspect` is image height divided by image width.
 
     `aspect` is height divided by width of an image. `below` is extra space in inches below each image, `title` the height of
     the titles in inches. The axes have no ticks and no frame.
@@ -36,7 +37,8 @@ def image_grid(
 
 
 def to_rgb(pixels: Any) -> np.ndarray:
-    """Convert images of shape (batch, channels, height, width) to RGB floats in [0, 1], shape (batch, height, width, 3).
+    """Convert images to RGB floats from 0 to 1 for matplotlib. Pixels of shape (batch, channels, height, width) become an array
+    of shape (batch, height, width, 3).
 
     `pixels` is a tensor or an array of bytes (uint8) or of floats; floats outside of [0, 1] are clipped. Gray images get three
     equal channels.
@@ -60,6 +62,8 @@ def to_rgb(pixels: Any) -> np.ndarray:
 
 
 def check_spec(images: Any):
-    """Raise ValueError if `images` has no `spec`, the mean and standard deviation that pixels are normalized with."""
+    """Raise ValueError if `images` is not an `Images` object, which has in `spec` the mean and standard deviation that
+    normalize its pixels.
+    """
     if not hasattr(images, "spec"):
         raise ValueError(f"got a {type(images).__name__}; expected Images, which know how their pixels are normalized")

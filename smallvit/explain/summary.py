@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One row of a `summary`: a layer of a model.
+    """One row of the table that `summary` returns: a layer of a model with its name, class, output shape, number of parameters
+    and multiply-adds.
 
     name     where the layer is in the model, such as "blocks.0"
     kind     its class, and the class of its reduction if it has one
@@ -30,7 +31,9 @@ class Step(NamedTuple):
 
 
 class Steps(list):
-    """The rows of a `summary`, a list of `Step`. Printed, it is a table with the totals in its last line."""
+    """The table that `summary` returns: a list with one `Step` per layer of a model. When it is printed, the last line shows
+    the totals.
+    """
 
     def __repr__(self) -> str:
         total = Step("total", "", (), sum(step.params for step in self), sum(step.macs for step in self))
@@ -44,7 +47,8 @@ class Steps(list):
 
 
 def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Steps:
-    """List the layers of a model in the order of execution, with output shape, parameters and multiply-adds of each.
+    """Return a table of the layers of a model in the order of execution: output shape, number of parameters and multiply-adds
+    of each layer. Print the result to see the table.
 
     `model` is any module; lists of layers get one row per layer. `image` is (channels, height, width); None uses the size that
     a `ViT` was built for. Shapes are those for one image, (tokens, dim) for tokens. With merging or pruning, later blocks have
@@ -73,41 +77,50 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     body: Any = model if parameters else model.features  # `Pixels` has no parameters and gives no logits
     counter = FlopCounterMode(display=False)
 
-    def before(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):
-        """Save the operation count before this layer runs; add the row of the prefix tokens after the tokenizer."""
+    def before_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):
+        """Forward pre-hook of a layer: store the operations counted so far, to compute the operations of this layer later. Also
+        adds the table row of the prefix tokens, which come after the tokenizer.
+        """
         if isinstance(model, ViT) and rows[-1].name == "tokenizer" and len(model.prefix):
-            rows.append(Step("prefix", describe_prefix(model), tuple(inputs[0].shape[1:]), count_new([model.prefix]), 0))
+            params = count_unseen_parameters([model.prefix])
+            rows.append(Step("prefix", describe_prefix(model), tuple(inputs[0].shape[1:]), params, 0))
         flops_before[name] = counter.get_total_flops()
 
-    def after(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Any):
-        """Add a row for this layer, unless it has no parameters, no multiply-adds, no buffers and keeps the shape."""
+    def after_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Any):
+        """Forward hook of a layer: add a row for the layer to the table. Layers such as dropout get no row: they have no
+        parameters, buffers or multiply-adds, and keep the shape.
+        """
         shape = tuple((output[0] if isinstance(output, tuple) else output).shape[1:])
-        macs, params = (counter.get_total_flops() - flops_before[name]) // 2, count_new(module.parameters())
+        macs, params = (counter.get_total_flops() - flops_before[name]) // 2, count_unseen_parameters(module.parameters())
         if macs or params or shape != rows[-1].shape or any(True for _ in module.buffers()):
-            rows.append(Step(name, describe_kind(module), shape, params, macs))
+            rows.append(Step(name, describe_class(module), shape, params, macs))
 
-    def count_new(parameters: Iterable[nn.Parameter]) -> int:
-        """Count the numbers in those parameters that no row has counted yet."""
+    def count_unseen_parameters(parameters: Iterable[nn.Parameter]) -> int:
+        """Return the number of values in those parameters that were not counted before, so that a parameter shared by several
+        layers is counted once.
+        """
         new = {id(p): p.numel() for p in parameters if id(p) not in counted}
         counted.update(new)
         return sum(new.values())
 
     hooks = []
     for name, layer in find_layers(model):
-        hooks.append(layer.register_forward_pre_hook(partial(before, name)))
-        hooks.append(layer.register_forward_hook(partial(after, name)))
+        hooks.append(layer.register_forward_pre_hook(partial(before_layer, name)))
+        hooks.append(layer.register_forward_hook(partial(after_layer, name)))
     try:
         with frozen(model), counter:
             body(noise)
     finally:
         for hook in hooks:
             hook.remove()
-    params, macs = count_new(parameters), counter.get_total_flops() // 2 - sum(row.macs for row in rows)
+    params, macs = count_unseen_parameters(parameters), counter.get_total_flops() // 2 - sum(row.macs for row in rows)
     return Steps(rows + ([Step("elsewhere", "", (), params, macs)] if params or macs else []))
 
 
 def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for the direct children of a model; lists of layers are replaced by their members."""
+    """Yield the layers of a model as pairs (name, module). Lists of modules, such as the blocks, are opened: their members are
+    yielded instead. `path` is put before each name.
+    """
     from torch import nn
 
     for name, child in model.named_children():
@@ -117,14 +130,16 @@ def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modu
             yield f"{path}{name}", child
 
 
-def describe_kind(module: nn.Module) -> str:
-    """Return the class of a layer, and that of its token reduction if it has one: "Block" or "Block, Merge"."""
+def describe_class(module: nn.Module) -> str:
+    """Return the class name of a layer as text, such as "Block". If the layer merges or prunes tokens, the class that does this
+    is added: "Block, Merge".
+    """
     reduction = getattr(module, "reduction", None)
     return type(module).__name__ + (f", {type(reduction).__name__}" if reduction is not None else "")
 
 
 def describe_prefix(model: ViT) -> str:
-    """Return the prefix tokens of a `ViT` as text, such as "class token and 4 registers"."""
+    """Return the kinds of prefix tokens of a model as text, such as "class token and 4 registers"."""
     classes = model.pool.class_tokens
     registers = len(model.prefix) - classes
     parts = ["class token" if classes == 1 else f"{classes} class tokens"] if classes else []

@@ -27,7 +27,7 @@ ALONE, SHARED = "#7d7d7d", "#ff9d2e"  # colors of the lines between tokens, and 
 
 
 class Trace(NamedTuple):
-    """Which patches share a token after each block of a model.
+    """Result of `trace`: which patches were merged into the same token, and which were pruned, after each block of a model.
 
     groups   int64 on the CPU, shape (images, blocks, patches). Patches in one token have the same number, which is the
              smallest index of these patches; -1 marks a pruned patch.
@@ -39,7 +39,7 @@ class Trace(NamedTuple):
 
 
 def trace(model: nn.Module, images: Tensor) -> Trace:
-    """Find out which patches are merged or pruned in each block of a `ViT`.
+    """Find out which patches of each image a `ViT` has merged or pruned after each of its blocks. Returns a `Trace`.
 
     `images` are normalized pixels of shape (batch, channels, height, width), of any size that the model accepts. The model runs
     in evaluation mode and is left unchanged. Each patch gets a mark in extra channels behind the channels of its token. The
@@ -66,7 +66,8 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
 
 def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return `convert(contents)` for each block, where `contents` says how much of each patch each token contains.
+    """Run a model on images x and return one result per block: `convert(contents)`. `contents` has shape (batch, tokens,
+    patches) and says how much of each patch is in each token after the block.
 
     `contents` has shape (batch, tokens, patches) and is taken at the end of the block. Each reduction runs a second time, on
     tokens with extra channels that mark the patches.
@@ -115,7 +116,8 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
 
 
 def group_patches(contents: Tensor) -> Tensor:
-    """Return the group number of each patch, shape (batch, patches), as `Trace.groups` defines it.
+    """Return a group number for each patch, shape (batch, patches). Patches that were merged into the same token have equal
+    numbers; pruned patches have -1.
 
     `contents` says how much of each patch each token contains, shape (batch, tokens, patches).
     """
@@ -129,7 +131,8 @@ def group_patches(contents: Tensor) -> Tensor:
 
 
 def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return all that `draw_token_map` needs, as a small dict that can be stored as JSON.
+    """Return the data for a figure of merged and pruned patches, as a dict that can be saved as JSON. `draw_token_map` draws
+    the figure from it, without the model.
 
     `blocks` are the numbers of the blocks to show, from 0; None shows all. The dict has these keys: `shape`, (images, height,
     width, channels) of the pixels; `pixels`, bytes compressed by zlib and written in base64; `grid`, rows and columns of
@@ -157,7 +160,8 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
 
 
 def draw_token_map(data: dict[str, Any]) -> Figure:
-    """Draw which patches are merged or pruned: one row per image, one column for the image and one for each block.
+    """Draw which patches were merged or pruned, from the data that `token_map_data` returns. Returns a matplotlib figure: one
+    row per image, with the image and one picture for each block.
 
     `data` is the result of `token_map_data`. A patch that is alone in its token is drawn unchanged. Patches that share a token
     have their mean color and an orange outline. Pruned patches are hatched. The title of a column is the number of tokens that
@@ -186,7 +190,8 @@ def draw_token_map(data: dict[str, Any]) -> Figure:
 
 
 def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> Figure:
-    """Draw which patches of these images a `ViT` merges or prunes, block by block, as a matplotlib `Figure`.
+    """Draw which patches of images a `ViT` has merged or pruned after each block. Returns a matplotlib figure with one row per
+    image and one column per block.
 
     `blocks` are the numbers of the blocks to show, from 0; None shows all. See `draw_token_map` for colors and titles.
 
@@ -198,7 +203,8 @@ def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None 
 
 
 def count_tokens(groups: np.ndarray) -> str:
-    """Return how many tokens contain patches, as text: "12", or "10–12" where images differ.
+    """Return the number of tokens that are left after merging and pruning, without prefix tokens, as text: "12", or a range
+    such as "10–12" if it differs between images.
 
     `groups` are the group numbers of the patches, with images along the first axis.
     """
@@ -208,7 +214,8 @@ def count_tokens(groups: np.ndarray) -> str:
 
 
 def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
-    """Draw an image, shape (height, width, 3), with the colors and outlines of its tokens.
+    """Draw an image on the matplotlib axes `ax`, with merged patches in their mean color and outlined, and pruned patches
+    hatched. The image has shape (height, width, 3).
 
     `groups` are the group numbers of the patches, shape (rows, columns), -1 for a pruned patch.
     """
@@ -226,7 +233,9 @@ def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
     ax.imshow(painted, interpolation="none")
 
     def add_shapes(corners: np.ndarray, per_shape: int, **style: Any):
-        """Draw shapes with `per_shape` corners each, in one path; corners are x and y in patches."""
+        """Draw several shapes, such as lines or squares, on the axes of the image. `corners` has their corner points, with the
+        length of a patch as the unit; each shape has `per_shape` corners.
+        """
         codes = [Path.MOVETO] + [Path.LINETO] * (per_shape - 1)
         if len(corners):
             path = Path(corners * (w / columns, h / rows) - 0.5, codes * (len(corners) // per_shape))
@@ -240,7 +249,8 @@ def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
 
 
 def token_borders(groups: np.ndarray) -> np.ndarray:
-    """Return the lines between patches of different groups: two rows (start and end) per line, x and y in patches.
+    """Return line segments along the borders between groups of patches, as an array of points. Two successive rows are the
+    start and the end of a segment. The unit of x and y is one patch.
 
     Adjacent pieces are joined into one long line. `groups` has shape (rows, columns).
     """

@@ -17,18 +17,23 @@ MIN_SPREAD = 0.01  # 1 for features in all directions; an untrained ViT has abou
 
 
 class Observation(NamedTuple):
-    """Features of a batch, shape (batch, d), and the teacher's target probabilities (batch, k) if there is a teacher."""
+    """What a check for collapse needs from one training batch: the features of the images, shape (batch, features), and the
+    teacher's target probabilities, shape (batch, classes), or None without a teacher.
+    """
 
     features: Tensor
     targets: Tensor | None = None
 
 
 class Collapse(RuntimeError):
-    """Error for a run whose features have collapsed. Its message names the kind of collapse and the option to change first."""
+    """Error that stops a self-supervised run because its features have collapsed: all images get nearly the same output. The
+    message names the kind of collapse and suggests which option to change.
+    """
 
 
 def collapse_statistics(observation: Observation | None) -> dict[str, float]:
-    """Compute statistics that show whether self-supervised features have collapsed: spread, rank, entropy and information.
+    """Return statistics that show whether self-supervised features have collapsed, as a dict of numbers: spread, rank, entropy
+    and information. `observation` holds the features of a batch and, with a teacher, its target probabilities.
 
     Returns an empty dict without an observation, and only `spread` and `rank` without targets.
 
@@ -52,34 +57,37 @@ def collapse_statistics(observation: Observation | None) -> dict[str, float]:
     x = F.normalize(features.float(), dim=-1)
     energy = torch.linalg.svdvals(x - x.mean(0)).square()
     spread = x.std(0, correction=0).square().sum().sqrt()
-    numbers = {"spread": spread, "rank": entropy(energy / energy.sum().clamp_min(1e-30)).exp()}
+    statistics = {"spread": spread, "rank": entropy(energy / energy.sum().clamp_min(1e-30)).exp()}
     if targets is not None:
         mean, k = entropy(targets).mean(), targets.shape[-1]
-        numbers |= {"entropy": mean / log(k), "information": entropy(targets.mean(0)) - mean}
-    return {name: value.item() for name, value in numbers.items()}
+        statistics |= {"entropy": mean / log(k), "information": entropy(targets.mean(0)) - mean}
+    return {name: value.item() for name, value in statistics.items()}
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Return the entropy of probabilities along the last axis, in nats."""
+    """Return the entropy, in nats, of probabilities `p` along the last axis."""
     return -torch.special.xlogy(p, p).sum(-1)
 
 
-def collapse_kind(numbers: dict[str, float]) -> str | None:
-    """Return the kind of collapse that the statistics of a batch show, and the option to change first; None if healthy."""
-    if numbers.get("information", MIN_INFORMATION) < MIN_INFORMATION:
-        if numbers["entropy"] > 0.5:
+def collapse_kind(statistics: dict[str, float]) -> str | None:
+    """Return a text that names the kind of collapse and suggests which option to change, or None if the features are healthy.
+    `statistics` is the dict that `collapse_statistics` returns for a batch.
+    """
+    if statistics.get("information", MIN_INFORMATION) < MIN_INFORMATION:
+        if statistics["entropy"] > 0.5:
             return (
                 "uniform: the teacher's targets are the same for all classes; lower teacher_temp (and warm_temp), or raise"
                 " center_momentum"
             )
         return "one-hot: the teacher's targets are one class for all images; raise teacher_temp, or lower center_momentum"
-    if numbers["spread"] < MIN_SPREAD:
+    if statistics["spread"] < MIN_SPREAD:
         return "flat: all images have the same features; lower the learning rate, or give DINO koleo=0.1"
     return None
 
 
 class Monitor:
-    """Checks the features of a run for collapse about 100 times, and raises `Collapse` after 10 collapsed checks in a row.
+    """Watches a training run for collapsed features. It checks about 100 batches, spread evenly over the run, and raises
+    `Collapse` when 10 checks in a row find a collapse.
 
     steps  the number of steps of the run. Checks are at least 10 steps apart.
     """
@@ -88,7 +96,8 @@ class Monitor:
         self.every, self.in_a_row = max(MIN_STEPS, steps // CHECKS), 0
 
     def check(self, step: int, observation: Observation | None):
-        """Check the features of the last batch if a check is due at this step. Raises `Collapse` after 10 bad checks in a row.
+        """Check the features of a batch for collapse, but only at every n-th training step, where n is the interval between
+        checks. Raises `Collapse` if this is the tenth collapsed check in a row.
 
         A batch of one image says nothing about collapse and is not checked.
         """

@@ -16,11 +16,12 @@ from .objective import Objective
 
 
 class DINO(Objective):
-    """Self-distillation without labels: a student learns to give the same output for any view of an image as its EMA teacher.
+    """Self-distillation without labels: a student learns to give the same output as its teacher for different views of an
+    image. The teacher is an exponential moving average (EMA) of the student.
 
-    The student sees all views. The teacher, an exponential moving average (EMA) of the student, sees the two global views. The
-    teacher is `.model`, which is saved and evaluated. `batch.views` come from `augment.digit_crops()` or
-    `augment.photo_crops()`. The model must have `features`, b d, and a linear `head`, which is not trained.
+    The student sees all views, the teacher only the two global views. The teacher is `.model`, which is saved and evaluated.
+    `batch.views` come from `augment.digit_crops()` or `augment.photo_crops()`. The model must have `features`, b d, and a
+    linear `head`, which is not trained.
 
     Head     lightly's `DINOProjectionHead`: a MLP `hidden` -> `hidden` -> `bottleneck`, normalized, then `prototypes`
              directions of length 1, which are frozen for the first fraction `freeze` of the run. `layers=1` leaves out the
@@ -99,14 +100,17 @@ class DINO(Objective):
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
         self.student: Any = model
+        width = feature_width(model)
 
         def make_head() -> Any:
-            """Return a new projection head. Deep copies are impossible, since weight norm keeps a computed tensor."""
+            """Return a new projection head for DINO. It is built twice, for student and teacher, because a head with weight
+            norm cannot be deep-copied.
+            """
             head: Any = DINOProjectionHead(
-                width(model), hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
+                width, hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
             )
             if layers == 1:
-                linear = nn.Linear(width(model), bottleneck)
+                linear = nn.Linear(width, bottleneck)
                 head.layers = nn.Sequential(linear)
                 nn.init.trunc_normal_(linear.weight, std=0.02)
                 nn.init.zeros_(linear.bias)
@@ -120,7 +124,7 @@ class DINO(Objective):
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
         self.neighbours, self.share, self.settle = neighbours, share, settle
         if neighbours:  # the teacher's features of the last images and their projections in its head, both of length 1
-            self.register_buffer("bank_features", torch.zeros(bank, getattr(projected_pool(model), "dim", width(model))))
+            self.register_buffer("bank_features", torch.zeros(bank, getattr(projected_pool(model), "dim", width)))
             self.register_buffer("bank_projections", torch.zeros(bank, bottleneck))
             self.register_buffer("bank_ids", torch.zeros(bank, dtype=torch.float64))
             self.register_buffer("bank_count", torch.zeros((), dtype=torch.int64))
@@ -128,11 +132,13 @@ class DINO(Objective):
 
     @property
     def trained_model(self) -> Any:
-        """The model that the optimizer changes: the student."""
+        """The student. It is the model that the optimizer changes; the teacher follows it as a moving average."""
         return self.student
 
     def train(self, mode: bool = True):
-        """Set the training mode of the student. In the teacher, only BatchNorm follows, so that both use batch statistics."""
+        """Switch the student and its head to training mode (`mode` True) or evaluation mode. The teacher stays in evaluation
+        mode, except its BatchNorm layers: they follow the student, so that both use batch statistics.
+        """
         super().train(mode)
         self.model.eval()
         for module in self.model.modules():
@@ -140,7 +146,9 @@ class DINO(Objective):
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return the loss of a batch with views. Raises ValueError for a batch without views."""
+        """Return a dict with the self-distillation loss of a batch. `progress` is the fraction of the run that is done, from 0
+        to 1. Raises ValueError if the batch has no augmented views of its images.
+        """
         if not batch.views:
             raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
         self.set_progress(progress)
@@ -166,7 +174,8 @@ class DINO(Objective):
         return {"loss": loss}
 
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Mix the teacher's outputs for the nearest images of the bank into the targets. Returns logits of the mixed targets.
+        """Mix the teacher's targets of each image with those of its most similar recent images, which are stored in a memory
+        bank. Returns logits of the mixed targets; `center` and `temperature` turn logits into targets.
 
         `logits`, shape (2 batch, k), are the teacher's for two views of each image; they are returned
         unchanged until the run has settled and the bank has enough images. The images are then put into the bank.
@@ -174,7 +183,7 @@ class DINO(Objective):
         feature, projected = features_before_and_after_projection(self.model, images)
         projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
         feature = nn.functional.normalize(as_float32(feature), dim=-1)
-        ids, size = image_ids(images), len(self.bank_features)
+        ids, size = image_hashes(images), len(self.bank_features)
         if len(images) > size:
             raise ValueError(f"the bank holds {size} images and a batch has {len(images)}; expected a larger bank")
         mixed, filled = logits, min(int(self.bank_count), size)
@@ -185,14 +194,15 @@ class DINO(Objective):
             values, nearest = similarity.topk(self.neighbours, dim=1)
             valid = values.isfinite()
             if bool(valid.any()):
-                mixed = self.mix(logits, self.bank_projections[nearest], valid, center, temperature)
+                mixed = self.mix_targets(logits, self.bank_projections[nearest], valid, center, temperature)
         index = (self.bank_count + torch.arange(len(images), device=images.device)) % size
         self.bank_features[index], self.bank_projections[index], self.bank_ids[index] = feature, projection, ids
         self.bank_count += len(images)
         return mixed
 
-    def mix(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Mix the target of each image with the mean target of its neighbors, which has weight `share`. Returns logits.
+    def mix_targets(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
+        """Mix the teacher's target of each image with the mean target of its nearest neighbors. The neighbors have the weight
+        that the option `share` gives. Returns the logits of the mixed targets.
 
         `projections`, (b, k, p), are those of the neighbors in the head. `valid`, (b, k), is False for neighbors to leave out.
         An image without valid neighbors keeps its own target.
@@ -206,12 +216,16 @@ class DINO(Objective):
         return center + temperature * target.clamp_min(torch.finfo(target.dtype).tiny).log()
 
     def temperature(self, progress: float) -> float:
-        """Return the softmax temperature of the teacher when the fraction `progress` of the run is done."""
+        """Return the teacher's softmax temperature at one point of the run. `progress` is the fraction of the run that is done,
+        from 0 to 1.
+        """
         start, end = self.temperatures
         return end if progress >= self.warmup else start + (end - start) * progress / self.warmup
 
     def before_step(self, progress: float):
-        """Clip the gradient of each parameter separately, and remove that of the head's last layer while it is frozen."""
+        """Clip the gradient of each parameter separately. At the start of a run, also discard the gradient of the head's last
+        layer, which is frozen then.
+        """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if self.clip and gradients:  # as clip_grad_norm_ of each parameter, without a hundred small calls
             norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore
@@ -219,31 +233,41 @@ class DINO(Objective):
         self.head.cancel_last_layer_gradients(0 if progress < self.freeze else 1)
 
     def after_step(self, progress: float):
-        """Update the weights of the teacher, which are an exponential moving average of the student's."""
+        """Update the weights of the teacher, which are an exponential moving average of the student's weights. `progress` is
+        the fraction of the run that is done; the momentum depends on it.
+        """
         if not self.pairs:
             self.pairs = tensors(self.model, self.student) + tensors(self.teacher_head, self.head)
         ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """Return a tensor as float32 if its type is less precise, because differences of logits are small."""
+    """Convert a tensor of half precision to float32, since DINO depends on small differences of logits. Tensors of float32 or
+    float64 are returned unchanged.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def image_ids(images: Tensor) -> Tensor:
-    """Return a hash for each image, shape (batch,), which is equal for equal images."""
+def image_hashes(images: Tensor) -> Tensor:
+    """Return one number per image, computed from its pixels, shape (batch,). Equal images get equal numbers, so that an image
+    is recognized in the memory bank.
+    """
     flat = images.flatten(1).double()
     return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
 
 
 def projected_pool(model: nn.Module) -> Projected | None:
-    """Return the pool of a model if it is `Projected`, else None."""
+    """Return the pooling layer of a model if it is a `Projected` one, which applies a trained MLP after the pooling. Return
+    None for any other pooling layer.
+    """
     pool = getattr(model, "pool", None)
     return pool if isinstance(pool, Projected) else None
 
 
 def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the features of images before and after the model's projection; the same twice for a model without `Projected`."""
+    """Return two tensors: the pooled features of images x before and after the MLP of the pooling layer `Projected`. For a
+    model with another pooling layer, both are the model's features.
+    """
     projected = projected_pool(model)
     if projected is None:
         return (feature := model.features(x)), feature
@@ -252,8 +276,10 @@ def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor,
     return feature, projected.layers(feature)
 
 
-def width(model: nn.Module) -> int:
-    """Return the number of features of a model. Raises ValueError if it has no `features` with one linear head after them."""
+def feature_width(model: nn.Module) -> int:
+    """Return the number of features that a model gives to its head. Raises ValueError if the model has no method `features` or
+    if its head is not a single linear layer.
+    """
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
         raise ValueError(

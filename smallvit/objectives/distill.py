@@ -16,7 +16,8 @@ TEMPERATURE = 3.0  # of DeiT's soft distillation
 
 
 class Distill(Objective):
-    """Knowledge distillation: a weighted sum of the cross-entropy with the labels and a distillation loss to a trained teacher.
+    """Knowledge distillation: training with labels and with the logits of a trained teacher. The loss is a weighted sum of the
+    cross-entropy with the labels and a distillation loss.
 
     kind         "soft" compares the softened probabilities of student and teacher; "hard" uses the teacher's first choice as a
                  label.
@@ -76,11 +77,13 @@ class Distill(Objective):
 
     @property
     def teacher(self) -> nn.Module:
-        """The frozen copy of the trained teacher."""
+        """The copy of the trained teacher model that gives the logits. Its weights are frozen."""
         return self.teachers[0]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch. Runs the teacher only if `prepare` has not added its logits to the batch."""
+        """Return a dict with the loss of a batch. If the batch already contains the teacher's logits, the teacher is not run
+        again. `progress` is the fraction of the run that is done.
+        """
         self.set_progress(progress)
         if self.token:
             logits, distilled = self.model.head.apart(self.model.features(batch.images))
@@ -89,16 +92,20 @@ class Distill(Objective):
         loss = cross_entropy(logits, batch.targets)
         if self.weight:
             (targets,) = batch.teacher_logits or (self.teacher_logits(batch),)
-            loss = (1 - self.weight) * loss + self.weight * self.gap(distilled.float(), targets)
+            loss = (1 - self.weight) * loss + self.weight * self.distillation_loss(distilled.float(), targets)
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's logits added. Called before each step: stacked runs have separate teachers."""
+        """Return a copy of the batch that also contains the teacher's logits. The training loop calls this before each step.
+        Runs that are trained together as one model then each use their own teacher.
+        """
         return batch._replace(teacher_logits=(self.teacher_logits(batch),)) if self.weight else batch
 
     @torch.no_grad()
     def teacher_logits(self, batch: Batch) -> Tensor:
-        """Return the teacher's logits for a batch, shape (batch, k). Raises ValueError if the targets have another shape."""
+        """Return the teacher's logits for the images of a batch, shape (batch, classes). Raises ValueError if the teacher has
+        another number of classes than the targets of the batch.
+        """
         # objective.to(device) does not move the teacher, which is not a submodule
         weight = next(self.teacher.parameters(), batch.images)
         if (weight.device, weight.dtype) != (batch.images.device, batch.images.dtype):
@@ -110,8 +117,10 @@ class Distill(Objective):
             )
         return logits
 
-    def gap(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the distillation loss between student and teacher logits of shape (batch, k), averaged over the batch."""
+    def distillation_loss(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        """Return the loss that measures how far the student's logits are from the teacher's, averaged over the batch. Both have
+        shape (batch, classes). Soft or hard distillation is chosen by the option `kind`.
+        """
         if self.kind == "hard":
             return F.cross_entropy(logits, teacher_logits.argmax(-1))
         student, teacher = ((z / self.temperature).log_softmax(-1) for z in (logits, teacher_logits))

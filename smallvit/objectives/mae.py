@@ -23,7 +23,8 @@ Image = tuple[int, int]  # height, width in pixels
 
 
 class Reconstruction(NamedTuple):
-    """Images that a masked autoencoder received and reconstructed, each of shape (batch, c, h, w) and normalized as the input.
+    """The result of a reconstruction by a masked autoencoder: five batches of images, such as the input, the visible patches
+    and the prediction. Each has shape (batch, channels, height, width) and is normalized as the input.
 
     image      the input.
     masked     the input of the encoder; hidden pixels are 0.
@@ -44,7 +45,8 @@ class Reconstruction(NamedTuple):
 
 
 class MAE(Objective):
-    """Masked autoencoder: an encoder sees few patches of each image, and a small decoder predicts the pixels of the others.
+    """Masked autoencoder, a self-supervised objective: most patches of each image are hidden, an encoder sees the others, and a
+    small decoder predicts the pixels of the hidden patches.
 
     The encoder is `.model`. In evaluation it sees all patches. Its head, and what its pool learns (the scores of
     `SequencePool`, a norm after the pool), are not trained.
@@ -100,22 +102,26 @@ class MAE(Objective):
         values = prod(patch) * model.channels
         if normalise and values < 2:
             raise ValueError("a patch of 1 pixel and 1 channel has no variance; expected normalise=False, or larger patches")
-        visible_patches(ratio, prod(grid))
+        count_visible(ratio, prod(grid))
         self.ratio, self.normalise, self.patch = ratio, normalise, patch
         self.decoder = Decoder(model.prefix.shape, grid, values, decoder_dim, decoder_depth, decoder_heads)
         initialize(self.decoder)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the reconstruction loss of a batch. Stores the pooled features of visible tokens in `observed`."""
+        """Return a dict with the reconstruction loss of a batch. Also stores the pooled features of the visible patches in the
+        attribute `observed`, which is checked for collapse. `progress` is not used.
+        """
         images = batch.images
-        shown, hidden = self.hide(images)  # the first random draw of a step, so that dropout does not change it
-        tokens = self.encode(images, shown)
+        visible, hidden = self.hide(images)  # the first random draw of a step, so that dropout does not change it
+        tokens = self.encode(images, visible)
         with torch.no_grad():
             self.observed = Observation(self.model.pooled(tokens.detach(), None))
-        return {"loss": self.error(self.decoder(tokens, shown, hidden, self.grid(images)), images, hidden)}
+        return {"loss": self.error(self.decoder(tokens, visible, hidden, self.grid(images)), images, hidden)}
 
     def grid(self, images: Tensor) -> Grid:
-        """Return the numbers of rows and columns of patches in images. Raises ValueError if the decoder has other patches."""
+        """Return the number of rows and columns of patches in images. Raises ValueError if the patches of these images have
+        another size than the patches that the decoder predicts.
+        """
         if images.ndim != 4 or images.shape[1] != self.model.channels:
             raise ValueError(f"got images of shape {tuple(images.shape)}; the model needs b {self.model.channels} h w")
         h, w = images.shape[2:]
@@ -128,22 +134,27 @@ class MAE(Objective):
         return grid
 
     def hide(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Choose random patches to hide in each image. Returns sorted indices of visible, (b, k), and hidden patches, (b, m).
+        """Choose at random which patches of each image are hidden. Returns the sorted indices of the visible patches, shape
+        (batch, visible), and of the hidden patches, shape (batch, hidden).
 
         They are drawn on the CPU, so that a seed gives the same patches on every device.
         """
         n = prod(self.grid(images))
         order = torch.rand(len(images), n, generator=generator, device="cpu").argsort(dim=1, stable=True)
-        k = visible_patches(self.ratio, n)
+        k = count_visible(self.ratio, n)
         return order[:, :k].sort().values.to(images.device), order[:, k:].sort().values.to(images.device)
 
-    def encode(self, images: Tensor, shown: Tensor) -> Tensor:
-        """Encode only the visible patches, given by their indices `shown`, (b, k). Returns tokens, (b, prefix + k, d)."""
-        images = images.masked_fill(~patch_mask(shown, self.grid(images), (images.shape[2], images.shape[3])), 0.0)
-        return self.model.tokens(images, keep=shown)[0]
+    def encode(self, images: Tensor, visible: Tensor) -> Tensor:
+        """Run the encoder on the visible patches only. `visible` has the indices of these patches, shape (batch, visible).
+        Returns the prefix tokens (class token and registers) and the tokens of the visible patches.
+        """
+        images = images.masked_fill(~patch_mask(visible, self.grid(images), (images.shape[2], images.shape[3])), 0.0)
+        return self.model.tokens(images, keep=visible)[0]
 
     def error(self, predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
-        """Return the mean squared error between predicted pixels, (b, m, p q c), and the hidden patches with indices (b, m)."""
+        """Return the mean squared error between the predicted and the true pixels of the hidden patches. `predicted` has shape
+        (batch, hidden, pixels), and `hidden` has the patch indices, shape (batch, hidden).
+        """
         targets = gather_tokens(patchify(images, self.grid(images)), hidden)
         if self.normalise:
             mean, std = mean_and_std(targets)
@@ -151,24 +162,28 @@ class MAE(Objective):
         return (predicted - targets).square().mean()
 
     def reconstruct(self, images: Tensor, *, seed: int = 0) -> Reconstruction:
-        """Hide random patches of normalized images, (b, c, h, w), chosen by `seed`, and reconstruct them in evaluation mode."""
+        """Hide random patches of images and predict them, in evaluation mode, for example to draw a figure. `images` are
+        normalized, shape (batch, channels, height, width). `seed` decides which patches are hidden.
+        """
         grid, image = self.grid(images), (images.shape[2], images.shape[3])
-        shown, hidden = self.hide(images, torch.Generator().manual_seed(seed))
+        visible, hidden = self.hide(images, torch.Generator().manual_seed(seed))
         with frozen(self):
             patches = patchify(images, grid)
-            predicted = self.decoder(self.encode(images, shown), shown, hidden, grid).to(images.dtype)
+            predicted = self.decoder(self.encode(images, visible), visible, hidden, grid).to(images.dtype)
             versions = [predicted, predicted]
             if self.normalise:
-                whole = mean_and_std(gather_tokens(patches, shown).flatten(1)[:, None])
+                whole = mean_and_std(gather_tokens(patches, visible).flatten(1)[:, None])
                 moments = whole, mean_and_std(gather_tokens(patches, hidden))
                 versions = [predicted * std + mean for mean, std in moments]
             pictures = (unpatchify(patches.scatter(1, expand_index(hidden, x), x), grid, image) for x in versions)
-            mask = ~patch_mask(shown, grid, image).expand_as(images)
+            mask = ~patch_mask(visible, grid, image).expand_as(images)
             return Reconstruction(images, images.masked_fill(mask, 0.0), mask, *pictures)
 
 
 class Decoder(nn.Module):
-    """Small transformer that predicts the pixels of hidden patches from the tokens of the visible patches."""
+    """Small transformer that predicts the pixels of the hidden patches from the encoder's tokens of the visible patches. It is
+    used in training only.
+    """
 
     def __init__(self, prefix: tuple[int, ...], grid: Grid, values: int, dim: int, depth: int, heads: int):
         super().__init__()
@@ -180,45 +195,50 @@ class Decoder(nn.Module):
         self.pixels = nn.Linear(dim, values)
 
     def reset_parameters(self):
-        """Initialize the learned token that stands for hidden patches."""
+        """Initialize the learned mask token, which the decoder puts in the place of each hidden patch."""
         nn.init.normal_(self.unknown, std=0.02)
 
-    def forward(self, x: Tensor, shown: Tensor, hidden: Tensor, grid: Grid) -> Tensor:
-        """Predict the pixels of hidden patches, shape (b, m, p q c), from the encoder's tokens x, shape (b, prefix + k, d).
+    def forward(self, x: Tensor, visible: Tensor, hidden: Tensor, grid: Grid) -> Tensor:
+        """Return the predicted pixels of the hidden patches, shape (batch, hidden, pixels). `x` are the encoder's tokens:
+        prefix tokens (class token and registers), then visible patches. `grid` is the number of rows and columns of patches.
 
-        `shown`, (b, k), and `hidden`, (b, m), are the indices of visible and hidden patches.
+        `visible`, (b, k), and `hidden`, (b, m), are the indices of visible and hidden patches.
         """
         x = torch.cat([self.embed(x), self.unknown.expand(*hidden.shape, -1)], dim=1)
         prefix = x.shape[1] - prod(grid)
-        order = torch.cat([shown, hidden], dim=1).argsort(dim=1)
+        order = torch.cat([visible, hidden], dim=1).argsort(dim=1)
         x = self.position(torch.cat([x[:, :prefix], gather_tokens(x[:, prefix:], order)], dim=1), grid)
         for block in self.blocks:
             x, _ = block(x)
         return self.pixels(self.norm(gather_tokens(x[:, prefix:], hidden)))
 
 
-def visible_patches(ratio: float, n: int) -> int:
-    """Return how many of n patches stay visible if the share `ratio` is hidden. Raises ValueError if all or none are."""
+def count_visible(ratio: float, patches: int) -> int:
+    """Return how many patches of an image stay visible. `patches` is their total number, and `ratio` the share of them to hide.
+    Raises ValueError if all or none would be visible.
+    """
     if not 0 < ratio < 1:
         raise ValueError(f"ratio is {ratio}; expected the share of patches to hide, above 0 and below 1")
-    shown = floor(n * (1 - ratio) + 1e-6)  # 10 * (1 - 0.9) is a little less than 1
-    if not 0 < shown < n:
+    visible = floor(patches * (1 - ratio) + 1e-6)  # 10 * (1 - 0.9) is a little less than 1
+    if not 0 < visible < patches:
         raise ValueError(
-            f"ratio {ratio} of {n} patches shows {shown} and hides {n - shown}; expected at least one of each: use more patches"
-            " or another ratio"
+            f"ratio {ratio} of {patches} patches shows {visible} and hides {patches - visible}; expected at least one of each:"
+            " use more patches or another ratio"
         )
-    return shown
+    return visible
 
 
 def grid_and_patch(model: ViT, image: Image) -> tuple[Grid, Image]:
-    """Return the rows and columns of tokens of an image, and the height and width of the patch of each token.
+    """Return two pairs: the number of rows and columns of patches in an image, and the height and width of a patch in pixels.
+    `image` is the image size, (height, width).
 
     Raises ValueError, with the nearest sizes that fit, if the tokens do not divide the image into equal patches.
     """
     grid = model.tokenizer.grid(image)
     if image[0] % grid[0] or image[1] % grid[1]:
         smaller, larger = (
-            [nearest_size(model.tokenizer.grid, size, axis, step) for axis, size in enumerate(image)] for step in (-1, 1)
+            [nearest_divisible_size(model.tokenizer.grid, size, axis, direction) for axis, size in enumerate(image)]
+            for direction in (-1, 1)
         )
         raise ValueError(
             f"the {grid[0]} x {grid[1]} tokens of {type(model.tokenizer).__name__} do not divide {image[0]} x {image[1]} pixels"
@@ -227,15 +247,16 @@ def grid_and_patch(model: ViT, image: Image) -> tuple[Grid, Image]:
     return grid, (image[0] // grid[0], image[1] // grid[1])
 
 
-def nearest_size(grid: Callable[[Image], Grid], size: int, axis: int, step: int) -> int:
-    """Search for the nearest image height (axis 0) or width (axis 1) that is divisible by its number of tokens.
+def nearest_divisible_size(grid_of: Callable[[Image], Grid], size: int, axis: int, direction: int) -> int:
+    """Return the image height or width nearest to `size` that can be cut into equal patches. `axis` is 0 for heights and 1 for
+    widths; `direction` is -1 to search smaller sizes and 1 to search larger ones.
 
-    Searches smaller sizes (step -1) or larger ones (step 1).
-    `grid` gives the rows and columns of tokens for an image size. Returns `size` if none is found up to four times the size.
+    `grid_of` is a function from an image size to the number of rows and columns of tokens. Returns `size` if no other size up
+    to four times as large is found.
     """
-    for candidate in range(size, 0 if step < 0 else 4 * size, step):
+    for candidate in range(size, 0 if direction < 0 else 4 * size, direction):
         try:
-            if candidate % grid((candidate, candidate))[axis] == 0:
+            if candidate % grid_of((candidate, candidate))[axis] == 0:
                 return candidate
         except ValueError:  # a size that the tokenizer refuses
             continue
@@ -243,20 +264,25 @@ def nearest_size(grid: Callable[[Image], Grid], size: int, axis: int, step: int)
 
 
 def patch_mask(index: Tensor, grid: Grid, image: Image) -> Tensor:
-    """Return a pixel mask, shape (batch, 1, h, w), that is True inside the patches with these indices, shape (batch, k)."""
+    """Return a mask of pixels, shape (batch, 1, height, width), that is True inside the selected patches. `index` has the
+    numbers of these patches, shape (batch, selected); `image` is the image size.
+    """
     mask = torch.zeros(len(index), prod(grid), dtype=torch.bool, device=index.device).scatter(1, index, True)
     mask = mask.unflatten(1, (1, *grid))
     return mask.repeat_interleave(image[0] // grid[0], dim=2).repeat_interleave(image[1] // grid[1], dim=3)
 
 
 def mean_and_std(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation along the last axis, which is kept with length 1."""
+    """Return the mean and the standard deviation of x along its last axis. The axis is kept with length 1, so that the results
+    can be broadcast.
+    """
     var, mean = torch.var_mean(x, dim=-1, keepdim=True)
     return mean, (var + 1e-6).sqrt()
 
 
 def patchify(images: Tensor, grid: Grid) -> Tensor:
-    """Cut images, (b, c, h, w), into a grid of equal patches. Returns their pixels in row-major order, (b, n, p q c).
+    """Cut images into a grid of equal patches. Images of shape (batch, channels, height, width) become vectors of pixels, shape
+    (batch, patches, patch height * patch width * channels), with patches row by row.
 
     Raises ValueError for a grid that does not divide the images into equal patches.
     """
@@ -268,7 +294,8 @@ def patchify(images: Tensor, grid: Grid) -> Tensor:
 
 
 def unpatchify(patches: Tensor, grid: Grid, image: Image) -> Tensor:
-    """Put patches, (b, n, p q c), together to images, (b, c, h, w). The inverse of `patchify`.
+    """Put patches of pixels back together to images; the inverse of `patchify`. Patches of shape (batch, patches, pixels)
+    become images of shape (batch, channels, height, width). `image` is (height, width).
 
     Raises ValueError for patches that do not fill images of this size.
     """

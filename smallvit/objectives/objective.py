@@ -46,28 +46,39 @@ class Objective(nn.Module):
         self.model = model
 
     def __init_subclass__(cls, **options):
-        """Set `stackable` to False if a step of the subclass changes more than parameters, unless the subclass sets it."""
+        """Decide whether runs with a new subclass can be trained together as one: set `stackable` to False if the subclass
+        changes more than parameters in a step. A value that the subclass sets itself is kept.
+        """
         super().__init_subclass__(**options)
         hooks = cls.before_step is not Objective.before_step or cls.after_step is not Objective.after_step
         if "stackable" not in vars(cls) and (hooks or not cls.needs_labels):
             cls.stackable = False
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the scalar "loss" of a batch. `progress` rises from 0 to 1 over the run."""
+        """Return a dict with the loss of a batch, a scalar tensor under the key "loss". `progress` is the fraction of the run
+        that is done, from 0 to 1.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no forward(batch, progress)")
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch, with values added that need no gradient, such as teacher logits. Called before each step."""
+        """Return the batch with additional values that need no gradient, such as the logits of a teacher. The training loop
+        calls this before each step. By default the batch is returned unchanged.
+        """
         return batch
 
     def before_step(self, progress: float):
-        """Change the gradients before the optimizer step, for example clip them. Does nothing by default."""
+        """Change the gradients after the backward pass and before the optimizer step, for example clip them. By default nothing
+        is done. `progress` is the fraction of the run that is done.
+        """
 
     def after_step(self, progress: float):
-        """Change state after the optimizer step, for example update an EMA teacher. Does nothing by default."""
+        """Update other state after the optimizer step, for example the moving average of a teacher. By default nothing is done.
+        `progress` is the fraction of the run that is done.
+        """
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return groups of parameters, each with a function `(progress, rate) -> fraction of the peak learning rate`.
+        """Return a list of pairs: a list of parameters, and a function that computes their learning rate. The function
+        `(progress, rate)` returns a fraction of the peak learning rate.
 
         `rate` is the fraction that the schedule of the run gives. By default one group of all parameters follows the run.
         """
@@ -75,22 +86,29 @@ class Objective(nn.Module):
 
     @property
     def trained_model(self) -> Any:
-        """The model that the optimizer changes. It is `model`, except where `model` is an EMA of the trained one."""
+        """The model that the optimizer changes. It equals the attribute `model`, except in objectives such as DINO, where
+        `model` is a moving average of the trained model.
+        """
         return self.model
 
     @cached_property
     def scheduled_modules(self) -> list[Any]:
-        """The modules of the trained model that change during the run: those with a float attribute `progress`."""
+        """List of the modules in the trained model whose behavior depends on how far the run is, such as a pruning layer that
+        removes more tokens later. They have a float attribute `progress`.
+        """
         return [m for m in self.trained_model.modules() if isinstance(getattr(m, "progress", None), float)]
 
     def set_progress(self, progress: float):
-        """Set the attribute `progress` of all modules of the trained model that have it. Call this first in `forward`."""
+        """Set the attribute `progress` of all scheduled modules of the trained model to the fraction of the run that is done.
+        An objective calls this first in `forward`.
+        """
         for module in self.scheduled_modules:
             module.progress = progress
 
     @classmethod
     def check_run(cls, run: Any):
-        """Raise ValueError if the settings of a `Run` do not fit this objective.
+        """Raise ValueError if the settings of a run cannot be combined with this objective, for example if the objective needs
+        a teacher and the run has none.
 
         Checks `init`, `teacher`, `unlabelled`, `augment` and `evaluators`. `Run` calls this when it is created.
         """

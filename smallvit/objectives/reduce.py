@@ -17,7 +17,8 @@ from .supervised import cross_entropy
 
 
 class LearnToPrune(Objective):
-    """Teach a trained model to prune its tokens with `LearnedPrune`, with the unpruned model as a teacher (DynamicViT).
+    """Teach a trained model to prune tokens: small predictors in `LearnedPrune` layers learn which patches can be removed, and
+    the unpruned model serves as the teacher (DynamicViT).
 
     ratio          the weight of the squared difference between the share of patches kept and the target share.
     distil         the weight of the KL divergence between the logits of teacher and student.
@@ -39,18 +40,20 @@ class LearnToPrune(Objective):
         self, model: nn.Module, *, ratio: float = 2.0, distil: float = 0.5, distil_tokens: float = 0.5, backbone: float = 0.01
     ):
         super().__init__(model)
-        self.pruning = trained_reductions(model, LearnedPrune, "predictor")
+        self.pruning = active_reductions(model, LearnedPrune, "predictor")
         self.teacher: Any = unreduced(model).eval().requires_grad_(False)
         self.ratio, self.distil, self.distil_tokens, self.backbone = ratio, distil, distil_tokens, backbone
 
     def train(self, mode: bool = True):
-        """Set the training mode of the student; the teacher stays in evaluation mode."""
+        """Switch the student to training mode (`mode` True) or evaluation mode. The teacher always stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch, and "kept", the mean share of patches that each predictor keeps."""
+        """Return a dict with the loss of a batch and, under "kept", the share of patches that each predictor keeps, averaged
+        over the batch. `progress` is not used.
+        """
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
             teacher_logs = self.teacher.head(self.teacher.pooled(teacher_tokens, None)).float().log_softmax(-1)
@@ -68,19 +71,24 @@ class LearnToPrune(Objective):
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return two groups: predictors follow the run's learning rate, and all other weights start late and learn slowly."""
+        """Return two groups of parameters with their learning-rate functions. The predictors follow the run's schedule. All
+        other weights start to learn later, at a much lower rate.
+        """
         predictors = [p for module in self.pruning for p in module.parameters()]
         ids = set(map(id, predictors))
         others = [p for p in self.model.parameters() if id(p) not in ids]
-        return [(predictors, lambda progress, rate: rate), (others, self.backbone_rate)]
+        return [(predictors, lambda progress, rate: rate), (others, self.backbone_learning_rate)]
 
-    def backbone_rate(self, progress: float, rate: float) -> float:
-        """Return the learning rate of all but the predictors: 0 in the first sixth of a run, then at most `backbone`."""
-        return 0.0 if progress < 1 / 6 else min(self.backbone, rate)
+    def backbone_learning_rate(self, progress: float, run_rate: float) -> float:
+        """Return the learning rate of all weights outside the predictors, as a fraction of the peak rate: 0 in the first sixth
+        of the run, then `run_rate`, limited by the option `backbone`.
+        """
+        return 0.0 if progress < 1 / 6 else min(self.backbone, run_rate)
 
 
 class LearnThresholds(Objective):
-    """Train only the token-reduction thresholds of a trained model with `LearnedThresholds`, to meet a compute budget (LTMP).
+    """Train only the thresholds that decide which tokens of a trained model are merged or pruned, so that its compute meets a
+    budget. The model has `LearnedThresholds` layers (the method LTMP).
 
     budget  the target for the compute of the blocks, as a share of the compute without reduction.
     weight  the weight of the squared difference between the compute and the budget.
@@ -103,7 +111,7 @@ class LearnThresholds(Objective):
         if not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; expected a fraction of the unreduced compute, above 0 and up to 1")
         self.budget, self.weight = budget, weight
-        self.thresholds = trained_reductions(model, LearnedThresholds, "kept")
+        self.thresholds = active_reductions(model, LearnedThresholds, "kept")
         if not has_closed_form(self.model):
             raise ValueError("LearnThresholds needs the closed form of attention; expected attention with a projection `proj`")
         model.requires_grad_(False)
@@ -111,15 +119,18 @@ class LearnThresholds(Objective):
             module.requires_grad_(True)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch, and "spent", the compute as a share of that without token reduction."""
+        """Return a dict with the loss of a batch and, under "spent", the compute of the model divided by its compute without
+        token reduction. `progress` is not used.
+        """
         with recorded_decisions(self.thresholds) as decisions:
             logits = self.model(batch.images)
-        spent = self.spent(decisions)
+        spent = self.compute_share(decisions)
         loss = cross_entropy(logits, batch.targets) + self.weight * (spent - self.budget).square()
         return {"loss": loss, "spent": spent.detach()}
 
-    def spent(self, decisions: list[Tensor]) -> Tensor:
-        """Return the multiply-adds of all blocks as a share of those without token reduction.
+    def compute_share(self, decisions: list[Tensor]) -> Tensor:
+        """Return the compute of all blocks, in multiply-adds, divided by their compute without token reduction. `decisions`
+        says which tokens each layer with thresholds keeps.
 
         `decisions` has a tensor b n for each block with thresholds: 1 for tokens that are kept, 0 for others.
         """
@@ -134,26 +145,30 @@ class LearnThresholds(Objective):
         return macs / full
 
     def after_step(self, progress: float):
-        """Clamp the thresholds to their allowed range after the optimizer step."""
+        """Limit each threshold to its allowed range after the optimizer step. `progress` is not used."""
         for module in self.thresholds:
             module.clamp()
 
 
-def trained_reductions(model: nn.Module, kind: type, part: str) -> list[Any]:
-    """Return the token-reduction modules of class `kind` in a model that are on: their attribute `part` is not None.
+def active_reductions(model: nn.Module, reduction_class: type, required: str) -> list[Any]:
+    """Return the layers in a model that reduce tokens with the class `reduction_class` and are active. A layer is active if its
+    attribute with the name `required` is not None.
 
     Raises ValueError if there are none.
     """
     reductions = [getattr(block, "reduction", None) for block in getattr(model, "blocks", ())]
-    found = [module for module in reductions if isinstance(module, kind) and getattr(module, part) is not None]
+    found = [module for module in reductions if isinstance(module, reduction_class) and getattr(module, required) is not None]
     if not found:
-        raise ValueError(f"this objective teaches {kind.__name__} and the model has none; expected reduction={kind.__name__}")
+        name = reduction_class.__name__
+        raise ValueError(f"this objective teaches {name} and the model has none; expected reduction={name}")
     return found
 
 
 @contextmanager
 def recorded_decisions(modules: list[Any]) -> Iterator[list[Tensor]]:
-    """Context that records which tokens are kept: yields a list to which each module appends a tensor (batch, tokens)."""
+    """Context manager that records which tokens are kept. It returns a list; each time a module in `modules` decides, a tensor
+    of shape (batch, tokens) is appended to the list.
+    """
     decisions: list[Tensor] = []
     hooks = [module.kept.register_forward_hook(lambda _, inputs, output: decisions.append(output)) for module in modules]
     try:

@@ -28,7 +28,7 @@ NAMES = {  # parts of timm's names of weights -> ours
 
 
 def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """Replace parts of the name of a weight, given (old, new) pairs.
+    """Replace parts of the name of a weight and return the new name. `pairs` is a list of (old part, new part).
 
     An old part without a leading dot matches only at the start of the name; one without a trailing dot only at its end.
     """
@@ -39,7 +39,7 @@ def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the state dict of a timm `vit_*` model to the names of our `ViT`.
+    """Return a state dict of a Vision Transformer of timm with the names of weights that our `ViT` uses.
 
     Class token and registers are joined to `prefix`. The batch axis of these tokens and of the positions is removed.
 
@@ -60,7 +60,8 @@ def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_timm(model: nn.Module) -> ViT:
-    """Convert a timm `VisionTransformer` to a `ViT` with copies of its weights and equal outputs.
+    """Convert a Vision Transformer of timm to a `ViT` of smallvit. The new model has copies of the weights and gives the same
+    outputs.
 
     The timm model is left unchanged; the new one has its device, precision and mode. Supported are class token or mean pooling,
     registers, LayerScale, qk-norm, learned positions (with or without the prefix tokens) or none, any image size and number of
@@ -79,7 +80,8 @@ def from_timm(model: nn.Module) -> ViT:
 
 
 def like(name: str, **options) -> Callable[..., ViT]:
-    """Return a `partial(ViT, ...)` with the shape of the timm model of this name, for `Run(model=...)`.
+    """Return a `functools.partial` of `ViT` that builds a model with the same architecture as the timm model `name`. It is made
+    for `Run(model=...)`; `options` change some of its arguments.
 
     No weights are loaded; `Run(model=like(name), init=Weights(name=name))` loads them. `options` of the `ViT` override the
     shape, such as `tokenizer=partial(PatchEmbed, patch=4)` for small images: `Weights` then resizes the patch kernel and the
@@ -93,7 +95,9 @@ def like(name: str, **options) -> Callable[..., ViT]:
 
 
 def timm_on_meta(name: str) -> nn.Module:
-    """Create the timm model of this name with a head of 10 classes on the device "meta", where weights need no memory."""
+    """Create a timm model without memory for its weights, on torch's device "meta", to look at its architecture. Its head has
+    10 classes.
+    """
     import timm
 
     architecture = name.partition(".")[0]
@@ -107,7 +111,9 @@ def timm_on_meta(name: str) -> nn.Module:
 
 
 def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
-    """Return the `partial(ViT, ...)` that represents this timm model. Raises ValueError if there is none."""
+    """Return a `functools.partial` of `ViT` that builds a model with the same architecture as this timm model. Raises
+    ValueError if a `ViT` cannot have this architecture.
+    """
     if parts := unsupported_parts(model):
         raise ValueError(f"this timm model has {', '.join(parts)}, which a ViT does not; expected a plain vit_* model")
     first, dim = model.blocks[0], model.embed_dim
@@ -142,7 +148,9 @@ def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
 
 
 def unsupported_parts(model: Any) -> list[str]:
-    """Return the parts of a timm model that our `ViT` cannot represent: unknown classes, or else settings of known classes."""
+    """Return a list of the reasons why our `ViT` cannot represent a timm model, as text: names of unknown classes or of
+    settings. The list is empty if it can.
+    """
     import timm.layers
     from timm.models import vision_transformer as vit
 

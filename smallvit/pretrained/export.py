@@ -14,7 +14,8 @@ from .convert import NAMES, replace_parts
 
 
 def to_timm(model: ViT) -> nn.Module:
-    """Convert a `ViT` to a timm `VisionTransformer` with copies of its weights and equal outputs.
+    """Convert a `ViT` of smallvit to a Vision Transformer of timm. The new model has copies of the weights and gives the same
+    outputs.
 
     The `ViT` is left unchanged; the new model has its device, precision and mode. Its `state_dict()` has timm's names.
     Supported are the slots that timm has too: square patches, learned positions or none, plain attention, pre-norm blocks,
@@ -58,7 +59,9 @@ def to_timm(model: ViT) -> nn.Module:
 
 
 def timm_state(model: ViT) -> dict[str, Tensor]:
-    """Return the state dict of a `ViT` under timm's names, with its prefix split into class token and registers."""
+    """Return the state dict of a `ViT` with the names of weights that timm uses. The prefix tokens are split into class token
+    and registers.
+    """
     own = model.state_dict()
     prefix, classes = own.pop("prefix")[None], model.pool.class_tokens
     state = {"cls_token": prefix[:, :classes], "reg_token": prefix[:, classes:]}
@@ -72,13 +75,17 @@ def timm_state(model: ViT) -> dict[str, Tensor]:
 
 
 def positions_cover_prefix(model: ViT) -> bool:
-    """Return whether the prefix tokens have position embeddings too."""
+    """Return True if a `ViT` adds position embeddings to its prefix tokens (class token and registers) too, and not only to the
+    patches.
+    """
     rows, columns = model.tokenizer.grid(model.image)
     return model.position is not None and len(model.position.table) > rows * columns
 
 
 def unsupported_parts(model: ViT) -> list[str]:
-    """Return the parts of a `ViT` that timm's `VisionTransformer` cannot represent: names of classes, then settings."""
+    """Return a list of the reasons why timm's Vision Transformer cannot represent our `ViT`, as text: names of classes and
+    settings. The list is empty if it can.
+    """
     allowed = {"tokenizer": (PatchEmbed,), "position": (Learned, type(None)), "pool": (ClassToken, MeanTokens)}
     found = [type(part).__name__ for name, kinds in allowed.items() if type(part := getattr(model, name)) not in kinds]
     found += [type(block).__name__ for block in model.blocks if type(block) is not Block]

@@ -14,8 +14,9 @@ from .convert import VIT_S, timm_on_meta
 HEADS = ("head.", "fc.", "pre_logits.", "head_dist.")
 
 
-def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], tuple[float, ...]]:
-    """Read a file with the weights of the timm model `name`.
+def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], tuple[float, ...]]:
+    """Read pretrained weights of the timm model `name` from a file. Returns a state dict with timm's names of weights, and the
+    mean and standard deviation that normalize its input images.
 
     Returns a state dict under timm's names (float32), and the mean and standard deviation of the pixels that the weights
     expect. A head of any size is accepted, and also none. Early files store the patch kernel as a matrix, (dim, 3 * patch *
@@ -25,7 +26,7 @@ def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], t
              names the file.
     """
     expected = {key: tuple(tensor.shape) for key, tensor in timm_on_meta(name).state_dict().items()}
-    state = from_npz(path, name) if path.suffix == ".npz" else unwrap(from_file(path), path)
+    state = read_npz(path, name) if path.suffix == ".npz" else find_state_dict(load_checkpoint(path), path)
     wrong = [f"{key} is missing" for key in expected if key not in state and not key.startswith("head.")]
     wrong += [f"{key} is unknown" for key in state if key not in expected and not key.startswith(HEADS)]
     wrong += [f"{key} is not finite" for key in expected if key in state and not state[key].isfinite().all()]
@@ -45,12 +46,14 @@ def read(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], t
 
 
 def list_some(items: list[str]) -> str:
-    """Join the first five items with commas, and add how many more there are."""
+    """Return a text that lists the first five items and says how many more there are, for an error message."""
     return ", ".join(items[:5]) + f" and {len(items) - 5} more" * (len(items) > 5)
 
 
 def timm_config(name: str) -> Any:
-    """Return timm's configuration of the pretrained weights `name`. Raises ValueError for an unknown name or tag."""
+    """Return timm's configuration of the pretrained weights `name`, such as the size and normalization of the images. Raises
+    ValueError if timm does not know the name.
+    """
     from timm.models import get_pretrained_cfg
 
     try:
@@ -59,8 +62,10 @@ def timm_config(name: str) -> Any:
         raise ValueError(f"timm has no weights {name!r} ({error}); expected a name with its tag, such as {VIT_S!r}") from error
 
 
-def from_file(path: Path) -> Any:
-    """Load a .safetensors file or a checkpoint of torch without executing code. Raises ValueError if it cannot be read."""
+def load_checkpoint(path: Path) -> Any:
+    """Load a .safetensors file or a checkpoint of torch and return its content. No code in the file is executed. Raises
+    ValueError if the file cannot be read.
+    """
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -72,8 +77,9 @@ def from_file(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); expected a file of weights") from error
 
 
-def unwrap(state: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict inside a loaded checkpoint.
+def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
+    """Return the state dict that is stored inside a checkpoint, for example under the key "model". Prefixes such as "module."
+    are removed from the names of weights.
 
     It may be inside of "teacher" (DINO), "model_ema", "state_dict" or "model". Prefixes of names, such as "module." and
     "backbone.", are removed. `path` is for the error.
@@ -98,8 +104,9 @@ def unwrap(state: Any, path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def from_npz(path: Path, name: str) -> dict[str, Tensor]:
-    """Read an original .npz file of Google with timm's own reader, and return the weights under timm's names.
+def read_npz(path: Path, name: str) -> dict[str, Tensor]:
+    """Read pretrained weights of the timm model `name` from an .npz file of Google's original release. Returns a state dict
+    with timm's names of weights.
 
     Raises   ValueError for a damaged file, and for the weights of another model; the error names the file.
     """

@@ -10,7 +10,8 @@ from torch import nn
 
 
 def timm_attention(attention: Callable) -> type[nn.Module]:
-    """Return a module class with our attention for timm's argument `attn_layer=` (timm >= 1.0.23).
+    """Return a class that lets a timm model use one of our attention modules. Pass the class to timm as the argument
+    `attn_layer=` (timm 1.0.23 or newer).
 
     `attention` is a class or a partial with options, such as `partial(LocalityAttention, mask_self=False)`. Its weights have
     timm's names, so that pretrained weights of timm load. Parameters that timm does not have, such as a temperature, keep their
@@ -23,7 +24,9 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
     takes_norm = "qk_norm" in inspect.signature(slot).parameters
 
     class TimmAttention(slot):
-        """Our attention with the arguments of timm's attention."""
+        """Adapter that lets a timm model use one of our attention modules. It accepts the constructor arguments of timm's own
+        attention.
+        """
 
         def __init__(
             self,
@@ -60,7 +63,7 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
 
 def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
-    """Return a module class with our tokenizer for timm's argument `embed_layer=`.
+    """Return a class that lets a timm model use one of our tokenizers. Pass the class to timm as the argument `embed_layer=`.
 
     `tokenizer` is a class or a partial with options. timm's `patch_size` sets the option `patch` of the tokenizer, unless the
     partial sets it. A convolutional stem ignores `patch_size`, because its layers set its stride.
@@ -73,7 +76,9 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     takes_patch = "patch" in inspect.signature(slot).parameters
 
     class TimmTokenizer(nn.Module):
-        """Our tokenizer with the arguments and attributes of timm's `PatchEmbed`."""
+        """Adapter that lets a timm model use one of our tokenizers. It has the constructor arguments and the attributes of
+        timm's own `PatchEmbed`.
+        """
 
         def __init__(
             self,
@@ -100,11 +105,15 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
             self.to(device=device, dtype=dtype)
 
         def feat_ratio(self, as_scalar=True):
-            """Return the patch size in pixels."""
+            """Return the patch size in pixels: the larger side as one number if `as_scalar`, else (height, width). Models of
+            timm call this method.
+            """
             return max(self.patch_size) if as_scalar else self.patch_size
 
         def dynamic_feat_size(self, img_size):
-            """Return the grid of patches for images of this size."""
+            """Return the number of rows and columns of patches in an image of size `img_size`, (height, width). Models of timm
+            call this method.
+            """
             return self.tokens.grid(img_size)
 
         def forward(self, x):
@@ -119,19 +128,23 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     return TimmTokenizer
 
 
-def split_partial(slot: Callable) -> tuple[Any, dict[str, Any]]:
-    """Return the class and the options of a class or of a partial of a class."""
-    return (slot.func, slot.keywords) if isinstance(slot, partial) else (slot, {})
+def split_partial(component: Callable) -> tuple[Any, dict[str, Any]]:
+    """Return a pair: the class of a component and a dict of its options. `component` is a class, with no options, or a
+    `functools.partial` of a class.
+    """
+    return (component.func, component.keywords) if isinstance(component, partial) else (component, {})
 
 
-def refuse_options(slot: Callable, options: Mapping[str, object]):
-    """Raise ValueError for options of timm that are set (true) and that this class of ours does not have."""
+def refuse_options(component: Callable, options: Mapping[str, object]):
+    """Raise ValueError if timm asks for an option that one of our components does not have. `options` is a dict from option
+    names to values; options with a false value are ignored.
+    """
     if names := [name for name, value in options.items() if value]:
         raise ValueError(
-            f"timm asks {slot.__name__} for {', '.join(names)}, which it does not have; leave it as timm has it by default"
+            f"timm asks {component.__name__} for {', '.join(names)}, which it does not have; leave it as timm has it by default"
         )
 
 
 def as_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) for one number or for two."""
+    """Return a size as a pair (height, width). `size` may be a single number, for squares, or two numbers."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])

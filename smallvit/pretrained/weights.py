@@ -17,7 +17,7 @@ from smallvit.tokenizers import PatchEmbed, Resized, ShiftedPatchEmbed
 from smallvit.vit import ViT
 
 from .convert import VIT_S, rename, timm_on_meta
-from .files import list_some, read, timm_config
+from .files import list_some, read_weights, timm_config
 
 FOLDER = "SMALLVIT_WEIGHTS"
 HUB_FILE = "model.safetensors"
@@ -26,12 +26,15 @@ PROJ = "tokenizer.proj"
 
 
 class Unavailable(ValueError):
-    """Raised if pretrained weights are in no file and cannot be downloaded. Other runs can continue."""
+    """Error for pretrained weights that are not on this machine and cannot be downloaded. Only the runs that need these weights
+    fail.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Pretrained weights as the initialization of a run: `Run(model=like(name), init=Weights(name=name))`.
+    """Pretrained weights of a timm model as the initialization of a run, read from a file or from timm's hub:
+    `Run(model=like(name), init=Weights(name=name))`.
 
     name     timm's name with its tag, such as "vit_small_patch16_224.augreg_in21k_ft_in1k". It sets the architecture, the
              training data, and the mean and standard deviation of the pixels that the weights expect.
@@ -70,11 +73,14 @@ class Weights:
         object.__setattr__(self, "new", tuple(self.new))
 
     def path(self) -> Path:
-        """Return the path of the file; download it if it is not on this machine. Raises Unavailable."""
+        """Return the path of the file with the weights. The file is downloaded if it is not on this machine. Raises
+        `Unavailable` if the download fails.
+        """
         return self.local_path() or self.download()
 
     def local_path(self) -> Path | None:
-        """Return the path of the file if it is on this machine: `file`, a file in the folder, or an earlier download.
+        """Return the path of the file with the weights if it is on this machine, else None. It searches the given `file`, a
+        folder of weights, and earlier downloads.
 
         Raises   ValueError if `file` is given and does not exist.
         """
@@ -92,13 +98,17 @@ class Weights:
         return Path(cached) if isinstance(cached, str) else None
 
     def hub(self) -> str:
-        """Return the repository of the weights on the Hugging Face hub. Raises ValueError if timm knows none."""
+        """Return the name of the repository on the Hugging Face hub that has these weights. Raises ValueError if timm knows
+        none.
+        """
         if not (hub := timm_config(self.name).hf_hub_id):
             raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
         return hub
 
     def download(self) -> Path:
-        """Download the file from timm's hub and return its path. Raises Unavailable."""
+        """Download the weights from the Hugging Face hub and return the path of the file. Raises `Unavailable` if
+        this fails.
+        """
         import huggingface_hub
 
         hub = self.hub()
@@ -113,7 +123,8 @@ class Weights:
             ) from error
 
     def load(self, model: nn.Module, mean: Sequence[float] | float, std: Sequence[float] | float) -> dict[str, Any]:
-        """Load the weights into `model`, and return a report.
+        """Load the pretrained weights into `model`, and return a report of what was loaded or changed, as a dict. `mean` and
+        `std` are the statistics that normalize the images of the data set.
 
         `mean` and `std` are those that the pixels of the data are normalized with, one number per channel or one for all. The
         report holds the name, the file, its sha256 and the number of loaded weights, and lists what was resized, adapted,
@@ -126,15 +137,15 @@ class Weights:
                 f"{type(model).__name__} cannot start from {self.name}; expected a ViT, such as like({self.name!r})"
             )
         path = self.path()
-        timm_state, own_mean, own_std = read(path, self.name)
+        timm_state, own_mean, own_std = read_weights(path, self.name)
         state, target = rename(timm_state), model.state_dict()
         report: dict[str, Any] = {
             "name": self.name, "file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "mean": own_mean,
             "std": own_std, "resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": [],
         }  # fmt: skip
-        fit_tokenizer(state, model, (own_mean, own_std), (mean, std), report)
-        fit_positions(state, model, report)
-        ignored = [name for name in state if name in target and in_any(self.new, name)]
+        adapt_patch_embedding(state, model, (own_mean, own_std), (mean, std), report)
+        adapt_positions(state, model, report)
+        ignored = [name for name in state if name in target and belongs_to_any(self.new, name)]
         head = target.get("head.weight")
         if head is None or ("head.weight" in state and state["head.weight"].shape != head.shape):
             ignored += [name for name in state if name.startswith("head.")]
@@ -146,7 +157,7 @@ class Weights:
                 "parts named in new=(...)"
             )
         changed = (*report["new"], *report["left_over"])
-        if idle := [part for part in self.new if not any(in_any([part], name) for name in changed)]:
+        if idle := [part for part in self.new if not any(belongs_to_any([part], name) for name in changed)]:
             raise ValueError(f"new={self.new} names {list_some(idle)}, where nothing is new or left over; take it out")
         fitting = {name: weight for name, weight in state.items() if name in target and name not in report["new"]}
         if not fitting:
@@ -158,7 +169,8 @@ class Weights:
 def compare_weights(
     state: dict[str, Tensor], target: dict[str, Tensor], new: Sequence[str]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Compare the weights of a file (`state`) with those of the model (`target`), by name and shape.
+    """Compare the weights of a file with those of a model, by name and shape. Returns three lists of text: weights that only
+    the model has, weights that only the file has, and the errors among both.
 
     Returns the names that only the model has, the names that only the file has, and a description of each of these that is an
     error: all except the head, token reductions and the parts in `new`. A weight of another shape counts as both.
@@ -166,17 +178,18 @@ def compare_weights(
     absent = [name for name in target if name not in state or state[name].shape != target[name].shape]
     left_over = [name for name in state if name not in target or state[name].shape != target[name].shape]
 
-    def describe(name: str) -> str:
-        """Return the name with its shapes in the file and in the model."""
+    def describe_shapes(name: str) -> str:
+        """Return the name of a weight with its shape in the file and its shape in the model, as text for an error message."""
         in_file, in_model = (tuple(weights[name].shape) if name in weights else None for weights in (state, target))
         return f"{name} ({in_file} in the file, {in_model} in the model)"
 
-    wrong = [name for name in [*absent, *left_over] if ".reduction." not in name and not in_any(("head", *new), name)]
-    return absent, left_over, [describe(name) for name in dict.fromkeys(wrong)]
+    wrong = [name for name in [*absent, *left_over] if ".reduction." not in name and not belongs_to_any(("head", *new), name)]
+    return absent, left_over, [describe_shapes(name) for name in dict.fromkeys(wrong)]
 
 
-def in_any(parts: Iterable[str], name: str) -> bool:
-    """Return whether the weight `name` belongs to one of these parts of a model.
+def belongs_to_any(parts: Iterable[str], name: str) -> bool:
+    """Return True if the weight `name` belongs to one of several parts of a model. A part is given by its name, such as
+    "tokenizer" or "blocks.11".
 
     A part is the start of a name ("tokenizer", "blocks.11") or, if it has a dot, any piece of it: "attention.scale" means that
     of every block.
@@ -185,7 +198,8 @@ def in_any(parts: Iterable[str], name: str) -> bool:
 
 
 def enlarged(name: str) -> Callable:
-    """Return a tokenizer that resizes images to the size that the pretrained model `name` was trained with.
+    """Return a tokenizer class (as a `functools.partial`) that first resizes small images to the image size that the pretrained
+    model `name` expects, and then cuts them into patches.
 
     The patch size and the interpolation are those of the pretrained model too.
     """
@@ -194,10 +208,11 @@ def enlarged(name: str) -> Callable:
     return partial(Resized, tokenizer=tokenizer, size=config.input_size[-1], interpolation=config.interpolation)
 
 
-def fit_tokenizer(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple, report: dict[str, Any]):
-    """Adapt the patch embedding in `state`, in place, to the patch size, the channels and the normalization of the data.
+def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tuple, data_stats: tuple, report: dict[str, Any]):
+    """Change the weights of the patch embedding in the state dict `state` so that they suit the data: patch size, number of
+    channels, and mean and standard deviation of the pixels. `report` lists the changes.
 
-    `own` is (mean, std) of the pretrained weights, `given` is (mean, std) of the data. What is changed is added to `report`.
+    `state` is changed in place. `weight_stats` is (mean, std) that the weights expect, `data_stats` is (mean, std) of the data.
 
     Raises   ValueError if the images have neither one channel nor as many as the weights.
     """
@@ -216,7 +231,8 @@ def fit_tokenizer(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple
         kernel = resample_patch_embed(kernel, [patch, patch])
     if channels not in (1, kernel.shape[1]):
         raise ValueError(f"the images have {channels} channels, the weights {kernel.shape[1]}; expected as many, or 1")
-    (mean, std), (data_mean, data_std) = ((per_channel(v, kernel.shape[1]) for v in pair) for pair in (own, given))
+    mean, std = (per_channel(value, kernel.shape[1]) for value in weight_stats)
+    data_mean, data_std = (per_channel(value, kernel.shape[1]) for value in data_stats)
     if not torch.equal(mean, data_mean) or not torch.equal(std, data_std):
         report["adapted"].append(f"{PROJ}: the data's mean and standard deviation for the weights' own")
         bias = bias + torch.einsum("dcpq,c->d", kernel.double(), (data_mean - mean) / std).float()
@@ -232,18 +248,18 @@ def fit_tokenizer(state: dict[str, Tensor], model: ViT, own: tuple, given: tuple
 
 
 def per_channel(value: Sequence[float] | float, channels: int) -> Tensor:
-    """Return one float64 number per channel; a single number is repeated."""
+    """Return a float64 tensor with one number per channel. If `value` is a single number, it is repeated for each channel."""
     numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
     return numbers.expand(channels) if len(numbers) == 1 else numbers
 
 
-def fit_positions(state: dict[str, Tensor], model: ViT, report: dict[str, Any]):
-    """Adapt the position embeddings in `state`, in place, to the grid and the prefix tokens of the model.
+def adapt_positions(state: dict[str, Tensor], model: ViT, report: dict[str, Any]):
+    """Resize the position embeddings in the state dict `state` so that they suit the patch grid and the prefix tokens (class
+    token and registers) of the model. `report` lists the changes.
 
     A position of a prefix token that the file does not have keeps the model's initial value. If the model has positions for the
     patches only, the positions of the file's prefix tokens are added to these tokens. A table whose length fits a square grid
-    is taken as square, even if the model has as many positions in a grid of another shape. What is changed is added to
-    `report`.
+    is taken as square, even if the model has as many positions in a grid of another shape. `state` is changed in place.
     """
     if "position.table" not in state or not isinstance(model.position, Learned):
         return
