@@ -182,8 +182,8 @@ def draw_locality_attention(style: Style) -> Figure:
         for block, (ax, weights) in enumerate(zip(line, attention_maps(trained(name), x))):
             mean = weights.mean((0, 1))
             show(ax, mean, "" if name == "LSA" else f"block {block}", cmap="magma", vmax=0.25)
-            ax.text(0.5, -0.03, f"to itself: {100 * mean.diagonal().mean():.0f}%", transform=ax.transAxes, ha="center", va="top",
-                    fontsize=8, color=style.ink)  # fmt: skip
+            text = f"to itself: {100 * mean.diagonal().mean():.0f}%"
+            ax.text(0.5, -0.03, text, transform=ax.transAxes, ha="center", va="top", fontsize=8, color=style.ink)
         row_title(line[0], title, style)
     return figure
 
@@ -300,15 +300,15 @@ def draw_pooling(style: Style) -> Figure:
         "MeanTokens": torch.full_like(weights, 1 / 49),
         "SequencePool": weights,
     }
-    figure, axes = grid(4, len(images), 1.0, 1.0)
+    figure, axes = grid(4, len(images), 1.05, 0.82)
     for ax, image in zip(axes[0], images.pixels()[:, 0]):
         show(ax, image)
     row_title(axes[0, 0], "image", style)
     for line, (title, maps) in zip(axes[1:], rows.items()):
         for ax, one in zip(line, maps):
-            drawn = show(ax, one, cmap="magma", vmin=0, vmax=0.12)
+            show(ax, one, cmap="magma", vmin=0, vmax=0.12)
         row_title(line[0], title, style)
-    bar: Any = figure.colorbar(axes[1, 0].images[0], ax=axes, shrink=0.6, aspect=18, ticks=[0, 0.04, 0.08, 0.12])
+    bar: Any = figure.colorbar(axes[1, 0].images[0], ax=axes, shrink=0.6, aspect=18, extend="max", ticks=[0, 0.04, 0.08, 0.12])
     bar.ax.set_yticklabels(["0", "4%", "8%", "12%"])
     bar.set_label("weight of a patch", color=style.ink, fontsize=9)
     bar.ax.tick_params(colors=style.ink, labelsize=8, length=2)
@@ -394,18 +394,21 @@ def draw_mae(style: Style) -> Figure:
 
 
 def draw_distillation(style: Style) -> Figure:
-    """The targets of three images: the label, and what a trained CNN says at temperatures 1 and 3."""
-    images = digits((9, 11, 17, 18))
-    teacher = trained("cnn")
+    """The label of four validation images, and the teacher's probabilities: one easy image, and the three least certain."""
+    run = model_runs()["cnn"]
+    data = run.data()
+    images = data.subset(labels=run.labels, val=run.val, seed=run.seed).val
     with torch.no_grad():
-        logits = teacher(mnist().spec.normalise(images.pixels()))
+        logits = trained("cnn")(data.spec.normalise(images.pixels()))
+    certainty = logits.softmax(-1).amax(-1).argsort(stable=True)
+    chosen = torch.cat([certainty[-1:], certainty[:3]])
     rows = {
-        "label": images.targets(),
-        "teacher": logits.softmax(-1),
-        "teacher,\ntemperature 3": (logits / 3).softmax(-1),
+        "label": images.targets()[chosen],
+        "teacher": logits[chosen].softmax(-1),
+        "teacher,\ntemperature 3": (logits[chosen] / 3).softmax(-1),
     }
-    figure, axes = grid(4, len(images), 1.35, 0.85)
-    for ax, image in zip(axes[0], images.pixels()[:, 0]):
+    figure, axes = grid(4, len(chosen), 1.35, 0.8)
+    for ax, image in zip(axes[0], images.pixels()[chosen, 0]):
         show(ax, image)
     for line, (title, targets) in zip(axes[1:], rows.items()):
         for ax, values in zip(line, targets):
@@ -413,7 +416,8 @@ def draw_distillation(style: Style) -> Figure:
             ax.bar(range(10), values, color=style.accent if title == "label" else style.second)
             ax.set_ylim(0, 1)
             ax.set_yticks([])
-            ax.set_xticks(range(10))
+            ax.set_xticks(range(10) if title.startswith("teacher,") else [])
+            ax.tick_params(length=0)
             ax.spines["left"].set_visible(False)
         row_title(line[0], title, style)
     return figure

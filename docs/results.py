@@ -1,13 +1,14 @@
-"""Draw the picture and write the table of results in the README, from the committed records.
+"""Draw the picture and write the tables of results in the README and on the technique pages, from the committed records.
 
     python docs/results.py
 
-writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg` and the block between `<!-- results -->` and
-`<!-- end -->` in README.md. The documentation pages of the techniques use `rows_of` for their own tables.
+writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
+`<!-- end -->` in README.md, and each block between `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in
+`docs/techniques/*.md`: the differences of these arms to their baseline.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,10 @@ TECHNIQUES = {
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned"),
 }
 COLUMNS = (10, 100, 1_000, 10_000)  # numbers of labels
+COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
+TABLE = re.compile(
+    r"(?P<start><!-- results: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)  # fmt: skip
 
 
 @cache
@@ -120,12 +125,66 @@ def with_block(text: str, name: str, content: str) -> str:
     return block.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
+def arms_table(recipe: str, arms: Sequence[str]) -> str:
+    """The Markdown table of a technique page: the baseline's accuracy, the differences of the arms, and their cost.
+
+    Raises ValueError for an arm without results in the committed records, and for arms with different baselines.
+    """
+    rows = {arm: {row.labels: row for row in rows_of(recipe, arm) if row.difference} for arm in arms}
+    if missing := [arm for arm in arms if not rows[arm]]:
+        raise ValueError(f"the records of {recipe} have no results of {missing}; expected arms with a baseline")
+    names = {row.baseline for of_arm in rows.values() for row in of_arm.values()}
+    if len(names) > 1:
+        raise ValueError(f"{list(arms)} of {recipe} have the baselines {sorted(names)}; expected one baseline for each table")
+    baseline = {row.labels: row for row in rows_of(recipe, names.pop())}
+    labels = [count for count in baseline if any(count in of_arm for of_arm in rows.values())]
+    shown = [row for of_arm in rows.values() for row in of_arm.values()]
+    costs = [name for name in COSTS if any(name in row.unequal for row in shown)]
+    faster = any(row.forward["speedup"] for row in shown)
+    lines = [["Arm", *(format_labels(n) for n in labels), *(COSTS[name] for name in costs), *["Speed-up"] * faster]]
+    lines.append(["---"] * len(lines[0]))
+    accuracies = [f"{100 * baseline[n].mean:.1f}%" for n in labels]
+    lines.append([f"{baseline[labels[0]].arm} (baseline)", *accuracies, *["1x"] * (len(costs) + faster)])
+    for arm, of_arm in rows.items():
+        first = next(iter(of_arm.values()))
+        relative = [times([1 + row.unequal.get(name, 0) for row in of_arm.values()]) for name in costs]
+        speed = [f"{first.forward['speedup']:.2f}x" if first.forward["speedup"] else "–"] * faster
+        lines.append([arm, *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
+    seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
+    notes = (
+        "The first row is the test accuracy of the baseline. The other rows are differences to it in percentage points, with "
+        f"95% intervals over {seeds} seeds. Bold: the verdict is better or worse. The full report is "
+        f"[{recipe}](../recipes/{recipe}.md)."
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
+
+
+def times(factors: Sequence[float]) -> str:
+    """Cost as a multiple of the baseline's: `1.1x`, or `0.5x to 1x` where it depends on the number of labels."""
+    texts = list(dict.fromkeys(f"{factor:.2g}x" for factor in sorted(factors)))
+    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
+
+
+def with_tables(text: str) -> str:
+    """The text of a technique page with its tables written again."""
+
+    def table_of(match: re.Match) -> str:
+        arms = [arm.strip() for arm in match["arms"].split(";")]
+        return f"{match['start']}{arms_table(match['recipe'], arms)}\n{match['end']}"
+
+    return TABLE.sub(table_of, text)
+
+
 def written() -> Iterable[tuple[Path, str]]:
     """The files that this script writes, with their contents."""
     for mode in ("light", "dark"):
         yield ROOT / "docs" / "_static" / f"results-{mode}.svg", picture(mode == "dark")
     readme = ROOT / "README.md"
     yield readme, with_block(readme.read_text(encoding="utf-8"), "results", table())
+    for page in sorted((ROOT / "docs" / "techniques").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if TABLE.search(text):
+            yield page, with_tables(text)
 
 
 if __name__ == "__main__":
