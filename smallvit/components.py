@@ -25,7 +25,8 @@ VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (wei
 
 
 def describe(value: Any) -> Any:
-    """Write a component or a plain value as JSON, with every default spelled out.
+    """Convert a component (such as a model or a transform) or a plain value to JSON data. All options are included, also those
+    with their default.
 
     A component becomes `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; an instance of a dataclass, such as a
     transform, becomes `{"make": "smallvit.augment.Warp", ...}`.
@@ -46,7 +47,8 @@ def describe(value: Any) -> Any:
 
 
 def rebuild(plain: Any) -> Any:
-    """The component or value that `describe` wrote. Only components of smallvit and of loaded recipes are looked up.
+    """Convert JSON data from `describe` back to the component or value. Only classes and functions of smallvit and of loaded
+    recipes are looked up, because the data may come from an untrusted record.
 
     Options that were added after the description was written get the value of the old behavior (see `added_options`).
 
@@ -79,7 +81,8 @@ def rebuild(plain: Any) -> Any:
 
 
 def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Where two described runs differ: dotted path of the option -> (its value in `plain`, its value in `other`).
+    """Compare two descriptions (results of `describe`) and return the options in which they differ, by dotted name, with the
+    values in `plain` and in `other`. `path` is put before each name.
 
     A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
     """
@@ -93,7 +96,8 @@ def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, 
 
 
 def describe_value(plain: Any) -> str:
-    """A described value as a person writes it in a recipe: `ShiftedPatchEmbed(patch=2)`.
+    """Return a short text for a described value, in the form that a person would write in a recipe:
+    `ShiftedPatchEmbed(patch=2)`. `plain` is a result of `describe`.
 
     Options at their default are left out if the component can be looked up. A run is shortened to its model, objective and
     number of steps.
@@ -114,12 +118,16 @@ def describe_value(plain: Any) -> str:
 
 
 def name_of(plain: Any) -> str:
-    """The public name of the class or function of a described component; empty for a run or a plain value."""
+    """Return the full name of the class or function in the description of a component, such as `smallvit.vit.ViT`. The name is
+    empty for a run or a plain value.
+    """
     return (plain.get("call") or plain.get("make") or "") if isinstance(plain, dict) else ""
 
 
 def described_defaults(name: str) -> dict[str, Any]:
-    """The defaults of a component as `describe` writes them; empty if this version or the loaded recipes do not have it."""
+    """Return the default of each option of a component, as JSON data. `name` is the full name of the component. Empty if no
+    such component exists in this version of smallvit or in the loaded recipes.
+    """
     try:
         accepted = options(component(name))
         return {key: describe(p.default) for key, p in accepted.items() if p.default is not p.empty}
@@ -128,7 +136,9 @@ def described_defaults(name: str) -> dict[str, Any]:
 
 
 def definition_hash(thing: Callable) -> dict[str, str]:
-    """`{"recipe_sha256": hash}` of the source code of a recipe's component and of all it uses; empty for other components."""
+    """Return a dict with the hash (`recipe_sha256`) of the source code of a class or function in a recipe, including all
+    definitions that it uses. The dict is empty for classes and functions of smallvit.
+    """
     if not thing.__module__.startswith("recipes."):
         return {}
     sha256 = getattr(sys.modules.get(thing.__module__), "DEFINITIONS", {}).get(thing.__qualname__)
@@ -136,7 +146,8 @@ def definition_hash(thing: Callable) -> dict[str, str]:
 
 
 def address(thing: Callable) -> str:
-    """The name under which a record can look a component up: `smallvit.<module>.<Name>` or `recipes.<file>.<Name>`.
+    """Return the full name under which a record stores a class or function: `smallvit.<module>.<Name>` or
+    `recipes.<file>.<Name>`. `component` finds it again by this name.
 
     Raises ValueError for lambdas, local functions and instances, which have no such name.
     """
@@ -158,7 +169,8 @@ def address(thing: Callable) -> str:
 
 
 def component(name: str) -> Any:
-    """Look up the class or function with that name. Records can name only public components, because they may be untrusted.
+    """Return the class or function with this full name, such as `smallvit.vit.ViT`. Names may come from untrusted records, so
+    only public components of smallvit and of loaded recipes are found.
 
     Raises ValueError for anything but a public class or function of the component modules and of the loaded recipes.
     """
@@ -182,7 +194,8 @@ def component(name: str) -> Any:
 
 
 def check(component: Any, name: str):
-    """Check a component and all components among its options against their signatures. `name` is the name of its setting.
+    """Check that the options of a component exist in the signature of its class or function. Components among these options are
+    checked in the same way. `name` is the setting that holds the component, for error messages.
 
     Raises ValueError for something that is not callable, an unknown option, an option bound by position, a missing option, and
     a text in place of a number.
@@ -215,14 +228,15 @@ def check(component: Any, name: str):
 
 
 def function(component: Any) -> Any:
-    """The class or function inside any number of partials."""
+    """Return the class or function inside a component, which may be wrapped in any number of `functools.partial`."""
     while isinstance(component, functools.partial):
         component = component.func
     return component
 
 
 def added_options(component: Any) -> dict[str, Any]:
-    """Options that a component got after version 0.2.0, each with the value at which it behaves as it did before.
+    """Return the options of a component that were added after version 0.2.0. The value of each is the one with which the
+    component behaves as before the option existed.
 
     A component declares them in its attribute `added_options`. They keep the fingerprints of older runs valid. A subclass
     inherits the declaration for those options that it accepts.
@@ -232,7 +246,9 @@ def added_options(component: Any) -> dict[str, Any]:
 
 
 def arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """All parameters that a component accepts by name, with the defaults that partials have set."""
+    """Return all parameters that a component accepts by name, as `inspect.Parameter` objects. A value that `functools.partial`
+    has set counts as the default.
+    """
     if not isinstance(component, partial):
         return dict(own_arguments(component))
     accepted = arguments(component.func)
@@ -248,18 +264,22 @@ def arguments(component: Callable) -> dict[str, inspect.Parameter]:
 
 @functools.cache  # a recipe needs the same few signatures 100,000 times
 def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters of a class or function that can be given by name."""
+    """Return the parameters in the signature of a class or function that can be given by name."""
     parameters = inspect.signature(component).parameters
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def options(component: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters that a recipe may set: all but the shapes, which have no default and are given by the model."""
+    """Return the parameters of a component that a recipe may set. Positional parameters without a default, such as the number
+    of channels, are left out: the library passes their values.
+    """
     return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def known(name: str, names: Iterable[str], owner: str):
-    """Raise ValueError unless `name` is one of `names`, with the most similar name as advice."""
+    """Raise ValueError if no option has this name. `names` are the existing options, and `owner` is the text in the error
+    message for the thing that has them. The message suggests the most similar name.
+    """
     names = list(names)
     if name not in names:
         anagrams = [other for other in names if sorted(other) == sorted(name)]
@@ -269,7 +289,8 @@ def known(name: str, names: Iterable[str], owner: str):
 
 
 def canonical(plain: Any) -> Any:
-    """A description in the form that is hashed: without options of None and without added options at their old value.
+    """Return a description in a fixed form from which a hash is computed. It leaves out options that are None, and newer
+    options whose value keeps the old behavior.
 
     Whole numbers are integers: 2.0 becomes 2.
     """

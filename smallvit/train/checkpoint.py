@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def save(training: "Training", path: Path):
-    """Write the checkpoint of a training to `path`."""
+    """Save the state of an unfinished training to a checkpoint file, so that `resume` can continue it."""
     state = {
         "fingerprint": fingerprint(training.run),
         "origin": training.origin,
@@ -41,7 +41,7 @@ def save(training: "Training", path: Path):
 
 
 def resume(training: "Training", path: Path):
-    """Bring a new training to the state of the checkpoint at `path`.
+    """Load a checkpoint into a training that has not started, so that it continues at the saved step.
 
     Does nothing if there is no file, or if the code or the data have changed since (`training.origin`): the training then
     starts at step 0. Raises ValueError if the checkpoint cannot be read or belongs to another run.
@@ -69,7 +69,9 @@ def resume(training: "Training", path: Path):
 
 
 def with_own_storage(state: Any) -> Any:
-    """Copy all tensors of a nested state. Without this, `torch.save` writes the whole stack for a slice of it."""
+    """Return a nested state with copies of all its tensors. Runs that are trained together share large tensors, and
+    `torch.save` would write a whole shared tensor for each slice.
+    """
     if isinstance(state, dict):
         return {name: with_own_storage(part) for name, part in state.items()}
     if isinstance(state, list):

@@ -24,7 +24,9 @@ from .trained_model import save_weights
 
 
 class Tags(NamedTuple):
-    """How a record names its run in a comparison. Tags do not change the training. See `Record` for the fields."""
+    """The names of a run in a comparison: recipe, arm, role and baseline. The record of the run contains them. They do not
+    change the training.
+    """
 
     recipe: str = ""
     arm: str = "run"
@@ -46,7 +48,7 @@ def fit(
     teacher: str | Path | None = None,
     numerics: Numerics = DEFAULT,
 ) -> Record:
-    """Train and evaluate a run, write its record and its weights to `folder`, and return the record.
+    """Train and evaluate a run, and return its record. The record and the weights are also saved in `folder`.
 
     A run that has finished in this folder is not trained again. A run that was interrupted continues from its checkpoint and
     ends with bitwise the same weights as an uninterrupted one (on the same machine, with the same number of threads).
@@ -79,7 +81,8 @@ def fit_stacked(
     dependencies: Sequence[dict[str, Path]] = (),
     numerics: Numerics = DEFAULT,
 ) -> list[Record]:
-    """Train several runs that differ only in their seed together, as one model with a leading axis. Returns their records.
+    """Train several runs that differ only in their seed together, as one model whose tensors have an additional first axis.
+    Each run has its own folder and its own tags. Returns the records of the runs.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that
@@ -110,7 +113,8 @@ def opened(
     teacher: str | Path | None,
     numerics: Numerics = DEFAULT,
 ) -> Iterator[tuple[Training | None, Callable[[], Record]]]:
-    """Lock the folder of a run and prepare its training: resumed from a checkpoint, after its dependencies have been trained.
+    """Context manager that prepares the training of a run and locks its folder. It trains the earlier runs that this run
+    depends on, and it resumes from a checkpoint if there is one. The parameters are those of `fit`.
 
     Yields the training (None if the run has already finished) and a function `close()` that evaluates the trained model, writes
     the record and returns it.
@@ -163,14 +167,18 @@ def opened(
 
 
 def load_data(run: Run) -> tuple[Dataset, Subset]:
-    """The data set of a run and the images that it may use. Raises ValueError for transforms that change what a digit is."""
+    """Load the data set of a run and select its training and validation images. Returns the data set and this subset. Raises
+    ValueError for transforms that are not allowed for digits, such as flips.
+    """
     data = run.data()
     check_transforms(run, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
 
 def check_transforms(run: Run, spec: DataSpec):
-    """Raise ValueError for a transform, such as a flip, that turns one digit into another or into none."""
+    """Raise ValueError if the data set contains digits and a transform of the run, such as a flip, would change one digit to
+    another or to none. `spec` describes the data set.
+    """
     for transform in run.augment if spec.digits else ():
         reason = getattr(transform, "unsafe_for_digits", None)
         if reason:
@@ -180,7 +188,9 @@ def check_transforms(run: Run, spec: DataSpec):
 
 
 def check_evaluation(run: Run, subset: Subset):
-    """Raise ValueError, before training, for evaluators and early stopping that lack the images they need."""
+    """Raise ValueError if the subset does not contain the images that the evaluators or early stopping need, such as validation
+    images. It is called before training.
+    """
     if run.early_stop and not len(subset.val):
         raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
     for evaluator in run.evaluators:
@@ -189,7 +199,7 @@ def check_evaluation(run: Run, subset: Subset):
 
 
 def finished_record(run: Run, folder: Path) -> Record | None:
-    """The record of a run that has finished in `folder`; None if it has not.
+    """Return the record in `folder` if this run has finished there, and None if it has not.
 
     Raises ValueError if the folder holds another run, or if the record or the weights are damaged.
     """
@@ -204,7 +214,9 @@ def finished_record(run: Run, folder: Path) -> Record | None:
 
 
 def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
-    """What a token reduction does to the patches of three validation (or training) images; None without a reduction."""
+    """Return the data for a picture that shows which patches a token reduction merges or removes in three images. These are
+    validation images, or training images if there are none. The result is None if the model has no reduction.
+    """
     from smallvit import explain
 
     if not reduces(model):
@@ -217,7 +229,8 @@ def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
 
 
 def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
-    """Apply all evaluators of a run, first to the validation images, then once to the test images.
+    """Evaluate a trained model with all evaluators of its run, first on the validation images of the subset and then once on
+    the test images. Returns the results as fields of the record.
 
     Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first is not between 0 and 1.
     """
@@ -255,7 +268,9 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
 
 
 def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None = None, traceback: str | None = None) -> Record:
-    """A record with all that is known before a run starts. It is also the record of a failed run."""
+    """Create the record of a run with everything that is known before the run starts: its settings, its tags, the machine and
+    the versions. It is also used for a run that failed, with `error` and `traceback`.
+    """
     return Record(
         **tags._asdict(),
         labels=run.labels,
@@ -275,7 +290,8 @@ COSTS = ("images_seen", "steps", "seconds")
 
 
 def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
-    """The total cost of the runs that had to be trained first; a run that several others needed is counted once.
+    """Return the total cost of all runs that had to be trained before a run. `runs` are the runs that it depends on directly,
+    and `trained` are their records. Each run is counted once, even if several others need it.
 
     Also the largest numbers of labels, of labels used for choices, and of unlabelled images among these runs.
     """
@@ -295,5 +311,5 @@ def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
 
 
 def label_count(run: Run) -> int:
-    """How many labelled images a run uses."""
+    """Return how many labelled training images a run uses. If `run.labels` is None, the images of its data set are counted."""
     return len(load_data(run)[1].train) if run.labels is None else run.labels

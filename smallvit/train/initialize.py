@@ -17,7 +17,8 @@ from smallvit.vit import initialize
 def initial_objective(
     run: Run, spec: DataSpec, init: Path | None, teacher: Path | None
 ) -> tuple[nn.Module, dict | None, list[str]]:
-    """Create the objective of a run with its initial weights.
+    """Create the objective and the model of a run with their initial weights. `spec` describes the data set. `init` and
+    `teacher` are the folders of the finished runs whose weights are loaded; None means that none are loaded.
 
     `init` and `teacher` are the folders of the runs that `run.init` and `run.teacher` name; without them those models stay
     untrained. Returns the objective, a report about weights that were loaded (None if none were), and hashes of their files.
@@ -44,7 +45,8 @@ def initial_objective(
 
 
 def load_from_run(model: nn.Module, folder: Path, run: str) -> dict:
-    """Load the final weights of a finished run into a model. A reduction, and a head for other classes, keep new weights.
+    """Load the final weights of a finished run into a model. `run` is the fingerprint of the finished run in `folder`. Parts
+    that the model does not share with it, such as a token reduction, keep their new weights.
 
     `run` is the fingerprint of the finished run. Returns how many tensors were loaded, the names of those that were not, and
     the hash of the file. Raises ValueError for a missing file, one of another run, and for tensors that do not fit, by name.
@@ -66,7 +68,8 @@ def load_from_run(model: nn.Module, folder: Path, run: str) -> dict:
 
 
 def read_weights(folder: Path, run: str) -> dict[str, Tensor]:
-    """Read the weights that a finished run left in its folder; `run` is its fingerprint.
+    """Read the final weights of a finished run from its folder, as tensors by name. `run` is the fingerprint that the weights
+    must have.
 
     Raises ValueError for a missing or damaged file, and for the weights of another run.
     """

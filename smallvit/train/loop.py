@@ -36,7 +36,9 @@ Watch = Callable[[int, float | None], None]
 
 
 def train(members: Sequence["Training"], train_step: Callable[[], None], watch: Watch):
-    """Train one run, or a stack of runs, to the end. `train_step` takes one step of all members."""
+    """Train one run or a stack of runs (`members`) until the last step. `train_step` is a function that takes one step of all
+    members. `watch` is called after each validation, with the step and the accuracy.
+    """
     first = members[0]
     for member in members:
         member.objective.train()
@@ -63,7 +65,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
 
 
 class Training:
-    """One run in training: model, optimizer, data, the current step and the curve so far.
+    """The state of one training: model, optimizer, data, current step, and the learning curve up to this step.
 
     `init` and `teacher` are the folders of the finished runs that the run depends on. `device` may be "auto". Once `resume` has
     been called, checkpoints are written to the same file.
@@ -106,7 +108,8 @@ class Training:
         self.origin, self.checkpoint_file = "", Path()
 
     def training_images(self, data: Dataset) -> Images:
-        """The images to train on, on the device: the labelled ones, or all but the validation images.
+        """Return the images that the run is trained on, moved to its device. These are its labelled images or, if it also uses
+        unlabelled ones, all images of the data set except the validation images.
 
         Raises ValueError for a batch that would contain each image more than 100 times.
         """
@@ -121,32 +124,42 @@ class Training:
         return Images(images.images.to(self.device), labels.to(self.device), self.spec)
 
     def resume(self, path: Path, origin: str):
-        """Continue from the checkpoint at `path` if there is one. `origin` identifies the code and the data of the run."""
+        """Continue from the checkpoint at `path` if that file exists. Later checkpoints are written to the same path. `origin`
+        is a text that identifies the code and the data; a checkpoint with another one is ignored.
+        """
         self.checkpoint_file, self.origin = path, origin
         checkpoint.resume(self, path)
 
     @property
     def label_mask(self) -> float:
-        """1 if the targets may be used; 0 hides the labels of unlabelled images."""
+        """The factor by which targets are multiplied: 1 if the labels may be used, and 0 to hide the labels of unlabelled
+        images.
+        """
         return 0.0 if self.run.unlabelled and not self.run.pseudo_labels else 1.0
 
     @property
     def model(self) -> nn.Module:
-        """The model that is evaluated and saved: the EMA of the weights if the run has one, else the current weights."""
+        """The model that is evaluated and saved. It has the exponential moving average (EMA) of the weights if the run uses
+        one, and the current weights otherwise.
+        """
         return self.objective.model if self.ema_model is None else self.ema_model
 
     @property
     def progress(self) -> float:
-        """The fraction of the steps that have been taken, from 0 to 1."""
+        """The fraction of all training steps that have been taken, from 0 to 1."""
         return self.step / self.run.steps
 
     @property
     def ema_weight(self) -> float:
-        """The weight of the current parameters in the EMA. At first it gives the plain mean of all steps so far."""
+        """The weight of the current parameters in the update of the exponential moving average (EMA). In early steps it is 1 /
+        step, so that the average is the mean of all steps.
+        """
         return 1 / min(self.step, max(self.run.ema * self.run.steps, 1))
 
     def train_step(self):
-        """Take one optimizer step."""
+        """Take one training step: draw a batch, compute the gradient of the loss, and update the weights and, if the run uses
+        it, their moving average (EMA).
+        """
         batch = self.next_batch()
         self.set_learning_rates(self.optimizer)
         self.optimizer.zero_grad()  # before the forward pass, which needs the memory
@@ -163,7 +176,8 @@ class Training:
             ema_update(self.ema_pairs, self.ema_weight)
 
     def next_batch(self) -> Batch:
-        """The batch of the current step: drawn, augmented, normalized and prepared by the objective.
+        """Return the batch of the current step. Its images are drawn, augmented and normalized, and then the objective prepares
+        the batch.
 
         Also seeds torch's generator, which dropout draws from during the step.
         """
@@ -178,7 +192,7 @@ class Training:
             return self.objective.prepare(batch)
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer):
-        """Set the learning rate of each parameter group for the current step."""
+        """Set the learning rate of each parameter group of an optimizer to the value for the current step."""
         run = self.run
         rate = learning_rate(self.progress, run.warmup, 1 / run.steps, run.schedule)
         for group, group_rate in zip(optimizer.param_groups, self.rates):
@@ -186,32 +200,40 @@ class Training:
 
     @property
     def precision(self) -> str:
-        """The precision of matrix products: "fp32" or "bf16". The numerics override the run."""
+        """The number format of matrix products, "fp32" or "bf16". If `numerics` sets a precision, it replaces that of the run.
+        """
         return self.numerics.precision or self.run.precision
 
     @contextmanager
     def computing(self):
-        """The context for forward passes in training: precision, attention kernel and compiled blocks."""
+        """Context manager for the forward passes of training. Inside it, the precision, the attention kernel and the compiled
+        blocks are active.
+        """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.numerics_context.active():
             yield
 
     @functools.cached_property
     def numerics_context(self) -> NumericsContext:
-        """The attention kernel and the compiled blocks of the objective."""
+        """The object that switches the attention kernel and the compiled blocks of the objective on during forward passes, and
+        off afterwards.
+        """
         return NumericsContext(self.objective, self.numerics)
 
     def count_step(self, loss: Tensor):
-        """Count a finished step and its loss."""
+        """Count a training step that was taken, and add its loss to the sum from which `validate` computes the mean."""
         self.step += 1
         self.loss += loss
 
     @functools.cached_property
     def checks(self) -> set[int]:
-        """The steps after which the run is validated."""
+        """The numbers of the training steps after which the validation accuracy is measured: up to 12, evenly spaced. The last
+        one is the last step.
+        """
         return {round(self.run.steps * check / CHECKS) for check in range(1, CHECKS + 1)}
 
     def validate(self):
-        """Add a point to the curve: step, mean loss and validation accuracy. Keeps the best weights for early stopping.
+        """Add a point to the learning curve: the step, the mean training loss since the last point, and the validation
+        accuracy. If the run uses early stopping, the weights with the best accuracy are kept.
 
         Raises FloatingPointError if the loss is not finite.
         """
@@ -234,13 +256,17 @@ class Training:
         self.curve.append([self.step, round(loss, 5), score])
 
     def stopped_early(self) -> bool:
-        """Whether the last `early_stop` checks were all no better than the best check before them."""
+        """Whether early stopping ends the training. It does if the last `run.early_stop` validation accuracies are all no
+        better than the best one before them.
+        """
         patience = self.run.early_stop
         scores = [check[2] for check in self.curve]
         return bool(patience) and len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
 
     def facts(self) -> dict:
-        """The fields of the record that describe the training itself."""
+        """Return the fields of the record that describe the training, such as its steps, seconds, learning curve, device and
+        costs.
+        """
         device = self.device
         return {
             "steps": self.step,
@@ -260,7 +286,8 @@ class Training:
         } | self.footprint()
 
     def footprint(self) -> dict:
-        """Parameters and multiply-adds of the model; empty for raw pixels.
+        """Return the number of parameters and the multiply-adds (MACs) of the model, as fields of the record. Empty for a model
+        without parameters, such as raw pixels.
 
         Multiply-adds that depend on the image are the mean over 256 training images.
         """
@@ -271,7 +298,8 @@ class Training:
 
 
 def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
-    """The indices of one batch out of `n` images, shape (batch,).
+    """Return the indices of the images in one batch, shape (batch,). `n` is the number of images to draw from, `step` is the
+    training step, and `seed` decides the order.
 
     All images are shuffled again for each epoch. The epochs are joined into one sequence, which is cut into batches.
     """
@@ -282,5 +310,5 @@ def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)  # the members of a stack take turns
 def epoch_order(n: int, epoch: int, seed: int) -> Tensor:
-    """The order of `n` images in an epoch."""
+    """Return the random order of `n` images in one epoch, as a tensor of their indices."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch)))

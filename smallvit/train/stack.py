@@ -22,11 +22,12 @@ GRADIENT_TOLERANCE = 100  # times that, of the norm of each gradient
 
 
 class NotStackable(ValueError):
-    """Raised for runs that cannot be trained together. They can still be trained one after another."""
+    """Error for runs that cannot be trained together as one model. They can still be trained one after another."""
 
 
 class Stack:
-    """k trainings that take their steps together. The members keep all mutable state: weights, optimizer, EMA, step and loss.
+    """Several trainings (the members) that take their steps together, as one model. Each member keeps its own weights,
+    optimizer state, moving average (EMA), step and loss, so it can be saved and evaluated like a single training.
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
@@ -63,7 +64,9 @@ class Stack:
             self.ema_pairs = [(tensor, self.weights[f"model.{name}"].detach()) for name, tensor in averages.items()]
 
     def losses(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:
-        """The loss of each member on its own part of the batch, shape (members,)."""
+        """Return the loss of each member on its own batch, shape (members,). The first axis of all `weights` and of `batch` is
+        the member.
+        """
 
         def loss(own_weights: dict[str, Tensor], own_batch: Batch) -> Tensor:
             return functional_call(self.first.objective, own_weights, (own_batch, self.first.progress))["loss"]
@@ -72,9 +75,8 @@ class Stack:
             return vmap(loss)(weights, batch)
 
     def check_first_step(self):
-        """Raise NotStackable unless losses and gradients on the first batch are those of each member alone.
-
-        Changes no weight and no random stream.
+        """Raise NotStackable if, on the first batch, the stack computes another loss or another gradient for a member than the
+        member computes alone. Weights and random numbers of the training do not change.
         """
         for member in self.members:
             member.objective.train()
@@ -101,7 +103,9 @@ class Stack:
                     raise NotStackable(f"run {index + 1} has another gradient of {name} in the stack than alone")
 
     def stacked_optimizer(self) -> torch.optim.Optimizer:
-        """One AdamW for the stacked parameters. The members' optimizers keep slices of its state, for their checkpoints."""
+        """Create one AdamW optimizer for the stacked parameters. Its state contains the states of the members' own optimizers,
+        which become slices of it, so that each member can still save a checkpoint.
+        """
         name_of = {id(p): name for name, p in trainable(self.first.objective)}
         groups = [
             group | {"params": [self.parameters[name_of[id(p)]] for p in group["params"]]}
@@ -124,7 +128,7 @@ class Stack:
         return optimizer
 
     def train_step(self):
-        """Take one optimizer step of all members."""
+        """Take one training step of all members, each on its own batch."""
         self.first.set_learning_rates(self.optimizer)
         self.optimizer.zero_grad()
         losses = self.losses(self.weights, stack_batches([member.next_batch() for member in self.members]))
@@ -139,12 +143,12 @@ class Stack:
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters with a gradient, with their names."""
+    """Return the name and the tensor of each parameter of a module that requires a gradient."""
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, including buffers that checkpoints leave out."""
+    """Return all parameters and buffers of a module by name. Buffers that are not part of its `state_dict` are included."""
     return dict((*module.named_parameters(), *module.named_buffers()))
 
 
@@ -156,12 +160,14 @@ def with_gradients(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, 
 
 
 def stack_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack k dicts of tensors along a new first axis."""
+    """Stack the tensors of several dicts along a new first axis. All dicts have the same names, and so does the result."""
     return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
 
 
 def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Stack the parameters and buffers of k equal modules; the tensors of the modules become slices of the result."""
+    """Stack the parameters and buffers of several equal modules along a new first axis, and return them by name. Afterwards the
+    tensors of the modules are slices of the stacked tensors and share their memory.
+    """
     states = [tensors_of(module) for module in modules]
     stacked = stack_states(states)
     for index, state in enumerate(states):
@@ -171,13 +177,15 @@ def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
-    """Stack k batches along a new first axis."""
+    """Combine several batches to one batch whose tensors have a new first axis."""
     images, targets, _, logits = zip(*batches)
     return Batch(torch.stack(images), torch.stack(targets), teacher_logits=tuple(torch.stack(each) for each in zip(*logits)))
 
 
 def clip(gradients: Sequence[Tensor], largest: float):
-    """Scale the gradients of each member (first axis) down to a total norm of `largest`, as clip_grad_norm_ does for one."""
+    """Clip the gradients in place, for each member of a stack separately, so that their total norm is at most `largest`. The
+    first axis of each gradient is the member. PyTorch's `clip_grad_norm_` does the same for one model.
+    """
     norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
     factors = (largest / (norms + 1e-6)).clamp(max=1)
     for g in gradients:

@@ -16,7 +16,8 @@ from .initialize import read_weights
 
 
 class TrainedModel:
-    """A trained model together with the preprocessing of its images, as `load` returns it.
+    """A trained model together with the preprocessing of its images. It predicts the classes of new images. `load` creates it
+    from the folder of a run.
 
         trained = smallvit.load("runs/quickstart/100/scratch/seed0-1a2b3c4d")
         trained.predict(["one.png", "two.png"])         # names of classes
@@ -37,12 +38,13 @@ class TrainedModel:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of the outputs."""
+        """The names of the classes, in the order of the model's outputs."""
         return self.preprocess.classes
 
     @torch.no_grad()
     def predict_proba(self, images: Any, batch: int = 256) -> Tensor:
-        """The probability of each class for each image, shape (images, classes); each row sums to 1.
+        """Return the probability of each class for each image, shape (images, classes). `batch` is the number of images in one
+        forward pass.
 
         Raises ValueError for images that cannot be read or do not fit, and for a model whose head was not trained on labels.
         """
@@ -54,17 +56,21 @@ class TrainedModel:
         return torch.cat([self.model(part.to(parameter)).float().softmax(-1).cpu() for part in pixels.split(batch)])
 
     def predict(self, images: Any) -> list[str]:
-        """The name of the most probable class of each image. See `predict_proba` for what images may be."""
+        """Return the name of the most probable class of each image. The images are paths, PIL images, arrays or tensors, as for
+        `predict_proba`.
+        """
         return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
 
 
 def trains_classifier(run: Run) -> bool:
-    """Whether a run, or the run that its weights come from, trains a head on labels."""
+    """Whether the classification head of a run is trained on labels, either by the run itself or by the earlier run that
+    provides its initial weights.
+    """
     return run.reads_labels and (run.steps > 0 or (isinstance(run.init, Run) and trains_classifier(run.init)))
 
 
 def load(folder: str | Path) -> TrainedModel:
-    """Load the trained model of a finished run. The training data are not needed.
+    """Load the trained model of a finished run from the folder of this run. The training data are not needed.
 
     If the run uses components of your own recipe, import the recipe first: `smallvit.recipe.load_recipe(path)`.
 
@@ -85,10 +91,10 @@ def load(folder: str | Path) -> TrainedModel:
 
 
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:
-    """Write the weights of a model as safetensors, with the fingerprint of the run and the preprocessing as metadata.
+    """Save the weights of a model in a safetensors file. Its metadata contain the fingerprint of the run and the preprocessing
+    of the data set (`spec`). Returns the fields of the record that describe the file.
 
-    Returns the fields of the record that describe the file. Equal runs give equal files: the metadata have only one key,
-    because safetensors writes several keys in a random order.
+    Equal runs give equal files: the metadata have only one key, because safetensors writes several keys in a random order.
     """
     from safetensors.torch import save_file
 
