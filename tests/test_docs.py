@@ -65,7 +65,25 @@ def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-with_code = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+def is_recipe(block: Block) -> bool:
+    return block.language == "python" and re.search(r"^RUNS = ", block.content, re.M) is not None
+
+
+def code_and_output(page: Path) -> list[tuple[Block, str | None]]:
+    """The Python blocks of a page, each with the output that the page shows for it, or None.
+
+    The output is the text block directly below the code; in the README, a comment behind `print(...)`.
+    """
+    found, result = blocks(page), []
+    for block, following in zip(found, [*found[1:], Block("", "", "")]):
+        below = following.language == "text" and following.before.endswith(f"{block.content}```\n\n")
+        comments = re.findall(r"^print\(.*  # (.+\n)", block.content, re.M) if page == README else []
+        if block.language == "python":
+            result.append((block, following.content if below else "".join(comments) or None))
+    return result
+
+
+with_code = [page for page in PAGES if code_and_output(page)]
 
 
 def smoke_test(block: Block, page: Path) -> ModuleType:
@@ -87,28 +105,20 @@ def smoke_test(block: Block, page: Path) -> ModuleType:
 def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
-    all_blocks = blocks(page)
-    for block, following in zip(all_blocks, [*all_blocks[1:], None]):
-        if block.language != "python":
-            continue
-        if re.search(r"^RUNS = ", block.content, re.M):
+    for block, output in code_and_output(page):
+        if is_recipe(block):
             namespace |= vars(smoke_test(block, page))
             continue
         capsys.readouterr()
         exec(compile(block.content, page_id(page), "exec"), namespace)
-        printed = capsys.readouterr().out
-        adjacent = following and following.before.endswith(f"{block.content}```\n\n")
-        if adjacent and following.language == "text":
-            assert printed == following.content
-        for line, expected in zip(printed.splitlines(), re.findall(r"^print\(.*  # (.+)$", block.content, re.M)):
-            assert page != README or line == expected
+        assert capsys.readouterr().out == output or output is None
 
 
 def test_pages_have_recipes_and_outputs():
-    """The test above checks what it finds; this one checks that it finds something."""
-    code = [block.content for page in with_code for block in blocks(page) if block.language == "python"]
-    assert sum("RUNS = " in content for content in code) >= 9
-    assert len(with_code) >= 13
+    """The test above runs what it finds; this one asks that it finds something."""
+    code = [(block, output) for page in with_code for block, output in code_and_output(page)]
+    assert sum(is_recipe(block) for block, _ in code) >= 9
+    assert sum(output is not None for _, output in code) >= 18
     tutorials = {page.name for page in with_code if page.parent.name == "tutorials"}
     assert tutorials == {"first_comparison.md", "own_images.md", "add_a_technique.md", "learning_without_labels.md"}
 
