@@ -15,7 +15,9 @@ from smallvit import __version__
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns 0 for success, 1 if something failed, 2 for wrong arguments and 130 after Ctrl-C."""
+    """Run one command of the command line. Returns the exit status: 0 for success, 1 if something failed, 2 for wrong
+    arguments, and 130 after Ctrl-C.
+    """
     options = parser().parse_args(arguments)
     options.started = time.perf_counter()
     for stream in (sys.stdout, sys.stderr):
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line, with one subparser for each command."""
+    """Return the parser of the command line. It has one subparser for each command, such as `smallvit run`."""
     whole = argparse.ArgumentParser(
         prog="smallvit", description="Train Vision Transformers on little data, and measure whether a technique helps."
     )
@@ -50,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """The number in a text. Raises argparse.ArgumentTypeError unless it is a whole number from 1."""
+    """Convert a command-line argument to a whole number of at least 1. Raises argparse.ArgumentTypeError for any other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 1")
     return int(text)

@@ -7,7 +7,9 @@ from smallvit.recipe import recipe_files
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the name and the question of each recipe, without importing any. Returns the exit status 0."""
+    """Print the name of each available recipe and the question that it asks. The recipes are not imported. Returns the exit
+    status 0.
+    """
     for path in recipe_files():
         try:
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "it has no docstring with a question"

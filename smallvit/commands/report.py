@@ -20,7 +20,8 @@ from smallvit.train.fit import new_record
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the report of a recipe and print its verdicts. Returns 0 if all its runs have finished, otherwise 1.
+    """Write the report of a recipe, and print its verdicts. `options` are the arguments of the command line. Returns the exit
+    status: 0 if all runs have finished, otherwise 1.
 
     With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of the
     committed records.
@@ -57,7 +58,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
-    """The runs of a recipe with their steps multiplied by `--scale-steps`, and the folder that these runs lie in."""
+    """Return the runs of a recipe with their training steps multiplied by the option `--scale-steps`, and the folder in which
+    these longer runs are stored.
+    """
     factor, out = options.scale_steps, Path(options.out)
     if factor == 1:
         return list(runs), out
@@ -65,12 +68,14 @@ def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[Ar
 
 
 def scale_option(factor: int) -> str:
-    """The option `--scale-steps` as text for a command line; empty for 1."""
+    """Return the option `--scale-steps` as text for a command line. The text is empty for a factor of 1."""
     return f" --scale-steps {factor}" * (factor > 1)
 
 
 def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
-    """A record for each run: the one on disk, or one with the status "missing". Damaged ones are named and count as missing."""
+    """Return a record for each run. A run without a record on disk, or with a damaged one, gets a record with the status
+    "missing". The paths of damaged files are printed.
+    """
     records = []
     for entry in runs:
         record = None
@@ -86,7 +91,8 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
 
 
 def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
-    """The number of comparisons (arm, labels) with finished runs on disk whose arm was removed from the recipe.
+    """Return how many comparisons (an arm at one number of labels) have finished runs on disk although their arm was removed
+    from the recipe.
 
     They still count for the Holm correction: otherwise an arm could be deleted after its result was seen.
     """
@@ -105,7 +111,8 @@ def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
 def write_report(
     path: Path, module: ModuleType, records: list[Record], target: Path, scale_steps: int = 1, earlier: int = 0
 ):
-    """Write `target.md` and `target.html`, and print the verdicts and warnings.
+    """Write the report of a recipe to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the recipe
+    file, and `module` is the imported recipe.
 
     `earlier` is the number of comparisons whose arms were removed from the recipe.
     """
@@ -120,7 +127,8 @@ def write_report(
 
 
 def status(records: Sequence[Record]) -> int:
-    """The exit status: 0 if all runs have finished, otherwise 1 after printing which failed or are missing.
+    """Return the exit status of a command: 0 if all runs have finished, otherwise 1. Also print how many runs failed or are
+    missing.
 
     Runs whose external weights are unavailable do not count as failed, but at least one run must have finished.
     """

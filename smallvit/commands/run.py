@@ -19,7 +19,9 @@ from .report import collect, removed_comparisons, scaled, status, write_report
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train the runs of a recipe that have not finished, and write the report. Returns 0 if all have finished, otherwise 1."""
+    """Train the runs of a recipe that have not finished yet, and write the report. `options` are the arguments of the command
+    line. Returns the exit status: 0 if all runs have finished, otherwise 1.
+    """
     check_device(options.device)
     path = find_recipe(options.recipe)
     module = load_recipe(path)

@@ -8,7 +8,9 @@ from smallvit.recipe import find_recipe, load_recipe, only
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the summary of the model of an arm, or of a timm model. Returns the exit status 0."""
+    """Print a summary of a model, layer by layer: that of an arm of a recipe, or that of a timm model. Returns the exit status
+    0.
+    """
     try:
         path = find_recipe(options.model)
     except ValueError as error:
@@ -28,10 +30,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def timm_model(options: argparse.Namespace, error: ValueError) -> tuple[Any, tuple[int, int, int]]:
-    """A timm model without memory for its weights, and its image shape (channels, height, width).
+    """Create the timm model that `options.model` names, without allocating its weights. Returns the model and its image shape
+    (channels, height, width). `error` says why this name is no recipe; it is raised if timm has no such model either.
 
-    A plain ViT is returned as a smallvit `ViT`. `error` says why the name is no recipe; it is raised, with a note, if timm has
-    no such model either.
+    A plain ViT is returned as a smallvit `ViT`.
     """
     import timm
     import torch

@@ -41,7 +41,8 @@ Kinds = list[tuple[Run, int]]
 def autotune(
     runs: Sequence[ArmRun], folder: Path, jobs: int | None, device: str, given: dict | None = None
 ) -> tuple[Numerics, int, str]:
-    """Find the fastest numerics and stack size for these runs on this machine. Returns them and a text with the measurements.
+    """Measure a few steps to find the fastest numerics (kernel, precision, compilation) and stack size for these runs on this
+    machine. Returns both, and a text with the measurements. Options in `given` are fixed, and only the others are tried.
 
     Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
     in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.
@@ -73,12 +74,14 @@ def autotune(
 
 
 def fixed_numerics(given: dict) -> Numerics:
-    """The numerics with the given options; the others have their default."""
+    """Return the `Numerics` with the options in `given`. All other options have their default."""
     return Numerics(**{name: value for name, value in given.items() if name in CHOICES})
 
 
 def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
-    """Choose by measurement: first kernel and precision, then the stack size, then whether to compile."""
+    """Find the fastest settings for these runs by measurement: first the attention kernel and the precision, then the stack
+    size, then whether to compile. `kinds` are the runs to measure, from `kinds_of`. Options in `given` are fixed.
+    """
     import torch
 
     torch.set_num_threads(1)  # as in a worker
@@ -110,7 +113,9 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
 
 
 def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
-    """All combinations of kernel and precision that agree with the given options; bf16 only if all runs use `fp32`."""
+    """Return all combinations of attention kernel and precision to measure. Options in `given` are fixed. `fp32` says whether
+    all runs use fp32; only then bf16 is tried as well.
+    """
     kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
     precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if fp32 else [None]
     return [Numerics(precision, kernel) for precision in precisions for kernel in kernels]
@@ -119,10 +124,9 @@ def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
 def race(
     variants: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
 ) -> tuple[dict[Numerics, float], list[str]]:
-    """Measure which numerics are fastest. Returns the seconds of each variant and a text for each.
-
-    begin    creates one training of each kind with the given numerics
-    counts   the number of steps of each kind; the seconds are those of all these steps
+    """Measure how fast training is with each variant of the numerics. `begin(variant)` creates the trainings to measure, and
+    `counts` are their numbers of steps. Returns the seconds for all these steps, by variant, and one line of text for each
+    variant.
 
     The variants take turns, so that a disturbance affects all. Variants that fail, whose first losses differ from those of the
     first variant, or that are much slower than another one have no seconds.
@@ -167,13 +171,16 @@ def race(
 
 
 def winner(times: dict[Numerics, float], variants: Sequence[Numerics]) -> Numerics:
-    """The fastest variant; the first of all variants unless another one is at least 5% faster."""
+    """Return the fastest variant. If it saves less than 5% of the time of the first variant, return the first one. `times` are
+    the seconds of the variants, and `variants` are all variants in their order.
+    """
     best = min(times, key=times.__getitem__, default=variants[0])
     return variants[0] if times.get(variants[0], float("inf")) * GAIN < times.get(best, 0) else best
 
 
 def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats: int = STEPS) -> list[float]:
-    """The median seconds of one step of each training, after one step to warm up. The trainings take turns.
+    """Return the median time of one training step in seconds, for each training. The trainings take turns, and their first step
+    is not measured.
 
     Each pair is a function that takes a step, and the training (one member of the stack, for a stack).
     """
@@ -187,9 +194,10 @@ def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats
 
 
 def begun(run: Run, numerics: Numerics, device: str) -> "Training":
-    """The training of a run before its first step, for measurements: without loading weights of other runs or from elsewhere.
+    """Create the training of a run, in order to measure its speed. External weights and weights of earlier runs are not loaded,
+    because the speed does not depend on them.
 
-    It has more steps than are measured, unless the run has none.
+    The run gets more steps than are measured, unless it has none.
     """
     from smallvit.train.fit import load_data
     from smallvit.train.loop import Training
@@ -204,7 +212,8 @@ def begun(run: Run, numerics: Numerics, device: str) -> "Training":
 
 
 def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: Numerics = DEFAULT) -> tuple[int, str]:
-    """Measure how many seeds are best trained as one model. Returns the number and a text with the measurements.
+    """Measure how many seeds are best trained together as one model. Returns this number, which is 1 if stacking is not faster,
+    and a text with the measurements.
 
     The number is the same for the whole recipe. It is 1 unless a stack saves at least 10% of the time of all steps. It never
     leaves a worker without a run. Kinds of runs that cannot be stacked count with their time alone.
@@ -243,7 +252,9 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
 
 
 def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
-    """One run for each model, objective and batch size of the arms and their dependencies: the kinds with the most steps."""
+    """Group runs that have the same model, objective and batch size, and so take equally long steps. Returns one run of each
+    group and the total steps of the group, for the groups with the most steps. References are left out.
+    """
     found: dict[tuple, tuple[Run, int]] = {}
     for entry in with_dependencies(runs)[0]:
         run = entry.run
@@ -255,12 +266,14 @@ def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
 
 
 def first_line(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message, as one line of text."""
     return ", ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def machine(device: str) -> list[Any]:
-    """What a measurement is valid for: the processor, the GPU or device, and the version of torch."""
+    """Return what identifies this machine in a stored measurement: the processor, the name of the GPU (or the device), and the
+    version of torch.
+    """
     import torch
 
     gpu = torch.cuda.get_device_name() if device in ("cuda", "auto") and torch.cuda.is_available() else device

@@ -40,7 +40,8 @@ def launch(
     fail_fast: bool = False,
     show: Callable[[Record], None] | None = None,
 ) -> list[Record]:
-    """Train all runs that have no record yet, in parallel, and return the records of all runs in the order of `runs`.
+    """Train all runs that have no record yet, in several worker processes. Returns the records of all runs, in the order of
+    `runs`.
 
     A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
     `retry=True`; runs whose external weights were unavailable are tried again each time. If a worker is killed, its run is
@@ -105,7 +106,7 @@ def launch(
 
 
 def process_context(device: str) -> Any:
-    """The multiprocessing context that starts the workers.
+    """Return the multiprocessing context with which worker processes are started on this device.
 
     On Linux the workers are forks of a server process, which imports torch once; the server is started here. With an
     accelerator, which does not survive a fork, and on other systems, every worker imports torch itself.
@@ -124,7 +125,9 @@ def process_context(device: str) -> Any:
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
-    """Let processes that are started inside the `with` statement ignore Ctrl-C; their parent decides what it does."""
+    """Context manager: processes that are started inside it ignore Ctrl-C (SIGINT). Their parent process receives Ctrl-C and
+    ends them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -136,7 +139,8 @@ def ignore_sigint() -> Iterator[None]:
 
 
 class Worker:
-    """One worker process. Each has a pool of its own, so that it is known which run was in training when a process dies.
+    """A worker process and the group of runs that it trains. Each worker has a process pool of its own, so that the parent
+    knows which runs were in training when a process dies.
 
     context   the multiprocessing context
     source    the recipe file, or None
@@ -150,14 +154,16 @@ class Worker:
         self.restart()
 
     def restart(self):
-        """Create the process pool; also after the process has died."""
+        """Create the process pool of this worker. It is called again if the process has died."""
         from .worker import prepare
 
         self.progress = self.context.RawArray("d", 1)  # without a lock, which a killed worker would keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
 
     def start(self, group: list[int], tasks: list[Task]) -> Future:
-        """Send a group of runs to the process."""
+        """Send a group of runs to the worker process. `group` are their positions in the list of runs, and `tasks` describe
+        them. Returns a future with the records.
+        """
         from .worker import work
 
         self.group, self.progress[0] = group, -1
@@ -168,13 +174,15 @@ class Worker:
             return self.start(group, tasks)
 
     def kill(self):
-        """Kill the process. Files stay intact, since each is written under another name and then moved into place."""
+        """Kill the worker process. Its files stay intact, because every file is written under a temporary name and then moved
+        into place.
+        """
         for process in list((self.pool._processes or {}).values()):
             process.kill()
 
 
 def check_device(device: str):
-    """Raise ValueError for an unknown device, and for one that this machine or this installation of torch does not have."""
+    """Raise ValueError if the device is unknown, or if this machine or the installed version of torch does not support it."""
     import torch
 
     if device not in ("cpu", "cuda", "mps", "auto"):
@@ -187,5 +195,5 @@ def check_device(device: str):
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,7 +36,8 @@ def plan(
     recipe_runs: Sequence[ArmRun] = (),
     startup: float = 0.0,
 ) -> str:
-    """A text with the arms, how each differs from its baseline, and the estimated time of the runs that are not `finished`.
+    """Return a text that lists the arms, how each differs from its baseline, and how long all runs would take. `finished` is a
+    function that says whether a run has finished; the time is that of the other runs.
 
     The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
     workers. `startup` are the seconds that the command itself needs. Nothing is trained to the end and nothing is downloaded.
@@ -80,7 +81,9 @@ def plan(
 
 
 def estimate(run: Run, device: str) -> float:
-    """The seconds that a run takes on this machine, measured on one thread: training, validation and evaluation."""
+    """Return how many seconds a run would take on this machine with one thread, including validation and evaluation. A few
+    steps and one evaluation are measured.
+    """
     import torch
 
     from smallvit.flops import milliseconds
@@ -102,7 +105,7 @@ def estimate(run: Run, device: str) -> float:
 
 
 def evaluation_seconds(training: "Training") -> float:
-    """The seconds of the last evaluation of a run and of counting its multiply-adds.
+    """Return how many seconds the evaluation after the last training step would take, including the count of multiply-adds.
 
     Measured with training images in place of the test images. With many images a part is measured, and the time for the others
     is extrapolated. Returns 0 if a part of the images is not enough for an evaluator.
@@ -130,7 +133,7 @@ def evaluation_seconds(training: "Training") -> float:
 
 
 def worker_start(device: str) -> float:
-    """The seconds until a worker process is ready to train, measured by starting one."""
+    """Return how many seconds it takes until a worker process is ready to train. One process is started to measure it."""
     started = time.perf_counter()
     worker = Worker(process_context(device), None, device, DEFAULT)
     try:
@@ -141,7 +144,9 @@ def worker_start(device: str) -> float:
 
 
 def parallel(seconds: Sequence[float], jobs: int) -> float:
-    """The time of runs that take these seconds if each starts as soon as one of `jobs` workers is free."""
+    """Return the total time of several runs that are trained by `jobs` workers at the same time. `seconds` are the times of the
+    runs. Each run starts when a worker is free.
+    """
     busy = [0.0] * jobs
     for each in seconds:
         busy[busy.index(min(busy))] += each
@@ -149,7 +154,7 @@ def parallel(seconds: Sequence[float], jobs: int) -> float:
 
 
 def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
-    """For each arm that reduces tokens, a text that says how many are left after each block."""
+    """Return a text for each arm that reduces tokens, by its name. The text says how many tokens are left after each block."""
     # a model is built only if it may reduce tokens, which most arms do not
     first = {entry.arm: entry for entry in runs if entry.role != "reference"}
     reducing = {arm: entry.run for arm, entry in first.items() if may_reduce(entry.run.model)}
@@ -169,11 +174,13 @@ def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
 
 
 def may_reduce(model: Callable) -> bool:
-    """Whether a model may reduce tokens: its option `reduction` is set, or it has no such option, so that nothing is known."""
+    """Whether a model may reduce tokens. It is False only if the model has an option `reduction` and this option is None.
+    `model` is the component of a run.
+    """
     slot = options(model).get("reduction")
     return slot is None or slot.default is not None
 
 
 def clock(seconds: float) -> str:
-    """A time as text, in seconds, minutes or hours."""
+    """Return a time as text, in seconds, minutes or hours: `90 s`, `15 min` or `2.5 h`."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -12,7 +12,8 @@ FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
 
 
 class Bar:
-    """One progress bar for all runs of a recipe. It counts steps and shows the time left and the accuracies so far.
+    """One progress bar for all runs of a recipe. It counts training steps, and it shows the remaining time and the mean
+    validation accuracies so far.
 
     The accuracies are those on validation images, because a reader may stop or change the recipe after seeing them. The clock
     starts with the first training step, so the time left does not include the start of the workers. If the output is not a
@@ -37,12 +38,16 @@ class Bar:
         self.show_progress()
 
     def add_score(self, record: Record | None):
-        """Add the validation accuracy of a finished run to those of its arm."""
+        """Add the validation accuracy of a run to the list of its arm. Nothing happens for references and for runs that have
+        not finished.
+        """
         if record is not None and record.finished and record.role != "reference" and record.val:
             self.scores.setdefault((record.arm, record.labels), []).append(record.val[record.score])
 
     def run_ended(self, entry: ArmRun, record: Record | None):
-        """Count a run that has ended; None as its record means that another process trains it."""
+        """Count one run that has ended. `entry` is the run and `record` its record, or None if another process trains this run.
+        A failure is printed.
+        """
         self.ended += 1
         self.steps += entry.run.steps
         self.add_score(record)
@@ -55,13 +60,17 @@ class Bar:
             print(self.headline(), file=sys.stderr, flush=True)
 
     def headline(self) -> str:
-        """How many runs have ended, and the mean validation accuracies at the number of labels that is being trained."""
+        """Return a text with the number of runs that have ended, and with the mean validation accuracy of each arm at the
+        current number of labels.
+        """
         labels = list(self.scores)[-1][1] if self.scores else None
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
         return f"{self.ended}/{len(self.runs)} runs" + (f", {format_labels(labels)}: {'  '.join(means)}" if means else "")
 
     def show_progress(self, steps: Sequence[float] = ()):
-        """Redraw the bar. `steps` are the steps done of the runs in training; -1 for a worker that has not begun yet."""
+        """Redraw the progress bar. `steps` holds, for each worker, the training steps of its current runs, or -1 if it has not
+        started to train.
+        """
         if not self.watched:
             return
         if not self.started and any(step >= 0 for step in steps):
@@ -71,12 +80,14 @@ class Bar:
         self.bar.set_postfix_str(text[: get_terminal_size().columns - 45])  # the bar itself takes 45 columns
 
     def close(self):
-        """Leave the bar as it is and end its line."""
+        """End the line of the progress bar. The bar stays visible in the terminal."""
         self.bar.close()
 
 
 def error_text(record: Record) -> str:
-    """The error of a failed run, with the last line of the user's own code that was executed, if there is one."""
+    """Return the error of a failed run as text, followed by the last line of the user's own code that was executed, if there is
+    one.
+    """
     line = user_line(record.traceback or "")
     return f"{record.error} ({line})" if line else str(record.error)
 

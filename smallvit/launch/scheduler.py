@@ -28,7 +28,9 @@ LONGEST_NAME = 100  # characters of an arm in the name of its folder
 
 
 class Task(NamedTuple):
-    """One run as it is sent to a worker: the run as plain JSON, its tags, its folder, and the folders of its dependencies."""
+    """A run in the form in which it is sent to a worker process: its settings as JSON data, its tags, its folder, and the
+    folders of the earlier runs that it depends on.
+    """
 
     run: dict
     tags: Tags
@@ -37,21 +39,23 @@ class Task(NamedTuple):
 
 
 class Damaged(ValueError):
-    """Raised for a run that must be trained again, because its record or its weights are damaged. The first file is damaged."""
+    """Error for a run whose record or weights file is damaged, so that it must be trained again. `files` are the files to set
+    aside; the first one is the damaged file.
+    """
 
     def __init__(self, *files: Path):
         super().__init__(f"{files[0]} is damaged")
         self.files = files
 
     def set_aside(self):
-        """Rename the files to `*.damaged`, so that the run can be trained again, and say so."""
+        """Rename the files to `*.damaged` and print a note. The run can then be trained again."""
         for path in self.files:
             os.replace(path, path.with_name(f"{path.name}.damaged"))
         print(f"note: {self}; renamed to *.damaged, and the run is trained again", file=sys.stderr)
 
 
 class Scheduler:
-    """Chooses the run that is trained next, from the records on disk and from what each run depends on.
+    """Decides which run is trained next. It knows the records on disk and the earlier runs that each run depends on.
 
     runs         the requested runs
     out, recipe  the runs lie in the folder `out/recipe`
@@ -100,7 +104,9 @@ class Scheduler:
         self.bar = Bar(self.runs, self.records, todo)
 
     def existing_record(self, entry: ArmRun) -> Record | None:
-        """The record of a run; None if it has none, or if it was damaged and has been set aside."""
+        """Return the record of a run, or None if there is none. Damaged files are renamed to `*.damaged`, and the result is
+        then None.
+        """
         try:
             return recall(entry, self.out, self.recipe)
         except Damaged as error:
@@ -108,7 +114,8 @@ class Scheduler:
             return None
 
     def check_data(self, data: Callable):
-        """Raise ValueError if finished runs used other images or labels than the data set has now.
+        """Load a data set and raise ValueError if finished runs used other images or labels than it contains now. `data` is the
+        function that loads it.
 
         Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
         """
@@ -128,17 +135,22 @@ class Scheduler:
 
     @property
     def requested_records(self) -> list[Record]:
-        """The records of the requested runs, in their order; without those that another process is training."""
+        """The records of the requested runs, in the order of these runs. Runs that another process is training have no record
+        and are left out.
+        """
         return [record for record in self.records[: self.requested] if record is not None]
 
     def is_needed(self, index: int, todo: Sequence[int]) -> bool:
-        """Whether one of the runs in `todo` depends on this run and can be trained."""
+        """Whether a run must be trained because a run in `todo` depends on it. `index` and `todo` are positions in the list of
+        runs. Runs in `todo` whose external weights are unavailable do not count.
+        """
         return any(
             index in self.dependencies[other].values() and self.runs[other].run.init not in self.unavailable for other in todo
         )
 
     def next_group(self, workers: int) -> list[int]:
-        """Choose what one of the `workers` trains next: one run, or several to be stacked; empty if nothing can start now.
+        """Choose the runs that a free worker trains next: one run, or several runs that are stacked as one model. Empty if no
+        run can start now. `workers` is the number of workers.
 
         Runs that cannot be trained, because a dependency failed, get a failure record here.
         """
@@ -160,27 +172,34 @@ class Scheduler:
         return []
 
     def ready(self) -> list[int]:
-        """The queued runs whose dependencies have all ended."""
+        """Return the waiting runs whose dependencies (the earlier runs that they need) have all ended, as positions in the list
+        of runs.
+        """
         unfinished = {*self.queue, *self.in_training}
         return [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]
 
     def is_free(self, index: int) -> bool:
-        """Whether all dependencies of a run have finished successfully."""
+        """Whether all earlier runs that a run depends on have finished without an error. `index` is its position in the list of
+        runs.
+        """
         earlier = self.dependency_records(index)
         return None not in earlier.values() and not blocked_by(earlier)
 
     def dependency_records(self, index: int) -> dict[str, Record | None]:
-        """The records of the runs that a run depends on, by field ("init", "teacher")."""
+        """Return the records of the earlier runs that a run depends on, by field ("init" or "teacher"). A record is None if
+        there is none.
+        """
         return {field: self.records[other] for field, other in self.dependencies[index].items()}
 
     def task(self, index: int) -> Task:
-        """The run as it is sent to a worker."""
+        """Return the task that is sent to a worker for a run. `index` is the position of the run in the list of runs."""
         entry = self.runs[index]
         folders = [folder(self.runs[i], self.out, self.recipe) for i in (index, *self.dependencies[index].values())]
         return Task(describe(entry.run), tags(entry, self.recipe), folders[0], dict(zip(self.dependencies[index], folders[1:])))
 
     def handle(self, group: Sequence[int], result: list[Record] | BaseException):
-        """Handle what a worker returned for a group of runs: their records, or the exception that it raised.
+        """Process the result of a worker. `group` are the positions of the runs that it trained. `result` is the list of their
+        records, or the exception that the worker raised.
 
         If a stack fails, or if the worker of a run is killed for the first time, each of its runs is tried once more, alone.
         """
@@ -198,7 +217,9 @@ class Scheduler:
             self.end_run(group[0], record_failure(self.runs[group[0]], self.out, self.recipe, result))
 
     def end_run(self, index: int, record: Record | None):
-        """Store the record of a run that has ended; None if another process trains it."""
+        """Store the record of a run that has ended, and update the progress bar. `record` is None if another process trains the
+        run.
+        """
         self.records[index] = record
         self.bar.run_ended(self.runs[index], record)
         if record is not None and self.show:
@@ -209,7 +230,9 @@ class Scheduler:
 
 
 def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
-    """The positions in `todo` in their order, except that each run comes right after its dependencies."""
+    """Sort runs so that each comes after the runs that it depends on, and keep their order otherwise. `todo` are positions in
+    the list of runs; `dependencies` gives, for each run, the positions of its dependencies by field.
+    """
     selected, order = set(todo), {}  # a dict keeps the order
 
     def add(index: int):
@@ -224,7 +247,8 @@ def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int
 
 
 def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
-    """The reason why a run cannot be trained, given the records of its dependencies; None if they have finished.
+    """Return the error because of which a run cannot be trained: an earlier run that it depends on has failed. Return None if
+    there is no such error. `earlier` are the records of these earlier runs by field ("init" or "teacher").
 
     The first dependency without success decides. None as its record means that another process trains it.
     """
@@ -238,7 +262,9 @@ def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
 
 
 def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
-    """The external weights of these runs that cannot be obtained, with the reason; the others are downloaded now, once."""
+    """Download the external weights of these runs, each once. Returns the weights that cannot be obtained, with the error for
+    each.
+    """
     found: dict[object, Unavailable] = {}
     for weights in dict.fromkeys(run.init for run in runs if isinstance(run.init, Weights)):
         try:
@@ -249,12 +275,13 @@ def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
 
 
 def tags(entry: ArmRun, recipe: str) -> Tags:
-    """The names of a run in its record."""
+    """Return the tags of a run, which are its names in a record: recipe, arm, role and baseline."""
     return Tags(recipe, entry.arm, entry.role, entry.baseline)
 
 
 def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseException) -> Record | None:
-    """Write the record of a run that raised `error`, with the traceback of the worker, and return it.
+    """Save the record of a run that raised an error, and return this record. It contains the Python traceback of the worker
+    process.
 
     Returns None if another process trains the run. The record of a finished run is never replaced; it is returned.
     """
@@ -285,7 +312,8 @@ def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseExcep
 
 
 def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
-    """The record of a run on disk, with the arm, role and baseline that the recipe gives it now; None if there is none.
+    """Read the record of a run from its folder. Returns None if there is no record. Arm, role and baseline are replaced by
+    those that the recipe gives the run now.
 
     Raises Damaged if the record cannot be read, or if the weights of a finished run differ from the record. Raises ValueError
     if the folder holds another run, or a record of another version of smallvit.
@@ -307,7 +335,7 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
 
 
 def of_another_version(path: Path) -> bool:
-    """Whether a record that cannot be read is intact but was written by another version of smallvit."""
+    """Whether the record at `path` is intact, and cannot be read only because another version of smallvit has written it."""
     try:
         plain = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -318,7 +346,7 @@ def of_another_version(path: Path) -> bool:
 
 
 def warn_other_version(found: Iterable[Record | None]):
-    """Print how many runs were trained by another version of the library. They are kept and shown as they are."""
+    """Print how many of these records were made with another version of smallvit. The records are still used."""
     current = records.code()["sha256"]
     count = sum(record is not None and bool(record.code) and record.code["sha256"] != current for record in found)
     if count:
@@ -327,7 +355,8 @@ def warn_other_version(found: Iterable[Record | None]):
 
 
 def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
-    """The folder of a run: `out/recipe/labels/arm/seed-fingerprint`. It is readable, and different for different runs.
+    """Return the folder of a run: `out/recipe/labels/arm/seed-fingerprint`. Different runs have different folders, and the
+    names are readable for people.
 
     The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
     them lie in `dependencies`, because different comparisons may give them different names.

@@ -29,7 +29,8 @@ PROGRESS: Any = [0.0]  # steps done, shared with the parent process
 
 
 def prepare(progress: Any, environment: dict[str, str]):
-    """Set up a worker process: one thread, the environment of the parent, and no reaction to Ctrl-C.
+    """Set up a worker process: it uses one thread, has the environment variables of its parent, and ignores Ctrl-C. It is
+    called once, when the process starts.
 
     The parent decides what Ctrl-C does. The worker exits when its parent has exited. `progress` is a shared array with one
     element, in which the worker counts its steps.
@@ -44,17 +45,17 @@ def prepare(progress: Any, environment: dict[str, str]):
 
 
 def exit_with(parent: BaseProcess | None):
-    """Wait until the parent process has exited, then exit."""
+    """Wait until the parent process has ended, and then end this process, so that no worker is left behind."""
     if parent is not None:
         parent.join()
     os._exit(1)
 
 
 def work(tasks: list[Task], source: str | Path | None, device: str, numerics: Numerics) -> list[Record]:
-    """Train one run, or several that differ only in their seed, and return their records.
+    """Train one run, or several runs that differ only in their seed, and return their records. `source` is the recipe file, if
+    it defines components that the runs use.
 
-    `source` is the recipe file, which defines components that the runs use. An error of a run is raised as it is; as a
-    RuntimeError if its class cannot be pickled.
+    An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
     """
 
     def watch(step: int, accuracy: float | None):

@@ -153,7 +153,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def with_gradients(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Let autograd track the tensors with these names; returns the same dict."""
+    """Set `requires_grad` for the tensors with these names, so that autograd computes their gradients. Returns the same dict.
+    """
     for name in names:
         state[name].requires_grad_()
     return state
