@@ -141,7 +141,9 @@ class LocalityAttention(nn.Module):
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
-    """Return the width of one attention head: `head_dim` if given, else `dim / heads`, which must be an integer."""
+    """Return the width of one attention head. It is `head_dim` if given, else `dim / heads`, where `dim` is the width of the
+    tokens. Raise ValueError if this is not an integer.
+    """
     if heads < 1 or (head_dim is not None and head_dim < 1):
         raise ValueError(f"got heads={heads}, head_dim={head_dim}; expected at least one head of width 1 or more")
     if head_dim is not None:

@@ -53,7 +53,9 @@ def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[t
 
 
 def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
-    """Return how many tokens enter the first block for an image of this height and width, prefix tokens included."""
+    """Return how many tokens enter the first block, prefix tokens (class token and registers) included. `image` is (height,
+    width) in pixels, by default the size for which the model was built.
+    """
     height, width = image or model.image
     return model.layer_contexts(1, (height, width))[0].tokens
 
@@ -109,7 +111,9 @@ def closed_form(
 
 
 def embed_macs(model: ViT, image: Sequence[int]) -> float:
-    """Return the multiply-adds (MACs) of a model's tokenizer for one image of this height and width, by torch's counter."""
+    """Return the multiply-adds (MACs) of the tokenizer of a model for one image, measured by torch's FLOP counter. `image` is
+    (height, width) in pixels.
+    """
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
     return counted(model.tokenizer, blank) / 2
@@ -127,9 +131,8 @@ def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
 
 
 def seen_tokens(model: ViT, images: Tensor) -> Tensor:
-    """Return for each image and block how many tokens its attention and its MLP process, shape (images, blocks, 2).
-
-    The images are run through the model, so this also works if the number of tokens depends on the image.
+    """Return for each image and block how many tokens its attention and its MLP process, shape (images, blocks, 2). The images
+    are run through the model, so this also works if the number of tokens depends on the image.
     """
     counts: list[Tensor] = []
 
@@ -160,7 +163,8 @@ def unreduced(model: Model) -> Model:
 
 
 def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return the number of parameters of a model (`params`) and its multiply-adds for one image (`macs`).
+    """Return the size and the cost of a model as a dict: its number of parameters (`params`) and its multiply-adds (MACs) for
+    one image (`macs`).
 
     The multiply-adds are counted by torch. If they depend on the image, they are the mean over `images`. For a model without
     parameters, its `features` are counted.
@@ -193,7 +197,7 @@ def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list
 
 
 def reduces(model: nn.Module) -> TypeGuard[ViT]:
-    """Return whether the model is a `ViT` with a reduction in at least one block."""
+    """Return whether the model is a `ViT` in which at least one block reduces tokens (merges or prunes them)."""
     return isinstance(model, ViT) and any(getattr(block, "reduction", None) is not None for block in model.blocks)
 
 
@@ -221,8 +225,8 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
 
 
 def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]:
-    """Measure how much faster a model is with token reduction than without. Return the median time of a forward pass with
-    reduction, in milliseconds, and its speed relative to no reduction. `repeats` is the number of measurements.
+    """Measure how much faster a model is with token reduction than without. Return the median time of a forward pass on
+    `images` in milliseconds, and the speed of the model relative to no reduction. `repeats` is the number of measurements.
 
     The model without reduction uses the faster of the two attention kernels. A relative speed below 1 means that the reduction
     makes the model slower.

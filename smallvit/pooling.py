@@ -29,7 +29,9 @@ class ClassToken(nn.Module):
 
 
 class MeanTokens(nn.Module):
-    """Return the mean of the patch tokens (global average pooling). Prefix tokens are left out."""
+    """Pool the tokens by returning the mean of the patch tokens (global average pooling). Prefix tokens (class token and
+    registers) are left out.
+    """
 
     class_tokens = 0
 
@@ -44,7 +46,8 @@ class MeanTokens(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """Return a weighted mean of the patch tokens; the weights are a softmax over one learned score per token.
+    """Pool the tokens by returning a weighted mean of the patch tokens. The weights are a softmax over one learned score per
+    token.
 
     Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.2.
     Off      A score of zero for all tokens equals `MeanTokens`.
@@ -102,7 +105,8 @@ class Projected(nn.Module):
 
 
 class DistilledTokens(nn.Module):
-    """Return the class token and the distillation token of DeiT, concatenated (b, 2 d); each has its own linear head.
+    """Pool the tokens by returning the class token and the distillation token of DeiT, concatenated to shape (b, 2 d). Each of
+    the two tokens has its own linear head.
 
     Paper    Touvron et al. 2021 (DeiT), arXiv:2012.12877, section 4. `Distill(token=True)` trains both heads: the class token's
              from labels, the distillation token's from a teacher. The logits are the mean of both heads.
@@ -125,7 +129,9 @@ class DistilledTokens(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """The two linear heads of `DistilledTokens`: maps features (b, 2 d) to the mean of both heads' logits (b, classes)."""
+    """The two linear heads of `DistilledTokens`, one for the class token and one for the distillation token. The module maps
+    features (b, 2 d) to the mean of the logits of both heads (b, classes).
+    """
 
     def __init__(self, dim: int, classes: int):
         super().__init__()

@@ -46,7 +46,8 @@ class Learned(nn.Module):
 
 
 class SinCos2d(nn.Module):
-    """Fixed sine and cosine positions in two dimensions: half of the channels encode the column, half the row.
+    """Fixed sine and cosine position embeddings in two dimensions: one half of the channels encodes the column of a patch, the
+    other half its row.
 
     `temperature` is the base of the frequencies; None means the paper's 10,000.
 

@@ -17,7 +17,8 @@ Image = Sequence[int]  # height and width in pixels
 
 
 class PatchEmbed(nn.Module):
-    """Cut the image into squares of `patch` x `patch` pixels and map each linearly to a token.
+    """The patch embedding of ViT: cut the image into squares of `patch` x `patch` pixels, and map each square linearly to a
+    token.
 
     `kernel` is the side of the square that a token sees, by default `patch`. A larger kernel is a convolution with zero padding
     on the same grid; `kernel=patch + 2 * (patch // 2)` sees the pixels of a shifted patch, as a control for
@@ -55,7 +56,8 @@ class PatchEmbed(nn.Module):
 
 
 class ShiftedPatchEmbed(nn.Module):
-    """Shifted patch tokenization (SPT): each token sees its patch in the image and in four copies shifted by half a patch.
+    """Shifted patch tokenization (SPT): each token is computed from a patch of the image and from the same patch of four copies
+    of the image, which are shifted diagonally by half a patch.
 
     `shift` is "half-patch diagonal" (the paper), "1px cardinal" (one pixel along the axes) or "none". `norm=False` leaves out
     the LayerNorm before the projection. `pad` is the value, in normalized units, of the pixels that a shift uncovers. The
@@ -227,9 +229,8 @@ class ConvTokenizer(nn.Module):
 
 
 def patch_grid(image: Image, patch: int) -> tuple[int, int]:
-    """Return how many rows and columns of square patches tile an image. Raise ValueError if they do not tile it.
-
-    `image` is the height and width and `patch` the side of a patch, in pixels.
+    """Return how many (rows, columns) of square patches an image has. `image` is its height and width and `patch` is the side
+    of a patch, in pixels. Raise ValueError if the patches do not cover the image exactly.
     """
     h, w = image
     if patch < 1 or h % patch or w % patch or not h * w:

@@ -196,7 +196,9 @@ class ViT(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Multiply each channel by a learned factor whose initial value is `start`. With `start=None`, return the input."""
+    """Multiply each channel of the tokens by a learned factor, whose initial value is `start`. If `start` is None, return the
+    tokens unchanged.
+    """
 
     def __init__(self, dim: int, start: float | None):
         super().__init__()

@@ -64,8 +64,8 @@ def is_whole_number(value: Any, minimum: int = 1) -> bool:
 
 
 def height_width(size: Any) -> tuple[int, int] | None:
-    """Return the given size as (height, width) in pixels. A single integer means a square. Return None if the size is not
-    valid.
+    """Return a size in pixels as (height, width). `size` is already such a pair, or one integer for a square. Return None if it
+    is neither.
     """
     pair = (size, size) if isinstance(size, int) else size
     return (pair[0], pair[1]) if isinstance(pair, tuple) and len(pair) == 2 and all(map(is_whole_number, pair)) else None

@@ -158,7 +158,8 @@ class Blur:
 
 
 def _change_some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """Apply `change` to randomly chosen images of the batch, each chosen with the given probability; return the new batch.
+    """Choose images of the batch at random, each with the given probability, and replace them by the result of the function
+    `change`. Return the new batch.
 
     `change(images, index)` gets the chosen images and their index in the batch, and returns the new images.
     """

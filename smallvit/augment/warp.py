@@ -98,14 +98,16 @@ class Warp:
         return self.move_blank(result, images, grid) if self.aim == "ink" else result
 
     def resample(self, images: Tensor, grid: Tensor) -> Tensor:
-        """Sample the images bilinearly at the points (x, y) of a grid, `b 2 h w`, in the coordinates of `F.grid_sample`."""
+        """Sample the images bilinearly at the points (x, y) of `grid`, shape `b 2 h w`, and return the result `b c h w`. Points
+        are in the coordinates of `F.grid_sample`, from -1 to 1.
+        """
         padding = "zeros" if self.fill == "black" else "border"
         return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
-        """Replace each blank view by a crop that is centered on the brightest pixel of its image, in place, and return all
-        views. `views` are crops without ink (blank) or with ink, and `grid` holds the points at which the `images` were sampled
-        to make them.
+        """Replace blank views by crops that show something, in place, and return all views. `views` are warped crops of the
+        `images`. `grid` holds the points at which the images were sampled. A new crop is centered on the brightest pixel of its
+        image.
 
         A view is blank if none of its pixels is half as bright as the brightest pixel of the image. The new crop keeps its size
         and deformation.
@@ -194,7 +196,9 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
-    """Return the centers (x, y) of the pixels with these row-major indices, in the coordinates of `F.grid_sample`."""
+    """Return the centers (x, y) of pixels of the images, in the coordinates of `F.grid_sample`. `index` counts the pixels of an
+    image row by row.
+    """
     h, w = images.shape[2:]
     x, y = index % w, index // w
     return torch.stack([(2 * x + 1 - w) / w, (2 * y + 1 - h) / h]).to(images)

@@ -93,13 +93,13 @@ class Images:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """SHA-256 hash of all pixels and labels, in hexadecimal."""
+        """Return the SHA-256 hash of all pixels and labels, in hexadecimal."""
         digest = hashlib.sha256(self.images.contiguous().numpy().data)
         digest.update(self.labels.contiguous().numpy().data)
         return digest.hexdigest()
 
     def take(self, index: Index) -> "Images":
-        """Return the images and labels at `index`, in that order."""
+        """Return the images and labels at the positions `index`, in the order of the index, as new `Images`."""
         return Images(self.images[index], self.labels[index], self.spec)
 
     def batches(self, size: int = 1024, device: Device = None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -123,7 +123,7 @@ class HeldOut:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 hash of all pixels and labels, in hexadecimal."""
+        """Return the SHA-256 hash of the pixels and labels of the test images, in hexadecimal."""
         return self.__images.sha256
 
     def open(self) -> Images:
@@ -139,7 +139,7 @@ class HeldOut:
         return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
 
     def _refuse(self, *_):
-        """Raise TypeError, since test images can only be read through `open()`."""
+        """Raise TypeError when test images are used like a list. They can only be read through the method `open`."""
         raise TypeError("the test images are held out: train and choose on train and val, then call .open() once at the end")
 
     __len__ = __iter__ = __getitem__ = _refuse
@@ -294,7 +294,9 @@ def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tup
 
 
 def _proportional(total: int, count: Tensor) -> Tensor:
-    """Divide `total` into integers in proportion to `count`, by the largest remainder method; they sum to `total`."""
+    """Split the number `total` into integers that are proportional to the numbers in `count` and sum to `total` (largest
+    remainder method).
+    """
     share, remainder = total * count // count.sum(), total * count % count.sum()
     share[remainder.argsort(descending=True, stable=True)[: total - int(share.sum())]] += 1
     return share

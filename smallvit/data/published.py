@@ -35,7 +35,8 @@ def digits() -> Dataset:
 
 @functools.cache
 def mnist(root: str | None = None) -> Dataset:
-    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28, from the data folder `root`.
+    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels. `root` is the folder of
+    downloaded data sets.
 
     By default `root` is the environment variable SMALLVIT_DATA, else a cache folder.
     """
@@ -44,14 +45,18 @@ def mnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def fashion_mnist(root: str | None = None) -> Dataset:
-    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28, from the data folder `root`."""
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels. `root` is the folder of downloaded
+    data sets.
+    """
     classes = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
     return Dataset.from_arrays("fashion_mnist", _load_idx("FashionMNIST", root), classes, black=True)
 
 
 @functools.cache
 def kmnist(root: str | None = None) -> Dataset:
-    """Load Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese, 28 x 28, from the folder `root`."""
+    """Load Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese characters, 28 x 28 pixels. `root` is
+    the folder of downloaded data sets.
+    """
     classes = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
     return Dataset.from_arrays("kmnist", _load_idx("KMNIST", root), classes, black=True, digits=True)
 
@@ -74,7 +79,9 @@ def emnist(split: str = "letters", root: str | None = None) -> Dataset:
 
 @functools.cache
 def qmnist(root: str | None = None) -> Dataset:
-    """Load QMNIST: MNIST's 60,000 training images and 60,000 reconstructed test images, 28 x 28; `root` is the folder."""
+    """Load QMNIST: the 60,000 training images of MNIST and 60,000 reconstructed test images, 28 x 28 pixels. `root` is the
+    folder of downloaded data sets.
+    """
     found = _load_idx("QMNIST", root, ("qmnist-train", "qmnist-test"), "idx2-int", ({"train": True}, {"train": False}))
     splits = {part: (images, labels[:, 0]) for part, (images, labels) in found.items()}  # the other columns describe the writer
     return Dataset.from_arrays("qmnist", splits, DIGITS, black=True, digits=True)
@@ -82,7 +89,9 @@ def qmnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def cifar10(root: str | None = None) -> Dataset:
-    """Load CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32, from the folder `root`."""
+    """Load CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32 pixels. `root` is the folder of
+    downloaded data sets.
+    """
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
     train, test = _load_verified("CIFAR10", root, "cifar-10-batches-py", names, ({"train": True}, {"train": False}))
     splits = {"train": (train.data, np.array(train.targets)), "test": (test.data, np.array(test.targets))}
@@ -91,7 +100,9 @@ def cifar10(root: str | None = None) -> Dataset:
 
 @functools.cache
 def svhn(root: str | None = None) -> Dataset:
-    """Load SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32, from the folder `root`."""
+    """Load SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32 pixels. `root` is the folder of
+    downloaded data sets.
+    """
     names = ["train_32x32.mat", "test_32x32.mat"]
     found = _load_verified("SVHN", root, "", names, ({"split": "train"}, {"split": "test"}))
     splits = {part.split: (part.data.transpose(0, 2, 3, 1), part.labels) for part in found}
@@ -101,9 +112,9 @@ def svhn(root: str | None = None) -> Dataset:
 def _load_idx(
     name: str, root: str | None, prefixes=("train", "t10k"), label_suffix="idx1-ubyte", options: Sequence[dict] = ({},)
 ) -> dict:
-    """Load a torchvision data set stored as four IDX files (the format of MNIST), and return {"train": (images, labels),
-    "test": (images, labels)}. File names begin with `prefixes` (train, test), and those of labels end with `label_suffix`.
-    `options` are lists of keyword arguments for the torchvision class, for the download.
+    """Load the torchvision data set `name`, stored as four IDX files (the format of MNIST), and return {"train": (images,
+    labels), "test": (images, labels)}. File names begin with `prefixes` (train, test), and those of labels end with
+    `label_suffix`. Downloads call the torchvision class once for each dict of keyword arguments in `options`.
     """
     files = [f"{prefix}-{content}" for prefix in prefixes for content in ("images-idx3-ubyte", f"labels-{label_suffix}")]
     images, labels, test_images, test_labels = map(_read_idx, _find_or_download(name, root, f"{name}/raw", files, options))
@@ -127,8 +138,9 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list:
-    """Return a list of torchvision data sets, one for each dict of keyword arguments in `options`. The named `files` in
-    the subfolder `folder` are downloaded if one is missing. Raise ValueError if a file has a wrong checksum.
+    """Return a list of torchvision data sets: the class `name`, called once for each dict of keyword arguments in `options`.
+    The `files` are in the subfolder `folder` of `root`, and are downloaded if one is missing. Raise ValueError if a file has a
+    wrong checksum.
     """
     from torchvision import datasets
 
@@ -140,8 +152,9 @@ def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str
 
 
 def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list[Path]:
-    """Return the paths of the files of a torchvision data set; download the data set if one is missing. The named `files`
-    are in the subfolder `folder` of `root`. `options` lists the keyword arguments of each call of the torchvision class.
+    """Return the paths of the files of the torchvision data set `name`; download the data set if a file is missing. The `files`
+    are in the subfolder `folder` of `root`. The download calls the torchvision class once for each dict of keyword arguments in
+    `options`.
     """
     top = _root(root)
     paths = [top / folder / file for file in files]
@@ -158,9 +171,8 @@ def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[
 
 
 def _download(name: str, root: Path, paths: list[Path], options: Sequence[dict]) -> None:
-    """Download a torchvision data set to a temporary folder, then move its files to `root`. Existing files are never
-    overwritten. `paths` are the files that are needed, and `options` lists the keyword arguments of each call of the
-    torchvision class.
+    """Download the torchvision data set `name` to a temporary folder, then move its files to `root`, without overwriting any.
+    `paths` are the files that are needed. The torchvision class is called once for each dict of keyword arguments in `options`.
     """
     from filelock import FileLock
     from torchvision import datasets

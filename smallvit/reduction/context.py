@@ -30,7 +30,9 @@ class LayerContext(NamedTuple):
 
 
 def runs_before_attention(reduction: nn.Module | None) -> bool:
-    """Return whether a reduction acts before the attention of its block (attribute `first`) instead of after it."""
+    """Return whether a token reduction (a module that merges or prunes tokens) runs before the attention of its block instead
+    of after it. This is its attribute `first`.
+    """
     return bool(getattr(reduction, "first", False))
 
 
@@ -46,12 +48,15 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def expand_index(index: Tensor, x: Tensor) -> Tensor:
-    """Repeat token indices (b, m) over the channels of `x`, giving (b, m, d), for `scatter` and `gather`."""
+    """Repeat token indices (b, m) for every channel of `x` (b, n, d) and return them with shape (b, m, d), as torch's `scatter`
+    and `gather` need them.
+    """
     return index[..., None].expand(-1, -1, x.shape[-1])
 
 
 def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
-    """Return the indices of the blocks that prune: `layers`, or by default the blocks at 1/4, 2/4 and 3/4 of the depth.
+    """Return the indices of the blocks that prune tokens, in a model of `depth` blocks. They are the given `layers` or, if this
+    is None, the blocks at 1/4, 2/4 and 3/4 of the depth.
 
     The default is that of EViT and DynamicViT. Raise ValueError for an index that does not exist or occurs twice.
     """
@@ -64,7 +69,9 @@ def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
 
 
 def check_fraction(keep: float, name: str) -> float:
-    """Return `keep` as a float. Raise ValueError unless 0 < keep <= 1; `name` is the option's name in the message."""
+    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless 0 < keep <= 1. `name` is the name of
+    the option in the error message.
+    """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
     return float(keep)

@@ -10,7 +10,8 @@ from .context import LayerContext, check_fraction, gather_tokens, pruning_layers
 
 
 class LearnedPrune(nn.Module):
-    """DynamicViT: before some of the blocks, a small learned network decides which patches to keep.
+    """Learned token pruning (DynamicViT): before some of the blocks, a small network decides which patches to keep. It is
+    trained together with the model.
 
     `keep` is the share of patches that each pruning block keeps; `layers` are these blocks, by default those at 1/4, 2/4 and
     3/4 of the depth. Train with the objective `LearnToPrune`, which holds the shares kept to `keep`. The attribute `target` is
@@ -52,9 +53,7 @@ class LearnedPrune(nn.Module):
         return self.prefix + min(patches, max(1, int(self.patches * self.target * (patches / self.expected))))
 
     def macs(self, n: int, head_dim: int) -> float:
-        """Return the cost of the prediction network for n tokens, in multiply-adds (MACs). `head_dim`, the width of a key, does
-        not matter here.
-        """
+        """Return the cost of the prediction network for n tokens, in multiply-adds (MACs). `head_dim` is not used."""
         return (n - self.prefix) * sum(part.weight.numel() for part in self.modules() if isinstance(part, nn.Linear))
 
     def forward(self, x: Tensor, size: Tensor | None, key: Any = None, saliency: Any = None) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,8 @@ from .context import LayerContext, expand_index, gather_tokens
 
 
 class Merge(nn.Module):
-    """Token merging (ToMe): in each block, the `r` most similar pairs of patches become one token each, their mean.
+    """Token merging (ToMe): in each block, the `r` most similar pairs of patches are merged. The mean of a pair becomes one
+    token.
 
     `r` is a number of merges per block, a fraction of the patches at hand (a float up to 0.5), or a tuple with one of these per
     block. `inflect` spreads a whole number over the blocks, from -1 (early) over 0 (constant) to 1 (late), with the authors'
@@ -44,7 +45,9 @@ class Merge(nn.Module):
         return min(int(self.r * patches) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
-        """Return how many tokens are left after the merging in this block if n tokens enter it."""
+        """Return how many tokens are left after the merging in this block if n tokens enter it, prefix tokens (class token and
+        registers) included.
+        """
         return n - self.count(n)
 
     def macs(self, n: int, head_dim: int) -> float:

@@ -10,7 +10,8 @@ from .context import LayerContext, check_fraction, gather_tokens, pruning_layers
 
 
 class Prune(nn.Module):
-    """EViT: keep the patches that the class token attends to most; fuse the others into one token.
+    """Token pruning (EViT): some blocks keep only the patches that get most attention from the class token, and fuse the other
+    patches into one token.
 
     `keep` is the share of the patches at hand that each pruning block keeps; `layers` are these blocks, by default those at
     1/4, 2/4 and 3/4 of the depth. `fuse` is "sum" (the paper), "mean" or "none" (drop the others). While the progress of the

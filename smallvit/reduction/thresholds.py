@@ -54,14 +54,16 @@ class LearnedThresholds(nn.Module):
             nn.init.constant_(self.merge, self.start_merge)
 
     def clamp(self):
-        """Clip the thresholds to their valid ranges, as the authors do after each training step."""
+        """Clip the two learned thresholds to their valid ranges, in place. The authors of the method do so after each training
+        step.
+        """
         with torch.no_grad():
             self.prune.clamp_(0, self.tokens)
             if self.merge is not None:
                 self.merge.clamp_(0, 1)
 
     def left(self, n: int) -> None:
-        """Return None, because it depends on the image how many of the n tokens are left."""
+        """Return None: the number of tokens that are left, out of `n`, depends on the content of the image."""
 
     def macs(self, n: float, head_dim: int) -> float:
         """Return the cost of comparing all pairs of n tokens by their keys, in multiply-adds (MACs). `head_dim` is the width of
@@ -121,7 +123,9 @@ class LearnedThresholds(nn.Module):
         return x, total, importance.scatter_reduce(1, destination, source_importance, "amax")
 
     def above_threshold(self, value: Tensor, threshold: Tensor) -> Tensor:
-        """Return 1 where the value is above the threshold, else 0, with the gradient of a sigmoid (straight through)."""
+        """Return 1 where the value is above the threshold, else 0. The gradient is that of a sigmoid instead of the step
+        function (straight-through estimator).
+        """
         soft = ((value - threshold) / self.temperature).sigmoid()
         return (value > threshold).to(soft.dtype) + (soft - soft.detach())  # the bracket is exactly 0
 
