@@ -80,8 +80,9 @@ def ablate(
     references: bool = True,
     extra_references: dict[str, Run] | None = None,
 ) -> list[ArmRun]:
-    """Return the list of all runs of a comparison. Each arm (a variant, given as name and run) is trained with every number of
-    labels and every seed. The first arm is the baseline with which the others are compared.
+    """Return the list of all runs of a comparison. `arms` maps the name of each arm (variant) to its run; the first one is the
+    baseline. Each arm is trained with every number in `labels` and every seed. `references` adds standard reference models, and
+    `extra_references` adds others.
 
     With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression
     and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained
@@ -123,8 +124,8 @@ def ablate(
 def with_dependencies(
     entries: Iterable[ArmRun], recipe: Iterable[ArmRun] = ()
 ) -> tuple[list[ArmRun], list[dict[str, int]]]:
-    """Add the runs that must be trained first, such as pretraining, at the end of a list of runs, each once. Returns the new
-    list and, for each run in it, the positions of the runs that it depends on, by field ("init" or "teacher").
+    """Extend the list `entries` by the earlier runs that must be trained first, such as pretraining, each once. Returns the new
+    list and, for each run in it, a dict from field ("init" or "teacher") to the position of the run that it depends on.
 
     `recipe` holds all runs of the recipe: a dependency that is one of them keeps the name of its arm.
     """
@@ -177,8 +178,8 @@ def as_list(values: Iterable, name: str) -> list:
 
 
 def standard_references(arms: list[Run]) -> dict[str, Run]:
-    """Return the standard reference models of a comparison, by name. `arms` are the runs that are compared, and the first one
-    is the baseline. The references use the data of the baseline.
+    """Return a dict from the name of each standard reference model to its run. `arms` are the runs that are compared, and the
+    first one is the baseline. The references use the data of the baseline.
 
     They are raw pixels under two classifiers; a small CNN with the training settings of the baseline, if the baseline is
     trained; and an untrained model, if an arm is judged by a probe.
@@ -220,8 +221,9 @@ def imagenet_vit_s(
     upsampled: bool = False,
     scratch: bool = True,
 ) -> dict[str, Run]:
-    """Return extra references: a ViT-S that was pretrained on ImageNet, once fine-tuned and once frozen, and the same
-    architecture trained from scratch. All use the data of the run `baseline`.
+    """Return extra references on the data of the run `baseline`: a ViT-S pretrained on ImageNet (`name` in timm), once
+    fine-tuned and once frozen. `patch` is the patch size in pixels. `upsampled` adds the model on enlarged images, and
+    `scratch` adds the same architecture trained from scratch.
 
     Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
     are resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning

@@ -67,7 +67,10 @@ def rebuild(plain: Any) -> Any:
     values = {name: value for name, value in values.items() if value is not None or name in arguments(made)}
     values = added_options(made) | values
     if plain.get("recipe_sha256") != definition_hash(made).get("recipe_sha256"):
-        raise ValueError(f"{plain.get('make', plain.get('call'))} has changed in its recipe since the record was written")
+        name = plain.get("make", plain.get("call"))
+        if not definition_hash(made):
+            raise ValueError(f"the recipe of {name} was imported with a plain import; load it with smallvit.load_recipe(path)")
+        raise ValueError(f"{name} has changed in its recipe since the record was written")
     if "make" in plain:
         if "call" in plain or not (isinstance(made, type) and is_dataclass(made)):
             raise ValueError(
@@ -81,8 +84,8 @@ def rebuild(plain: Any) -> Any:
 
 
 def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Compare two descriptions (results of `describe`) and return the options in which they differ, by dotted name, with the
-    values in `plain` and in `other`. `path` is put before each name.
+    """Compare two descriptions (results of `describe`). Returns a dict from the dotted name of each option in which they differ
+    to its values in `plain` and in `other`. `path` is put before each name.
 
     A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
     """
@@ -125,8 +128,8 @@ def name_of(plain: Any) -> str:
 
 
 def described_defaults(name: str) -> dict[str, Any]:
-    """Return the default of each option of a component, as JSON data. `name` is the full name of the component. Empty if no
-    such component exists in this version of smallvit or in the loaded recipes.
+    """Return a dict from each option of a component to its default, as JSON data. `name` is the full name of the component. The
+    dict is empty if this version of smallvit and the loaded recipes have no such component.
     """
     try:
         accepted = options(component(name))
@@ -277,8 +280,8 @@ def options(component: Callable) -> dict[str, inspect.Parameter]:
 
 
 def known(name: str, names: Iterable[str], owner: str):
-    """Raise ValueError if no option has this name. `names` are the existing options, and `owner` is the text in the error
-    message for the thing that has them. The message suggests the most similar name.
+    """Raise ValueError if no option has this name. `names` are the existing options. The error message says that `owner` has no
+    such option, and it suggests the most similar name.
     """
     names = list(names)
     if name not in names:

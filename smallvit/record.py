@@ -253,7 +253,7 @@ def user_line(traceback: str) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 hash of a file, as hexadecimal digits."""
+    """Return the SHA-256 hash of a file, as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -299,7 +299,7 @@ def code() -> dict:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries that affect results, by name."""
+    """Return the versions of Python and of the installed libraries that affect results, as a dict by name."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}

@@ -129,7 +129,9 @@ class Run:
 
     @property
     def dependencies(self) -> "dict[str, Run]":
-        """The runs that must be trained before this one, by the name of the field that holds them ("init" or "teacher")."""
+        """The runs that must be trained before this one: a dict from the name of the field that holds a run ("init" or
+        "teacher") to this run.
+        """
         return {name: run for name in DEPENDENCIES if isinstance(run := getattr(self, name), Run)}
 
     @property
@@ -229,7 +231,7 @@ def check_evaluators(evaluators: tuple[Callable, ...]):
 
 def describe(run: Any) -> Any:
     """Convert a run, a component (such as a model or a transform) or a plain value to JSON data. All settings are included,
-    also those with their default, so the description stays valid when a default changes.
+    also those with their default, so the description stays valid when a default changes later.
     """
     if isinstance(run, Run):
         return {f.name: describe(getattr(run, f.name)) for f in fields(run)}
@@ -268,8 +270,8 @@ def canonical(run: Run) -> dict[str, Any]:
 
 
 def difference(run: Run, other: Run) -> dict[str, tuple[str, str]]:
-    """Return the settings in which two runs differ, by dotted name. The values are pairs of texts: the setting in `run` and the
-    setting in `other`.
+    """Return a dict from the dotted name of each setting in which two runs differ to its two values as text: first the value in
+    `run`, then the value in `other`.
     """
     found = components.differences(describe(run), describe(other))
     return {name: (components.describe_value(one), components.describe_value(two)) for name, (one, two) in found.items()}

@@ -8,8 +8,8 @@ from smallvit.recipe import find_recipe, load_recipe, only
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a summary of a model, layer by layer: that of an arm of a recipe, or that of a timm model. Returns the exit status
-    0.
+    """Print a summary of a model, layer by layer: that of an arm of a recipe, or that of a timm model. `options` are the
+    arguments of the command line. Returns the exit status 0.
     """
     try:
         path = find_recipe(options.model)

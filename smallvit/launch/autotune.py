@@ -42,7 +42,8 @@ def autotune(
     runs: Sequence[ArmRun], folder: Path, jobs: int | None, device: str, given: dict | None = None
 ) -> tuple[Numerics, int, str]:
     """Measure a few steps to find the fastest numerics (kernel, precision, compilation) and stack size for these runs on this
-    machine. Returns both, and a text with the measurements. Options in `given` are fixed, and only the others are tried.
+    machine with `jobs` worker processes. Returns both, and a text with the measurements. Options in `given` are fixed, and only
+    the others are tried. The result is stored in `folder`.
 
     Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
     in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.
@@ -80,7 +81,8 @@ def fixed_numerics(given: dict) -> Numerics:
 
 def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
     """Find the fastest settings for these runs by measurement: first the attention kernel and the precision, then the stack
-    size, then whether to compile. `kinds` are the runs to measure, from `kinds_of`. Options in `given` are fixed.
+    size, then whether to compile. `kinds` are the runs to measure, from `kinds_of`. Options in `given` are fixed. `jobs` is the
+    number of worker processes.
     """
     import torch
 
@@ -125,8 +127,8 @@ def race(
     variants: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
 ) -> tuple[dict[Numerics, float], list[str]]:
     """Measure how fast training is with each variant of the numerics. `begin(variant)` creates the trainings to measure, and
-    `counts` are their numbers of steps. Returns the seconds for all these steps, by variant, and one line of text for each
-    variant.
+    `counts` are their numbers of steps. Returns a dict from variant to the seconds for all these steps, and one line of text
+    for each variant.
 
     The variants take turns, so that a disturbance affects all. Variants that fail, whose first losses differ from those of the
     first variant, or that are much slower than another one have no seconds.

@@ -186,8 +186,8 @@ class Scheduler:
         return None not in earlier.values() and not blocked_by(earlier)
 
     def dependency_records(self, index: int) -> dict[str, Record | None]:
-        """Return the records of the earlier runs that a run depends on, by field ("init" or "teacher"). A record is None if
-        there is none.
+        """Return the records of the earlier runs that a run depends on, as a dict by field ("init" or "teacher"). A record is
+        None if there is none.
         """
         return {field: self.records[other] for field, other in self.dependencies[index].items()}
 
@@ -262,8 +262,8 @@ def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
 
 
 def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
-    """Download the external weights of these runs, each once. Returns the weights that cannot be obtained, with the error for
-    each.
+    """Download the external weights of these runs, each once. Returns a dict from the weights that cannot be obtained to the
+    error for each.
     """
     found: dict[object, Unavailable] = {}
     for weights in dict.fromkeys(run.init for run in runs if isinstance(run.init, Weights)):

@@ -29,11 +29,10 @@ PROGRESS: Any = [0.0]  # steps done, shared with the parent process
 
 
 def prepare(progress: Any, environment: dict[str, str]):
-    """Set up a worker process: it uses one thread, has the environment variables of its parent, and ignores Ctrl-C. It is
-    called once, when the process starts.
+    """Set up a worker process: it uses one thread, has the environment variables of its parent (`environment`), and ignores
+    Ctrl-C. In the shared array `progress`, which has one element, it counts its training steps.
 
-    The parent decides what Ctrl-C does. The worker exits when its parent has exited. `progress` is a shared array with one
-    element, in which the worker counts its steps.
+    The parent decides what Ctrl-C does. The worker exits when its parent has exited.
     """
     global PROGRESS
     signal.signal(signal.SIGINT, signal.SIG_IGN)

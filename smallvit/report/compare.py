@@ -203,8 +203,9 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
 
 
 def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
-    """Return the costs of an arm by name: the median over its runs (one for each seed) and, for extra labels, the maximum. The
-    costs of pretraining are included. A cost that does not apply is None, such as the training time of an untrained model.
+    """Return the costs of an arm as a dict by name: the median over its runs (one for each seed) and, for extra labels, the
+    maximum. The costs of pretraining are included. A cost that does not apply is None, such as the training time of an
+    untrained model.
 
     MACs are those measured on test images if the evaluator `cost` has counted them.
     """
@@ -252,6 +253,7 @@ def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
 
 
 def _status(record: Record | None) -> str:
+    """Return the status of a run, which is `missing` if there is no record."""
     return record.status if record else "missing"
 
 
@@ -263,8 +265,8 @@ def _images(record: Record) -> tuple:
 
 
 def _roles(records: Sequence[Record]) -> dict[str, str]:
-    """Return the role of each arm ("baseline", "technique" or "reference"), by its name. Raises ValueError if the records are
-    of several recipes, if a run occurs twice, or if an arm has two roles or two scores.
+    """Return a dict from the name of each arm to its role ("baseline", "technique" or "reference"). Raises ValueError if the
+    records are of several recipes, if a run occurs twice, or if an arm has two roles or two scores.
     """
     seen: set[tuple] = set()
     roles: dict[str, str] = {}
@@ -284,8 +286,8 @@ def _roles(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, str]:
-    """Return the name of the baseline of each arm, by the name of the arm. `roles` is the result of `_roles`. If there is only
-    one baseline, the records of an arm may leave its name out. The dict lists the arms of one baseline together.
+    """Return a dict from the name of each arm to the name of its baseline. `roles` is the result of `_roles`. If there is only
+    one baseline, records need not contain its name. The dict lists the arms of one baseline together.
     """
     baselines = [arm for arm, role in roles.items() if role == "baseline"]
     if not baselines:
@@ -301,7 +303,7 @@ def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, st
 
 def _difference(runs: dict[int, Record], baseline_runs: dict[int, Record]) -> Difference | None:
     """Compare the runs of an arm with those of its baseline by a paired t-test. Both arguments map a seed to a finished record.
-    Seeds are used if both runs have seen the same images. The result is None if there is no such seed.
+    Only seeds for which both runs used the same images are compared. The result is None if there is no such seed.
 
     p is None if the differences do not vary.
     """

@@ -134,8 +134,8 @@ def by_labels(comparison: Comparison) -> str:
 @style()
 def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapping[str, float]]) -> str:
     """Plot the test accuracy against each hyperparameter, for arms that differ from the baseline in this hyperparameter only.
-    `hyperparameters[name][arm]` is its value in an arm. Returns an SVG text with a dot for each seed, the mean and its 95% t
-    interval.
+    `hyperparameters[name][arm]` is the value of a hyperparameter in an arm. Returns an SVG text with a dot for each seed, the
+    mean and its 95% t interval.
 
     All panels of one number of labels share their accuracy axis. Below each value stand the MACs of one image.
     """
@@ -235,8 +235,8 @@ def tokens(picture: dict) -> str:
 
 
 def styles(comparison: Comparison) -> dict[str, dict]:
-    """Return how each arm is drawn, by its name: its `color` and `marker` for matplotlib, its color as a CSS variable (`css`),
-    and its marker as a character (`glyph`). The baseline has the color of the text, and references are gray.
+    """Return a dict from the name of each arm to its look: `color` and `marker` for matplotlib, the color as a CSS variable
+    (`css`), and the marker as a character (`glyph`). The baseline has the color of the text, and references are gray.
 
     Nine markers and eight hues distinguish 72 techniques.
     """
@@ -252,8 +252,8 @@ def styles(comparison: Comparison) -> dict[str, dict]:
 
 def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, columns: int = 3) -> tuple[Any, dict[Any, Any]]:
     """Create a figure with one panel for each name, at most `columns` panels side by side. The vertical axis shows the names in
-    `arms`. Returns the figure, and the panels by name. `height` (of one row of panels) and `width` (of the figure) are in
-    inches.
+    `arms`. Returns the figure and a dict of its panels by name. `height` (of one row of panels) and `width` (of the figure) are
+    in inches.
     """
     from matplotlib.figure import Figure
 

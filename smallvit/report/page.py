@@ -96,7 +96,7 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
 
 
 def content(records: Sequence[Record], title: str, doc: str, options: str, earlier: int) -> dict[str, Any]:
-    """Return everything that a report shows, by name: question, answer, tables, warnings and more. The item `comparison` is
+    """Return everything that a report shows, as a dict: question, answer, tables, warnings and more. The item `comparison` is
     None if no run has started. The parameters are those of `markdown`.
     """
     question, about = sections(doc)
@@ -161,8 +161,8 @@ class Table:
 
 
 def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Return all tables of a report, grouped by the heading above them. The most important heading comes first, and headings
-    without a table are left out.
+    """Return all tables of a report, as a dict from a heading to the tables below it. The most important heading comes first,
+    and headings without a table are left out.
     """
     found = {
         "Accuracy": accuracy_tables(comparison),
@@ -273,6 +273,7 @@ def measurement_tables(
 
 
 def _table(table: Table) -> str:
+    """Return a table in Markdown, with the remarks on a cell in brackets after its text."""
     lines = [["Arm", *table.columns], ["-"] * (1 + len(table.columns))]
     for arm, cells in table.rows.items():
         lines.append([_md(arm), *(_md(text + f" ({'; '.join(remarks)})" * bool(remarks)) for text, remarks in cells)])
@@ -280,6 +281,7 @@ def _table(table: Table) -> str:
 
 
 def _list(lines: Iterable[str]) -> str:
+    """Return lines of text as a bullet list in Markdown."""
     return "\n".join(f"- {_md(line)}" for line in lines)
 
 

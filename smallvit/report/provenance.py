@@ -93,8 +93,8 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
 
 
 def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the settings in which each arm differs from its baseline, by the name of the arm, as lines such as `tokenizer:
-    PatchEmbed → ConvStem`. The runs that are compared have the same number of labels and the same seed.
+    """Return a dict from the name of each arm to the settings in which it differs from its baseline, as lines such as
+    `tokenizer: PatchEmbed → ConvStem`. The runs that are compared have the same number of labels and the same seed.
     """
     sources = initial_weights(records)
     count: Counter[str] = Counter()
@@ -126,8 +126,8 @@ def with_baselines(comparison: Comparison, records: Sequence[Record]) -> list[tu
 
 
 def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
-    """Return the options in which two runs differ, by name, with their values in `base` and in `run`. Both are settings from a
-    record. All differences inside an earlier run (`init` or `teacher`) count as one.
+    """Return a dict from each option in which two runs differ to its values in `base` and in `run`. Both arguments are settings
+    from a record. All differences inside an earlier run (`init` or `teacher`) count as one.
     """
     found = differences(base, run)
     for name in ("init", "teacher"):
@@ -163,8 +163,8 @@ def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[s
 
 
 def initial_weights(records: Sequence[Record]) -> dict[str, str]:
-    """Return where the initial weights of each arm come from, such as `weights of A`, by the name of the arm. The source is
-    another arm of the recipe or an external file. All other arms are left out.
+    """Return a dict from the name of an arm to the origin of its initial weights, such as `weights of A`. The origin is another
+    arm of the recipe or an external file. All other arms are left out.
     """
     arms = {r.fingerprint: r.arm for r in records}
     found: dict[str, str] = {}
@@ -178,8 +178,8 @@ def initial_weights(records: Sequence[Record]) -> dict[str, str]:
 
 
 def provenance(records: Sequence[Record], options: str) -> dict[str, str]:
-    """Return where the results come from, as text by heading: code, versions, machine, pretrained weights, and the commands
-    that repeat the runs. `options` are the command-line options of the runs.
+    """Return where the results come from, as a dict from heading to text: code, versions, machine, pretrained weights, and the
+    commands that repeat the runs. `options` are the command-line options of the runs.
     """
     sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 

@@ -230,7 +230,7 @@ def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
 
 def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
     """Evaluate a trained model with all evaluators of its run, first on the validation images of the subset and then once on
-    the test images. Returns the results as fields of the record.
+    the test images (`test`). Returns the results as a dict of fields of the record.
 
     Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first is not between 0 and 1.
     """
@@ -290,8 +290,8 @@ COSTS = ("images_seen", "steps", "seconds")
 
 
 def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
-    """Return the total cost of all runs that had to be trained before a run. `runs` are the runs that it depends on directly,
-    and `trained` are their records. Each run is counted once, even if several others need it.
+    """Return the total cost of all runs that had to be trained before a run, as a dict. `runs` are the runs that it depends on
+    directly, and `trained` are their records. Each run is counted once, even if several others need it.
 
     Also the largest numbers of labels, of labels used for choices, and of unlabelled images among these runs.
     """
