@@ -4,7 +4,7 @@
 
 writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
 `<!-- end -->` in README.md, and each block between `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in
-`docs/techniques/*.md`: the differences of these arms to their baseline.
+`docs/techniques/*.md` and `docs/explanation/negative-results.md`: the differences of these arms to their baseline.
 """
 
 import re
@@ -125,8 +125,8 @@ def with_block(text: str, name: str, content: str) -> str:
     return block.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
-def arms_table(recipe: str, arms: Sequence[str]) -> str:
-    """The Markdown table of a technique page: the baseline's accuracy, the differences of the arms, and their cost.
+def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
+    """The Markdown table of a page, and a note below it: the baseline's accuracy, the differences of the arms, and their cost.
 
     Raises ValueError for an arm without results in the committed records, and for arms with different baselines.
     """
@@ -151,12 +151,12 @@ def arms_table(recipe: str, arms: Sequence[str]) -> str:
         speed = [f"{first.forward['speedup']:.2f}x" if first.forward["speedup"] else "–"] * faster
         lines.append([arm, *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
-    notes = (
+    note = (
         "The first row is the test accuracy of the baseline. The other rows are differences to it in percentage points, with "
         f"95% intervals over {seeds} seeds. Bold: the verdict is better or worse. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines), note
 
 
 def times(factors: Sequence[float]) -> str:
@@ -166,13 +166,13 @@ def times(factors: Sequence[float]) -> str:
 
 
 def with_tables(text: str) -> str:
-    """The text of a technique page with its tables written again."""
-
-    def table_of(match: re.Match) -> str:
-        arms = [arm.strip() for arm in match["arms"].split(";")]
-        return f"{match['start']}{arms_table(match['recipe'], arms)}\n{match['end']}"
-
-    return TABLE.sub(table_of, text)
+    """The text of a page with its tables written again. A note that fits several tables in a row stands below the last one."""
+    matches = list(TABLE.finditer(text))
+    tables = [arms_table(match["recipe"], [arm.strip() for arm in match["arms"].split(";")]) for match in matches]
+    following = [note for _, note in tables[1:]] + [""]
+    blocks = [table if note == after else f"{table}\n\n{note}" for (table, note), after in zip(tables, following)]
+    contents = iter(blocks)
+    return TABLE.sub(lambda match: f"{match['start']}{next(contents)}\n{match['end']}", text)
 
 
 def written() -> Iterable[tuple[Path, str]]:
@@ -181,7 +181,8 @@ def written() -> Iterable[tuple[Path, str]]:
         yield ROOT / "docs" / "_static" / f"results-{mode}.svg", picture(mode == "dark")
     readme = ROOT / "README.md"
     yield readme, with_block(readme.read_text(encoding="utf-8"), "results", table())
-    for page in sorted((ROOT / "docs" / "techniques").glob("*.md")):
+    docs = ROOT / "docs"
+    for page in (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md"):
         text = page.read_text(encoding="utf-8")
         if TABLE.search(text):
             yield page, with_tables(text)
