@@ -146,8 +146,6 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | N
     """Convert images in any supported form to one tensor of shape (images, channels, height, width). Returns this tensor and
     the `DataSpec` that normalizes it, or None if the pixels are normalized already.
 
-    The spec is None for pixels that are normalized already.
-
     Raises ValueError for anything but images, and for pixels that do not fit the spec.
     """
     import numpy as np

@@ -24,7 +24,8 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
-    """Compute the features of images with a frozen model. Returns a float32 numpy array of shape (images, features).
+    """Compute the features of images with a frozen model. Returns a float32 numpy array of shape (images, features). `of`,
+    `layers` and `norm` select the place in the model where the features are read.
 
     of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
             "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many

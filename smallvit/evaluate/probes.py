@@ -33,13 +33,12 @@ def knn(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluator that classifies the test images by their k nearest neighbors among the labelled images, using features of the
-    frozen model. Yields the accuracy for each k, named `knn_1`, `knn_5` and so on.
+    """Evaluator that classifies the test images by their k nearest neighbors among the labelled images, for each k in `ks`.
+    Yields the accuracies, named `knn_1`, `knn_5` and so on. `of`, `layers` and `norm` select the features of the frozen model.
 
-    The neighbors are labelled images. Nearest means the largest cosine similarity of the features. Each neighbor has one vote;
-    the smaller class index wins a tie. Values of k above the number of labelled images are left out. Similarities are computed
-    in float64, because the features of an untrained model all point in nearly the same direction. Which of several equally near
-    images are used is not specified.
+    Nearest means the largest cosine similarity of the features. Each neighbor has one vote; the smaller class index wins a tie.
+    Values of k above the number of labelled images are left out. Similarities are computed in float64, because the features of
+    an untrained model all point in nearly the same direction. Which of several equally near images are used is not specified.
 
     Raises   ValueError for a k below 1, or if every k is above the number of labelled images.
     """
@@ -75,7 +74,7 @@ def linear_probe(
     norm: str = "after",
 ) -> NamedScores:
     """Evaluator that trains a logistic regression with L2 penalty on features of the frozen model. Yields its accuracy on the
-    test images, named `linear_probe`.
+    test images, named `linear_probe`. `of`, `layers` and `norm` select the features.
 
     strengths    the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
                  of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the
@@ -131,7 +130,7 @@ def few_shot(
     norm: str = "after",
 ) -> NamedScores:
     """Evaluator that trains a logistic regression on features of only a few labelled images: `shots` images of each class.
-    Yields its accuracy on the test images, named `few_shot`.
+    Yields its accuracy on the test images, named `few_shot`. `of`, `layers` and `norm` select the features of the frozen model.
 
     `few_shot` is the mean accuracy over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left
     out for one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on.

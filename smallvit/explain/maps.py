@@ -35,8 +35,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return what each token consists of, when tokens are merged: the share of each patch in each token. The result is a list
-    with one tensor of shape (batch, tokens, patches) for each attention map.
+    """Return which patches each token contains, when tokens are merged: the share of each patch in each token. The result is a
+    list with one tensor of shape (batch, tokens, patches) for each block.
 
     Rows sum to 1, or to 0 for a prefix token. `maps[i] @ shares[i]` is attention to patches, shape (batch, heads, tokens,
     patches). It divides the attention to a merged token among its patches, in proportion to how much of each it contains
@@ -99,13 +99,13 @@ def rollout(
 
 def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Query, heads: str, residual: float) -> Tensor:
     """Return the attention roll-out of one batch of images x, as `rollout` defines it. It starts with the query after the last
-    block and goes back block by block to the patches.
+    block and goes back block by block to the patches. `parts` are the attention modules and sizes of the model.
     """
     import torch
 
     def combine_heads(weights: Tensor) -> Tensor:
-        """Return the attention map of a block, averaged (or combined by maximum or minimum) over its heads, with the residual
-        connection added. The shape changes from (batch, heads, tokens, tokens) to (batch, tokens, tokens).
+        """Return one attention map for a block: the mean, maximum or minimum over its heads, with the residual connection
+        added. The shape changes from (batch, heads, tokens, tokens) to (batch, tokens, tokens).
         """
         combined = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
         combined = (1 - residual) * combined + residual * torch.eye(combined.shape[-1]).to(combined)
@@ -224,7 +224,7 @@ def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
 
 def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tensor:
     """Return the attention map `weights` unchanged if it is valid. Raise ValueError if it is None, if its shape is wrong, or if
-    its rows do not sum to 1.
+    its rows do not sum to 1. `output` is the output of the attention module.
     """
     name = type(attention).__name__
     if weights is None:
@@ -276,7 +276,9 @@ def contents_before_attention(model: nn.Module, contents: list[Tensor]) -> list[
 
 
 def reduces_first(model: Any, block: int) -> bool:
-    """Return True if the block with this index merges or prunes its tokens before its attention, rather than after it."""
+    """Return True if a block merges or prunes its tokens before its attention, rather than after it. `block` is the index of
+    the block.
+    """
     from smallvit.reduction.context import runs_before_attention
 
     return runs_before_attention(getattr(model.blocks[block], "reduction", None))
@@ -298,11 +300,9 @@ def divide_by_patch_sums(contents: Tensor) -> Tensor:
     return contents / total.where(total > 0, 1)
 
 
-def query_weights(parts: AttentionParts, contents: Tensor, query: Query, before: str) -> Tensor:
+def query_weights(parts: AttentionParts, contents: Tensor, query: Query, place: str) -> Tensor:
     """Return how the query is distributed over the tokens, shape (batch, tokens); each row sums to 1. The query is a patch
-    (row, column), or by default the class token or the mean of all patches.
-
-    `query` is a patch, or None for the class token or the mean over the patches. `before` names the block for the error.
+    (row, column), or by default the class token or the mean of all patches. `place` names the block in an error.
 
     Raises   ValueError for a patch outside of the grid, and for a pruned patch.
     """
@@ -315,7 +315,7 @@ def query_weights(parts: AttentionParts, contents: Tensor, query: Query, before:
         gone = int((weights.sum(1) == 0).sum())
         if gone:
             raise ValueError(
-                f"patch {query} is gone before {before} in {gone} of {len(weights)} images; expected one that is still there"
+                f"patch {query} is gone before {place} in {gone} of {len(weights)} images; expected one that is still there"
             )
         return weights
     if parts.class_token:

@@ -19,8 +19,8 @@ def image_grid(
     """Return an empty matplotlib figure for a grid of images, and its axes as an array of shape (rows, columns). There is one
     column per title. `aspect` is image height divided by image width.
 
-    `aspect` is height divided by width of an image. `below` is extra space in inches below each image, `title` the height of
-    the titles in inches. The axes have no ticks and no frame.
+    `below` is extra space in inches below each image, `title` the height of the titles in inches. The axes have no ticks and no
+    frame.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -118,8 +118,8 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
 
 def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a model as pairs (name, module). Lists of modules, such as the blocks, are opened: their members are
-    yielded instead. `path` is put before each name.
+    """Yield the layers of a model as pairs (name, module). A list of modules is replaced by its members: each block gets its
+    own pair. `path` is put before each name.
     """
     from torch import nn
 

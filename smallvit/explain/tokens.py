@@ -69,8 +69,7 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
     """Run a model on images x and return one result per block: `convert(contents)`. `contents` has shape (batch, tokens,
     patches) and says how much of each patch is in each token after the block.
 
-    `contents` has shape (batch, tokens, patches) and is taken at the end of the block. Each reduction runs a second time, on
-    tokens with extra channels that mark the patches.
+    Each reduction runs a second time, on tokens with extra channels that mark the patches.
 
     Raises   ValueError if a reduction fails on, or decides by, the extra channels, or if a block changes the number of tokens
              outside of its `reduction`.
@@ -163,9 +162,9 @@ def draw_token_map(data: dict[str, Any]) -> Figure:
     """Draw which patches were merged or pruned, from the data that `token_map_data` returns. Returns a matplotlib figure: one
     row per image, with the image and one picture for each block.
 
-    `data` is the result of `token_map_data`. A patch that is alone in its token is drawn unchanged. Patches that share a token
-    have their mean color and an orange outline. Pruned patches are hatched. The title of a column is the number of tokens that
-    contain patches, or the range of this number where images differ.
+    A patch that is alone in its token is drawn unchanged. Patches that share a token have their mean color and an orange
+    outline. Pruned patches are hatched. The title of a column is the number of tokens that contain patches, or the range of
+    this number where images differ.
 
     Raises   ValueError for images with neither 1 nor 3 channels.
     """

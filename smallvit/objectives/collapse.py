@@ -17,8 +17,8 @@ MIN_SPREAD = 0.01  # 1 for features in all directions; an untrained ViT has abou
 
 
 class Observation(NamedTuple):
-    """What a check for collapse needs from one training batch: the features of the images, shape (batch, features), and the
-    teacher's target probabilities, shape (batch, classes), or None without a teacher.
+    """The part of a training batch that is checked for collapse: the features of the images, shape (batch, features), and the
+    teacher's target probabilities, shape (batch, classes). The targets are None without a teacher.
     """
 
     features: Tensor
@@ -96,8 +96,8 @@ class Monitor:
         self.every, self.in_a_row = max(MIN_STEPS, steps // CHECKS), 0
 
     def check(self, step: int, observation: Observation | None):
-        """Check the features of a batch for collapse, but only at every n-th training step, where n is the interval between
-        checks. Raises `Collapse` if this is the tenth collapsed check in a row.
+        """Check the features of a training batch for collapse. Most steps are skipped: only every n-th is checked, where n
+        depends on the length of the run. Raises `Collapse` if this is the tenth collapsed check in a row.
 
         A batch of one image says nothing about collapse and is not checked.
         """

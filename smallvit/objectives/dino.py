@@ -174,8 +174,9 @@ class DINO(Objective):
         return {"loss": loss}
 
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Mix the teacher's targets of each image with those of its most similar recent images, which are stored in a memory
-        bank. Returns logits of the mixed targets; `center` and `temperature` turn logits into targets.
+        """Mix the teacher's targets for each image with those for its most similar recent images, which are stored in a memory
+        bank. Returns logits of the mixed targets. The teacher's `logits`, `center` and softmax `temperature` define its
+        targets.
 
         `logits`, shape (2 batch, k), are the teacher's for two views of each image; they are returned
         unchanged until the run has settled and the bank has enough images. The images are then put into the bank.
@@ -201,11 +202,12 @@ class DINO(Objective):
         return mixed
 
     def mix_targets(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Mix the teacher's target of each image with the mean target of its nearest neighbors. The neighbors have the weight
-        that the option `share` gives. Returns the logits of the mixed targets.
+        """Return logits of mixed targets: the teacher's target of each image and the mean target of its nearest neighbors, with
+        the weight `share` of this objective. `projections` are features of the neighbors; `valid` is False for neighbors to
+        leave out.
 
-        `projections`, (b, k, p), are those of the neighbors in the head. `valid`, (b, k), is False for neighbors to leave out.
-        An image without valid neighbors keeps its own target.
+        `projections`, (b, k, p), are the features that the last layer of the head receives; `valid` has shape (b, k). An image
+        without valid neighbors keeps its own target.
         """
         neighbour_logits = as_float32(self.teacher_head.last_layer(projections))
         own, others = (((z - center) / temperature).softmax(-1) for z in (logits, neighbour_logits))

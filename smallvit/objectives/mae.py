@@ -23,8 +23,8 @@ Image = tuple[int, int]  # height, width in pixels
 
 
 class Reconstruction(NamedTuple):
-    """The result of a reconstruction by a masked autoencoder: five batches of images, such as the input, the visible patches
-    and the prediction. Each has shape (batch, channels, height, width) and is normalized as the input.
+    """Result of a reconstruction by a masked autoencoder: the input images, their visible patches, the mask, and two versions
+    of the predicted images. Each has shape (batch, channels, height, width). Pixels are normalized as in the input.
 
     image      the input.
     masked     the input of the encoder; hidden pixels are 0.
@@ -134,10 +134,10 @@ class MAE(Objective):
         return grid
 
     def hide(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Choose at random which patches of each image are hidden. Returns the sorted indices of the visible patches, shape
-        (batch, visible), and of the hidden patches, shape (batch, hidden).
+        """Choose at random which patches of each image are hidden, and return two tensors of sorted patch indices: those of the
+        visible patches, shape (batch, visible), and those of the hidden patches, shape (batch, hidden).
 
-        They are drawn on the CPU, so that a seed gives the same patches on every device.
+        Patches are drawn on the CPU, so that a seed gives the same patches on every device.
         """
         n = prod(self.grid(images))
         order = torch.rand(len(images), n, generator=generator, device="cpu").argsort(dim=1, stable=True)
@@ -152,8 +152,8 @@ class MAE(Objective):
         return self.model.tokens(images, keep=visible)[0]
 
     def error(self, predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
-        """Return the mean squared error between the predicted and the true pixels of the hidden patches. `predicted` has shape
-        (batch, hidden, pixels), and `hidden` has the patch indices, shape (batch, hidden).
+        """Return the mean squared error between the predicted pixels of the hidden patches and their true pixels in `images`.
+        `predicted` has shape (batch, hidden, pixels), and `hidden` has the patch indices, shape (batch, hidden).
         """
         targets = gather_tokens(patchify(images, self.grid(images)), hidden)
         if self.normalise:
@@ -181,8 +181,8 @@ class MAE(Objective):
 
 
 class Decoder(nn.Module):
-    """Small transformer that predicts the pixels of the hidden patches from the encoder's tokens of the visible patches. It is
-    used in training only.
+    """Small transformer that predicts the pixels of the hidden patches from the encoder's tokens of the visible patches. The
+    evaluated model does not contain it.
     """
 
     def __init__(self, prefix: tuple[int, ...], grid: Grid, values: int, dim: int, depth: int, heads: int):
@@ -200,9 +200,8 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, visible: Tensor, hidden: Tensor, grid: Grid) -> Tensor:
         """Return the predicted pixels of the hidden patches, shape (batch, hidden, pixels). `x` are the encoder's tokens:
-        prefix tokens (class token and registers), then visible patches. `grid` is the number of rows and columns of patches.
-
-        `visible`, (b, k), and `hidden`, (b, m), are the indices of visible and hidden patches.
+        prefix tokens (class token and registers), then visible patches. `visible` and `hidden` are patch indices. `grid` is the
+        number of rows and columns of patches.
         """
         x = torch.cat([self.embed(x), self.unknown.expand(*hidden.shape, -1)], dim=1)
         prefix = x.shape[1] - prod(grid)
@@ -265,7 +264,7 @@ def nearest_divisible_size(grid_of: Callable[[Image], Grid], size: int, axis: in
 
 def patch_mask(index: Tensor, grid: Grid, image: Image) -> Tensor:
     """Return a mask of pixels, shape (batch, 1, height, width), that is True inside the selected patches. `index` has the
-    numbers of these patches, shape (batch, selected); `image` is the image size.
+    numbers of these patches, shape (batch, selected). `grid` is (rows, columns) of patches; `image` is (height, width).
     """
     mask = torch.zeros(len(index), prod(grid), dtype=torch.bool, device=index.device).scatter(1, index, True)
     mask = mask.unflatten(1, (1, *grid))
@@ -281,8 +280,8 @@ def mean_and_std(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def patchify(images: Tensor, grid: Grid) -> Tensor:
-    """Cut images into a grid of equal patches. Images of shape (batch, channels, height, width) become vectors of pixels, shape
-    (batch, patches, patch height * patch width * channels), with patches row by row.
+    """Cut images, (batch, channels, height, width), into equal patches. Returns the pixels of each patch as a vector, shape
+    (batch, patches, patch height * patch width * channels), row by row. `grid` is the number of rows and columns of patches.
 
     Raises ValueError for a grid that does not divide the images into equal patches.
     """
@@ -295,7 +294,7 @@ def patchify(images: Tensor, grid: Grid) -> Tensor:
 
 def unpatchify(patches: Tensor, grid: Grid, image: Image) -> Tensor:
     """Put patches of pixels back together to images; the inverse of `patchify`. Patches of shape (batch, patches, pixels)
-    become images of shape (batch, channels, height, width). `image` is (height, width).
+    become images of shape (batch, channels, height, width). `grid` is (rows, columns) of patches; `image` is (height, width).
 
     Raises ValueError for patches that do not fill images of this size.
     """

@@ -77,8 +77,8 @@ class Objective(nn.Module):
         """
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return a list of pairs: a list of parameters, and a function that computes their learning rate. The function
-        `(progress, rate)` returns a fraction of the peak learning rate.
+        """Return groups of parameters, each with the function that computes its learning rate. The result is a list of pairs
+        (parameters, function). `function(progress, rate)` returns a fraction of the peak learning rate.
 
         `rate` is the fraction that the schedule of the run gives. By default one group of all parameters follows the run.
         """

@@ -129,10 +129,10 @@ class LearnThresholds(Objective):
         return {"loss": loss, "spent": spent.detach()}
 
     def compute_share(self, decisions: list[Tensor]) -> Tensor:
-        """Return the compute of all blocks, in multiply-adds, divided by their compute without token reduction. `decisions`
-        says which tokens each layer with thresholds keeps.
+        """Return the compute of all blocks, in multiply-adds, divided by their compute without token reduction. `decisions` is
+        a list of tensors, one for each block with thresholds, that say which tokens are kept.
 
-        `decisions` has a tensor b n for each block with thresholds: 1 for tokens that are kept, 0 for others.
+        The tensors have shape b n: 1 for tokens that are kept, 0 for others.
         """
         kept, tokens = iter(decisions), decisions[0].shape[1]
         present, n = torch.ones_like(decisions[0]), decisions[0].new_tensor(float(tokens))
@@ -166,8 +166,8 @@ def active_reductions(model: nn.Module, reduction_class: type, required: str) ->
 
 @contextmanager
 def recorded_decisions(modules: list[Any]) -> Iterator[list[Tensor]]:
-    """Context manager that records which tokens are kept. It returns a list; each time a module in `modules` decides, a tensor
-    of shape (batch, tokens) is appended to the list.
+    """Context manager that records which tokens are kept. It yields an empty list. Each time one of `modules` decides about its
+    tokens, a tensor of shape (batch, tokens) is appended to the list.
     """
     decisions: list[Tensor] = []
     hooks = [module.kept.register_forward_hook(lambda _, inputs, output: decisions.append(output)) for module in modules]

@@ -39,7 +39,7 @@ def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict of a Vision Transformer of timm with the names of weights that our `ViT` uses.
+    """Convert a state dict with timm's names of weights to the names that our `ViT` uses. Returns the new state dict.
 
     Class token and registers are joined to `prefix`. The batch axis of these tokens and of the positions is removed.
 

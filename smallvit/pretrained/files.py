@@ -18,9 +18,8 @@ def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float,
     """Read pretrained weights of the timm model `name` from a file. Returns a state dict with timm's names of weights, and the
     mean and standard deviation that normalize its input images.
 
-    Returns a state dict under timm's names (float32), and the mean and standard deviation of the pixels that the weights
-    expect. A head of any size is accepted, and also none. Early files store the patch kernel as a matrix, (dim, 3 * patch *
-    patch).
+    The weights are float32. A head of any size is accepted, and also none. Early files store the patch kernel as a matrix,
+    (dim, 3 * patch * patch).
 
     Raises   ValueError for a file that is damaged, or whose weights do not have the names and shapes of this model; the error
              names the file.
@@ -81,8 +80,7 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict that is stored inside a checkpoint, for example under the key "model". Prefixes such as "module."
     are removed from the names of weights.
 
-    It may be inside of "teacher" (DINO), "model_ema", "state_dict" or "model". Prefixes of names, such as "module." and
-    "backbone.", are removed. `path` is for the error.
+    The key may be "teacher" (DINO), "model_ema", "state_dict" or "model". `path` is for the error.
 
     Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not floating point.
     """

@@ -126,9 +126,8 @@ class Weights:
         """Load the pretrained weights into `model`, and return a report of what was loaded or changed, as a dict. `mean` and
         `std` are the statistics that normalize the images of the data set.
 
-        `mean` and `std` are those that the pixels of the data are normalized with, one number per channel or one for all. The
-        report holds the name, the file, its sha256 and the number of loaded weights, and lists what was resized, adapted,
-        initialized anew or left over.
+        `mean` and `std` have one number per channel, or one for all channels. The report holds the name, the file, its sha256
+        and the number of loaded weights, and lists what was resized, adapted, initialized anew or left over.
 
         Raises   Unavailable or ValueError, as described in the class.
         """
@@ -169,11 +168,11 @@ class Weights:
 def compare_weights(
     state: dict[str, Tensor], target: dict[str, Tensor], new: Sequence[str]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Compare the weights of a file with those of a model, by name and shape. Returns three lists of text: weights that only
-    the model has, weights that only the file has, and the errors among both.
+    """Compare the weights of a file (`state`) with those of a model (`target`), by name and shape. Returns three lists: names
+    that only the model has, names that only the file has, and errors. Differences in the parts `new` are no errors.
 
-    Returns the names that only the model has, the names that only the file has, and a description of each of these that is an
-    error: all except the head, token reductions and the parts in `new`. A weight of another shape counts as both.
+    A name of which the two shapes differ is in both lists of names. Every name in these lists is an error, except those of the
+    head, of token reductions and of the parts in `new`.
     """
     absent = [name for name in target if name not in state or state[name].shape != target[name].shape]
     left_over = [name for name in state if name not in target or state[name].shape != target[name].shape]
@@ -209,10 +208,11 @@ def enlarged(name: str) -> Callable:
 
 
 def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tuple, data_stats: tuple, report: dict[str, Any]):
-    """Change the weights of the patch embedding in the state dict `state` so that they suit the data: patch size, number of
-    channels, and mean and standard deviation of the pixels. `report` lists the changes.
+    """Change the weights of the patch embedding in the state dict `state` so that they suit the data: patch size, channels and
+    normalization. `weight_stats` and `data_stats` are (mean, std) of the pixels in pretraining and now. `report` gets a list of
+    the changes.
 
-    `state` is changed in place. `weight_stats` is (mean, std) that the weights expect, `data_stats` is (mean, std) of the data.
+    `state` is changed in place.
 
     Raises   ValueError if the images have neither one channel nor as many as the weights.
     """
@@ -255,7 +255,7 @@ def per_channel(value: Sequence[float] | float, channels: int) -> Tensor:
 
 def adapt_positions(state: dict[str, Tensor], model: ViT, report: dict[str, Any]):
     """Resize the position embeddings in the state dict `state` so that they suit the patch grid and the prefix tokens (class
-    token and registers) of the model. `report` lists the changes.
+    token and registers) of the model. `report` gets a list of the changes.
 
     A position of a prefix token that the file does not have keeps the model's initial value. If the model has positions for the
     patches only, the positions of the file's prefix tokens are added to these tokens. A table whose length fits a square grid
