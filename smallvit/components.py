@@ -36,13 +36,14 @@ def describe(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {"make": address(type(value)), **definition_hash(type(value))} | {
+        return {"make": full_name(type(value)), **definition_hash(type(value))} | {
             f.name: describe(getattr(value, f.name)) for f in fields(value)
         }
     if callable(value):
         values = {name: p.default for name, p in sorted(options(value).items()) if p.default is not p.empty}
         called = function(value)
-        return {"call": address(called), **definition_hash(called)} | {name: describe(value) for name, value in values.items()}
+        description = {"call": full_name(called), **definition_hash(called)}
+        return description | {name: describe(value) for name, value in values.items()}
     raise ValueError(f"cannot describe {value!r}; expected a plain value, a function or class, or a partial of one")
 
 
@@ -89,7 +90,7 @@ def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, 
 
     A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
     """
-    if isinstance(plain, dict) and isinstance(other, dict) and name_of(plain) == name_of(other):
+    if isinstance(plain, dict) and isinstance(other, dict) and described_name(plain) == described_name(other):
         pairs = {f"{path}.{key}".lstrip("."): (plain.get(key), other.get(key)) for key in plain | other}
     elif isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
         pairs = {f"{path}[{index}]": pair for index, pair in enumerate(zip(plain, other))}
@@ -109,18 +110,18 @@ def describe_value(plain: Any) -> str:
         return f"[{', '.join(map(describe_value, plain))}]"
     if not isinstance(plain, dict):
         return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain)
-    if not name_of(plain):
-        parts = {key: name_of(value).rpartition(".")[2] or value for key, value in plain.items()}
+    if not described_name(plain):
+        parts = {key: described_name(value).rpartition(".")[2] or value for key, value in plain.items()}
         shown = {key: parts[key] for key in ("model", "objective", "steps") if key in parts}
         return f"Run({', '.join(f'{key}={value}' for key, value in shown.items())})"
-    defaults = described_defaults(name_of(plain))
+    defaults = described_defaults(described_name(plain))
     skipped = ("call", "make", "recipe_sha256")
     changed = {key: value for key, value in plain.items() if key not in skipped and value != defaults.get(key)}
     shown = [f"{key}={describe_value(value)}" for key, value in changed.items()]
-    return name_of(plain).rpartition(".")[2] + f"({', '.join(shown)})" * bool(shown)
+    return described_name(plain).rpartition(".")[2] + f"({', '.join(shown)})" * bool(shown)
 
 
-def name_of(plain: Any) -> str:
+def described_name(plain: Any) -> str:
     """Return the full name of the class or function in the description of a component, such as `smallvit.vit.ViT`. The name is
     empty for a run or a plain value.
     """
@@ -148,7 +149,7 @@ def definition_hash(thing: Callable) -> dict[str, str]:
     return {"recipe_sha256": sha256} if sha256 else {}
 
 
-def address(thing: Callable) -> str:
+def full_name(thing: Callable) -> str:
     """Return the full name under which a record stores a class or function: `smallvit.<module>.<Name>` or
     `recipes.<file>.<Name>`. `component` finds it again by this name.
 
@@ -210,14 +211,14 @@ def check(component: Any, name: str):
         describe(component)
         return
     called = function(component)
-    address(called)
+    full_name(called)
     accepted = arguments if name == "data" else options  # a loader is called without arguments: all of them are options
     if isinstance(component, partial):
         if component.args:
             raise ValueError(f"{name} binds {component.args!r} by position; expected every option by name")
         defaults = accepted(called)
         for option, value in component.keywords.items():
-            known(option, defaults, called.__name__)
+            check_option(option, defaults, called.__name__)
             if isinstance(value, str) and isinstance(defaults[option].default, int | float):
                 raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a number, without quotes")
             if name == "data" and isinstance(value, list | dict | set):  # loaders cache their result by their options
@@ -260,7 +261,7 @@ def arguments(component: Callable) -> dict[str, inspect.Parameter]:
             f"{function(component).__name__} has {component.args!r} bound by position; expected every option by name"
         )
     for name, value in component.keywords.items():
-        known(name, accepted, function(component).__name__)
+        check_option(name, accepted, function(component).__name__)
         accepted[name] = accepted[name].replace(default=value, kind=inspect.Parameter.KEYWORD_ONLY)
     return accepted
 
@@ -279,7 +280,7 @@ def options(component: Callable) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
 
 
-def known(name: str, names: Iterable[str], owner: str):
+def check_option(name: str, names: Iterable[str], owner: str):
     """Raise ValueError if no option has this name. `names` are the existing options. The error message says that `owner` has no
     such option, and it suggests the most similar name.
     """

@@ -172,13 +172,16 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
         if key not in ("arm", "labels", "seed") or not values:
             raise ValueError(f"--only got {text!r}; expected arm=..., labels=... or seed=...")
         offered = list({filter_value(entry, key): None for entry in selected})
-        wanted = {one for part in values.split(",") for one in expand_range(part)} if key != "arm" else arms_in(values, offered)
-        references = key == "arm" and "references" in wanted
-        for one in sorted(wanted - {"references"} - set(offered)):
+        if key == "arm":
+            selection = split_arms(values, offered)
+        else:
+            selection = {value for part in values.split(",") for value in expand_range(part)}
+        references = key == "arm" and "references" in selection
+        for one in sorted(selection - {"references"} - set(offered)):
             similar = get_close_matches(one, offered, 1, 0.4)
             advice = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(map(repr, offered))}"
             raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
-        selected = [e for e in selected if filter_value(e, key) in wanted or (references and e.role == "reference")]
+        selected = [e for e in selected if filter_value(e, key) in selection or (references and e.role == "reference")]
     if not selected:
         raise ValueError(f"no run of this recipe passes all filters {' '.join(filters)}")
     return selected
@@ -192,7 +195,7 @@ def filter_value(entry: "ArmRun", key: str) -> str:
     return "all" if value is None else str(value)
 
 
-def arms_in(text: str, offered: Sequence[str]) -> set[str]:
+def split_arms(text: str, offered: Sequence[str]) -> set[str]:
     """Split a comma-separated text into names of arms. `offered` are the existing names. They are needed because a name may
     itself contain commas.
     """

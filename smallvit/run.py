@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from smallvit import components
-from smallvit.components import check, function, known, options
+from smallvit.components import check, check_option, function, options
 from smallvit.data import digits
 from smallvit.evaluate import accuracy, declaration, knn, linear_probe
 from smallvit.objectives import Objective, Supervised
@@ -96,7 +96,7 @@ class Run:
 
     def __new__(cls, **settings):
         for name in settings:
-            known(name, [f.name for f in fields(cls)], "a run")
+            check_option(name, [f.name for f in fields(cls)], "a run")
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -174,7 +174,7 @@ class Run:
             model = mine.get("model", self.model)
             check(model, "model")
             for name in of_model:
-                known(name, [*names, *options(model)], f"a run of {function(model).__name__}")
+                check_option(name, [*names, *options(model)], f"a run of {function(model).__name__}")
             mine["model"] = partial(model, **of_model)
         if "objective" in mine and self.evaluators == self.default_evaluators:
             mine.setdefault("evaluators", None)  # replaced by the default evaluators of the new objective

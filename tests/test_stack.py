@@ -181,7 +181,7 @@ def test_record_of_a_run_that_was_stacked_only_at_first_says_so(tmp_path, monkey
 
 def test_run_that_is_further_than_the_others_is_trained_alone(tmp_path):
     runs, folders = seeds_of(SHORT, 2, tmp_path)
-    with fit_module.opened(runs[0], folders[0], fit_module.NO_TAGS, "cpu", None, None) as (ahead, _):
+    with fit_module.prepare_training(runs[0], folders[0], fit_module.NO_TAGS, "cpu", None, None) as (ahead, _):
         ahead.objective.train()
         ahead.train_step()
         checkpoint.save(ahead, ahead.checkpoint_file)

@@ -50,7 +50,7 @@ def forest(comparison: Comparison) -> str:
     for n, ax in panels.items():
         ax.axvline(0, color=INK, linewidth=1)
         for arm, d in rows[n].items():
-            strip(ax, arms.index(arm), d, styles(comparison)[arm], scale=100)
+            draw_arm(ax, arms.index(arm), d, styles(comparison)[arm], scale=100)
         ax.locator_params(axis="x", nbins=6)
         ax.set(xlabel=f"points above {comparison.baseline}")
     return svg(figure, "forest", "paired differences to the baseline")
@@ -66,8 +66,8 @@ def dots(comparison: Comparison) -> str:
     figure, panels = subplots([n for n in rows if rows[n]], arms)
     for n, ax in panels.items():
         for r in rows[n]:
-            strip(ax, arms.index(r.arm), r, styles(comparison)[r.arm])
-        stretch(ax, "x", [v for r in rows[n] for v in (*r.values, r.low, r.high)], max_ticks=5)
+            draw_arm(ax, arms.index(r.arm), r, styles(comparison)[r.arm])
+        stretch_axis(ax, "x", [v for r in rows[n] for v in (*r.values, r.low, r.high)], max_ticks=5)
         ax.set(xlabel="test accuracy, %")
     return svg(figure, "dots", "test accuracy of every run")
 
@@ -95,8 +95,8 @@ def by_macs(comparison: Comparison) -> str:
         for r in rows[n]:
             equal = [arm for arm in share if abs(share[arm] - share[r.arm]) < 0.01]
             x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
-            mark(ax, x, r, look)
-        stretch(ax, "y", [v for r in rows[n] for v in (r.mean, r.low, r.high)], max_ticks=7)
+            draw_mean(ax, x, r, look)
+        stretch_axis(ax, "y", [v for r in rows[n] for v in (r.mean, r.low, r.high)], max_ticks=7)
         ax.set(xlabel=f"MACs, relative to {comparison.baseline}")
     figure.supylabel("test accuracy, %", fontsize="medium")
     return svg(figure, "macs", "test accuracy against MACs")
@@ -121,12 +121,12 @@ def by_labels(comparison: Comparison) -> str:
         dashes = ":" if comparison.arms[arm] == "reference" else "-"
         ax.plot(xs, [r.mean for r in rows], dashes, color=looks[arm]["color"])
         for x, r in zip(xs, rows):
-            mark(ax, x, r, looks[arm])
+            draw_mean(ax, x, r, looks[arm])
         ends[arm] = xs[-1], rows[-1].mean
     ax.set(title="", xscale="log", xlabel="labelled images", ylabel="test accuracy, %")
     ax.set_xticks(sizes, [f"{n:,}" for n in sizes])
     ax.minorticks_off()
-    stretch(ax, "y", [v for rows in lines.values() for r in rows for v in (r.mean, r.low, r.high)], max_ticks=9)
+    stretch_axis(ax, "y", [v for rows in lines.values() for r in rows for v in (r.mean, r.low, r.high)], max_ticks=9)
     name_lines(ax, ends, looks)
     return svg(figure, "labels", "test accuracy against number of labels")
 
@@ -156,13 +156,13 @@ def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapp
         for x, r in zip(xs, rows):
             xs_seeds, look = [shifted(x, xs, 0.035, log)] * len(r.values), looks[r.arm]
             ax.plot(xs_seeds, r.values, "o", color=look["color"], alpha=0.45, markersize=3)
-            mark(ax, x, r, look, linewidth=2)
+            draw_mean(ax, x, r, look, linewidth=2)
         macs = [r.budget["macs"] for r in rows]
         ax.set_xticks(xs, [f"{x:,g}" + (f"\n{m / 1e6:,.2f} M" if m else "") for x, m in zip(xs, macs)])
         ax.minorticks_off()
         ax.set_xlim(shifted(min(xs), xs, -0.08, log), shifted(max(xs), xs, 0.08, log))
         shown = [r for labels, _, others in cells.values() if labels == n for r in others]
-        stretch(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], max_ticks=7)
+        stretch_axis(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], max_ticks=7)
     figure.supylabel("test accuracy, %", fontsize="medium")
     return svg(figure, "hyperparameters", "test accuracy against the one number that arms differ in")
 
@@ -203,7 +203,7 @@ def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
             ax.plot(steps, means, marker=look["marker"], markevery=[-1] if steps else [], color=look["color"])
             shown += bottom + top
         if kind == "accuracy":
-            stretch(ax, "y", shown, max_ticks=7)
+            stretch_axis(ax, "y", shown, max_ticks=7)
         else:
             ax.set(title="", yscale="log" if min(shown, default=0) > 0 else "linear")
             ax.yaxis.set_major_formatter("{x:g}")
@@ -272,7 +272,7 @@ def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, co
     return figure, panels
 
 
-def strip(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
+def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
     """Draw the results of one arm at height `y`: small dots for its seeds, and above them a marker for the mean and a bar for
     the 95% interval. `look` is the item of this arm in `styles`. All values are multiplied by `scale`.
     """
@@ -283,7 +283,7 @@ def strip(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
     ax.plot([scale * (result.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
 
 
-def mark(ax, x: float, row: Row, look: dict, **options):
+def draw_mean(ax, x: float, row: Row, look: dict, **options):
     """Draw the mean accuracy of an arm as a marker at the position `x`, and its 95% interval as a vertical bar. `row` holds the
     results of the arm, and `look` is its item in `styles`.
     """
@@ -291,7 +291,7 @@ def mark(ax, x: float, row: Row, look: dict, **options):
     ax.plot([x], [row.mean], look["marker"], color=look["color"])
 
 
-def stretch(ax, axis: str, values: Sequence[float | None], max_ticks: int):
+def stretch_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int):
     """Scale an axis of accuracies by the logarithm of the error, so that accuracies near 100% stand further apart. `axis` is
     "x" or "y", `values` are the accuracies to show, and `max_ticks` is about the largest number of ticks.
     """

@@ -56,7 +56,7 @@ def mean_sd(row: Row) -> str:
     return f"{percent(row.mean)} ± {percent(row.sd)} (SD, n = {len(row.values)})"
 
 
-def listed(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
+def join_names(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
     """Join names to a text: `A, B and C`. Only the first `limit` names are written, and the others are counted: `A, B, C and 2
     more`. `word` replaces the word "more" in this text.
     """
@@ -67,7 +67,7 @@ def listed(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
 def at_labels(labels: Sequence[int | None]) -> str:
     """Return several numbers of labels as text: `at 10, 100 and all labels`. None stands for all labels."""
     numbers = ["all" if n is None else f"{n:,}" for n in labels]
-    return f"at {listed(numbers, len(numbers))} label{'s' * (numbers != ['1'])}"
+    return f"at {join_names(numbers, len(numbers))} label{'s' * (numbers != ['1'])}"
 
 
 def cost(row: Row, name: str) -> tuple[str, list[str]]:
@@ -126,10 +126,10 @@ def answer(comparison: Comparison) -> str:
     place = f"At {format_labels(comparison.labels[0])}, no" if len(comparison.labels) == 1 else "No"
     first = f"{place} technique was shown to be better than {baselines(judged, 'its own baseline')}"
     if better:
-        first = place[:-2] + decided(comparison, better, baselines(better, "their own baselines"))
+        first = place[:-2] + decided_arms(comparison, better, baselines(better, "their own baselines"))
     elif not worse and not undecided:
         first = "No verdict is possible yet"
-    first += f", and {decided(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
+    first += f", and {decided_arms(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
     second = [f"no difference was shown for {undecided_arms(comparison, judged, undecided)}"] if undecided else []
     for verdict, problem in (
         ("not enough seeds", f"fewer than the {MIN_PAIRS} seeds that a verdict needs"),
@@ -141,7 +141,7 @@ def answer(comparison: Comparison) -> str:
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in (first, "; ".join(second)) if text)
 
 
-def decided(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
+def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
     """Return part of a sentence that names arms with the same verdict and their differences, the largest first: `“A” (+2.30
     points) and “B” (+1.00 points) are better than “vit”`. `rows` are their results, and `baseline` is the text after "than".
     """
@@ -155,7 +155,7 @@ def decided(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
         arms[row.arm] += [value + f" {place}" * (len(comparison.labels) > 1)]
     names = [f"“{arm}” ({', '.join(values)})" for arm, values in arms.items()]
     verb = "is" if len(names) == 1 else "are"
-    return f"{listed(names, NAMED, 'more arm' + 's' * (len(names) > NAMED + 1))} {verb} {rows[0].verdict} than {baseline}"
+    return f"{join_names(names, NAMED, 'more arm' + 's' * (len(names) > NAMED + 1))} {verb} {rows[0].verdict} than {baseline}"
 
 
 def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
@@ -165,12 +165,12 @@ def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence
     found: dict[str, list[int | None]] = {}
     for n in comparison.labels:
         arms, total = [row.arm for row in rows if row.labels == n], sum(row.labels == n for row in judged)
-        names = listed([f"“{arm}”" for arm in arms])
+        names = join_names([f"“{arm}”" for arm in arms])
         which = names if len(arms) <= 2 else f"{'any' if len(arms) == total else len(arms)} of the {total} arms"
         if arms:
             found.setdefault(which, []).append(n)
     several = len(comparison.labels) > 1
-    return listed([which + f" {at_labels(labels)}" * several for which, labels in found.items()], len(found))
+    return join_names([which + f" {at_labels(labels)}" * several for which, labels in found.items()], len(found))
 
 
 def baselines(rows: Sequence[Row], several: str) -> str:
@@ -272,4 +272,4 @@ def unavailable(comparison: Comparison) -> str:
             reason = next(iter(row.failures.values())).removeprefix("unavailable: ")
             arms.setdefault(reason, [])
             arms[reason] += [row.arm] if row.arm not in arms[reason] else []
-    return "; ".join(f"{listed(names, len(names))} ({reason})" for reason, names in arms.items())
+    return "; ".join(f"{join_names(names, len(names))} ({reason})" for reason, names in arms.items())

@@ -8,7 +8,7 @@ from smallvit.components import describe_value, differences
 from smallvit.record import RANDOM, Record, format_labels
 
 from .compare import Comparison
-from .format import listed
+from .format import join_names
 from .statistics import MIN_PAIRS, TIE, spread
 
 MACHINE = ("device", "precision", "threads", "kernel", "compiled")  # fields of a record
@@ -30,7 +30,7 @@ def warnings(records: Sequence[Record]) -> list[str]:
             if value is not None:
                 facts.setdefault(name, {}).setdefault(str(value), {})[r.arm] = None
     out = [
-        f"Runs differ in {name}: " + "; ".join(f"{value} in {listed(list(arms))}" for value, arms in values.items())
+        f"Runs differ in {name}: " + "; ".join(f"{value} in {join_names(list(arms))}" for value, arms in values.items())
         for name, values in facts.items()
         if len(values) > 1
     ]
@@ -40,7 +40,7 @@ def warnings(records: Sequence[Record]) -> list[str]:
     external = list(dict.fromkeys(r.arm for r in records if "make" in (r.run.get("init") or {})))
     repeats = max((r.test_repeats or 0 for r in records), default=0)
     out += [f"Test images that are also training or validation images, pixel by pixel: {repeats:,}"] if repeats else []
-    out += [f"Costs exclude the training of external weights, used by {listed(external)}"] if external else []
+    out += [f"Costs exclude the training of external weights, used by {join_names(external)}"] if external else []
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
     out += [f"Runs of code with uncommitted changes, which the commit does not identify: {uncommitted}"] if uncommitted else []
     out += [f"Runs that read the test images more than once: {reads}"] if reads else []
@@ -202,7 +202,7 @@ def provenance(records: Sequence[Record], options: str) -> dict[str, str]:
     def loaded(r: Record) -> str:
         weights = r.init_weights or {}
         shown = {name: value for name, value in weights.items() if name != "sha256" or "name" in weights}
-        texts = [f"{name} {listed(value) or 'none' if isinstance(value, list) else value}" for name, value in shown.items()]
+        texts = [f"{name} {join_names(value) or 'none' if isinstance(value, list) else value}" for name, value in shown.items()]
         return ", ".join([sources.get(r.arm) or describe_value(r.run.get("init")), *texts])
 
     unlabelled: dict[str, int] = {}

@@ -65,7 +65,7 @@ def fit(
     """
     if done := finished_record(run, Path(folder)):
         return done
-    with opened(run, Path(folder), tags, device, init, teacher, numerics) as (training, close):
+    with prepare_training(run, Path(folder), tags, device, init, teacher, numerics) as (training, close):
         if training is not None:
             train([training], training.train_step, watch)
         return close()
@@ -91,7 +91,9 @@ def fit_stacked(
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
     with ExitStack() as stack:
         opened_runs = [
-            stack.enter_context(opened(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), numerics))
+            stack.enter_context(
+                prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), numerics)
+            )
             for run, folder, tag, places in zip(runs, folders, tags, dependencies)
         ]
         members = [training for training, _ in opened_runs if training is not None]
@@ -104,7 +106,7 @@ def fit_stacked(
 
 
 @contextmanager
-def opened(
+def prepare_training(
     run: Run,
     folder: Path,
     tags: Tags,
