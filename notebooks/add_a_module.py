@@ -32,8 +32,7 @@ from pathlib import Path
 import torch
 from IPython.display import Markdown
 
-from smallvit import Attention, Merge, apply, attention_figure, compare, digits, load, markdown
-from smallvit.recipe import load_recipe
+from smallvit import Attention, Merge, apply, attention_figure, compare, digits, load, load_recipe, markdown
 
 torch.set_num_threads(1)
 os.chdir(tempfile.mkdtemp())  # the recipe and its runs are written here; use a folder of your own to keep them

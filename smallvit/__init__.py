@@ -33,6 +33,7 @@ NAMES = {
     "pseudo_labels": ("label_spreading",),
     "ablation": ("ArmRun", "ablate", "imagenet_vit_s"),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
+    "recipe": ("load_recipe",),
     "train": ("TrainedModel", "fit", "load"),
     "report": ("compare", "html", "markdown"),
 }  # fmt: skip

@@ -198,7 +198,7 @@ def attend_and_project(
     """
     x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale)
 
-    def saliency(queries: int | None = None) -> Tensor:
+    def saliency(queries=None) -> Tensor:  # no `int | None`: torch 2.6 cannot export it
         rows_mask = mask if mask is None or check_mask(mask).shape[-2] == 1 else check_mask(mask)[..., :queries, :]
         queried = q[:, :, :queries] * scale
         rows = weights(queried, k, size, rows_mask) if attention_map is None else attention_map[:, :, :queries]

@@ -123,9 +123,15 @@ def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
     """Return the floating-point operations (FLOPs) of one forward pass on `images`, measured by torch's FLOP counter. It counts
     matrix products, attention and convolutions only, with two FLOPs per multiply-add.
     """
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
-    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    def fused_attention(q, k, v, *args, out_shape=None, **options):
+        return sdpa_flop_count(q, k, v)
+
+    # torch 2.6 does not count the fused attention kernel of CPUs
+    kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    more: Any = {} if kernel in flop_registry else {kernel: fused_attention}
+    with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=more) as counter:
         model(images)
     return counter.get_total_flops()
 

@@ -76,7 +76,7 @@ def learning_rate(progress: float, warmup: float, one_step: float, schedule: str
     return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, one_step)))
 
 
-def tensors(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def tensor_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of tensors for `ema_update`: each parameter and buffer of the averaged model `ema`, with the same one of
     `model`. Both models have the same architecture.
     """

@@ -148,7 +148,7 @@ def test_one_hot_collapse_without_a_center_stops_the_run():
 
 def test_one_hot_collapse_of_a_teacher_that_is_the_student_stops_the_run():
     with pytest.raises(Collapse, match=r"by step 1\d\d, one-hot"):
-        train(dino_run(batch_norm=False), teacher_is_student=True)
+        train(dino_run(batch_norm=False, teacher_temp=0.02, warm_temp=0.02), teacher_is_student=True)
 
 
 def test_a_healthy_run_finishes_and_its_record_has_the_statistics(tmp_path):

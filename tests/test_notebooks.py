@@ -97,16 +97,15 @@ def test_committed_notebook_is_small_and_contains_no_local_paths(path):
 
 @each
 def test_notebook_imports_public_names_and_defines_no_helpers(path):
-    """A helper function that a notebook needs belongs in the library. `load_recipe` is the function that `load` refers to."""
+    """A helper function that a notebook needs belongs in the library."""
     imported, defined = set(), set()
     for cell in cells(jupytext.read(path)):
         for node in ast.walk(ast.parse(python_code(cell.source))):
             if isinstance(node, ast.Import):
                 assert not [alias.name for alias in node.names if alias.name.partition(".")[0] == "smallvit"]
             elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "smallvit":
-                names = {alias.name for alias in node.names}
-                assert node.module == "smallvit" or (node.module, names) == ("smallvit.recipe", {"load_recipe"})
-                imported |= names - {"load_recipe"}
+                assert node.module == "smallvit"
+                imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 defined.add(node.name)
     assert imported <= set(smallvit.__all__) and len(imported) >= 8

@@ -90,7 +90,7 @@ def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> lis
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """
-    if isinstance(r, bool) or not isinstance(r, int | float | tuple | list):
+    if isinstance(r, bool) or not isinstance(r, (int, float, tuple, list)):
         raise ValueError(f"r is {r!r}; expected a number of merges (0 or more), a fraction up to 0.5, or one of these a layer")
     if not -1 <= inflect <= 1:
         raise ValueError(f"inflect is {inflect}; expected from -1 (merge early) to 1 (merge late)")

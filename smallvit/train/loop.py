@@ -19,7 +19,7 @@ from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Monitor, collapse_statistics
-from smallvit.optim import decay_groups, ema_update, learning_rate, tensors
+from smallvit.optim import decay_groups, ema_update, learning_rate, tensor_pairs
 from smallvit.rng import stream
 from smallvit.run import Run
 from smallvit.vit import ViT
@@ -91,7 +91,7 @@ class Training:
         objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
         self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
-        self.ema_pairs = tensors(self.ema_model, self.objective.model) if self.ema_model is not None else []
+        self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
         self.optimizer = None
         if run.steps:
             groups, self.rates = decay_groups(self.objective, run.weight_decay, run.layer_decay)

@@ -72,7 +72,7 @@ def trains_classifier(run: Run) -> bool:
 def load(folder: str | Path) -> TrainedModel:
     """Load the trained model of a finished run from the folder of this run. The training data are not needed.
 
-    If the run uses components of your own recipe, import the recipe first: `smallvit.recipe.load_recipe(path)`.
+    If the run uses components of your own recipe, import the recipe first: `smallvit.load_recipe(path)`.
 
     Raises ValueError if no run has finished in `folder`, and for weights that are damaged or of another run.
     """
