@@ -239,7 +239,7 @@ class DINO(Objective):
         the fraction of the run that is done; the momentum depends on it.
         """
         if not self.pairs:
-            self.pairs = tensor_pairs(self.model, self.student) + tensors(self.teacher_head, self.head)
+            self.pairs = tensor_pairs(self.model, self.student) + tensor_pairs(self.teacher_head, self.head)
         ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
 
 
