@@ -2,6 +2,7 @@
 
 A ```python block that is followed by a ```text block must print exactly this text. A block that assigns RUNS is a recipe: it is
 written to a file and every arm is trained for two steps. All blocks of a page share one namespace and one temporary folder.
+Recipes for MNIST are trained on a small data set in its place, and only by `-m slow`; otherwise their models are built.
 """
 
 import importlib.util
@@ -13,9 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
+from smallvit import Pixels, digits
 from smallvit.__main__ import main, parser
+from smallvit.ablation import with_dependencies
 from smallvit.recipe import load_recipe, recipe_files
 from smallvit.record import read_records
 from smallvit.report import text
@@ -84,15 +89,32 @@ def code_and_output(page: Path) -> list[tuple[Block, str | None]]:
 
 
 with_code = [page for page in PAGES if code_and_output(page)]
+for_mnist = [page for page in with_code if any("data=mnist" in block.content for block, _ in code_and_output(page))]
+
+
+def write_recipe(block: Block) -> Path:
+    """Write a recipe to the file that the page names, or to `my_recipe.py`, and return its path.
+
+    MNIST is replaced by scikit-learn's digits, enlarged to 28 x 28 pixels.
+    """
+    file, content = Path((re.findall(r"as `(\w+\.py)`", block.before) or ["my_recipe.py"])[-1]), block.content
+    if "data=mnist" in content:
+        splits = {"train": digits().train, "test": digits().test.open()}
+        pixels = {f"{name}_images": np.kron(images.images[:, 0], np.ones((3, 3))) for name, images in splits.items()}
+        pixels = {name: np.pad(images, ((0, 0), (2, 2), (2, 2))).astype(np.uint8) for name, images in pixels.items()}
+        np.savez("small.npz", **pixels, **{f"{name}_labels": images.labels.numpy() for name, images in splits.items()})
+        content = content.replace("data=mnist", 'data=partial(arrays, path="small.npz", digits=True)')
+        content = f"from functools import partial\nfrom smallvit import arrays\n{content}"
+    file.write_text(content)
+    return file
 
 
 def smoke_test(block: Block, page: Path) -> ModuleType:
-    """Write a recipe to the file that the page names, train each arm for two steps, and return the recipe as a module.
+    """Train each arm of a recipe for two steps, and return the recipe as a module.
 
     The runs are moved to `runs`, so that the code below it finds them where a full run would have put them.
     """
-    file = Path((re.findall(r"as `(\w+\.py)`", block.before) or ["my_recipe.py"])[-1])
-    file.write_text(block.content)
+    file = write_recipe(block)
     module = load_recipe(file)
     arms = ",".join(dict.fromkeys(entry.arm for entry in module.RUNS if entry.role != "reference" or "from Image" in entry.arm))
     assert main(["run", str(file), "--smoke", "--jobs", "1", "--out", ".", "--only", f"arm={arms}"]) == 0, page
@@ -101,7 +123,19 @@ def smoke_test(block: Block, page: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", with_code, ids=page_id)
+@pytest.mark.parametrize("page", for_mnist, ids=page_id)
+def test_models_of_recipes_for_mnist_can_be_built(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block, _ in code_and_output(page):
+        if is_recipe(block):
+            entries, _ = with_dependencies(load_recipe(write_recipe(block)).RUNS)
+            models = [model for model in dict.fromkeys(entry.run.model for entry in entries) if model is not Pixels]
+            assert models and all(model((28, 28), 1, 10).eval()(torch.zeros(1, 1, 28, 28)).shape == (1, 10) for model in models)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in for_mnist else ()) for page in with_code], ids=page_id
+)
 def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
