@@ -14,6 +14,7 @@ from pathlib import Path
 
 from smallvit.record import format_labels, read_records
 from smallvit.report import Comparison, Row, compare
+from smallvit.report import text as report_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,6 +120,11 @@ def picture(dark: bool) -> str:
     return re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
+def quickstart_output() -> str:
+    """What `smallvit run quickstart` prints at its end, as a Markdown block, from the committed records."""
+    return f"```text\n{report_text(read_records(ROOT / 'recipes' / 'quickstart.jsonl')).strip()}\n```"
+
+
 def with_block(text: str, name: str, content: str) -> str:
     """The text with the part between `<!-- name -->` and `<!-- end -->` replaced."""
     block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -180,7 +186,8 @@ def written() -> Iterable[tuple[Path, str]]:
     for mode in ("light", "dark"):
         yield ROOT / "docs" / "_static" / f"results-{mode}.svg", picture(mode == "dark")
     readme = ROOT / "README.md"
-    yield readme, with_block(readme.read_text(encoding="utf-8"), "results", table())
+    output = with_block(readme.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
+    yield readme, with_block(output, "results", table())
     docs = ROOT / "docs"
     for page in (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md"):
         text = page.read_text(encoding="utf-8")

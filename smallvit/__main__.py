@@ -4,6 +4,7 @@ The file of a command is imported when the command is used, so `smallvit --help`
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -32,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"smallvit: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("\nsmallvit: stopped; run the same command again to continue", file=sys.stderr)
         return 130

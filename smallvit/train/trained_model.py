@@ -19,7 +19,7 @@ class TrainedModel:
     """A trained model together with the preprocessing of its images. It predicts the classes of new images. `load` creates it
     from the folder of a run.
 
-        trained = smallvit.load("runs/quickstart/100/scratch/seed0-1a2b3c4d")
+        trained = smallvit.load("runs/quickstart/200/scratch/seed0-1a2b3c4d")
         trained.predict(["one.png", "two.png"])         # names of classes
         trained.predict_proba(pixels)                   # probabilities, shape (images, classes)
 
