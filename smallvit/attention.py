@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 
 class AttentionOutput(NamedTuple):
-    """The result of an attention module: the new tokens `x`, and three functions that return the keys, the attention map, and
-    the attention that each token receives. These values are computed only when the function is called.
+    """The result of an attention module: the new tokens `x`, and three functions. The functions return the keys, the attention
+    map, and the attention that each token receives.
+
+    These values are computed only when the function is called.
 
     `key()` returns the keys, averaged over heads, (b, n, e). `map()` returns the attention map, (b, h, n, n): how each query
     (row) distributes its attention over the keys. `saliency(queries)` returns the attention that each token receives, (b, n):
@@ -35,8 +37,8 @@ class AttentionOutput(NamedTuple):
     map: Callable[[], Tensor] | None = None
 
     def _refuse(self, *_) -> NoReturn:
-        """Raise TypeError when an `AttentionOutput` is used in arithmetic like a tensor. The message says to use its tokens,
-        the field `x`.
+        """Raise TypeError, because an `AttentionOutput` cannot be used in arithmetic like a tensor. The error message says to
+        use its attribute `x`, the tensor of tokens.
         """
         raise TypeError(NOT_A_TENSOR)
 
@@ -50,7 +52,8 @@ NOT_A_TENSOR = "attention returns an AttentionOutput, not a tensor; take its tok
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention: each token becomes a mean of all tokens, weighted by the softmax of query-key products.
+    """Multi-head self-attention, a module. Each new token is a weighted mean of all tokens. The weights are a softmax of the
+    products of queries and keys.
 
     Paper    Vaswani et al. 2017, arXiv:1706.03762, in the form of ViT, arXiv:2010.11929.
     Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); None adds nothing.
@@ -83,7 +86,8 @@ class Attention(nn.Module):
 
 
 class LocalityAttention(nn.Module):
-    """Locality self-attention (LSA): no token attends to itself, and each head learns the temperature of its softmax.
+    """Locality self-attention (LSA), a multi-head attention module. No token attends to itself, and each head learns the
+    temperature of its softmax.
 
     Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. The temperature of a head is stored as the factor `scale` of
              its logits; it starts at 1 / sqrt(e) and is learned. The diagonal of every attention map, also that of the class
@@ -141,8 +145,8 @@ class LocalityAttention(nn.Module):
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
-    """Return the width of one attention head. It is `head_dim` if given, else `dim / heads`, where `dim` is the width of the
-    tokens. Raise ValueError if this is not an integer.
+    """Return the width of one attention head, an integer. The width is `head_dim` if given, else `dim / heads`. `dim` is the
+    width of the tokens. Raise ValueError if `heads` does not divide `dim`.
     """
     if heads < 1 or (head_dim is not None and head_dim < 1):
         raise ValueError(f"got heads={heads}, head_dim={head_dim}; expected at least one head of width 1 or more")
@@ -156,16 +160,18 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the output of the qkv projection, shape (b, n, 3 h e) for h heads of width e, into queries, keys and values, each
-    of shape (b, h, n, e).
+    """Return queries, keys and values, each of shape (b, h, n, e). `qkv` is the output of their joint projection, shape (b, n,
+    3 h e). `heads` is the number h of heads, and e is the width of a head.
     """
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
 def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Return a boolean attention mask for `n` tokens. No token attends to itself, to a removed token (`size` 0), or to a token
-    that `mask` excludes. Only a token that could then attend to no token attends to itself.
+    """Return a boolean attention mask for `n` tokens in which no token attends to itself. Tokens of `size` 0 (removed tokens)
+    and pairs that are False in `mask` are excluded too.
+
+    A token that could then attend to no token attends to itself.
     """
     eye = torch.eye(n, dtype=torch.bool, device=device)
     if size is None and mask is None:
@@ -179,8 +185,8 @@ def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torc
 
 
 def check_mask(mask: Tensor) -> Tensor:
-    """Return the attention mask with at least two axes (queries, keys); an axis for the queries is added if it is missing.
-    Raise ValueError unless the mask is boolean.
+    """Return a boolean attention mask with at least two axes (queries, keys). A mask with one axis gets an axis for the
+    queries. Raise ValueError if `mask` is not boolean.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may attend to a key")
@@ -190,9 +196,9 @@ def check_mask(mask: Tensor) -> Tensor:
 def attend_and_project(
     module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float
 ) -> AttentionOutput:
-    """Apply attention to queries, keys and values, each (b, h, n, e), then join the heads and apply the output projection of
-    the attention module `module`. Return an `AttentionOutput`. `size` is the number of patches in each token, `mask` is True
-    where attention is allowed, and `scale` multiplies the logits.
+    """Return an `AttentionOutput`, computed from queries, keys and values (b, h, n, e) and the output projection of the
+    attention module `module`. `size` is the number of patches in each token, `mask` is True where attention is allowed, and
+    `scale` multiplies the logits.
 
     The dropout rate and the choice of the kernel are attributes of `module`.
     """
@@ -220,9 +226,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, size: Tensor | None = None, mask: Tensor | None = None,
     dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the attention output (b, h, n, e), and the attention map (b, h, n, n) or None if the kernel computes no map.
-    `size` (b, n) is the number of patches in each token, `mask` is True where attention is allowed, `fused` chooses the kernel,
-    and `scale` multiplies the logits.
+    """Return the attention output (b, h, n, e), and the attention map (b, h, n, n) or None. `size` is the number of patches in
+    each token, `mask` is True where attention is allowed, `fused` selects the kernel, and `scale` multiplies the logits.
+
+    The map is None if the kernel computes none.
 
     There are two kernels, which agree up to rounding. On a GPU the fused `scaled_dot_product_attention` is always used. On a
     CPU it is slower than two matrix products and a softmax while the map fits in the cache, so it is used from 128 tokens on
@@ -242,8 +249,10 @@ def attend(
 
 
 def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Return the attention map (b, h, n, n), whose rows sum to 1. Each key is weighted by exp(query * key) times its `size`,
-    the number of patches in the token, and by 0 where the boolean `mask` is False. Sizes get no gradient.
+    """Return the attention map (b, h, n, n) of queries `q` and keys `k`. Each row sums to 1. `size` is the number of patches in
+    each token: larger tokens get more attention. `mask` is True where attention is allowed.
+
+    Each key is weighted by exp(query * key) times its `size`. Sizes get no gradient.
     """
     logits = q @ k.transpose(-2, -1)
     bias = logit_bias(None if size is None else size.detach(), mask)
@@ -251,7 +260,7 @@ def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> T
 
 
 def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Return the term to add to the attention logits before the softmax: log(size) for each key, and -inf where the boolean
+    """Return a tensor to add to the attention logits before the softmax: log(size) for each key, and -inf where the boolean
     `mask` is False. `size` (b, n) is the number of patches in each token.
 
     The shape broadcasts to (b, h, n, n). The result is None without sizes and mask.
@@ -265,8 +274,8 @@ def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
 
 def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Return the attention output (b, h, n, e), computed so that token sizes get a gradient, also the size 0 of removed tokens.
-    Learned pruning needs this gradient. `size` (b, n) is the number of patches in each token, and `mask` is True where
-    attention is allowed.
+    Learned pruning needs this gradient. `size` is the number of patches in each token, and `mask` is True where attention is
+    allowed.
 
     Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
     equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no

@@ -21,12 +21,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def linear_macs(module: nn.Module) -> int:
-    """Return the multiply-adds (MACs) of all linear layers of a module for one token."""
+    """Return the number of multiply-adds (MACs) that all linear layers of a module need for one token."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
 def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
-    """Return the multiply-adds (MACs) of one transformer block if n tokens enter its attention and m tokens its MLP.
+    """Return the number of multiply-adds (MACs) of one transformer block. `n` is the number of tokens in its attention. `m` is
+    the number of tokens in its MLP, which is smaller if the block merges or prunes tokens after the attention.
 
     For heads that fill the width d: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2). Norms, softmax, activation and biases are left
     out, as in the papers.
@@ -36,9 +37,10 @@ def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
 
 
 def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
-    """Return for each block how many tokens its attention and its MLP process, prefix tokens included. Return None if these
-    numbers depend on the content of the image. `image` is (height, width) in pixels, by default the size for which the model
-    was built.
+    """Return a list with two numbers for each block: the number of tokens in its attention and in its MLP. Return None if these
+    numbers depend on the content of the image. `image` is the image size (height, width) in pixels.
+
+    Prefix tokens (class token and registers) are included. By default `image` is the size for which the model was built.
     """
     n, counts = input_tokens(model, image), []
     for block in model.blocks:
@@ -53,16 +55,16 @@ def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[t
 
 
 def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
-    """Return how many tokens enter the first block, prefix tokens (class token and registers) included. `image` is (height,
-    width) in pixels, by default the size for which the model was built.
+    """Return the number of tokens that enter the first block, including prefix tokens (class token and registers). `image` is
+    the image size (height, width) in pixels. By default it is the size for which the model was built.
     """
     height, width = image or model.image
     return model.layer_contexts(1, (height, width))[0].tokens
 
 
 def describe_tokens(model: ViT) -> str:
-    """Return a line of text with the number of tokens after each block, and the cost of the model relative to the same model
-    without token reduction.
+    """Return a line of text with the number of tokens after each block of a model. The text also gives the cost, relative to
+    the same model without merging or pruning of tokens.
 
     For example: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`.
     """
@@ -79,9 +81,9 @@ def closed_form(
     model: ViT, tokens: Sequence[tuple[float, float]] | None = None,
     image: tuple[int, int] | None = None, embed: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict with separate costs of
-    tokenizer, blocks, token reduction and head. Optional inputs are `tokens` (tokens per block), `image` (height, width) and
-    `embed` (MACs of the tokenizer).
+    """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict: tokenizer, blocks, token
+    reduction, head. Optional: `tokens` is the number of tokens in each block, `image` the image size, and `embed` the MACs of
+    the tokenizer.
 
     The keys are `embed`, `blocks`, `reduction` (the cost of the reduction itself, which published figures leave out) and `head`
     (with the layers of a pool). `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the
@@ -111,8 +113,8 @@ def closed_form(
 
 
 def embed_macs(model: ViT, image: Sequence[int]) -> float:
-    """Return the multiply-adds (MACs) of the tokenizer of a model for one image, measured by torch's FLOP counter. `image` is
-    (height, width) in pixels.
+    """Return the number of multiply-adds (MACs) of the tokenizer of a model for one image, counted by torch. `image` is the
+    image size (height, width) in pixels.
     """
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
@@ -120,8 +122,10 @@ def embed_macs(model: ViT, image: Sequence[int]) -> float:
 
 
 def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
-    """Return the floating-point operations (FLOPs) of one forward pass on `images`, measured by torch's FLOP counter. It counts
-    matrix products, attention and convolutions only, with two FLOPs per multiply-add.
+    """Return the number of floating-point operations (FLOPs) of one forward pass on `images`, counted by torch. One
+    multiply-add counts as two FLOPs.
+
+    torch counts matrix products, attention and convolutions only.
     """
     from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
@@ -137,8 +141,10 @@ def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
 
 
 def seen_tokens(model: ViT, images: Tensor) -> Tensor:
-    """Return for each image and block how many tokens its attention and its MLP process, shape (images, blocks, 2). The images
-    are run through the model, so this also works if the number of tokens depends on the image.
+    """Run a model on images and return the number of tokens in each block, shape (images, blocks, 2). The last axis holds the
+    number of tokens in the attention and in the MLP.
+
+    This also works if the number of tokens depends on the image.
     """
     counts: list[Tensor] = []
 
@@ -169,8 +175,8 @@ def unreduced(model: Model) -> Model:
 
 
 def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return the size and the cost of a model as a dict: its number of parameters (`params`) and its multiply-adds (MACs) for
-    one image (`macs`).
+    """Return a dict with the number of parameters of a model (`params`) and its number of multiply-adds for one image (`macs`).
+    `images` is a batch of input images.
 
     The multiply-adds are counted by torch. If they depend on the image, they are the mean over `images`. For a model without
     parameters, its `features` are counted.
@@ -182,15 +188,15 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def forward(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function to call when the cost of a forward pass is measured. It is the model itself or, for a model without
-    parameters (raw pixels), its method `features`.
+    """Return the function that runs a model on images, to measure its cost. The function is the model itself or, for a model
+    without parameters, its method `features`.
     """
     return model if next(model.parameters(), None) is not None else model.features
 
 
 def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list[float]:
-    """Return the multiply-adds (MACs) of a ViT for each of the images, as a list. This is for a ViT whose number of tokens
-    depends on the image. `seen` is the result of `seen_tokens` for these images; if not given, it is computed.
+    """Return a list with the multiply-adds (MACs) of a ViT for each of the `images`, if its number of tokens depends on the
+    image. `seen` holds the number of tokens in each block, if these were counted before.
 
     The MACs follow the closed form, or torch's counter image by image where no closed form is known.
     """
@@ -203,20 +209,22 @@ def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list
 
 
 def reduces(model: nn.Module) -> TypeGuard[ViT]:
-    """Return whether the model is a `ViT` in which at least one block reduces tokens (merges or prunes them)."""
+    """Return True if the model is a `ViT` in which at least one block merges or prunes tokens, else False."""
     return isinstance(model, ViT) and any(getattr(block, "reduction", None) is not None for block in model.blocks)
 
 
 def has_closed_form(model: Any) -> bool:
-    """Return whether the multiply-adds (MACs) of a ViT can be computed by a formula. This is possible if the attention module
-    of every block has a linear output projection `proj`.
+    """Return True if the multiply-adds (MACs) of a ViT can be computed by a formula, else False. The formula needs an output
+    projection `proj` in the attention of every block.
     """
     return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
-    """Return the median time of each function in `calls`, in milliseconds, over `repeats` rounds. Each round calls every
-    function once, so that disturbances of the machine affect all of them alike.
+    """Return a list with the median time of each function in `calls`, in milliseconds. Each function is called `repeats` times.
+
+    The functions take turns, so that disturbances of the machine affect all of them alike. A first call of each is not
+    measured.
     """
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(repeats + 1):
@@ -231,8 +239,8 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
 
 
 def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]:
-    """Measure how much faster a model is with token reduction than without. Return the median time of a forward pass on
-    `images` in milliseconds, and the speed of the model relative to no reduction. `repeats` is the number of measurements.
+    """Measure how much faster a model is with token reduction (merging or pruning) than without. Return the median time of a
+    forward pass on `images` in milliseconds, and the relative speed. `repeats` is the number of measurements.
 
     The model without reduction uses the faster of the two attention kernels. A relative speed below 1 means that the reduction
     makes the model slower.
@@ -251,9 +259,9 @@ def match_budget(
     model: Callable, reduction: Callable, knob: str, share: float, between: tuple[float, float],
     image: tuple[int, int] = (28, 28), channels: int = 1, of: str = "macs",
 ) -> float:  # fmt: skip
-    """Find a setting of a token reduction by its cost: return the value of its option `knob` at which the model costs the
-    fraction `share` of the model without reduction. `between` is the (lowest, highest) value to try, and `of` is the cost that
-    counts: "macs" or "tokens".
+    """Return the value of an option at which token reduction lowers the cost of a model to a given fraction (`share`). `knob`
+    is the name of the option, and `between` is the (lowest, highest) value to try. `of` is the kind of cost: "macs" or
+    "tokens".
 
     `model` is called `(image, channels, classes)`, as in a `Run`, with `image` as (height, width). The result is rounded to
     three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself included; with `of="tokens"`

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 
 class ClassToken(nn.Module):
-    """Pool the tokens by returning the class token: an extra first token of the model, which collects information from all
-    other tokens by attention.
+    """A pooling module that returns the class token. This extra first token collects information from all other tokens by
+    attention.
 
     Paper ViT, arXiv:2010.11929.
     """
@@ -29,7 +29,7 @@ class ClassToken(nn.Module):
 
 
 class MeanTokens(nn.Module):
-    """Pool the tokens by returning the mean of the patch tokens (global average pooling). Prefix tokens (class token and
+    """A pooling module that returns the mean of the patch tokens (global average pooling). Prefix tokens (class token and
     registers) are left out.
     """
 
@@ -46,8 +46,8 @@ class MeanTokens(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """Pool the tokens by returning a weighted mean of the patch tokens. The weights are a softmax over one learned score per
-    token.
+    """A pooling module that returns a weighted mean of the patch tokens. The weights are a softmax over one learned score for
+    each token.
 
     Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.2.
     Off      A score of zero for all tokens equals `MeanTokens`.
@@ -71,8 +71,10 @@ class SequencePool(nn.Module):
 
 
 class Projected(nn.Module):
-    """Apply another pool, then `layers` hidden layers, each with a linear map, BatchNorm and GELU. In self-supervised learning
-    these are the first layers of the projection head, which stay in the model afterwards.
+    """A pooling module that applies another pooling and then a small MLP with BatchNorm. In self-supervised learning, this MLP
+    is the first part of the projection head, and stays in the model afterwards.
+
+    `layers` is the number of hidden layers of the MLP. Each has a linear map, BatchNorm and GELU.
 
     `pool` makes the pool and `hidden` is the width of the layers.
 
@@ -105,7 +107,7 @@ class Projected(nn.Module):
 
 
 class DistilledTokens(nn.Module):
-    """Pool the tokens by returning the class token and the distillation token of DeiT, concatenated to shape (b, 2 d). Each of
+    """A pooling module that returns the class token and the distillation token of DeiT, concatenated to shape (b, 2 d). Each of
     the two tokens has its own linear head.
 
     Paper    Touvron et al. 2021 (DeiT), arXiv:2012.12877, section 4. `Distill(token=True)` trains both heads: the class token's
@@ -129,8 +131,8 @@ class DistilledTokens(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """The two linear heads of `DistilledTokens`, one for the class token and one for the distillation token. The module maps
-    features (b, 2 d) to the mean of the logits of both heads (b, classes).
+    """Two linear heads, one for the class token and one for the distillation token of DeiT. The input is the two tokens,
+    concatenated to shape (b, 2 d). The output is the mean of the logits of the two heads, shape (b, classes).
     """
 
     def __init__(self, dim: int, classes: int):
@@ -142,14 +144,14 @@ class TwoHeads(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight of the head that is trained on labels. The model initializes this weight like that of any single
-        linear head.
+        """Return the weight tensor of the head that is trained on labels. The model initializes this tensor in the same way as
+        the weight of a single linear head.
         """
         return self.from_labels.weight
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of the two heads separately, each of shape (b, classes): first those of the head trained on labels,
-        then those of the head trained on a teacher. `x` holds the features (b, 2 d).
+        """Return the logits of the two heads separately, each of shape (b, classes). The first head is trained on labels, the
+        second on a teacher. `x` holds the features (b, 2 d).
         """
         class_token, distillation_token = x.chunk(2, dim=-1)
         return self.from_labels(class_token), self.from_teacher(distillation_token)

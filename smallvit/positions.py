@@ -16,8 +16,10 @@ Grid = tuple[int, int]
 
 
 class Learned(nn.Module):
-    """Learned position embeddings, which are added to the tokens: one vector for each patch position of the grid and, if
-    `on_prefix` is True, one for each prefix token (class token and registers).
+    """Learned position embeddings: a module that adds a learned vector to each token. If the option `on_prefix` is False, the
+    prefix tokens (class token and registers) stay unchanged.
+
+    There is one vector for each patch position of the grid and one for each prefix token.
 
     `std` is the standard deviation of the initial values.
 
@@ -46,8 +48,8 @@ class Learned(nn.Module):
 
 
 class SinCos2d(nn.Module):
-    """Fixed sine and cosine position embeddings in two dimensions: one half of the channels encodes the column of a patch, the
-    other half its row.
+    """Fixed position embeddings in two dimensions: a module that adds sines and cosines to the tokens. One half of the channels
+    encodes the column of a patch, the other half its row.
 
     `temperature` is the base of the frequencies; None means the paper's 10,000.
 
@@ -72,8 +74,8 @@ class SinCos2d(nn.Module):
 
 
 class SinCos1d(nn.Module):
-    """Fixed sine and cosine position embeddings of the patch index, which is counted row by row from the top left. This is the
-    encoding of the original Transformer for text.
+    """Fixed position embeddings in one dimension: a module that adds sines and cosines of the patch number to the tokens.
+    Patches are numbered row by row from the top left. The original Transformer for text uses this encoding.
 
     `temperature` is the base of the frequencies; None means the paper's 10,000.
 
@@ -95,8 +97,8 @@ class SinCos1d(nn.Module):
 
 
 def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
-    """Return the sine and cosine encoding of n indices, shape (n, dim): first dim/2 sines, then dim/2 cosines. Their
-    frequencies fall geometrically from 1 to almost 1 / temperature. None means a temperature of 10,000.
+    """Return the sine and cosine encoding of the n numbers in `index`, shape (n, dim). The first dim/2 channels are sines, the
+    others cosines. Their frequencies fall from 1 to almost 1 / `temperature` (10,000 if None).
     """
     base = 10_000 if temperature is None else temperature
     if base < 1:
@@ -107,8 +109,10 @@ def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
 
 
 def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
-    """Add position embeddings to tokens `x` of shape (b, n, d) and return the sum. The embeddings are the attribute `table` of
-    the position module `module`. They are first resampled to `grid`, the number of (rows, columns) of patches in the image.
+    """Return the tokens `x` (b, n, d) plus the position embeddings of the module `module`. The embeddings are first resized to
+    `grid`, the number of (rows, columns) of patches in the image.
+
+    The embeddings are the attribute `table` of the module.
 
     If the table has no rows for prefix tokens (class token and registers), these tokens stay as they are.
     """
@@ -120,9 +124,11 @@ def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
 
 
 def resample(table: Tensor, old_grid: Grid, grid: Grid) -> Tensor:
-    """Return position embeddings for another grid of patches, by bicubic interpolation as in timm. `table` (prefix + rows *
-    columns, d) was made for `old_grid`; `grid` is the new (rows, columns). The rows of prefix tokens (class token and
-    registers) stay unchanged.
+    """Return position embeddings that are resized to another patch grid by bicubic interpolation. `table` holds the old
+    embeddings, one row for each token. `old_grid` and `grid` are the old and the new number of (rows, columns).
+
+    `table` has the shape (prefix + rows * columns, d). The rows of prefix tokens (class token and registers) stay unchanged.
+    timm resizes in the same way.
     """
     if tuple(old_grid) == tuple(grid):
         return table

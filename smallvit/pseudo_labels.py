@@ -26,8 +26,8 @@ def label_spreading(
     layers: int = 1,
     norm: str = "after",
 ) -> Tensor:
-    """Return a label for each of the `unlabelled` images, as int64, by label spreading. The known labels of the `labelled`
-    images spread over a graph that connects images with similar features, which the `model` computes.
+    """Return an estimated label for each of the `unlabelled` images, as int64 (label spreading). The known labels of the
+    `labelled` images spread to images with similar features. The `model` computes the features.
 
     neighbours   two images are connected if one is among this many nearest neighbors of the other, by cosine similarity
     alpha        weight of the neighbors' labels, relative to the known label, between 0 and 1

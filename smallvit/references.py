@@ -12,8 +12,8 @@ from smallvit.vit import initialize
 
 
 class Pixels(nn.Module):
-    """A reference model without a network, for comparison: its features are the raw pixels of the image. It gives no logits, so
-    evaluate it with nearest neighbors (`knn`) or a linear probe.
+    """A model without a network, for comparison with trained models. Its features are the raw pixels of the image. The model
+    gives no logits, so evaluate it with nearest neighbors (`knn`) or a linear probe.
     """
 
     def __init__(self, image: tuple[int, int], channels: int, classes: int):
@@ -27,8 +27,8 @@ class Pixels(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """A small CNN with BatchNorm and ReLU, as a reference to compare with. It has four 3x3 convolutions, a max-pooling after
-    the second and the fourth, one hidden layer, and a linear head.
+    """A small convolutional network (CNN), for comparison with a Vision Transformer. It has four 3x3 convolutions with
+    BatchNorm and ReLU, two max-poolings, one hidden layer and a linear head.
 
     `width` is the number of channels of the first two convolutions (the others have twice as many), `hidden` the width of the
     hidden layer. With 28 x 28 pixels and the defaults it has 120,000 parameters.
@@ -61,7 +61,8 @@ class SmallCNN(nn.Module):
 
 
 class LeNet(nn.Module):
-    """LeNet-5, the classical CNN for digits: two 5x5 convolutions, each with a pooling, then layers of 120 and 84 units.
+    """LeNet-5, the classical CNN for digits, for comparison with a Vision Transformer. It has two 5x5 convolutions, each with a
+    pooling, then hidden layers of 120 and 84 units, and a linear head.
 
     `activation` is "tanh" or "relu", `pooling` "average" or "max"; many use "relu" and "max" today.
 
@@ -106,7 +107,8 @@ POOLINGS = {"average": nn.AvgPool2d, "max": nn.MaxPool2d}
 
 
 class ResNet(nn.Module):
-    """A residual network (ResNet) from timm with random weights: the CNN that most papers compare with.
+    """A residual network (ResNet) of timm with random initial weights, for comparison with a Vision Transformer. The option
+    `name` is the name of the model in timm.
 
     `name` is the model's name in timm, any of `timm.list_models(module="resnet")`. With `small_stem`, images with a side under
     64 pixels pass one 3x3 convolution with stride 1 and no pooling before the first stage. Images of any size work, except 28 x
@@ -147,8 +149,8 @@ class ResNet(nn.Module):
 
 
 def check_shape(x: Tensor, image: tuple[int, ...]) -> Tensor:
-    """Return the images `x` unchanged if each has the shape `image`, given as (channels, height, width), for which the model
-    was built. Otherwise raise ValueError.
+    """Return the images `x` unchanged if each image has the shape `image`, which is (channels, height, width). Otherwise raise
+    ValueError.
     """
     if x.shape[1:] != image:
         raise ValueError(f"got images of shape {tuple(x.shape)}; expected {image} each, as this CNN was built for one size")

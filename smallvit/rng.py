@@ -15,16 +15,18 @@ import hashlib
 
 
 def stream(seed: int, name: str, step: int | str = 0) -> int:
-    """Return a seed for one random draw: a 63-bit integer that depends only on the run's `seed`, the `name` of what is drawn
-    (such as "augment") and the `step` (such as the training step). It is the same on every machine and library version.
+    """Return a random seed (a 63-bit integer) for one random draw. The result depends only on the `seed` of the run, the `name`
+    of what is drawn (such as "augment") and the `step` (such as the training step).
+
+    The result is the same on every machine and library version.
     """
     digest = hashlib.sha256(f"{seed}/{name}/{step}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def shuffled(items: list, seed: int, name: str) -> list:
-    """Return the items in a random order that depends only on the seed and on `name`, which says what the order is for. Earlier
-    random draws do not matter.
+    """Return the list `items` in a random order. The order depends only on `seed` and on `name`, a text that says what the
+    order is for. Earlier random draws do not matter.
 
     The items are sorted by a hash of seed, name and item, so no generator is needed.
     """

@@ -17,8 +17,8 @@ Image = Sequence[int]  # height and width in pixels
 
 
 class PatchEmbed(nn.Module):
-    """The patch embedding of ViT: cut the image into squares of `patch` x `patch` pixels, and map each square linearly to a
-    token.
+    """The patch embedding of ViT, a module that converts images to tokens. It cuts each image into square patches and maps each
+    patch linearly to a token. The option `patch` is the side of a patch in pixels.
 
     `kernel` is the side of the square that a token sees, by default `patch`. A larger kernel is a convolution with zero padding
     on the same grid; `kernel=patch + 2 * (patch // 2)` sees the pixels of a shifted patch, as a control for
@@ -56,8 +56,8 @@ class PatchEmbed(nn.Module):
 
 
 class ShiftedPatchEmbed(nn.Module):
-    """Shifted patch tokenization (SPT): each token is computed from a patch of the image and from the same patch of four copies
-    of the image, which are shifted diagonally by half a patch.
+    """Shifted patch tokenization (SPT), a module that converts images to tokens. Each token is computed from a patch of the
+    image and from the same patch in four copies of the image. The copies are shifted diagonally by half a patch.
 
     `shift` is "half-patch diagonal" (the paper), "1px cardinal" (one pixel along the axes) or "none". `norm=False` leaves out
     the LayerNorm before the projection. `pad` is the value, in normalized units, of the pixels that a shift uncovers. The
@@ -92,8 +92,8 @@ class ShiftedPatchEmbed(nn.Module):
         return patch_grid(image, self.patch)
 
     def shifted(self, x: Tensor) -> Tensor:
-        """Concatenate the images `x` (b, c, h, w) and their shifted copies along the channel axis, and return the result. Its
-        shape is (b, 5 c, h, w) with four copies, and that of `x` without any.
+        """Return the images `x` (b, c, h, w) and their shifted copies, concatenated along the channel axis. With four copies
+        the shape is (b, 5 c, h, w). Without copies, `x` is returned unchanged.
 
         With half-patch shifts, the copies follow the image in the order down-right, down-left, up-right, up-left.
         """
@@ -111,8 +111,10 @@ class ShiftedPatchEmbed(nn.Module):
 
 
 class Resized(nn.Module):
-    """A tokenizer that resizes each image to `size` x `size` pixels (224 by default) and then applies another tokenizer. With
-    it, weights that were pretrained on large images can be used for small images.
+    """A module that resizes each image to a fixed size and then converts it to tokens with another tokenizer. The option `size`
+    is the side of the resized image in pixels (default 224).
+
+    With this module, weights that were pretrained on large images can be used for small images.
 
     `tokenizer` makes that tokenizer. `interpolation` is "bicubic" or "bilinear", as the weights were trained with; both are
     antialiased, so that shrinking is correct too.
@@ -142,8 +144,10 @@ class Resized(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """A tokenizer made of a small CNN: `layers` 3x3 convolutions of stride 2, each followed by GroupNorm and ReLU, and a final
-    1x1 convolution to the width of the model. Each position of the resulting feature map is one token (hybrid ViT).
+    """A small convolutional network (CNN) that converts images to tokens, as in hybrid ViTs. Each position of the final feature
+    map is one token. The option `layers` is the number of convolutions that halve height and width.
+
+    Each of these convolutions is followed by GroupNorm and ReLU. A final 1x1 convolution gives the width of the model.
 
     Options: `layers` (an integer, at least 1; default 3) is the number of convolutions. Each halves the height and width, so a
     token covers 2^layers x 2^layers pixels: 8 x 8 by default, 4 x 4 with `layers=2`. The convolutions have 3x3 kernels, and
@@ -183,8 +187,10 @@ class ConvStem(nn.Module):
 
 
 class ConvTokenizer(nn.Module):
-    """The convolutional tokenizer of CCT (Compact Convolutional Transformer). It has `layers` layers, each with a convolution,
-    a ReLU and a max-pooling that halves height and width. Each position of the resulting feature map is one token.
+    """The convolutional tokenizer of CCT (Compact Convolutional Transformer), a module that converts images to tokens. Each
+    layer has a convolution, a ReLU and a max-pooling. Each position of the final feature map is one token.
+
+    `layers` is the number of layers. Each max-pooling halves height and width.
 
     `kernel` is the side of the convolutions; their stride is max(1, kernel // 2 - 1), 1 up to kernel 5. `hidden` is the width
     of all layers but the last. CCT uses it with `SequencePool` and no class token; any pool works.
@@ -229,8 +235,8 @@ class ConvTokenizer(nn.Module):
 
 
 def patch_grid(image: Image, patch: int) -> tuple[int, int]:
-    """Return how many (rows, columns) of square patches an image has. `image` is its height and width and `patch` is the side
-    of a patch, in pixels. Raise ValueError if the patches do not cover the image exactly.
+    """Return the number of rows and columns of square patches in an image. `image` is the (height, width) of the image and
+    `patch` is the side of a patch, in pixels. Raise ValueError if the patches do not cover the image exactly.
     """
     h, w = image
     if patch < 1 or h % patch or w % patch or not h * w:
@@ -239,8 +245,8 @@ def patch_grid(image: Image, patch: int) -> tuple[int, int]:
 
 
 def sizes_that_fit(h: int, w: int, patch: int) -> str:
-    """Return advice for an error message: the patch sizes that divide an image of `h` x `w` pixels without remainder, and the
-    nearest image sizes that patches of `patch` x `patch` pixels divide.
+    """Return a text for an error message about sizes. The text lists the patch sizes that divide an image of `h` x `w` pixels
+    exactly, and the nearest image sizes that can be divided into patches of side `patch`.
     """
     patches = [p for p in range(1, min(h, w) + 1) if h % p == 0 and w % p == 0]
     hint = f"patch sizes that fit this image: {', '.join(map(str, patches)) or 'none'}"
@@ -252,8 +258,8 @@ def sizes_that_fit(h: int, w: int, patch: int) -> str:
 
 
 def shift_offsets(shift: str, patch: int) -> list[tuple[int, int]]:
-    """Return how far each shifted copy in `ShiftedPatchEmbed` is moved, as a list of (down, right) in pixels. `shift` is the
-    kind of shift, such as "half-patch diagonal", and `patch` is the side of a patch in pixels.
+    """Return how far each shifted copy of an image is moved, as a list of (down, right) in pixels. `shift` names the kind of
+    shift, for example "half-patch diagonal". `patch` is the side of a patch in pixels.
     """
     half = patch // 2
     offsets = {
@@ -269,8 +275,9 @@ def shift_offsets(shift: str, patch: int) -> list[tuple[int, int]]:
 
 
 def reset_as_linear(conv: nn.Conv2d):
-    """Initialize a convolution like a linear layer, in place: zero bias and Xavier-uniform weights. The fan-in is input
-    channels x kernel height x kernel width; the fan-out is the number of output channels.
+    """Initialize the convolution `conv` like a linear layer, in place: Xavier-uniform weights and zero bias.
+
+    The fan-in is input channels x kernel height x kernel width; the fan-out is the number of output channels.
     """
     bound = (6 / (prod(conv.weight.shape[1:]) + conv.weight.shape[0])) ** 0.5
     nn.init.uniform_(conv.weight, -bound, bound)

@@ -24,7 +24,8 @@ from smallvit.tokenizers import PatchEmbed
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then an MLP on each token; each of the two has a LayerNorm and a residual connection.
+    """A transformer block: attention, then an MLP on each token. The attention and the MLP each have a LayerNorm and a residual
+    connection.
 
     Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`.
     Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
@@ -68,9 +69,10 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A Vision Transformer (ViT): a classifier for images of any height and width that its tokenizer accepts. Each part
-    (tokenizer, position, attention, reduction, pool, block) is an argument, a class that makes this part, so that another
-    technique can replace it.
+    """A Vision Transformer (ViT) that classifies images. Its parts are options: tokenizer, position embedding, attention, token
+    reduction, pooling and block. Each option is a class that creates the part, so that the part can be replaced.
+
+    Images may have any height and width that the tokenizer accepts.
 
     `model(x)` returns logits (b, classes), `model.features(x)` the input of the head (b, d), `model.tokens(x)` all tokens of
     the last block and their sizes. `x` holds normalized pixels (b, c, h, w). `mask`, broadcastable to (b, heads, n, n), is True
@@ -149,17 +151,16 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(token, std=0.02)
 
     def layer_contexts(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
-        """Return one `LayerContext` for each of `depth` blocks: a description of the block (its index, width and number of
-        tokens), with which a token reduction is built. `image` is (height, width) in pixels.
+        """Return a list with one `LayerContext` (a description of a block) for each of `depth` blocks. The token reduction
+        (merging or pruning) of a block is created from its description. `image` is the image size (height, width) in pixels.
         """
         rows, columns = self.tokenizer.grid(image)
         prefix, dim = self.prefix.shape
         return [LayerContext(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return all tokens after the last block, shape (b, n, d), and their sizes, shape (b, n). The size of a token is the
-        number of patches that it represents; None means that all sizes are 1. `mask` restricts attention, and `keep` selects
-        the patches that enter the blocks.
+        """Return all tokens after the last block (b, n, d), and the number of patches that each token represents (b, n), or
+        None for all 1. `x` holds the images, `mask` is True where attention is allowed, and `keep` lists the patches to use.
 
         `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column). `keep`, shape (b,
         k), holds the indices of the selected patches; by default all patches enter.
@@ -179,14 +180,16 @@ class ViT(nn.Module):
         return (x if self.norm_after_pool else self.norm(x)), size
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the feature vector of each image, which is the input of the classification head, shape (b, d). `x` holds the
-        images (b, c, h, w). The boolean `mask` is True where a query may attend to a key.
+        """Return one feature vector for each image, shape (b, d). These features enter the classification head. `x` holds the
+        images (b, c, h, w), and `mask` is True where attention is allowed.
         """
         return self.pooled(*self.tokens(x, mask))
 
     def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:
-        """Pool tokens `x` (b, n, d) into one feature vector per image, which is the input of the classification head, shape (b,
-        d). `size` (b, n) is the number of patches that each token represents; None means 1 for all tokens.
+        """Return one feature vector for each image, shape (b, d), pooled from its tokens `x` (b, n, d). `size` (b, n) is the
+        number of patches that each token represents; None means 1.
+
+        These features enter the classification head.
         """
         x = self.pool(x, size, len(self.prefix))
         return self.norm(x) if self.norm_after_pool else x
@@ -196,8 +199,8 @@ class ViT(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Multiply each channel of the tokens by a learned factor, whose initial value is `start`. If `start` is None, return the
-    tokens unchanged.
+    """A module that multiplies each channel of the tokens by a learned factor. The option `start` is the initial value of the
+    factors. With None, the tokens stay unchanged.
     """
 
     def __init__(self, dim: int, start: float | None):
@@ -214,8 +217,8 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, each image skips a residual branch (the attention or the MLP of a block) with probability
-    `rate`. Skipping sets the output of the branch to zero.
+    """A module for stochastic depth. In training, it sets the output of a residual branch (the attention or the MLP of a block)
+    to zero for randomly chosen images. The option `rate` is the probability.
 
     The branches of the other images are divided by 1 - rate, so that the mean stays the same. In evaluation nothing changes.
     """
@@ -234,8 +237,8 @@ class DropPath(nn.Module):
 
 
 def check_integers(**numbers: tuple[int, int]):
-    """Raise ValueError unless all given numbers are integers and large enough. Each keyword argument is a pair (number,
-    minimum): `depth=(6, 0)` checks that a depth of 6 is an integer of at least 0.
+    """Raise ValueError unless all given numbers are integers and not too small. For example, the keyword argument `depth=(6,
+    0)` checks that the value 6 of `depth` is an integer of at least 0.
     """
     for name, (number, minimum) in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
@@ -243,8 +246,8 @@ def check_integers(**numbers: tuple[int, int]):
 
 
 def check_slots(none: bool = False, **slots):
-    """Raise ValueError unless each keyword argument, which is a slot of the model such as `tokenizer`, is a class or another
-    callable that makes a module. If `none` is True, the value None is allowed too.
+    """Raise ValueError if a part of the model, such as the tokenizer, is not given as a class or a function that creates a
+    module. The parts are keyword arguments. If `none` is True, a part may also be None.
 
     Strings and module instances are refused.
     """
@@ -258,8 +261,8 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
-    """Return the stochastic-depth rate of each of `depth` blocks, as a list. If `drop_path` is a number, the rates rise
-    linearly from 0 in the first block to this number in the last. A list with one rate per block is returned as it is.
+    """Return a list with the stochastic-depth rate of each of `depth` blocks. If `drop_path` is a number, the rates rise
+    linearly from 0 in the first block to this number in the last block. If `drop_path` is a list, it already holds these rates.
     """
     if isinstance(drop_path, int | float):
         return [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
@@ -269,8 +272,8 @@ def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[floa
 
 
 def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
-    """Draw all weights of a model again, in place, and return the model. With a `seed`, the random numbers of each module
-    depend only on the seed and on the module's name, not on the other modules.
+    """Initialize all weights of a model again, in place, and return the model. With a `seed`, the random numbers for a module
+    depend only on the seed and on the name of the module.
 
     Two models that have a module of the same name and shape get the same weights for it, even if they differ elsewhere. A
     paired comparison therefore starts both arms from the same weights. Children are drawn before their parent, which may
@@ -291,13 +294,13 @@ def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
 
 
 def is_builtin(module: Any) -> bool:
-    """Return whether the class of a module is defined in smallvit or torch."""
+    """Return True if the class of a module is defined in smallvit or in torch, else False."""
     return type(module).__module__.partition(".")[0] in ("smallvit", "torch")
 
 
 def reset_module(module: Any):
-    """Draw the initial weights of one module, in place. A linear layer gets Xavier-uniform weights and zero bias. Any other
-    module is initialized by its own method `reset_parameters`.
+    """Initialize the weights of one module, in place. A linear layer gets Xavier-uniform weights and zero bias. Other modules
+    are initialized by their method `reset_parameters`.
     """
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)

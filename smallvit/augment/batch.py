@@ -8,7 +8,8 @@ from torch import Generator, Tensor
 
 
 class Batch(NamedTuple):
-    """A batch of training images, `b c h w`, with the target probabilities of k classes for each image, `b k`.
+    """A batch of training images (b, c, h, w) with the target probabilities of each image (b, classes). The batch may also hold
+    augmented views of the images and the logits of teacher models.
 
     images           float32 pixels in [0, 1], where 0 is black; they are normalized after all transforms
     targets          one row for each image; each row sums to 1
@@ -27,7 +28,8 @@ Augmentation = Callable[[Batch, Generator], Batch]
 
 
 def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
-    """Apply all transforms to the batch, one after the other, and return the new batch.
+    """Apply all transforms to a batch, one after the other, and return the new batch. `generator` is the random number
+    generator.
 
     Raises    ValueError if the images are not float32 `b c h w`, or if there is not one row of targets for each image.
     """
@@ -41,8 +43,8 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
 
 
 def check_range(transform: object, **ranges: tuple[float, float]) -> None:
-    """Raise ValueError unless options of a transform are numbers within their bounds. Each keyword argument is one option with
-    its (lowest, highest) value, such as `probability=(0, 1)`.
+    """Raise ValueError unless options of a transform are numbers in the allowed range. For example, the keyword argument
+    `probability=(0, 1)` checks that the option `probability` is from 0 to 1.
     """
     for name, (low, high) in ranges.items():
         value = getattr(transform, name)
@@ -51,7 +53,9 @@ def check_range(transform: object, **ranges: tuple[float, float]) -> None:
 
 
 def check_interval(transform: object, name: str, low: float, high: float) -> None:
-    """Raise ValueError unless the option `name` of the transform is a pair (a, b) of numbers with low <= a <= b <= high."""
+    """Raise ValueError unless an option of a transform is a pair of numbers (a, b) with low <= a <= b <= high. `name` is the
+    name of the option.
+    """
     value = getattr(transform, name)
     pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value)
     if not (pair and low <= value[0] <= value[1] <= high):
@@ -59,13 +63,13 @@ def check_interval(transform: object, name: str, low: float, high: float) -> Non
 
 
 def is_whole_number(value: Any, minimum: int = 1) -> bool:
-    """Return whether the value is an integer of at least `minimum`. True and False do not count as integers."""
+    """Return True if `value` is an integer of at least `minimum`, else False. True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def height_width(size: Any) -> tuple[int, int] | None:
-    """Return a size in pixels as (height, width). `size` is already such a pair, or one integer for a square. Return None if it
-    is neither.
+    """Return a size in pixels as a pair (height, width). `size` is a pair of this form, or one integer for a square. For
+    anything else, return None.
     """
     pair = (size, size) if isinstance(size, int) else size
     return (pair[0], pair[1]) if isinstance(pair, tuple) and len(pair) == 2 and all(map(is_whole_number, pair)) else None

@@ -19,7 +19,7 @@ QUARTER_TURN = CHROMA @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """Randomly change brightness, contrast, saturation and hue of each image, like torchvision's ColorJitter.
+    """A transform that randomly changes brightness, contrast, saturation and hue of each image, like torchvision's ColorJitter.
 
     probability   share of the images that are changed
     brightness, contrast, saturation   each is multiplied by a factor drawn uniformly from 1 - value to 1 + value. Contrast is
@@ -73,8 +73,10 @@ class Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class Gray:
-    """Convert each RGB image to gray with the given probability, with the weights of ITU-R BT.601. A gray image still has 3
-    channels, which are equal.
+    """A transform that converts randomly chosen RGB images to gray. A gray image still has 3 channels, which are equal. The
+    option `probability` is the probability for each image.
+
+    The gray value of a pixel has the weights of ITU-R BT.601.
 
     Off       probability=0.
     Raises    ValueError for images that do not have 3 channels.
@@ -95,7 +97,8 @@ class Gray:
 
 @dataclass(frozen=True, kw_only=True)
 class Solarize:
-    """Solarize each image with the given probability: every pixel value x of at least `threshold` becomes 1 - x.
+    """A transform that solarizes randomly chosen images: every pixel value x of at least `threshold` becomes 1 - x. The option
+    `probability` is the probability for each image.
 
     `force=True` allows this transform for digits, where it is refused otherwise.
 
@@ -125,7 +128,8 @@ class Solarize:
 
 @dataclass(frozen=True, kw_only=True)
 class Blur:
-    """Blur each image, with the given probability, by a Gaussian filter with a random standard deviation.
+    """A transform that blurs randomly chosen images by a Gaussian filter with a random standard deviation. The option
+    `probability` is the probability for each image.
 
     The standard deviation is drawn uniformly from the interval `sigma`, in fractions of the shorter side of the image. PIL and
     torchvision give sigma in pixels: divide by the side. The usual 0.1 to 2 pixels are (0.003, 0.06) at 32 pixels, the
@@ -158,8 +162,8 @@ class Blur:
 
 
 def _change_some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """Choose images of the batch at random, each with the given probability, and replace them by the result of the function
-    `change`. Return the new batch.
+    """Return a new batch in which randomly chosen images are changed by the function `change`. Each image is chosen with the
+    given `probability`. `generator` is the random number generator.
 
     `change(images, index)` gets the chosen images and their index in the batch, and returns the new images.
     """
@@ -171,21 +175,23 @@ def _change_some(batch: Batch, probability: float, generator: Generator, change:
 
 
 def _to_gray(images: Tensor) -> Tensor:
-    """Return the gray values (ITU-R BT.601) of RGB images, `b 1 h w`."""
+    """Return the gray values of RGB images (b, 3, h, w), as a tensor of shape (b, 1, h, w), by the standard ITU-R BT.601."""
     return 0.299 * images[:, 0:1] + 0.587 * images[:, 1:2] + 0.114 * images[:, 2:3]
 
 
 def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
-    """Raise ValueError unless the images have 3 channels. The error message starts with the name of the `transform` and ends
-    with `advice`, a text that says what to do.
+    """Raise ValueError unless the images have 3 channels. The error message contains the name of the `transform` and the text
+    `advice`, which says what to do.
     """
     if images.shape[1] != 3:
         raise ValueError(f"{transform} needs 3 channels, got {images.shape[1]}: {advice}")
 
 
 def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
-    """Return matrices that blur one axis of images with a Gaussian filter: one matrix (length, length) for each standard
-    deviation in `sigma`. `length` is the number of pixels of the axis, and sigma is in pixels. Each row sums to 1.
+    """Return matrices that blur one axis of images by a Gaussian filter, shape (b, length, length). `length` is the number of
+    pixels of the axis. `sigma` (b) holds the standard deviation in pixels for each image.
+
+    Each row of a matrix sums to 1.
     """
     position = torch.arange(length, device=sigma.device)
     squared_distance = (position[:, None] - position).square()

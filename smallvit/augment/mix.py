@@ -12,7 +12,8 @@ from .pixels import random_rectangles
 
 @dataclass(frozen=True, kw_only=True)
 class Mixup:
-    """Mixup: blend randomly chosen images with another image of the batch, and their targets in the same proportion.
+    """Mixup, a transform that blends randomly chosen images with another image of the batch. The targets of the two images are
+    blended in the same proportion.
 
     alpha         each image draws its proportion from Beta(alpha, alpha)
     probability   share of the images that are mixed
@@ -40,8 +41,8 @@ class Mixup:
 
 @dataclass(frozen=True, kw_only=True)
 class CutMix:
-    """CutMix: paste a rectangle from another image of the batch into randomly chosen images. The targets of the two images are
-    mixed in proportion to the area of the rectangle.
+    """CutMix, a transform that pastes a rectangle from another image of the batch into randomly chosen images. The targets of
+    the two images are mixed in proportion to their areas.
 
     alpha         each image draws the share that it keeps from Beta(alpha, alpha)
     probability   share of the images that are changed
@@ -74,7 +75,8 @@ class CutMix:
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothLabels:
-    """Label smoothing: replace the targets by (1 - amount) * targets + amount / classes.
+    """Label smoothing, a transform that replaces the targets by (1 - amount) * targets + amount / classes. The option `amount`
+    is a number from 0 to 1.
 
     Paper     arXiv:1512.00567.
     Off       amount=0.
@@ -93,9 +95,8 @@ class SmoothLabels:
 
 
 def _partners(transform: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Choose for each image another image of the batch to mix with. Return the index of this other image, and the weight that
-    the original image keeps, from 0 to 1. `transform`, a Mixup or CutMix, gives the options `alpha` and `probability` of the
-    draw.
+    """Choose for each image another image of the batch to mix with. Return two tensors: the index of the other image, and the
+    weight of the original image, from 0 to 1. `transform` is the Mixup or CutMix whose options are used.
 
     The weight is drawn from Beta(alpha, alpha) with the transform's probability, and is 1 otherwise. The partner is the next
     image in a random cyclic order. torch's Beta distribution takes no generator. This sampler is exact: Bailey's polar method

@@ -12,8 +12,8 @@ from .warp import Warp
 
 @dataclass(frozen=True, kw_only=True)
 class MultiCrop:
-    """Multi-crop for self-supervised learning: make several random views of each image. Two global views show most of the
-    image, and a number of smaller views (option `local`) show small parts of it.
+    """Multi-crop, a transform that makes several random views of each image for self-supervised learning. Two global views show
+    most of the image. Smaller local views show small parts of the image; the option `local` is their number.
 
     first     transforms that make the first global view
     second    transforms that make the second global view; None: the same as `first`, with new random numbers
@@ -50,8 +50,8 @@ class MultiCrop:
         return next((reason for step in transforms if (reason := getattr(step, "unsafe_for_digits", None))), None)
 
     def table(self, image_size: int | tuple[int, int]) -> list[tuple[str, int, tuple[int, int]]]:
-        """Return which views are made of an image of size `image_size`. Each row is (name, number of views, (height, width) in
-        pixels). The name is "global" or "local".
+        """Return a list of the views that are made of an image. Each row is (name, number of views, (height, width) in pixels);
+        the name is "global" or "local". `image_size` is the size of the original image.
 
         `image_size` is in pixels: one side, or (height, width).
 

@@ -11,7 +11,8 @@ from .batch import Batch, check_interval, check_range
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """Mirror each image left to right with the given probability.
+    """A transform that mirrors randomly chosen images left to right. The option `probability` is the probability for each
+    image.
 
     `force=True` allows this transform for digits, where it is refused otherwise.
 
@@ -38,7 +39,8 @@ class Flip:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing:
-    """Set a random rectangle of each image to black, with the given probability (random erasing, cutout).
+    """A transform that sets a random rectangle to black in randomly chosen images (random erasing, cutout). The option
+    `probability` is the probability for each image.
 
     area      interval of the rectangle's area, as a fraction of the image's; drawn uniformly
     aspect    the rectangle's height / width, relative to the image's, is drawn log-uniformly from 1/aspect to aspect; the range
@@ -73,7 +75,8 @@ class RandomErasing:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Add Gaussian noise of standard deviation `std` to every pixel of every image, and clip the result to [0, 1].
+    """A transform that adds Gaussian noise to every pixel and clips the result to [0, 1]. The option `std` is the standard
+    deviation of the noise.
 
     Off       std=0.
     """
@@ -92,8 +95,8 @@ class Noise:
 
 
 def random_rectangles(height: Tensor, width: Tensor, images: Tensor, generator: Generator) -> Tensor:
-    """Return a mask `b 1 h w` for the images: 1 inside a rectangle at a random position, one for each image, and 0 elsewhere.
-    `height` and `width`, one number per image, are the sides of the rectangles as fractions of the image's sides.
+    """Return a mask (b, 1, h, w) with one rectangle at a random position in each image: 1 inside the rectangle, 0 elsewhere.
+    `height` and `width` hold the sides of each rectangle, as fractions of the sides of the image.
     """
 
     def random_span(fraction: Tensor, length: int) -> Tensor:

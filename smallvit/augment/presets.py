@@ -13,8 +13,8 @@ UNREADABLE = "; with more, digits can no longer be read"
 
 
 def digits(strength: float = 1.0) -> tuple[Warp]:
-    """Return the transforms for handwritten digits, as a tuple: one `Warp` that slightly rotates, zooms, shears, shifts and
-    elastically deforms. `strength` scales all of these changes, from 0 (off) to 1.5.
+    """Return a tuple with one transform (`Warp`) for handwritten digits: small rotations, zooms, shears, shifts and elastic
+    deformations. `strength` scales all of these changes, from 0 (off) to 1.5.
 
     Up to a strength of 1.5, people can still read the digits.
     """
@@ -25,8 +25,8 @@ def digits(strength: float = 1.0) -> tuple[Warp]:
 
 
 def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
-    """Return the usual transforms for small photos, as a tuple: flip, shift and zoom, changes of brightness and contrast,
-    random erasing, Mixup and CutMix. `strength` scales all of them, from 0 (off) to 2.
+    """Return a tuple of the usual transforms for small photos: flip, shift and zoom, changes of brightness and contrast, random
+    erasing, Mixup and CutMix. `strength` scales all of these changes, from 0 (off) to 2.
 
     The images may be gray or in color.
     """
@@ -42,8 +42,10 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
 
 
 def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
-    """Return a tuple with one `MultiCrop`, for self-supervised learning on handwritten digits. Its views are deformed crops,
-    which are never mirrored and never without ink. `strength` scales the deformation, from 0 (off) to 1.5.
+    """Return a tuple with one transform (`MultiCrop`), which makes several random views of handwritten digits for
+    self-supervised learning. Each view is a deformed crop. `strength` scales the deformation, from 0 (off) to 1.5.
+
+    The views are never mirrored and never without ink.
 
     The two global views show 0.7 to 1 of the image's area. The `local` views show 0.2 to 0.5 of it, at `size` pixels (one side,
     or height and width). The deformation is that of `digits`; the strength does not change the crops.
@@ -62,8 +64,11 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
 def photo_crops(
     strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
 ) -> tuple[Augmentation, ...]:
-    """Return a tuple with one `MultiCrop`, for self-supervised learning on photos as in DINO: random crops, flips, color
-    changes, blur and solarization. `strength` scales everything but the crops, from 0 (off) to 2.
+    """Return a tuple with one transform (`MultiCrop`), which makes several random views of photos for self-supervised learning.
+    The views are cropped, flipped, changed in color, blurred and solarized, as in DINO. `strength` scales all changes but the
+    crops, from 0 (off) to 2.
+
+    The strength does not change the crops.
 
     The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
     side, or height and width). Set `colour=False` for images that do not have 3 channels.
@@ -91,8 +96,8 @@ def photo_crops(
 
 
 def _check_strength(preset: str, strength: float, highest: float, reason: str = "") -> None:
-    """Raise ValueError unless `strength` is a number from 0 to `highest`. The error message starts with the name of the
-    `preset`, the function that was called, and ends with `reason`.
+    """Raise ValueError unless `strength` is a number from 0 to `highest`. The error message names the function that was called,
+    `preset`. It ends with `reason`, a text that explains the limit.
     """
     if not 0 <= strength <= highest:
         raise ValueError(f"{preset}(strength={strength}): expected a number from 0 to {highest}{reason}")

@@ -15,7 +15,8 @@ from .batch import Batch, check_interval, check_range, height_width
 
 @dataclass(frozen=True, kw_only=True)
 class Warp:
-    """Randomly rotate, zoom, shear, shift, elastically deform and crop each image, in one bilinear resampling.
+    """A transform that randomly rotates, zooms, shears, shifts, elastically deforms and crops each image. All of these changes
+    are made in one bilinear resampling.
 
     One resampling instead of several keeps thin strokes sharp. For each image, each change is drawn uniformly from -value to
     +value. Angles are in degrees. Lengths are fractions of the shorter side of the image, so that 8 x 8 and 28 x 28 pixels are
@@ -76,7 +77,8 @@ class Warp:
 
     @property
     def off(self) -> bool:
-        """Return True if this Warp leaves every image unchanged: all options that would change an image are turned off."""
+        """Return True if this transform leaves every image unchanged, because all options that change an image are turned off.
+        """
         moves = self.rotate or self.scale or self.shear or self.shift or self.elastic
         return not moves and self.crop == (1, 1) and self.size is None
 
@@ -84,8 +86,8 @@ class Warp:
         return batch if self.off else batch._replace(images=self.views(batch.images, 1, generator))
 
     def views(self, images: Tensor, count: int, generator: Generator) -> Tensor:
-        """Return `count` random warps of each image, shape `(count b) c h w`. The first b results are one warp of every image,
-        the next b results are a second warp of every image, and so on.
+        """Return several random versions of each image, shape (count b, c, h, w). `count` is the number of versions and b is
+        the number of images. The first b results are one version of every image, the next b a second version, and so on.
         """
         if self.off:
             return images.repeat(count, 1, 1, 1)
@@ -98,16 +100,15 @@ class Warp:
         return self.move_blank(result, images, grid) if self.aim == "ink" else result
 
     def resample(self, images: Tensor, grid: Tensor) -> Tensor:
-        """Sample the images bilinearly at the points (x, y) of `grid`, shape `b 2 h w`, and return the result `b c h w`. Points
-        are in the coordinates of `F.grid_sample`, from -1 to 1.
+        """Return images (b, c, h, w) that are sampled bilinearly from `images` at given points. `grid` (b, 2, h, w) holds the
+        point (x, y) for each new pixel. The coordinates run from -1 to 1, as in torch's `grid_sample`.
         """
         padding = "zeros" if self.fill == "black" else "border"
         return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
-        """Replace blank views by crops that show something, in place, and return all views. `views` are warped crops of the
-        `images`. `grid` holds the points at which the images were sampled. A new crop is centered on the brightest pixel of its
-        image.
+        """Replace blank crops by crops around the brightest pixel of the image, in place, and return all crops. `views` holds
+        the crops of the `images`. `grid` holds the points at which the images were sampled.
 
         A view is blank if none of its pixels is half as bright as the brightest pixel of the image. The new crop keeps its size
         and deformation.
@@ -122,11 +123,16 @@ class Warp:
         return views
 
     def output_size(self, h: int, w: int) -> tuple[int, int]:
-        """Return the height and width in pixels that an image of `h` x `w` pixels has after this Warp."""
+        """Return the (height, width) in pixels of an image after this transform. `h` and `w` are the height and the width
+        before the transform.
+        """
         return height_width(self.size) or (h, w)
 
     def draw_crops(self, images: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Draw `count` random crops of each image; return their centers (x, y) and their extents (width, height).
+        """Draw random crops of each image. Return two tensors of shape (2, crops): the centers (x, y) and the sizes (width,
+        height) of the crops. `count` is the number of crops for each image.
+
+        The crops are in the order (count b): first one crop of each of the b images, and so on.
 
         Both are `2 (count b)`. Centers are in the coordinates of `F.grid_sample`, -1 to 1; extents are fractions of the image.
         """
@@ -144,9 +150,8 @@ class Warp:
         return center.clamp(extent - 1, 1 - extent), extent
 
     def affine_grid(self, images: Tensor, center: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Draw a random rotation, zoom, shear and shift for each crop. Return the points (x, y) at which `F.grid_sample`
-        samples the image, shape `b 2 h w`. `center` (x, y) and `extent` (width, height) are the position and the size of each
-        crop, from `draw_crops`.
+        """Draw a random rotation, zoom, shear and shift for each crop. Return the points (x, y) at which the image is sampled,
+        shape (b, 2, h, w). `center` is the position (x, y) of each crop, and `extent` is its size (width, height).
 
         The content of the image moves by the drawn shift.
         """
@@ -168,9 +173,8 @@ class Warp:
         return from_x[:, :, None, :] + from_y[:, :, :, None]
 
     def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Add a smooth random displacement (elastic deformation) to the sampling points `grid`, shape `b 2 h w`, in place, and
-        return them. `images` are the images to sample, and `extent` is the (width, height) of each crop as a fraction of its
-        image.
+        """Add a smooth random displacement (elastic deformation) to sampling points, in place, and return the points. `grid`
+        (b, 2, h, w) holds the points in `images`. `extent` is the (width, height) of each crop, as a fraction of its image.
 
         Each point is displaced by a weighted sum of random displacements at control points; weights fall off with distance.
         """
@@ -186,8 +190,8 @@ class Warp:
 
 
 def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
-    """Draw random pixels of each image, with a probability proportional to their brightness. Return the centers (x, y) of these
-    pixels, shape `2 (count b)`. `uniform` holds random numbers from 0 to 1, one for each pixel to draw.
+    """Draw random pixels of each image with a probability proportional to their brightness. Return the centers (x, y) of these
+    pixels, shape (2, pixels). `uniform` holds one random number from 0 to 1 for each pixel to draw.
     """
     ink = images.mean(1).flatten(1).double().cumsum(1)
     uniform = rearrange(uniform, "(count b) -> b count", b=len(images)).double()
@@ -196,8 +200,8 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
-    """Return the centers (x, y) of pixels of the images, in the coordinates of `F.grid_sample`. `index` counts the pixels of an
-    image row by row.
+    """Return the centers (x, y) of pixels of images, shape (2, pixels). `index` holds the number of each pixel, counted row by
+    row. The coordinates run from -1 to 1, as in torch's `grid_sample`.
     """
     h, w = images.shape[2:]
     x, y = index % w, index // w
@@ -205,23 +209,25 @@ def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
 
 
 def _grid_scale(h: int, w: int) -> Tensor:
-    """Return two factors (x, y) that convert lengths to the coordinates of `F.grid_sample`, which run from -1 to 1 along each
-    side of an image of `h` x `w` pixels. The unit of the lengths is half the shorter side.
+    """Return two factors (x, y) that convert lengths in an image of `h` x `w` pixels to the coordinates of torch's
+    `grid_sample`. These run from -1 to 1. The unit of the lengths is half the shorter side.
     """
     return torch.tensor([min(h, w) / w, min(h, w) / h])
 
 
 def _axis_positions(length: int, side: float) -> Tensor:
-    """Return the coordinates of `length` pixel centers along one axis of an image. The middle of the axis is 0, and the unit of
-    length is half of `side`, a number of pixels.
+    """Return the coordinates of `length` pixel centers along one axis of an image. The middle of the axis is 0. The unit is
+    half of `side`, a number of pixels.
     """
     return (2 * torch.arange(length) + 1 - length) / side
 
 
 @lru_cache(maxsize=64)
 def _control_weights(length: int, side: float, smooth: float, device: torch.device) -> Tensor:
-    """Return the matrix (length, n) that spreads random displacements at n control points over `length` pixels of one axis. The
-    weights are Gaussian. Their standard deviation is the fraction `smooth` of `side`, the shorter side of the image in pixels.
+    """Return a matrix (length, n) of Gaussian weights for elastic deformation. It computes the displacement of `length` pixels
+    along one axis from random displacements at n points. The standard deviation is the fraction `smooth` of the length `side`.
+
+    `side` is the shorter side of the image, in the same pixels as `length`.
 
     The squares of each row sum to 1, so that all pixels have the same variance.
     """

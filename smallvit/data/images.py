@@ -25,7 +25,8 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Description of a data set: channels, image size, class names, and the mean and std that normalize its pixels.
+    """A description of a data set: name, number of channels, image size, class names, and the mean and standard deviation that
+    normalize its pixels.
 
     `size` is (height, width) in pixels. `mean` and `std` have one number for each channel, for pixels in [0, 1].
     `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
@@ -46,7 +47,9 @@ class DataSpec:
             )
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """Return (pixels - mean) / std, the input of a model, for float pixels in [0, 1], `b c h w` of any height and width."""
+        """Return normalized images, (pixels - mean) / std, which are the input of a model. `pixels` are floats in [0, 1] of
+        shape (b, c, h, w), with any height and width.
+        """
         if not pixels.is_floating_point() or pixels.shape[-3] != self.channels:
             expected = f"floats in [0, 1] with {self.channels} channels, b c h w"
             raise ValueError(f"{self.name}: expected {expected}, got {pixels.dtype} {tuple(pixels.shape)}")
@@ -54,14 +57,17 @@ class DataSpec:
 
 
 def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return (pixels - mean) / std for pixels `b c h w`, with one mean and one standard deviation for each channel."""
+    """Return normalized images, (pixels - mean) / std. `pixels` has the shape (b, c, h, w). `mean` and `std` hold one number
+    for each channel.
+    """
     means, stds = pixels.new_tensor([mean, std])[..., None, None]
     return (pixels - means) / stds
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images in memory, uint8 `n c h w`, with their labels, int64 `n`, and the `DataSpec` of their data set.
+    """A set of images in memory as uint8 (n, c, h, w), with their labels as int64 (n) and a description of their data set
+    (`DataSpec`).
 
     Raises    ValueError if the images or labels do not fit the spec.
     """
@@ -84,26 +90,32 @@ class Images:
         return len(self.labels)
 
     def pixels(self, index: Index = slice(None), device: Device = None) -> Tensor:
-        """Return the images at `index` on the device, as float32 pixels in [0, 1], `b c h w`; by default all images."""
+        """Return selected images as float32 pixels in [0, 1], shape (b, c, h, w). `index` selects the images, by default all.
+        `device` is the torch device of the result.
+        """
         return self.images[index].to(device).float() / 255
 
     def targets(self, index: Index = slice(None), device: Device = None) -> Tensor:
-        """Return the labels at `index` on the device, one-hot encoded as float32, `b k`; by default all labels."""
+        """Return selected labels as one-hot vectors, float32 of shape (b, classes). `index` selects the labels, by default all.
+        `device` is the torch device of the result.
+        """
         return F.one_hot(self.labels[index].to(device), len(self.spec.classes)).float()
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Return the SHA-256 hash of all pixels and labels, in hexadecimal."""
+        """Return the SHA-256 hash of all pixels and labels, as a hexadecimal string."""
         digest = hashlib.sha256(self.images.contiguous().numpy().data)
         digest.update(self.labels.contiguous().numpy().data)
         return digest.hexdigest()
 
     def take(self, index: Index) -> "Images":
-        """Return the images and labels at the positions `index`, in the order of the index, as new `Images`."""
+        """Return a new `Images` object with the images and labels at the positions `index`, in the order of `index`."""
         return Images(self.images[index], self.labels[index], self.spec)
 
     def batches(self, size: int = 1024, device: Device = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (normalized images `b c h w`, labels `b`) in stored order, `size` images a batch; the last may be smaller."""
+        """Yield batches in the stored order, as pairs: normalized images (b, c, h, w) and labels (b). `size` is the number of
+        images in a batch; the last batch may be smaller.
+        """
         if size < 1:
             raise ValueError(f"a batch needs at least 1 image, got size={size}")
         for start in range(0, len(self), size):
@@ -112,7 +124,8 @@ class Images:
 
 
 class HeldOut:
-    """Test images that can only be read by calling `open()`, so that training code cannot use them by mistake.
+    """A set of test images that can only be read by calling the method `open`, so that training code cannot use them by
+    mistake.
 
     `reads` counts the calls of `open()`. Length, iteration and indexing raise TypeError.
     """
@@ -123,23 +136,28 @@ class HeldOut:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 hash of the pixels and labels of the test images, in hexadecimal."""
+        """Return the SHA-256 hash of the pixels and labels of the test images, as a hexadecimal string."""
         return self.__images.sha256
 
     def open(self) -> Images:
-        """Return the test images, and add 1 to the attribute `reads`, which counts how often they were read."""
+        """Return the test images. Each call adds 1 to the attribute `reads`, which counts how often the test images were read.
+        """
         self.reads += 1
         return self.__images
 
     def among(self, *others: Images) -> int:
-        """Return how many test images also occur, with exactly the same pixels, in other sets of images (`others`). This does
-        not count as reading the test images.
+        """Return the number of test images that also occur, with exactly the same pixels, in other sets of images. The other
+        sets are the arguments.
+
+        This does not count as reading the test images.
         """
         seen = {hash(image.tobytes()) for images in others for image in images.images.numpy()}
         return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
 
     def _refuse(self, *_):
-        """Raise TypeError when test images are used like a list. They can only be read through the method `open`."""
+        """Raise TypeError, because held-out test images cannot be used like a list. They can only be read through the method
+        `open`.
+        """
         raise TypeError("the test images are held out: train and choose on train and val, then call .open() once at the end")
 
     __len__ = __iter__ = __getitem__ = _refuse
@@ -147,8 +165,8 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """The images of one training run: the labelled training images and the validation images. Their indices in the data set are
-    stored too.
+    """The images of one training run: labelled training images and validation images. The positions of these images in the data
+    set are stored too.
 
     `index` are the indices of `train` in the training images of the data set. `val_index` are the indices of `val` in the
     validation images of the data set or, if it has none, in its training images.
@@ -161,8 +179,8 @@ class Subset:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 hash of the indices of the labelled images, in hexadecimal. Two subsets of a data set have the
-        same hash if they have the same labelled images in the same order.
+        """Return the SHA-256 hash of the indices of the labelled images, as a hexadecimal string. Subsets with the same
+        labelled images in the same order have the same hash.
 
         The attribute `index` is hashed as little-endian int64.
         """
@@ -171,7 +189,7 @@ class Subset:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set: its description, training images, held-out test images, and its own validation images if it has any."""
+    """A data set: a description, training images, held-out test images and, if there are any, validation images."""
 
     spec: DataSpec
     train: Images
@@ -180,8 +198,10 @@ class Dataset:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Return the SHA-256 hash of the pixels and labels of all splits (train, test and validation), in hexadecimal. The hash
-        depends only on the data, not on where the files are.
+        """Return the SHA-256 hash of the pixels and labels of all images (training, test and validation), as a hexadecimal
+        string.
+
+        The hash depends only on the data, not on where the files are.
         """
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
         return hashlib.sha256("".join(parts).encode()).hexdigest()
@@ -189,7 +209,7 @@ class Dataset:
     @functools.cached_property
     def repeats(self) -> int:
         """Return the number of test images that also occur, with exactly the same pixels, among the training or validation
-        images (duplicates between splits).
+        images.
         """
         return self.test.among(self.train, *([] if self.val is None else [self.val]))
 
@@ -197,8 +217,8 @@ class Dataset:
     def from_arrays(
         cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False
     ) -> "Dataset":
-        """Build a data set from numpy arrays. `splits` maps "train", "test" and optionally "val" to (images, labels). `classes`
-        are the class names, and `name` is the name of the data set.
+        """Return a `Dataset` made from numpy arrays. `splits` is a dict that maps "train", "test" and optionally "val" to a
+        pair (images, labels). `name` is the name of the data set, and `classes` holds the class names.
 
         Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
         the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`.
@@ -226,8 +246,9 @@ class Dataset:
         return cls(spec, images["train"], HeldOut(images["test"]), images.get("val"))
 
     def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
-        """Draw the images of one run and return them as a `Subset`: a class-balanced set of `labels` labelled training images,
-        and `val` validation images. Both options are numbers of images. The same `seed` always gives the same images.
+        """Draw the images of one training run and return them as a `Subset`. The option `labels` is the number of labelled
+        images, divided among the classes as equally as possible. The option `val` is the number of validation images. The
+        option `seed` is the random seed.
 
         labels   number of labelled training images; None: all training images that are not used for validation
         val      number of validation images; None: all of the data set's own, or, if it has none, a fifth of the training
@@ -255,9 +276,9 @@ class Dataset:
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 
     def _check_class_sizes(self, labels: int | None, order: Tensor, seed: int) -> None:
-        """Raise ValueError if a class has too few training images for a class-balanced subset of `labels` images. `order` holds
-        the indices of the training images that are not held out for validation, and `seed` decides which classes get one image
-        more.
+        """Raise ValueError if a class has too few training images for a class-balanced subset. `labels` is the number of
+        labelled images. `order` holds the indices of the available training images, and `seed` is the random seed of the
+        subset.
         """
         k = len(self.spec.classes)
         if labels is not None and labels < k:
@@ -276,9 +297,11 @@ class Dataset:
 
 
 def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tuple[Tensor, Tensor]:
-    """Return the indices of images in two parts. In the first part the classes alternate. The second part has `held_out` images
-    (a number), in proportion to the class sizes. `labels` are the labels of all images; `seed` and `stream`, the name of this
-    random draw, determine the order.
+    """Split images at random into two parts, and return the indices of each part. The first part is ordered so that the classes
+    alternate. The second part has `held_out` images. `labels` holds all labels; `seed` and the name `stream` determine the
+    order.
+
+    The second part has images of each class in proportion to the class sizes.
 
     The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
     """
@@ -294,8 +317,8 @@ def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tup
 
 
 def _proportional(total: int, count: Tensor) -> Tensor:
-    """Split the number `total` into integers that are proportional to the numbers in `count` and sum to `total` (largest
-    remainder method).
+    """Return integers (a tensor) that sum to `total` and are proportional to the numbers in `count`, as nearly as possible
+    (largest remainder method).
     """
     share, remainder = total * count // count.sum(), total * count % count.sum()
     share[remainder.argsort(descending=True, stable=True)[: total - int(share.sum())]] += 1
@@ -303,8 +326,8 @@ def _proportional(total: int, count: Tensor) -> Tensor:
 
 
 def _to_uint8(array: np.ndarray, name: str) -> Tensor:
-    """Convert an array of images, `n h w` or `n h w c`, to a uint8 tensor `n c h w`. The array holds uint8 or floats in [0, 1].
-    `name` describes the array in error messages.
+    """Return images as a uint8 tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c) of uint8, or of floats
+    in [0, 1]. `name` describes the array in error messages.
     """
     array = array[..., None] if array.ndim == 3 else array
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
@@ -320,7 +343,9 @@ def _to_uint8(array: np.ndarray, name: str) -> Tensor:
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of uint8 images, scaled to [0, 1]; a constant channel gets std 1."""
+    """Return two tuples: the mean and the standard deviation of each channel of uint8 images, scaled to [0, 1]. A constant
+    channel gets the standard deviation 1.
+    """
     count = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
     share = count / count.sum(1, keepdim=True)
     value = torch.arange(256).double() / 255

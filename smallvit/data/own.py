@@ -13,8 +13,8 @@ from .preprocess import MODES, read_image
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
-    """Decorate a function that loads a data set, so that the files are read only once. A second call with the same absolute
-    `path` and the same options returns the same data set from memory.
+    """Decorator for a function that loads a data set (`load`), so that the files are read only once. A second call with the
+    same path and options returns the same data set from memory.
     """
     cached, signature = functools.cache(load), inspect.signature(load)
 
@@ -31,9 +31,11 @@ def cached_by_path(load: Callable[..., Dataset]) -> Any:
 
 @cached_by_path
 def folder(path: str, size: int | tuple[int, int] | None = None, channels: int | None = None, digits: bool = False) -> Dataset:
-    """Load a data set from your own image files in `path/train/<class>`, `path/test/<class>` and optionally `path/val/<class>`.
-    Images are resized to `size` and converted to 1, 3 or 4 `channels`, if given. Set `digits` to True if mirroring an image
-    changes its label.
+    """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`. Images are
+    resized to `size` and converted to `channels` color channels, if given. `digits` is True if mirroring an image changes its
+    label.
+
+    The folders `path/val/<class>` may hold validation images.
 
     This is the layout of torchvision's ImageFolder; all its image formats are read, and hidden files and folders are ignored.
     Photos are turned upright by their EXIF data.
@@ -74,7 +76,8 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
 
 
 def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:
-    """Return the class names, which are the folders in `directory`, and a dict from image file to class index.
+    """Return a list of class names and a dict from image file to class index. The class names are the names of the folders in
+    `directory`.
 
     Hidden files and folders are ignored.
 
@@ -95,8 +98,8 @@ def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:
 
 @cached_by_path
 def arrays(path: str, digits: bool = False) -> Dataset:
-    """Load a data set from your own .npz archive. It holds train_images, train_labels, test_images, test_labels, and optionally
-    val_images and val_labels. Set `digits` to True if mirroring an image changes its label.
+    """Return a `Dataset` from your own .npz archive. The archive holds the arrays train_images, train_labels, test_images and
+    test_labels, and optionally val_images and val_labels. `digits` is True if mirroring an image changes its label.
 
     This is MedMNIST's layout. Images are `n h w` or `n h w c` with 1, 3 or 4 channels, uint8 or floats in [0, 1]. Labels are
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.

@@ -17,7 +17,8 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """Turn image files, PIL images, arrays or tensors into model input: normalized float32 pixels, `b c h w`.
+    """A callable object that converts images to model input: normalized float32 pixels of shape (b, c, h, w). The images are
+    files, PIL images, arrays or tensors.
 
     size        (height, width) of the model input in pixels
     channels    number of channels: 1 (gray), 3 (RGB) or 4 (RGBA)
@@ -59,17 +60,19 @@ class Preprocess:
 
     @classmethod
     def from_spec(cls, spec: DataSpec) -> "Preprocess":
-        """Return the preprocessing for a model that was trained on the data set with this spec."""
+        """Return the `Preprocess` for a model that was trained on a data set. `spec` is the description of the data set."""
         return cls(size=spec.size, channels=spec.channels, mean=spec.mean, std=spec.std, classes=spec.classes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary that JSON can store; `from_dict` is the inverse."""
+        """Return a dict of all fields, which can be saved as JSON. The method `from_dict` converts the dict back."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
-        """Build a Preprocess from a dictionary of its fields; raise ValueError for a missing, unknown or invalid field."""
+        """Return a `Preprocess` with the fields in the dict `values`. Raise ValueError if a field is missing, unknown or
+        invalid.
+        """
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
             wrong = sorted(map(str, names.symmetric_difference(values))) if isinstance(values, dict) else repr(values)
@@ -79,8 +82,8 @@ class Preprocess:
 
     @property
     def mode(self) -> str:
-        """Return PIL's name of the color mode for the number of channels: "L" (1, gray), "RGB" (3) or "RGBA" (4). Raise
-        ValueError for any other number.
+        """Return PIL's name of the color mode: "L" for 1 channel (gray), "RGB" for 3 channels or "RGBA" for 4. Raise ValueError
+        for another number of channels.
         """
         if self.channels not in MODES:
             raise ValueError(f"image files cannot have {self.channels} channels; pass arrays or tensors instead")
@@ -90,7 +93,9 @@ class Preprocess:
         return normalize(self.pixels(images), self.mean, self.std)
 
     def pixels(self, images: Any) -> Tensor:
-        """Return one image or several, of any kind that Preprocess accepts, as float32 pixels in [0, 1], `b c h w`."""
+        """Return images as float32 pixels in [0, 1], shape (b, c, h, w). `images` is one image or several: file paths, PIL
+        images, numpy arrays or torch tensors.
+        """
         from PIL.Image import Image
 
         if isinstance(images, list | tuple):
@@ -128,8 +133,10 @@ class Preprocess:
 
 
 def read_image(source: Any, size: tuple[int, int] | None, mode: str | None) -> np.ndarray:
-    """Return an image as a uint8 array `h w c`. `source` is an image file (a path) or a PIL image. The image is turned upright
-    by its EXIF data, then converted to the color `mode` ("L", "RGB" or "RGBA") and resized to `size`, if given.
+    """Return an image as a uint8 array (h, w, c). `source` is an image file or a PIL image. The image is converted to the color
+    `mode` ("L", "RGB" or "RGBA") and resized to `size`, if given.
+
+    The image is first turned upright by its EXIF data.
 
     size    (height, width) to resize to, bicubic and antialiased; None keeps the size
     mode    "L", "RGB" or "RGBA" to convert to; None keeps the mode of the image, which must be one of these

@@ -21,8 +21,8 @@ DIGITS = tuple("0123456789")
 
 @functools.cache
 def digits() -> Dataset:
-    """Load scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels. The same 500 images are always the test images.
-    Nothing is downloaded.
+    """Return scikit-learn's data set of handwritten digits: 1,797 images of 8 x 8 pixels. The same 500 images are always the
+    test images. Nothing is downloaded.
     """
     from sklearn.datasets import load_digits
 
@@ -35,8 +35,8 @@ def digits() -> Dataset:
 
 @functools.cache
 def mnist(root: str | None = None) -> Dataset:
-    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels. `root` is the folder of
-    downloaded data sets.
+    """Return the data set MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels. `root` is the
+    folder of downloaded data sets.
 
     By default `root` is the environment variable SMALLVIT_DATA, else a cache folder.
     """
@@ -45,8 +45,8 @@ def mnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def fashion_mnist(root: str | None = None) -> Dataset:
-    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels. `root` is the folder of downloaded
-    data sets.
+    """Return the data set Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels. `root` is the
+    folder of downloaded data sets.
     """
     classes = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
     return Dataset.from_arrays("fashion_mnist", _load_idx("FashionMNIST", root), classes, black=True)
@@ -54,8 +54,8 @@ def fashion_mnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def kmnist(root: str | None = None) -> Dataset:
-    """Load Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese characters, 28 x 28 pixels. `root` is
-    the folder of downloaded data sets.
+    """Return the data set Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese characters, 28 x 28
+    pixels. `root` is the folder of downloaded data sets.
     """
     classes = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
     return Dataset.from_arrays("kmnist", _load_idx("KMNIST", root), classes, black=True, digits=True)
@@ -63,8 +63,8 @@ def kmnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def emnist(split: str = "letters", root: str | None = None) -> Dataset:
-    """Load one split of EMNIST: images of handwritten characters, 28 x 28 pixels. `split` is a name of EMNIST such as "letters"
-    or "digits", and `root` is the folder of downloaded data sets.
+    """Return one part of the data set EMNIST: images of handwritten characters, 28 x 28 pixels. `split` is the name of the
+    part, such as "letters" or "digits". `root` is the folder of downloaded data sets.
     """
     from torchvision.datasets import EMNIST
 
@@ -79,8 +79,8 @@ def emnist(split: str = "letters", root: str | None = None) -> Dataset:
 
 @functools.cache
 def qmnist(root: str | None = None) -> Dataset:
-    """Load QMNIST: the 60,000 training images of MNIST and 60,000 reconstructed test images, 28 x 28 pixels. `root` is the
-    folder of downloaded data sets.
+    """Return the data set QMNIST: the 60,000 training images of MNIST and 60,000 reconstructed test images, 28 x 28 pixels.
+    `root` is the folder of downloaded data sets.
     """
     found = _load_idx("QMNIST", root, ("qmnist-train", "qmnist-test"), "idx2-int", ({"train": True}, {"train": False}))
     splits = {part: (images, labels[:, 0]) for part, (images, labels) in found.items()}  # the other columns describe the writer
@@ -89,8 +89,8 @@ def qmnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def cifar10(root: str | None = None) -> Dataset:
-    """Load CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32 pixels. `root` is the folder of
-    downloaded data sets.
+    """Return the data set CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32 pixels. `root` is the
+    folder of downloaded data sets.
     """
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
     train, test = _load_verified("CIFAR10", root, "cifar-10-batches-py", names, ({"train": True}, {"train": False}))
@@ -100,8 +100,8 @@ def cifar10(root: str | None = None) -> Dataset:
 
 @functools.cache
 def svhn(root: str | None = None) -> Dataset:
-    """Load SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32 pixels. `root` is the folder of
-    downloaded data sets.
+    """Return the data set SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32 pixels. `root` is
+    the folder of downloaded data sets.
     """
     names = ["train_32x32.mat", "test_32x32.mat"]
     found = _load_verified("SVHN", root, "", names, ({"split": "train"}, {"split": "test"}))
@@ -112,9 +112,11 @@ def svhn(root: str | None = None) -> Dataset:
 def _load_idx(
     name: str, root: str | None, prefixes=("train", "t10k"), label_suffix="idx1-ubyte", options: Sequence[dict] = ({},)
 ) -> dict:
-    """Load the torchvision data set `name`, stored as four IDX files (the format of MNIST), and return {"train": (images,
-    labels), "test": (images, labels)}. File names begin with `prefixes` (train, test), and those of labels end with
-    `label_suffix`. Downloads call the torchvision class once for each dict of keyword arguments in `options`.
+    """Load a data set from four IDX files (the format of MNIST). Return a dict that maps "train" and "test" to a pair (images,
+    labels). `name` is the torchvision class of the data set. `prefixes` and `label_suffix` are parts of the file names.
+
+    Missing files are downloaded: the torchvision class is called once for each dict of keyword arguments in `options`. File
+    names begin with the prefixes for train and test, and those of labels end with the suffix.
     """
     files = [f"{prefix}-{content}" for prefix in prefixes for content in ("images-idx3-ubyte", f"labels-{label_suffix}")]
     images, labels, test_images, test_labels = map(_read_idx, _find_or_download(name, root, f"{name}/raw", files, options))
@@ -122,7 +124,9 @@ def _load_idx(
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file, the format of MNIST, as an array; raise ValueError if its header or size is wrong."""
+    """Return the content of an IDX file (the format of MNIST) as a numpy array. Raise ValueError if the header or the size of
+    the file is wrong.
+    """
     dimensions, kind = path.name.split("-idx")[1].split("-")
     code, dtype = {"ubyte": (0x08, "u1"), "int": (0x0C, ">i4")}[kind]
     data = np.fromfile(path, np.uint8)
@@ -138,9 +142,10 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list:
-    """Return a list of torchvision data sets: the class `name`, called once for each dict of keyword arguments in `options`.
-    The `files` are in the subfolder `folder` of `root`, and are downloaded if one is missing. Raise ValueError if a file has a
-    wrong checksum.
+    """Return a list of data sets that torchvision loads from `files`, after it has verified their checksums. `name` is the
+    torchvision class, which is called once for each dict of keyword arguments in `options`. The files are in `root/folder`.
+
+    Missing files are downloaded. Raise ValueError if a file has a wrong checksum.
     """
     from torchvision import datasets
 
@@ -152,9 +157,10 @@ def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str
 
 
 def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list[Path]:
-    """Return the paths of the files of the torchvision data set `name`; download the data set if a file is missing. The `files`
-    are in the subfolder `folder` of `root`. The download calls the torchvision class once for each dict of keyword arguments in
-    `options`.
+    """Return a list with the paths of the files of a data set, and download the data set if a file is missing. The `files` are
+    in `root/folder`. `name` is the torchvision class that downloads the data set.
+
+    The class is called once for each dict of keyword arguments in `options`.
     """
     top = _root(root)
     paths = [top / folder / file for file in files]
@@ -171,8 +177,10 @@ def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[
 
 
 def _download(name: str, root: Path, paths: list[Path], options: Sequence[dict]) -> None:
-    """Download the torchvision data set `name` to a temporary folder, then move its files to `root`, without overwriting any.
-    `paths` are the files that are needed. The torchvision class is called once for each dict of keyword arguments in `options`.
+    """Download a data set to the folder `root`. `name` is the torchvision class of the data set, which is called once for each
+    dict of keyword arguments in `options`. `paths` are the files that are needed.
+
+    The files are downloaded to a temporary folder and then moved, without overwriting any file in `root`.
     """
     from filelock import FileLock
     from torchvision import datasets

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 class LayerContext(NamedTuple):
-    """A description of one block, with which a token reduction is built: the index of the block, the number of blocks, the
-    width of the tokens, and the number of prefix tokens and patches.
+    """A description of one transformer block, from which the token reduction (merging or pruning) of the block is created. It
+    holds the index of the block, the number of blocks, the width of the tokens, and the number of tokens.
 
     The block has the index `layer`, from 0, in a model of `depth` blocks. Tokens are `dim` wide. The first `prefix` tokens are
     prefix tokens; the very first is a class token if `class_token`. Without reduction there are `patches` patches.
@@ -23,22 +23,22 @@ class LayerContext(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of the model without token reduction: the prefix tokens (class token and registers) and
-        the patches.
-        """
+        """Return the number of tokens before any merging or pruning: prefix tokens (class token and registers) plus patches."""
         return self.prefix + self.patches
 
 
 def runs_before_attention(reduction: nn.Module | None) -> bool:
-    """Return whether a token reduction (a module that merges or prunes tokens) runs before the attention of its block instead
-    of after it. This is its attribute `first`.
+    """Return True if a token reduction (a module that merges or prunes tokens) runs before the attention of its block, and
+    False if it runs after the attention.
+
+    The attribute `first` of the reduction says so. None gives False.
     """
     return bool(getattr(reduction, "first", False))
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Select m tokens of each image by their `index`, shape (b, m). Tokens `x` of shape (b, n, d) become (b, m, d). If `x`
-    holds one number per token, shape (b, n), the result is (b, m).
+    """Return selected tokens of each image. `index` (b, m) holds the positions of the tokens to select. Tokens `x` of shape (b,
+    n, d) become (b, m, d). Numbers per token of shape (b, n) become (b, m).
     """
     if x.ndim == 2:
         return x.gather(1, index)
@@ -48,15 +48,15 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def expand_index(index: Tensor, x: Tensor) -> Tensor:
-    """Repeat token indices (b, m) for every channel of `x` (b, n, d) and return them with shape (b, m, d), as torch's `scatter`
-    and `gather` need them.
+    """Return token positions `index` (b, m), repeated for every channel of the tokens `x` (b, n, d). The result has the shape
+    (b, m, d), which the functions `scatter` and `gather` of torch need.
     """
     return index[..., None].expand(-1, -1, x.shape[-1])
 
 
 def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
-    """Return the indices of the blocks that prune tokens, in a model of `depth` blocks. They are the given `layers` or, if this
-    is None, the blocks at 1/4, 2/4 and 3/4 of the depth.
+    """Return a list with the indices of the blocks that prune tokens, in a model of `depth` blocks. The result is `layers` or,
+    if `layers` is None, the blocks at 1/4, 2/4 and 3/4 of the depth.
 
     The default is that of EViT and DynamicViT. Raise ValueError for an index that does not exist or occurs twice.
     """
@@ -69,8 +69,8 @@ def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
 
 
 def check_fraction(keep: float, name: str) -> float:
-    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless 0 < keep <= 1. `name` is the name of
-    the option in the error message.
+    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless it is above 0 and at most 1. `name`
+    is the name of the option in the error message.
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")

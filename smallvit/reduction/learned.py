@@ -10,8 +10,8 @@ from .context import LayerContext, check_fraction, gather_tokens, pruning_layers
 
 
 class LearnedPrune(nn.Module):
-    """Learned token pruning (DynamicViT): before some of the blocks, a small network decides which patches to keep. It is
-    trained together with the model.
+    """Learned token pruning (DynamicViT), a module in the blocks of a ViT. In some of the blocks, a small network decides which
+    patches to keep. This network is trained together with the model.
 
     `keep` is the share of patches that each pruning block keeps; `layers` are these blocks, by default those at 1/4, 2/4 and
     3/4 of the depth. Train with the objective `LearnToPrune`, which holds the shares kept to `keep`. The attribute `target` is
@@ -44,8 +44,10 @@ class LearnedPrune(nn.Module):
         self.kept = nn.Identity()
 
     def left(self, n: int) -> int:
-        """Return how many tokens are left in evaluation if n tokens enter this module. Both numbers include the prefix tokens
-        (class token and registers). The fraction of patches kept is the same for every image size.
+        """Return the number of tokens after this module in evaluation, if `n` tokens enter the module. These numbers include
+        the prefix tokens (class token and registers).
+
+        The fraction of patches kept is the same for every image size.
         """
         if self.predictor is None:
             return n
@@ -53,7 +55,9 @@ class LearnedPrune(nn.Module):
         return self.prefix + min(patches, max(1, int(self.patches * self.target * (patches / self.expected))))
 
     def macs(self, n: int, head_dim: int) -> float:
-        """Return the cost of the prediction network for n tokens, in multiply-adds (MACs). `head_dim` is not used."""
+        """Return the number of multiply-adds (MACs) of the small network that scores the patches, if `n` tokens enter this
+        module. `head_dim` is not used.
+        """
         return (n - self.prefix) * sum(part.weight.numel() for part in self.modules() if isinstance(part, nn.Linear))
 
     def forward(self, x: Tensor, size: Tensor | None, key: Any = None, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
@@ -73,8 +77,8 @@ class LearnedPrune(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The small network of `LearnedPrune`. It takes patches (b, n, d) and their sizes (b, n), which are 0 for removed patches.
-    It returns two logits for each patch, to keep it and to drop it, shape (b, n, 2).
+    """The small network that scores patches in learned pruning. For patches (b, n, d) and their sizes (b, n), it returns two
+    logits for each patch, to keep or to drop the patch, shape (b, n, 2). Removed patches have size 0.
 
     Each patch is judged by its own features and by the mean over all patches.
     """

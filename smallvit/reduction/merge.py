@@ -11,8 +11,8 @@ from .context import LayerContext, expand_index, gather_tokens
 
 
 class Merge(nn.Module):
-    """Token merging (ToMe): in each block, the `r` most similar pairs of patches are merged. The mean of a pair becomes one
-    token.
+    """Token merging (ToMe), a module in each block that merges the most similar pairs of patches. The weighted mean of a pair
+    becomes one token. The option `r` sets how many pairs are merged.
 
     `r` is a number of merges per block, a fraction of the patches at hand (a float up to 0.5), or a tuple with one of these per
     block. `inflect` spreads a whole number over the blocks, from -1 (early) over 0 (constant) to 1 (late), with the authors'
@@ -38,21 +38,21 @@ class Merge(nn.Module):
         self.r = merge_schedule(r, inflect, context.depth)[context.layer]
 
     def count(self, n: int) -> int:
-        """Return how many pairs of patches this block merges if n tokens enter it. The n tokens include the prefix tokens
-        (class token and registers), which are never merged.
+        """Return the number of pairs of patches that this block merges, if `n` tokens enter the block. Prefix tokens (class
+        token and registers) are counted in `n`, but are never merged.
         """
         patches = n - self.prefix
         return min(int(self.r * patches) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
-        """Return how many tokens are left after the merging in this block if n tokens enter it, prefix tokens (class token and
-        registers) included.
+        """Return the number of tokens after the merging in this block, if `n` tokens enter the block. These numbers include the
+        prefix tokens (class token and registers).
         """
         return n - self.count(n)
 
     def macs(self, n: int, head_dim: int) -> float:
-        """Return the cost of finding similar pairs among n tokens, in multiply-adds (MACs). The cost consists of products of
-        keys, whose width is `head_dim`.
+        """Return the number of multiply-adds (MACs) that are needed to find similar pairs among `n` tokens by their keys.
+        `head_dim` is the width of a key.
         """
         patches = n - self.prefix
         return (patches // 2) * (patches - patches // 2) * head_dim if self.count(n) else 0
@@ -85,8 +85,8 @@ class Merge(nn.Module):
 
 
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:
-    """Return how much to merge in each of `depth` blocks, as a list: integers are numbers of merges, floats are fractions of
-    the patches. `r` is one such value or a list of them. `inflect` moves merges to early (-1) or late (1) blocks.
+    """Return a list with the number of merges in each of `depth` blocks. `r` is this number for all blocks, or a list of one
+    number per block; a float is a fraction of the patches. `inflect` moves merges to early (-1) or late (1) blocks.
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """

@@ -10,8 +10,8 @@ from .context import LayerContext, check_fraction, gather_tokens, pruning_layers
 
 
 class Prune(nn.Module):
-    """Token pruning (EViT): some blocks keep only the patches that get most attention from the class token, and fuse the other
-    patches into one token.
+    """Token pruning (EViT), a module in the blocks of a ViT. Some of the blocks keep only the patches that get most attention
+    from the class token. The other patches are fused into one token.
 
     `keep` is the share of the patches at hand that each pruning block keeps; `layers` are these blocks, by default those at
     1/4, 2/4 and 3/4 of the depth. `fuse` is "sum" (the paper), "mean" or "none" (drop the others). While the progress of the
@@ -46,8 +46,10 @@ class Prune(nn.Module):
         self.progress = 1.0  # set by the objective during training
 
     def share(self) -> float:
-        """Return the fraction of the patches that this block keeps now. In evaluation it is the option `keep`. In training it
-        falls from 1 to `keep` while the training progress (0 to 1) passes through the interval `shrink`.
+        """Return the fraction of the patches that this block keeps at the moment. In evaluation this is the option `keep`. In
+        training the fraction falls from 1 to `keep` during a part of the run, which the option `shrink` sets.
+
+        `shrink` is an interval of the training progress, which goes from 0 to 1.
         """
         start, end = self.shrink
         if not self.training or self.progress >= end:
@@ -57,8 +59,8 @@ class Prune(nn.Module):
         return self.keep + (1 - self.keep) * 0.5 * (1 + math.cos(math.pi * (self.progress - start) / (end - start)))
 
     def left(self, n: int) -> int:
-        """Return how many tokens are left after pruning in evaluation if n tokens enter this block. The result includes the
-        prefix tokens (class token and registers) and the token into which pruned patches are fused.
+        """Return the number of tokens after pruning in evaluation, if `n` tokens enter this block. These numbers include the
+        prefix tokens (class token and registers). The result also counts the token into which the pruned patches are fused.
         """
         kept = kept_patches(self.keep, n - self.prefix)
         return self.prefix + kept + (self.fuse != "none" and kept < n - self.prefix)
@@ -89,7 +91,7 @@ class Prune(nn.Module):
 
 
 def kept_patches(keep: float, patches: int) -> int:
-    """Return how many of `patches` patches stay if the fraction `keep` of them is kept: the product, rounded up, and at least
-    one.
+    """Return the number of patches that stay if a fraction of them is kept. `keep` is the fraction and `patches` is the number
+    of all patches. The product is rounded up, and is at least one.
     """
     return max(1, math.ceil(round(keep * patches, 6)))  # rounded first: 0.55 * 100 is 55.00000000000001 as a float

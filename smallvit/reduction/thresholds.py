@@ -10,8 +10,10 @@ from .context import LayerContext, expand_index, gather_tokens
 
 
 class LearnedThresholds(nn.Module):
-    """LTMP: merge patches whose similarity is above a threshold, then prune patches whose received attention is below a second
-    threshold. Each block learns both thresholds in training.
+    """Token merging and pruning with learned thresholds (LTMP), a module in each block. Patches are merged if their similarity
+    is above the first threshold. Patches are pruned if they receive less attention than the second threshold.
+
+    Each block learns its two thresholds in training.
 
     `merge` and `prune` are the initial values of the thresholds, and their values if nobody trains them. `merge=None` only
     prunes. `temperature` is that of the sigmoid in the gradient. Train with the objective `LearnThresholds`, which holds the
@@ -54,8 +56,9 @@ class LearnedThresholds(nn.Module):
             nn.init.constant_(self.merge, self.start_merge)
 
     def clamp(self):
-        """Clip the two learned thresholds to their valid ranges, in place. The authors of the method do so after each training
-        step.
+        """Limit the two learned thresholds to their valid ranges, in place.
+
+        The authors of the method do so after each training step.
         """
         with torch.no_grad():
             self.prune.clamp_(0, self.tokens)
@@ -63,11 +66,13 @@ class LearnedThresholds(nn.Module):
                 self.merge.clamp_(0, 1)
 
     def left(self, n: int) -> None:
-        """Return None: the number of tokens that are left, out of `n`, depends on the content of the image."""
+        """Return None, because the number of tokens after this module depends on the image. `n` is the number of tokens that
+        enter the module.
+        """
 
     def macs(self, n: float, head_dim: int) -> float:
-        """Return the cost of comparing all pairs of n tokens by their keys, in multiply-adds (MACs). `head_dim` is the width of
-        a key. The cost is 0 if this module does not merge.
+        """Return the number of multiply-adds (MACs) that are needed to compare all pairs of `n` tokens by their keys, or 0 if
+        this module does not merge. `head_dim` is the width of a key.
         """
         return 0 if self.merge is None else n * n * head_dim
 
@@ -95,8 +100,10 @@ class LearnedThresholds(nn.Module):
 
     def best_matches(self, key: Tensor, is_present: Tensor) -> tuple[Tensor, Tensor]:
         """Find the most similar destination patch for each source patch. Return the cosine similarity of each pair and the
-        index of the destination, both (b, n). Sources and destinations alternate in the sequence, as in ToMe. `key` holds the
-        keys (b, n, e), and `is_present` (b, n) is False for removed tokens.
+        position of the destination, two tensors of shape (b, n). `key` holds the keys (b, n, e), and `is_present` (b, n) is
+        False for removed tokens.
+
+        Every second patch is a source and the others are destinations, as in ToMe.
 
         The similarity of tokens that are not sources is -2.
         """
@@ -108,9 +115,10 @@ class LearnedThresholds(nn.Module):
         return torch.where(source[:, :, None] & target[:, None, :], cosine, -2.0).max(-1)
 
     def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, is_merged: Tensor, destination: Tensor):
-        """Merge source tokens into destination tokens, as means weighted by `size`, and return all tokens with their sizes and
-        importance. `is_merged` (b, n) is 1 for each source to merge, and `destination` (b, n) is the index of the token that it
-        joins. A merged token has the largest `importance` of its members.
+        """Merge source tokens into destination tokens. Return all tokens with their sizes and importance scores. `is_merged`
+        (b, n) is 1 for each source to merge, and `destination` (b, n) is the position of the token that the source joins.
+
+        A merged token is the mean of its tokens, weighted by `size`, and has the largest of their scores.
 
         The sources stay in the tensors; the caller sets their size to 0.
         """
@@ -123,17 +131,18 @@ class LearnedThresholds(nn.Module):
         return x, total, importance.scatter_reduce(1, destination, source_importance, "amax")
 
     def above_threshold(self, value: Tensor, threshold: Tensor) -> Tensor:
-        """Return 1 where the value is above the threshold, else 0. The gradient is that of a sigmoid instead of the step
-        function (straight-through estimator).
+        """Return a tensor with 1 where `value` is above `threshold`, else 0. The gradient is that of a sigmoid, because a step
+        function has no useful gradient (straight-through estimator).
         """
         soft = ((value - threshold) / self.temperature).sigmoid()
         return (value > threshold).to(soft.dtype) + (soft - soft.detach())  # the bracket is exactly 0
 
 
 def remove_empty(x: Tensor, size: Tensor, original_size: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Take tokens of size 0 (removed tokens) out of a batch, and return the remaining tokens and their sizes. Shorter images
-    are padded with tokens of size 0. If no token was removed, return `original_size`, the sizes before the reduction, instead
-    of `size`.
+    """Remove tokens of size 0 from a batch, and return the remaining tokens and their sizes. Images with fewer tokens are
+    padded with tokens of size 0. If no token was removed, `original_size` is returned instead of `size`.
+
+    `original_size` holds the sizes before the reduction.
     """
     present = size > 0
     longest = int(present.sum(1).max())
