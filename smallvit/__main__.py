@@ -16,8 +16,8 @@ from smallvit import __version__
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command of the command line. Returns the exit status: 0 for success, 1 if something failed, 2 for wrong
-    arguments, and 130 after Ctrl-C.
+    """Run one command of the command line, such as `smallvit run`. Return the exit status: 0 for success, 1 if something
+    failed, 2 for wrong arguments, and 130 after Ctrl-C.
     """
     options = parser().parse_args(arguments)
     options.started = time.perf_counter()
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Convert a command-line argument to a whole number of at least 1. Raises argparse.ArgumentTypeError for any other text."""
+    """Return a command-line argument as a whole number of at least 1. Raises argparse.ArgumentTypeError for any other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 1")
     return int(text)

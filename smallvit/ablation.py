@@ -30,8 +30,8 @@ SUPERVISED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """One run of a comparison: the settings of the run, the arm (the variant in the comparison) that it belongs to, and the
-    role of this arm. Arm and role do not change the training.
+    """One run of a comparison: its settings, the arm (variant in the comparison) to which the run belongs, and the role of this
+    arm, such as "baseline" or "technique". Arm and role do not change the training.
 
     run         the settings
     arm         the name of the arm
@@ -57,17 +57,17 @@ class ArmRun:
 
     @property
     def labels(self) -> int | None:
-        """The number of labelled training images of the run. None means that all images have labels."""
+        """The number of labelled training images of the run. None means that all training images have labels."""
         return self.run.labels
 
     @property
     def seed(self) -> int:
-        """The random seed of the run, which also decides which images have labels."""
+        """The random seed of the run. It also decides which images have labels."""
         return self.run.seed
 
     def with_steps(self, change) -> "ArmRun":
-        """Return a copy with another number of training steps. The function `change` maps the old number to the new one, as in
-        `Run.with_steps`.
+        """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
+        new one.
         """
         return replace(self, run=self.run.with_steps(change))
 
@@ -80,9 +80,10 @@ def ablate(
     references: bool = True,
     extra_references: dict[str, Run] | None = None,
 ) -> list[ArmRun]:
-    """Return the list of all runs of a comparison. `arms` maps the name of each arm (variant) to its run; the first one is the
-    baseline. Each arm is trained with every number in `labels` and every seed. `references` adds standard reference models, and
-    `extra_references` adds others.
+    """Return the list of all runs of a comparison. `arms` is a dict from the name of each arm (variant) to its run, with the
+    baseline first. The options `labels` and `seeds` list the numbers of labelled images and the random seeds.
+
+    Each arm is trained with every number of labelled images and every seed.
 
     With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression
     and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained
@@ -124,8 +125,10 @@ def ablate(
 def with_dependencies(
     entries: Iterable[ArmRun], recipe: Iterable[ArmRun] = ()
 ) -> tuple[list[ArmRun], list[dict[str, int]]]:
-    """Extend the list `entries` by the earlier runs that must be trained first, such as pretraining, each once. Returns the new
-    list and, for each run in it, a dict from field ("init" or "teacher") to the position of the run that it depends on.
+    """Add to a list of runs the earlier runs that must be trained first, such as pretraining. Return the longer list, and for
+    each run a dict from "init" or "teacher" to the position of the earlier run. `recipe` lists all known runs.
+
+    Each earlier run is added once.
 
     `recipe` holds all runs of the recipe: a dependency that is one of them keeps the name of its arm.
     """
@@ -144,8 +147,8 @@ def with_dependencies(
 
 
 def at_cell(run: Run, labels: int | None, seed: int) -> Run:
-    """Return a copy of a run with this number of labels (None for all) and this seed. Earlier runs that it depends on, such as
-    pretraining, get the same labels and seed.
+    """Return a copy of a run with another number of labelled images (`labels`, where None means all) and another random seed.
+    Earlier runs that this run needs, such as pretraining, are changed in the same way.
 
     A dependency that sets its own number of labels keeps it. A dependency that uses no labels has `labels=None`, so it is the
     same run for all numbers of labels.
@@ -158,15 +161,15 @@ def at_cell(run: Run, labels: int | None, seed: int) -> Run:
 
 
 def depends_on_labels(run: Run) -> bool:
-    """Whether the number of labels changes the training images of a run, or of an earlier run that it depends on. It does not
-    for pretraining on unlabelled images.
+    """Return whether the training images of a run depend on the number of labelled images. This is false for pretraining on
+    unlabelled images. Earlier runs that the run needs are included.
     """
     return not run.unlabelled or run.pseudo_labels is not None or any(map(depends_on_labels, run.dependencies.values()))
 
 
 def as_list(values: Iterable, name: str) -> list:
-    """Return several values as a list. `name` is the name of the parameter in error messages. Raises ValueError if `values` is
-    a single value, is empty, or contains a value twice.
+    """Return several values as a list. Raise ValueError if `values` is a single value, is empty or contains a value twice.
+    `name` is the name of the parameter in the error message.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
         several = f"range({values})" if name == "seeds" and isinstance(values, int) else f"[{values!r}]"
@@ -178,8 +181,8 @@ def as_list(values: Iterable, name: str) -> list:
 
 
 def standard_references(arms: list[Run]) -> dict[str, Run]:
-    """Return a dict from the name of each standard reference model to its run. `arms` are the runs that are compared, and the
-    first one is the baseline. The references use the data of the baseline.
+    """Return the runs of the standard reference models, such as a small CNN, as a dict from name to run. `arms` are the runs of
+    the comparison. The first one is the baseline, whose data set the reference models use.
 
     They are raw pixels under two classifiers; a small CNN with the training settings of the baseline, if the baseline is
     trained; and an untrained model, if an arm is judged by a probe.
@@ -200,8 +203,8 @@ linear_probe_of_pixels = partial(linear_probe, standardise=False)
 
 
 def probes_for_pixels(arms: list[Run]) -> tuple[partial, ...]:
-    """Return the probes (classifiers on frozen features) of these arms that can also classify raw pixels. Options that have no
-    meaning for raw pixels, such as a layer of the model, are removed.
+    """Return the probes (classifiers on frozen features) of these runs that can also classify raw pixels, as a tuple. Options
+    without meaning for raw pixels, such as a layer of the model, are removed.
     """
     found = {}
     for evaluator in (evaluator for run in arms for evaluator in run.evaluators):
@@ -221,15 +224,17 @@ def imagenet_vit_s(
     upsampled: bool = False,
     scratch: bool = True,
 ) -> dict[str, Run]:
-    """Return extra references on the data of the run `baseline`: a ViT-S pretrained on ImageNet (`name` in timm), once
-    fine-tuned and once frozen. `patch` is the patch size in pixels. `upsampled` adds the model on enlarged images, and
-    `scratch` adds the same architecture trained from scratch.
+    """Return runs of additional reference models, as a dict from name to run: a ViT-S pretrained on ImageNet, once fine-tuned
+    and once frozen, and the same model trained from scratch. `baseline` is the run whose data set they use.
+
+    The option `name` is the name of the model in timm. `patch` is the patch size in pixels. `upsampled` adds the model on
+    enlarged images. `scratch=False` leaves out the model that is trained from scratch.
 
     Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
-    are resized. `upsampled=True` adds the images enlarged to the size of pretraining (224 pixels, 196 patches). Fine-tuning
-    takes at most 300 steps, with a learning rate that falls by a quarter from block to block; so does training from scratch,
-    which `scratch=False` leaves out. Frozen features are judged by logistic regression. `name` (of a timm model) and `file` are
-    those of `Weights`. The names of the arms say what the weights were trained on.
+    are resized. Enlarged images have the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at most 300 steps,
+    with a learning rate that falls by a quarter from block to block. Training from scratch takes as many steps. Frozen features
+    are judged by logistic regression. `name` and `file` are those of `Weights`. The names of the arms say what the weights were
+    trained on.
     """
     kind = name.partition(".")[0]
     # the shape of the default model is written here, so that a recipe need not import timm
@@ -261,8 +266,8 @@ def imagenet_vit_s(
 
 
 def training_data(name: str) -> str:
-    """Return the name of the data set that a pretrained timm model was trained on, such as ImageNet-21k. It is read from the
-    tag in the name of the model. If the tag is unknown, the name of the model is returned.
+    """Return the name of the data set on which a pretrained timm model was trained, such as ImageNet-21k. `name` is the name of
+    the model. If the data set is unknown, return the name of the model.
     """
     tag = name.partition(".")[2]
     known = {

@@ -25,8 +25,8 @@ VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (wei
 
 
 def describe(value: Any) -> Any:
-    """Convert a component (such as a model or a transform) or a plain value to JSON data. All options are included, also those
-    with their default.
+    """Return a description of a component (such as a model or a transform) or of a plain value as JSON data. It contains all
+    options, also those with their default value.
 
     A component becomes `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; an instance of a dataclass, such as a
     transform, becomes `{"make": "smallvit.augment.Warp", ...}`.
@@ -48,8 +48,11 @@ def describe(value: Any) -> Any:
 
 
 def rebuild(plain: Any) -> Any:
-    """Convert JSON data from `describe` back to the component or value. Only classes and functions of smallvit and of loaded
-    recipes are looked up, because the data may come from an untrusted record.
+    """Return the component (such as a model or a transform) or plain value that a description in JSON data stands for. This is
+    the inverse of `describe`.
+
+    Only classes and functions of smallvit and of loaded recipes are looked up, because the data may come from an untrusted
+    record.
 
     Options that were added after the description was written get the value of the old behavior (see `added_options`).
 
@@ -85,8 +88,8 @@ def rebuild(plain: Any) -> Any:
 
 
 def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Compare two descriptions (results of `describe`). Returns a dict from the dotted name of each option in which they differ
-    to its values in `plain` and in `other`. `path` is put before each name.
+    """Return the options in which two descriptions differ, as a dict from a name such as `model.depth` to a pair (value in
+    `plain`, value in `other`). Descriptions are JSON data from `describe`. `path` is put before each name.
 
     A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
     """
@@ -100,8 +103,8 @@ def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, 
 
 
 def describe_value(plain: Any) -> str:
-    """Return a short text for a described value, in the form that a person would write in a recipe:
-    `ShiftedPatchEmbed(patch=2)`. `plain` is a result of `describe`.
+    """Return a short text for a component or a value, in the form of Python code: `ShiftedPatchEmbed(patch=2)`. `plain` is its
+    description as JSON data, which `describe` returns.
 
     Options at their default are left out if the component can be looked up. A run is shortened to its model, objective and
     number of steps.
@@ -122,15 +125,17 @@ def describe_value(plain: Any) -> str:
 
 
 def described_name(plain: Any) -> str:
-    """Return the full name of the class or function in the description of a component, such as `smallvit.vit.ViT`. The name is
-    empty for a run or a plain value.
+    """Return the full name of a class or function from its description, such as `smallvit.vit.ViT`. `plain` is this description
+    as JSON data. The name is empty for a run or a plain value.
     """
     return (plain.get("call") or plain.get("make") or "") if isinstance(plain, dict) else ""
 
 
 def described_defaults(name: str) -> dict[str, Any]:
-    """Return a dict from each option of a component to its default, as JSON data. `name` is the full name of the component. The
-    dict is empty if this version of smallvit and the loaded recipes have no such component.
+    """Return the default values of a component (such as a model or a transform), as a dict from option to JSON data. `name` is
+    the full name of its class or function.
+
+    The dict is empty if this version of smallvit and the loaded recipes have no such component.
     """
     try:
         accepted = options(component(name))
@@ -140,8 +145,10 @@ def described_defaults(name: str) -> dict[str, Any]:
 
 
 def definition_hash(thing: Callable) -> dict[str, str]:
-    """Return a dict with the hash (`recipe_sha256`) of the source code of a class or function in a recipe, including all
-    definitions that it uses. The dict is empty for classes and functions of smallvit.
+    """Return the hash of the source code of a class or function, if a recipe file defines it, as a dict with the key
+    `recipe_sha256`. For other classes and functions the dict is empty.
+
+    The hash includes all definitions of the recipe that the class or function uses.
     """
     if not thing.__module__.startswith("recipes."):
         return {}
@@ -150,8 +157,10 @@ def definition_hash(thing: Callable) -> dict[str, str]:
 
 
 def full_name(thing: Callable) -> str:
-    """Return the full name under which a record stores a class or function: `smallvit.<module>.<Name>` or
-    `recipes.<file>.<Name>`. `component` finds it again by this name.
+    """Return the full name under which the results of a run store a class or function: `smallvit.<module>.<Name>` or, if a
+    recipe file defines it, `recipes.<file>.<Name>`.
+
+    `component` finds the class or function again by this name.
 
     Raises ValueError for lambdas, local functions and instances, which have no such name.
     """
@@ -173,8 +182,10 @@ def full_name(thing: Callable) -> str:
 
 
 def component(name: str) -> Any:
-    """Return the class or function with this full name, such as `smallvit.vit.ViT`. Names may come from untrusted records, so
-    only public components of smallvit and of loaded recipes are found.
+    """Return the class or function with a given full name, such as `smallvit.vit.ViT`. For safety, only public classes and
+    functions of smallvit and of loaded recipe files can be found.
+
+    The name may come from an untrusted record.
 
     Raises ValueError for anything but a public class or function of the component modules and of the loaded recipes.
     """
@@ -198,8 +209,8 @@ def component(name: str) -> Any:
 
 
 def check(component: Any, name: str):
-    """Check that the options of a component exist in the signature of its class or function. Components among these options are
-    checked in the same way. `name` is the setting that holds the component, for error messages.
+    """Raise ValueError if a component (such as a model or a transform) has a wrong, missing or unknown option. Components among
+    its options are checked, too. `name` is the setting of the run that holds the component.
 
     Raises ValueError for something that is not callable, an unknown option, an option bound by position, a missing option, and
     a text in place of a number.
@@ -225,22 +236,24 @@ def check(component: Any, name: str):
                 raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a tuple, or a plain value")
     for option, p in accepted(component).items():
         if p.default is p.empty:
-            raise ValueError(f"{name} has no {option!r}; expected partial({called.__name__}, {option}=...)")
+            raise ValueError(f"{name} has no {option!r}, a required option; write partial({called.__name__}, {option}=...)")
         if callable(p.default):
             check(p.default, f"{name}.{option}")
     describe(component)
 
 
 def function(component: Any) -> Any:
-    """Return the class or function inside a component, which may be wrapped in any number of `functools.partial`."""
+    """Return the class or function inside a component, where `functools.partial` may have set options. The result has no
+    options set.
+    """
     while isinstance(component, functools.partial):
         component = component.func
     return component
 
 
 def added_options(component: Any) -> dict[str, Any]:
-    """Return the options of a component that were added after version 0.2.0. The value of each is the one with which the
-    component behaves as before the option existed.
+    """Return the options of a component (such as a model) that were added after version 0.2.0, as a dict. Each value is the one
+    with which the component behaves as in that version.
 
     A component declares them in its attribute `added_options`. They keep the fingerprints of older runs valid. A subclass
     inherits the declaration for those options that it accepts.
@@ -250,8 +263,8 @@ def added_options(component: Any) -> dict[str, Any]:
 
 
 def arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """Return all parameters that a component accepts by name, as `inspect.Parameter` objects. A value that `functools.partial`
-    has set counts as the default.
+    """Return all parameters that a component (such as a model or a transform) accepts by name, as a dict from name to
+    `inspect.Parameter`. A value that `functools.partial` has set counts as the default.
     """
     if not isinstance(component, partial):
         return dict(own_arguments(component))
@@ -268,21 +281,23 @@ def arguments(component: Callable) -> dict[str, inspect.Parameter]:
 
 @functools.cache  # a recipe needs the same few signatures 100,000 times
 def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """Return the parameters in the signature of a class or function that can be given by name."""
+    """Return the parameters of a class or function that can be given by name, as a dict from name to `inspect.Parameter`."""
     parameters = inspect.signature(component).parameters
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def options(component: Callable) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a component that a recipe may set. Positional parameters without a default, such as the number
-    of channels, are left out: the library passes their values.
+    """Return the parameters of a component (such as a model or a transform) that a user may set, as a dict from name to
+    `inspect.Parameter`. Parameters whose values the library passes are left out, such as the number of channels.
+
+    These are the positional parameters without a default.
     """
     return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def check_option(name: str, names: Iterable[str], owner: str):
-    """Raise ValueError if no option has this name. `names` are the existing options. The error message says that `owner` has no
-    such option, and it suggests the most similar name.
+    """Raise ValueError if `name` is not among the existing options `names`. The message says that `owner`, such as a class
+    name, has no such option, and it suggests the most similar option.
     """
     names = list(names)
     if name not in names:
@@ -293,8 +308,10 @@ def check_option(name: str, names: Iterable[str], owner: str):
 
 
 def canonical(plain: Any) -> Any:
-    """Return a description in a fixed form from which a hash is computed. It leaves out options that are None, and newer
-    options whose value keeps the old behavior.
+    """Return the description of a component (such as a model or a transform) in a fixed form, from which a hash is computed.
+    `plain` is the description as JSON data. Options that are None are left out.
+
+    Newer options whose value keeps the old behavior are left out, too.
 
     Whole numbers are integers: 2.0 becomes 2.
     """

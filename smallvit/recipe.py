@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def recipe_files() -> list[Path]:
-    """Return the paths of all available recipes: the files in the folder `./recipes` and those that are installed with
-    smallvit.
+    """Return the paths of all available recipe files (Python files that list the runs of a comparison). They are in the folder
+    `./recipes` or were installed with smallvit.
     """
     package = Path(__file__).parent
     places = [Path("recipes"), package / "recipes", package.parent / "recipes"]
@@ -25,7 +25,8 @@ def recipe_files() -> list[Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe file. `name` is a path, or the name of an available recipe, such as quickstart.
+    """Return the path of a recipe file (a Python file that lists the runs of a comparison). `name` is a path or the name of an
+    installed recipe, such as quickstart.
 
     Raises ValueError if there is none, with similar names: of the files beside that path, or of the available recipes.
     """
@@ -43,8 +44,10 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(path: str | Path) -> ModuleType:
-    """Import a recipe file as a module with the name `recipes.<file>`. Under this name, records can refer to classes and
-    functions that the recipe defines. Returns the module.
+    """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. Its name is
+    `recipes.<file>`.
+
+    Under this name, records can refer to classes and functions that the recipe defines.
 
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it.
     """
@@ -88,8 +91,8 @@ def load_recipe(path: str | Path) -> ModuleType:
 
 
 def definitions(text: str) -> dict[str, str]:
-    """Return a hash of the code behind each top-level name of a recipe. `text` is the source code of the recipe. The hash of a
-    class or function covers its definition and all other definitions in the recipe that it uses.
+    """Return a dict from each top-level name in a recipe file to a hash of its code. `text` is the source code of the file. The
+    hash includes all other definitions in the file that this code uses.
 
     Comments, docstrings and unrelated parts of the file do not change a hash. A changed hash means that arms which use the name
     are trained again.
@@ -112,7 +115,7 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def without_docstrings(tree: ast.stmt) -> ast.stmt:
-    """Remove the docstrings of all classes and functions from a syntax tree, and return this tree."""
+    """Remove the docstrings of all classes and functions in a syntax tree (from Python's `ast`), and return this tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -121,7 +124,7 @@ def without_docstrings(tree: ast.stmt) -> ast.stmt:
 
 def check_repeated_keys(text: str):
     """Raise ValueError if a dict in the source code `text` has the same key twice. Python would silently keep only the last
-    value, so an arm of the comparison would be lost.
+    value, so a variant of the comparison would be lost.
     """
     for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Dict)):
         for key, times in Counter(key.value for key in node.keys if isinstance(key, ast.Constant)).items():
@@ -130,7 +133,7 @@ def check_repeated_keys(text: str):
 
 
 def assigned_names(node: ast.AST) -> set[str]:
-    """Return the names that a top-level statement of a file defines, imports or assigns."""
+    """Return the set of names that a top-level statement of a Python file defines, imports or assigns."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}  # names inside are local
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -141,8 +144,10 @@ def assigned_names(node: ast.AST) -> set[str]:
 
 
 def check_comparable(runs: Sequence["ArmRun"], name: str):
-    """Raise ValueError if the runs of a recipe cannot be compared: a run occurs twice, there is no baseline, or an arm has
-    several roles or several baselines. `name` is the name of the recipe file in error messages.
+    """Raise ValueError if the runs of a recipe file cannot be compared, for example because a run occurs twice or because there
+    is no baseline. `name` is the name of the file, which the error message shows.
+
+    An arm (one variant in the comparison) with several roles or several baselines raises the error, too.
     """
     for (arm, labels, seed), times in Counter((entry.arm, entry.labels, entry.seed) for entry in runs).items():
         if times > 1:
@@ -161,8 +166,10 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
 
 
 def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
-    """Return the runs that pass all filters. A filter is a text such as `arm=a,b`, `labels=100,1000` or `seed=0-3`. The filter
-    `arm=references` selects all reference models.
+    """Return the list of the runs that pass all filters. A filter is a text: `arm=a,b` selects variants of the comparison
+    (arms) by name, `labels=100,1000` selects by number of labelled images, and `seed=0-3` selects by seed.
+
+    The filter `arm=references` selects all reference models.
 
     Raises ValueError for an unknown filter or value, with the most similar one, and if no run is left.
     """
@@ -188,16 +195,16 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
 
 
 def filter_value(entry: "ArmRun", key: str) -> str:
-    """Return the property of a run that a filter tests, as text. `key` is "arm", "labels" or "seed". The text is `all` for
-    `labels=None`.
+    """Return one property of a run as text. `key` says which one: "arm" (the variant in the comparison), "labels" (the number
+    of labelled images) or "seed". If the property is None, the text is `all`.
     """
     value = getattr(entry, key)
     return "all" if value is None else str(value)
 
 
 def split_arms(text: str, offered: Sequence[str]) -> set[str]:
-    """Split a comma-separated text into names of arms. `offered` are the existing names. They are needed because a name may
-    itself contain commas.
+    """Return the set of arm names (names of variants) in a text in which commas separate them. `offered` are all existing
+    names. They are needed because a name may itself contain commas.
     """
     names, rest = set(), text
     for name in sorted(offered, key=len, reverse=True):
@@ -208,15 +215,18 @@ def split_arms(text: str, offered: Sequence[str]) -> set[str]:
 
 
 def expand_range(text: str) -> list[str]:
-    """Convert a range such as `0-3` to the list of its numbers, as texts. Any other text becomes a list with one item."""
+    """Return the numbers of a range such as `0-3` as a list of texts. Any other text gives a list that contains only this text.
+
+    Underscores are removed.
+    """
     first, _, last = text.replace("_", "").partition("-")
     is_range = first.isdecimal() and last.isdecimal()
     return [str(number) for number in range(int(first), int(last) + 1)] if is_range else [text.replace("_", "")]
 
 
 def smoke_test_runs(runs: Sequence["ArmRun"]) -> list["ArmRun"]:
-    """Return short runs that test whether a recipe works: one run of every arm, with at most two steps, the smallest number of
-    labels and the smallest seed.
+    """Return a few very short runs that test whether a recipe file works. There is one run for each arm (variant), with at most
+    two training steps, the fewest labelled images and the smallest seed.
     """
     first: dict[str, ArmRun] = {}
     for entry in sorted(runs, key=lambda entry: (entry.labels is None, entry.labels or 0, entry.seed)):

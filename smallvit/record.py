@@ -30,8 +30,8 @@ STATUSES = ("finished", "failed", "unavailable", "missing")
 
 @dataclass(kw_only=True)
 class Record:
-    """The record of one run: its settings, its results, its costs, and the machine and software that produced them. A field is
-    None if it does not apply or was not measured.
+    """The record (saved results) of one run: its settings, results and costs, and the machine and software that were used. A
+    field is None if it does not apply or was not measured.
 
     Raises ValueError when a value has the wrong type, or when the role or the status is unknown.
     """
@@ -105,13 +105,13 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has been trained and evaluated without an error."""
+        """Whether the run has ended without an error, so that its model is trained and evaluated."""
         return self.status == "finished"
 
     @property
     def result(self) -> float:
-        """The number on the test images, between 0 and 1, by which the run is judged, such as its accuracy. Raises ValueError
-        if there is no such number.
+        """The number between 0 and 1 by which the run is judged, such as its accuracy on the test images. Raises ValueError if
+        there is no such number.
         """
         value = (self.test or {}).get(self.score)
         if not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -129,8 +129,8 @@ NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "r
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]):
-    """Write a file so that an interruption cannot damage an existing one. The function `write(temporary_path)` writes the new
-    file, which is then moved to `path`. If writing fails, an existing file at `path` stays unchanged.
+    """Write a file safely: if writing is interrupted, an existing file at `path` stays unchanged. The function
+    `write(temporary_path)` writes the new content to a temporary file, which is then moved to `path`.
 
     Raises ValueError, with the folder and the reason, when the file cannot be written.
     """
@@ -158,12 +158,13 @@ def write_text(path: Path, text: str):
 
 
 def write_record(folder: Path, record: Record):
-    """Write the record of a run to the file `record.json` in the folder of the run."""
+    """Write the record (results) of a run to the file `record.json` in the folder of the run."""
     write_text(Path(folder) / RECORD, to_json(record, indent=1) + "\n")
 
 
 def read_record(folder: Path) -> Record | None:
-    """Read the record of a run from the file `record.json` in the folder of the run. Returns None if there is no such file.
+    """Return the record (results) of a run, read from the file `record.json` in the folder of the run. Return None if there is
+    no such file.
 
     Raises ValueError, naming the file, if it is damaged or was written by another version.
     """
@@ -172,21 +173,22 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_records(path: Path, records: Iterable[Record]):
-    """Write records to a file in JSON Lines format (`.jsonl`), with one record in each line."""
+    """Write several records (results of a run) to a file in JSON Lines format (`.jsonl`), with one record in each line."""
     write_text(path, "".join(to_json(record) + "\n" for record in records))
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read all records from a `.jsonl` file. Raises ValueError, with the number of the line, if a record is damaged or was
-    written by another version of smallvit.
+    """Return a list of all records (results of a run) in a `.jsonl` file, which has one record in each line.
+
+    Raises ValueError, with the number of the line, if a record is damaged or was written by another version of smallvit.
     """
     lines = Path(path).read_bytes().splitlines()
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
-    """Return the records without most of their pictures, to keep the file small. Only the first record of each arm and number
-    of labels keeps its field `picture`.
+    """Return the records (results of a run) without most of their pictures, to save space. For each arm (variant) and number of
+    labelled images, only the first record keeps its field `picture`.
     """
     seen: set[tuple] = set()
     kept = []
@@ -198,8 +200,10 @@ def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
 
 
 def to_json(record: Record, indent: int | None = None) -> str:
-    """Return a record as JSON text: in one line, or with `indent` spaces for each level. Raises ValueError, with the name of
-    the field, for NaN and infinity, which JSON does not allow.
+    """Return a record (results of a run) as JSON text. `indent` is the number of spaces for each level; without it, the text is
+    one line.
+
+    Raises ValueError, with the name of the field, for NaN and infinity, which JSON does not allow.
     """
     plain = asdict(record)
     for name, value in plain.items():
@@ -211,7 +215,8 @@ def to_json(record: Record, indent: int | None = None) -> str:
 
 
 def parse(text: bytes, source: str) -> Record:
-    """Convert the JSON text of a record to a `Record`. `source` is the name of the file in error messages.
+    """Return the `Record` (results of a run) that is written in a JSON text. `source` is the name of the file, which error
+    messages show.
 
     Raises ValueError if the text is damaged, is no record, or has another format.
     """
@@ -239,8 +244,10 @@ def parse(text: bytes, source: str) -> Record:
 
 
 def user_line(traceback: str) -> str:
-    """Return the last line of the user's own code in a Python traceback: `mine.py, line 12: return x + 1`. The result is empty
-    if the traceback contains only code of smallvit, other installed packages and Python itself.
+    """Return the last line of the user's own code in a Python traceback, as text: `mine.py, line 12: return x + 1`. The text is
+    empty if the traceback contains no code of the user.
+
+    Code of smallvit, of other installed packages and of Python itself is not the user's own.
     """
     package = Path(__file__).parent
     for path, number, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', traceback)):
@@ -259,8 +266,10 @@ def file_sha256(path: Path) -> str:
 
 
 def damaged_weights(folder: Path, record: Record) -> str | None:
-    """Return an error message if the weights file of a run does not have the hash that its record contains. Return None if the
-    hash is correct, and also if there is no file or no hash.
+    """Return an error message if the weights file in the folder of a run is damaged, which means that its hash is not the one
+    in `record` (the results of the run). Otherwise return None.
+
+    The result is also None if there is no file or no hash.
     """
     path = Path(folder) / WEIGHTS
     if record.weights_sha256 is None or not path.exists() or file_sha256(path) == record.weights_sha256:
@@ -270,8 +279,10 @@ def damaged_weights(folder: Path, record: Record) -> str | None:
 
 @functools.cache
 def code() -> dict:
-    """Return what identifies the code of smallvit that is running: a hash of its files (`sha256`), the git commit, and whether
-    files differ from that commit (`dirty`). Outside a git clone the last two are None.
+    """Return a dict that identifies the running code of smallvit: a hash of its files (`sha256`), the git commit (`commit`),
+    and whether files differ from this commit (`dirty`).
+
+    Outside a git clone the last two are None.
     """
     root = Path(__file__).parent
     digest = hashlib.sha256()
@@ -299,7 +310,7 @@ def code() -> dict:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries that affect results, as a dict by name."""
+    """Return the versions of Python and of the libraries that affect results, as a dict from name to version."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
@@ -312,7 +323,9 @@ def versions() -> dict[str, str]:
 
 
 def format_labels(labels: int | None) -> str:
-    """Return a number of labels as text: `1,000 labels`, `1 label`, or `all labels` for None."""
+    """Return a number of labelled images as text, such as `1,000 labels` or `1 label`. For None, which means that all images
+    have labels, the text is `all labels`.
+    """
     return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
 
 

@@ -24,14 +24,16 @@ DEFAULT_EVALUATORS: Any = None  # replaced by those that suit the objective
 
 
 def number(default: Any, low: float, high: float) -> Any:
-    """Declare a field of `Run` that holds a number from `low` to `high`. The number must be whole if the limits are whole. None
-    is allowed if the default is None.
+    """Return a dataclass field for a setting of `Run` that is a number from `low` to `high`. The number must be whole if the
+    limits are whole. None is allowed if the default is None.
     """
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def choice(default: str, *others: str) -> Any:
-    """Declare a field of `Run` that holds one of a few allowed strings: the default or one of `others`."""
+    """Return a dataclass field for a setting of `Run` that is one of a few allowed texts: the default or one of the further
+    arguments, `others`.
+    """
     return field(default=default, metadata={"allowed": (default, *others)})
 
 
@@ -129,8 +131,10 @@ class Run:
 
     @property
     def dependencies(self) -> "dict[str, Run]":
-        """The runs that must be trained before this one: a dict from the name of the field that holds a run ("init" or
-        "teacher") to this run.
+        """The earlier runs that must be trained before this one, as a dict. The key "init" holds the run that provides the
+        initial weights, and the key "teacher" holds the run of the teacher model.
+
+        A key is absent if the field of this name holds no run.
         """
         return {name: run for name in DEPENDENCIES if isinstance(run := getattr(self, name), Run)}
 
@@ -142,28 +146,29 @@ class Run:
 
     @property
     def default_evaluators(self) -> tuple[Callable, ...]:
-        """The evaluators of a run that does not set any: accuracy if the objective learns from labels, otherwise kNN and a
-        linear probe.
+        """The evaluators of a run for which none are set, as a tuple. They measure accuracy if the objective learns from
+        labels, otherwise kNN and a linear probe.
         """
         return (accuracy,) if self.reads_labels else (knn, linear_probe)
 
     def at_seed(self, seed: int) -> "Run":
-        """Return a copy of this run with another random seed. Earlier runs that it depends on get the same seed.
+        """Return a copy of this run with another random seed. Earlier runs that this run needs, such as pretraining, get the
+        same seed.
 
         Runs that differ only in their seed become equal.
         """
         return replace(self, seed=seed, **{name: run.at_seed(seed) for name, run in self.dependencies.items()})
 
     def with_steps(self, change: Callable[[int], int]) -> "Run":
-        """Return a copy of this run with another number of training steps. The function `change` maps the old number to the new
-        one, also for the earlier runs that this run depends on.
+        """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
+        new one. Earlier runs that this run needs, such as pretraining, are changed in the same way.
         """
         dependencies = {name: run.with_steps(change) for name, run in self.dependencies.items()}
         return replace(self, steps=change(self.steps), **dependencies)
 
     def vary(self, **changes: Any) -> "Run":
-        """Return a copy of this run with some settings changed. A name is a field of the run, such as `lr=1e-3`, or an option
-        of its model, such as `depth=6`.
+        """Return a copy of this run with some settings changed, which are given by name. They are settings of the run, such as
+        `lr=1e-3`, or options of its model, such as `depth=6`.
 
         Raises ValueError for a name that neither the run nor its model has.
         """
@@ -188,8 +193,8 @@ class Run:
 
 
 def check_value(name: str, value: Any, default: Any, limits: Any):
-    """Raise ValueError if the value of a field of `Run` is not allowed. `limits` is what `number` or `choice` has declared for
-    the field: the lowest and the highest number, or the allowed strings.
+    """Raise ValueError if `value` is not allowed for the setting of `Run` with this name and this default. `limits` is a dict
+    with the smallest and the largest number, or with the allowed texts.
     """
     if "allowed" in limits and value not in limits["allowed"]:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, limits['allowed']))}")
@@ -204,8 +209,10 @@ def check_value(name: str, value: Any, default: Any, limits: Any):
 
 
 def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callable, ...]:
-    """Check the transforms or evaluators of a run and return them as a tuple. Raises ValueError if one of them cannot be used.
-    `name` is the field, and `example` is a valid value that the error message shows.
+    """Return the transforms or evaluators of a run as a tuple, after checking each of them. `name` is the setting of the run,
+    and `example` is a correct value for the error message.
+
+    Raises ValueError if one of them cannot be used.
     """
     if not isinstance(parts, tuple | list):
         raise ValueError(f"{name} is {parts!r}; expected a tuple, such as {example}")
@@ -217,8 +224,8 @@ def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callabl
 
 
 def check_evaluators(evaluators: tuple[Callable, ...]):
-    """Raise ValueError if a run has no evaluator, if it has the same one twice, or if the first evaluator does not report a
-    number, such as an accuracy, by which the run can be judged.
+    """Raise ValueError if the evaluators of a run are not usable: there is none, the same one occurs twice, or the first one
+    reports no number, such as an accuracy, that can judge the run.
     """
     if not evaluators:
         raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")
@@ -230,8 +237,10 @@ def check_evaluators(evaluators: tuple[Callable, ...]):
 
 
 def describe(run: Any) -> Any:
-    """Convert a run, a component (such as a model or a transform) or a plain value to JSON data. All settings are included,
-    also those with their default, so the description stays valid when a default changes later.
+    """Return a description of a run, of a component (such as a model or a transform) or of a plain value as JSON data. It
+    contains all settings, also those with their default value.
+
+    So the description stays valid when a default changes later.
     """
     if isinstance(run, Run):
         return {f.name: describe(getattr(run, f.name)) for f in fields(run)}
@@ -239,8 +248,10 @@ def describe(run: Any) -> Any:
 
 
 def rebuild(plain: Any) -> Any:
-    """Convert JSON data from `describe` back to the run, component or value. A setting that smallvit did not have at the time
-    of the description gets the value that keeps the old behavior.
+    """Return the run, component (such as a model or a transform) or plain value that a description in JSON data stands for.
+    This is the inverse of `describe`.
+
+    A setting that smallvit did not have at the time of the description gets the value that keeps the old behavior.
 
     Only components of smallvit and of loaded recipes are looked up. Raises ValueError for anything else.
     """
@@ -251,8 +262,8 @@ def rebuild(plain: Any) -> Any:
 
 
 def fingerprint(run: Run) -> str:
-    """Return 16 hexadecimal digits that identify the settings of a run. Equal settings have equal fingerprints, and different
-    settings have different ones.
+    """Return a hash of all settings of a run, as a text of 16 hexadecimal digits. Runs with equal settings have equal
+    fingerprints, and runs with different settings have different ones.
 
     A new option does not change the fingerprints of existing runs: an option that is None counts as absent, and so does one
     that has the value given in `added_options` of its component (or of `Run`).
@@ -261,8 +272,10 @@ def fingerprint(run: Run) -> str:
 
 
 def canonical(run: Run) -> dict[str, Any]:
-    """Return the settings of a run as JSON data in the fixed form from which `fingerprint` computes the hash. It leaves out
-    settings that are None and newer options that have their old value, also in the earlier runs that this run depends on.
+    """Return the settings of a run as JSON data in a fixed form, from which the hash of the run (its fingerprint) is computed.
+    Settings that are None are left out.
+
+    Newer options that have their old value are left out, too. The same holds in the earlier runs that this run depends on.
     """
     old = {name: describe(value) for name, value in Run.added_options.items()}
     plain = {name: value for name, value in describe(run).items() if name not in old or value != old[name]}
@@ -270,8 +283,8 @@ def canonical(run: Run) -> dict[str, Any]:
 
 
 def difference(run: Run, other: Run) -> dict[str, tuple[str, str]]:
-    """Return a dict from the dotted name of each setting in which two runs differ to its two values as text: first the value in
-    `run`, then the value in `other`.
+    """Return the settings in which two runs differ, as a dict from a name such as `model.depth` to a pair of texts: the value
+    in `run` and the value in `other`.
     """
     found = components.differences(describe(run), describe(other))
     return {name: (components.describe_value(one), components.describe_value(two)) for name, (one, two) in found.items()}

@@ -7,8 +7,8 @@ from smallvit.recipe import recipe_files
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the name of each available recipe and the question that it asks. The recipes are not imported. Returns the exit
-    status 0.
+    """Print the name and the question of each available recipe file (a Python file that lists the runs of a comparison). Return
+    the exit status 0. `options` are the arguments of the command line.
     """
     for path in recipe_files():
         try:

@@ -20,8 +20,8 @@ from smallvit.train.fit import new_record
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the report of a recipe, and print its verdicts. `options` are the arguments of the command line. Returns the exit
-    status: 0 if all runs have finished, otherwise 1.
+    """Write the report of a recipe file, which lists the runs of a comparison, and print the verdicts. `options` are the
+    arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
 
     With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of the
     committed records.
@@ -34,8 +34,8 @@ def main(options: argparse.Namespace) -> int:
     if options.publish:
         if options.scale_steps > 1:
             raise ValueError(
-                f"--publish got --scale-steps {options.scale_steps}, but the runs of {path.name} are shorter; change the steps"
-                " there"
+                f"--publish got --scale-steps {options.scale_steps}, but the two cannot be combined: the recipe file"
+                f" {path.name} sets other numbers of steps; remove --scale-steps"
             )
         left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
         if left:
@@ -58,8 +58,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
-    """Return the runs of a recipe with their training steps multiplied by the option `--scale-steps`, and the folder in which
-    these longer runs are stored.
+    """Return a list of runs with more training steps, and the folder in which their results are stored. The number of steps is
+    multiplied by the command-line option `--scale-steps`.
     """
     factor, out = options.scale_steps, Path(options.out)
     if factor == 1:
@@ -68,13 +68,17 @@ def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[Ar
 
 
 def scale_option(factor: int) -> str:
-    """Return the option `--scale-steps` as text for a command line. The text is empty for a factor of 1."""
+    """Return the option `--scale-steps` as text for a command line, for example ` --scale-steps 2`. The text is empty for a
+    factor of 1.
+    """
     return f" --scale-steps {factor}" * (factor > 1)
 
 
 def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
-    """Return a record for each run. A run without a record on disk, or with a damaged one, gets a record with the status
-    "missing". The paths of damaged files are printed.
+    """Return a list with the record (results) of each run. A run without results gets a record with the status "missing". `out`
+    is the folder of all results, and `recipe` is the name of the recipe file.
+
+    A damaged record counts as missing, and the path of the damaged file is printed.
     """
     records = []
     for entry in runs:
@@ -91,8 +95,10 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
 
 
 def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
-    """Return how many comparisons (an arm at one number of labels) have finished runs on disk although their arm was removed
-    from the recipe.
+    """Return how many comparisons have finished although their arm (variant) was later removed from the recipe file. `runs` are
+    the current runs, `out` is the folder of all results, and `recipe` is the name of the file.
+
+    A comparison is an arm at one number of labelled images.
 
     They still count for the Holm correction: otherwise an arm could be deleted after its result was seen.
     """
@@ -111,8 +117,8 @@ def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
 def write_report(
     path: Path, module: ModuleType, records: list[Record], target: Path, scale_steps: int = 1, earlier: int = 0
 ):
-    """Write the report of a recipe to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the recipe
-    file, and `module` is the imported recipe.
+    """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` and
+    `module` are the path and the imported module of the recipe file, which lists the runs.
 
     `earlier` is the number of comparisons whose arms were removed from the recipe.
     """
@@ -128,7 +134,7 @@ def write_report(
 
 def status(records: Sequence[Record]) -> int:
     """Return the exit status of a command: 0 if all runs have finished, otherwise 1. Also print how many runs failed or are
-    missing.
+    missing. `records` are the results of the runs.
 
     Runs whose external weights are unavailable do not count as failed, but at least one run must have finished.
     """

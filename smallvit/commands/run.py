@@ -19,8 +19,10 @@ from .report import collect, removed_comparisons, scaled, status, write_report
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train the runs of a recipe that have not finished yet, and write the report. `options` are the arguments of the command
-    line. Returns the exit status: 0 if all runs have finished, otherwise 1.
+    """Train the runs of a recipe file (a Python file that lists the runs of a comparison), and write the report. `options` are
+    the arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
+
+    Runs that have finished earlier are not trained again.
     """
     check_device(options.device)
     path = find_recipe(options.recipe)

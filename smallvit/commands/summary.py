@@ -8,8 +8,8 @@ from smallvit.recipe import find_recipe, load_recipe, only
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a summary of a model, layer by layer: that of an arm of a recipe, or that of a timm model. `options` are the
-    arguments of the command line. Returns the exit status 0.
+    """Print the layers of a model with their output shapes, parameters and multiply-adds (MACs). The model is that of a recipe
+    file or a timm model. `options` are the arguments of the command line. Return the exit status 0.
     """
     try:
         path = find_recipe(options.model)
@@ -30,8 +30,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def timm_model(options: argparse.Namespace, error: ValueError) -> tuple[Any, tuple[int, int, int]]:
-    """Create the timm model that `options.model` names, without allocating its weights. Returns the model and its image shape
-    (channels, height, width). `error` says why this name is no recipe; it is raised if timm has no such model either.
+    """Return the timm model with the name `options.model`, without weights in memory, and its image shape (channels, height,
+    width). If timm has no such model, `error` is raised.
+
+    `error` says why the name is no recipe.
 
     A plain ViT is returned as a smallvit `ViT`.
     """

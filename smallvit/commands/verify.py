@@ -12,8 +12,8 @@ from smallvit.run import fingerprint
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train a few committed runs again and compare the results with their records. `options` are the arguments of the command
-    line. Returns the exit status: 0 if every arm agrees with its records, otherwise 1.
+    """Train a few published runs again, and compare the new results with the published ones. `options` are the arguments of the
+    command line. Return the exit status: 0 if all results agree, otherwise 1.
     """
     check_device(options.device)
     path = find_recipe(options.recipe)

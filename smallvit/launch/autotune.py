@@ -41,9 +41,11 @@ Kinds = list[tuple[Run, int]]
 def autotune(
     runs: Sequence[ArmRun], folder: Path, jobs: int | None, device: str, given: dict | None = None
 ) -> tuple[Numerics, int, str]:
-    """Measure a few steps to find the fastest numerics (kernel, precision, compilation) and stack size for these runs on this
-    machine with `jobs` worker processes. Returns both, and a text with the measurements. Options in `given` are fixed, and only
-    the others are tried. The result is stored in `folder`.
+    """Find the fastest way to compute these runs on this machine by measuring a few training steps. Return the best `Numerics`
+    (attention kernel, precision, compilation), the number of runs to train together as one model, and a text with the
+    measurements.
+
+    `jobs` is the number of worker processes. The result is stored in `folder`.
 
     Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
     in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.
@@ -75,14 +77,18 @@ def autotune(
 
 
 def fixed_numerics(given: dict) -> Numerics:
-    """Return the `Numerics` with the options in `given`. All other options have their default."""
+    """Return a `Numerics` object (attention kernel, precision, compilation) with the options in the dict `given`. All other
+    options have their default.
+    """
     return Numerics(**{name: value for name, value in given.items() if name in CHOICES})
 
 
 def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
-    """Find the fastest settings for these runs by measurement: first the attention kernel and the precision, then the stack
-    size, then whether to compile. `kinds` are the runs to measure, from `kinds_of`. Options in `given` are fixed. `jobs` is the
-    number of worker processes.
+    """Measure the speed of these runs with different settings. Return the fastest `Numerics` (attention kernel, precision,
+    compilation), the number of runs to train together as one model, and a text. Options in `given` are not changed.
+
+    First the attention kernel and the precision are measured, then the number of runs in a stack, then whether to compile.
+    `kinds` are the runs to measure, from `kinds_of`. `jobs` is the number of worker processes.
     """
     import torch
 
@@ -115,8 +121,8 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
 
 
 def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
-    """Return all combinations of attention kernel and precision to measure. Options in `given` are fixed. `fp32` says whether
-    all runs use fp32; only then bf16 is tried as well.
+    """Return a list of all combinations of attention kernel and precision to measure. Options in the dict `given` are not
+    varied. `fp32` says whether all runs use fp32. Only then bf16 is tried as well.
     """
     kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
     precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if fp32 else [None]
@@ -126,9 +132,11 @@ def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
 def race(
     variants: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
 ) -> tuple[dict[Numerics, float], list[str]]:
-    """Measure how fast training is with each variant of the numerics. `begin(variant)` creates the trainings to measure, and
-    `counts` are their numbers of steps. Returns a dict from variant to the seconds for all these steps, and one line of text
-    for each variant.
+    """Measure the time of training with several variants of the settings. Return a dict from variant to seconds, and one line
+    of text for each variant. `begin(variant)` creates the `Training` objects to measure, and `counts` are their numbers of
+    steps.
+
+    The seconds are those of all these steps.
 
     The variants take turns, so that a disturbance affects all. Variants that fail, whose first losses differ from those of the
     first variant, or that are much slower than another one have no seconds.
@@ -173,16 +181,18 @@ def race(
 
 
 def winner(times: dict[Numerics, float], variants: Sequence[Numerics]) -> Numerics:
-    """Return the fastest variant. If it saves less than 5% of the time of the first variant, return the first one. `times` are
-    the seconds of the variants, and `variants` are all variants in their order.
+    """Return the fastest of several variants of the settings. `times` is a dict from variant to seconds, and `variants` are all
+    variants. If the fastest one saves less than 5% of the time of the first one, return the first one.
     """
     best = min(times, key=times.__getitem__, default=variants[0])
     return variants[0] if times.get(variants[0], float("inf")) * GAIN < times.get(best, 0) else best
 
 
 def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats: int = STEPS) -> list[float]:
-    """Return the median time of one training step in seconds, for each training. The trainings take turns, and their first step
-    is not measured.
+    """Return the median time of one training step in seconds, as a list with one number for each pair. A pair is a function
+    that takes one step, and a `Training` object. `repeats` is the number of measured steps.
+
+    The pairs take turns, and their first step is not measured. For a stack, the `Training` is one of its members.
 
     Each pair is a function that takes a step, and the training (one member of the stack, for a stack).
     """
@@ -196,8 +206,8 @@ def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats
 
 
 def begun(run: Run, numerics: Numerics, device: str) -> "Training":
-    """Create the training of a run, in order to measure its speed. External weights and weights of earlier runs are not loaded,
-    because the speed does not depend on them.
+    """Create a `Training` object for a run whose speed is to be measured. Pretrained weights are not loaded, because the speed
+    does not depend on them. `numerics` sets the attention kernel, the precision and compilation.
 
     The run gets more steps than are measured, unless it has none.
     """
@@ -214,8 +224,8 @@ def begun(run: Run, numerics: Numerics, device: str) -> "Training":
 
 
 def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: Numerics = DEFAULT) -> tuple[int, str]:
-    """Measure how many seeds are best trained together as one model. Returns this number, which is 1 if stacking is not faster,
-    and a text with the measurements.
+    """Measure how many runs with different seeds are best trained together as one model on `jobs` worker processes. Return this
+    number and a text with the measurements. The number is 1 if training together is not faster.
 
     The number is the same for the whole recipe. It is 1 unless a stack saves at least 10% of the time of all steps. It never
     leaves a worker without a run. Kinds of runs that cannot be stacked count with their time alone.
@@ -254,8 +264,10 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
 
 
 def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
-    """Group runs that have the same model, objective and batch size, and so take equally long steps. Returns one run of each
-    group and the total steps of the group, for the groups with the most steps. References are left out.
+    """Return a list of pairs (run, training steps) for a measurement of speed. Each pair stands for all runs with the same
+    model, objective and batch size, whose steps take equally long. The second number is the sum of their steps.
+
+    These are the groups with the most steps. References are left out.
     """
     found: dict[tuple, tuple[Run, int]] = {}
     for entry in with_dependencies(runs)[0]:
@@ -273,8 +285,8 @@ def first_line(error: Exception) -> str:
 
 
 def machine(device: str) -> list[Any]:
-    """Return what identifies this machine in a stored measurement: the processor, the name of the GPU (or the device), and the
-    version of torch.
+    """Return a list that identifies this machine: the name of the processor, the name of the GPU (or else of the device), and
+    the version of torch.
     """
     import torch
 

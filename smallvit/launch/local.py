@@ -40,8 +40,8 @@ def launch(
     fail_fast: bool = False,
     show: Callable[[Record], None] | None = None,
 ) -> list[Record]:
-    """Train all runs that have no record yet, in several worker processes. Returns the records of all runs, in the order of
-    `runs`.
+    """Train runs in several worker processes. Return a list with the record (settings, results and costs) of each run, in the
+    order of `runs`. Runs that already have a record in the folder `out` are not trained again.
 
     A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
     `retry=True`; runs whose external weights were unavailable are tried again each time. If a worker is killed, its run is
@@ -106,7 +106,7 @@ def launch(
 
 
 def process_context(device: str) -> Any:
-    """Return the multiprocessing context with which worker processes are started on this device.
+    """Return the multiprocessing context that starts worker processes (processes that train runs) on this device.
 
     On Linux the workers are forks of a server process, which imports torch once; the server is started here. With an
     accelerator, which does not survive a fork, and on other systems, every worker imports torch itself.
@@ -125,8 +125,8 @@ def process_context(device: str) -> Any:
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
-    """Context manager: processes that are started inside it ignore Ctrl-C (SIGINT). Their parent process receives Ctrl-C and
-    ends them.
+    """Context manager inside which new processes are started that ignore Ctrl-C (SIGINT). Their parent process receives Ctrl-C
+    and ends them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -139,8 +139,10 @@ def ignore_sigint() -> Iterator[None]:
 
 
 class Worker:
-    """A worker process and the group of runs that it trains. Each worker has a process pool of its own, so that the parent
-    knows which runs were in training when a process dies.
+    """A worker process (a process that trains runs) and the runs that it is training at the moment. If the process dies, it is
+    therefore known which runs were interrupted.
+
+    Each worker has a process pool of its own, which is why the parent knows this.
 
     context   the multiprocessing context
     source    the recipe file, or None
@@ -154,15 +156,17 @@ class Worker:
         self.restart()
 
     def restart(self):
-        """Create the process pool of this worker. It is called again if the process has died."""
+        """Create a new worker process (a process that trains runs), as a process pool of size one. This method is called at the
+        beginning, and again if the process has died.
+        """
         from .worker import prepare
 
         self.progress = self.context.RawArray("d", 1)  # without a lock, which a killed worker would keep
         self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
 
     def start(self, group: list[int], tasks: list[Task]) -> Future:
-        """Send a group of runs to the worker process. `group` are their positions in the list of runs, and `tasks` describe
-        them. Returns a future with the records.
+        """Send a group of runs to the worker process, and return a future of their results. `group` are the positions of these
+        runs in the list of all runs, and `tasks` are their settings and folders.
         """
         from .worker import work
 
@@ -174,15 +178,15 @@ class Worker:
             return self.start(group, tasks)
 
     def kill(self):
-        """Kill the worker process. Its files stay intact, because every file is written under a temporary name and then moved
-        into place.
+        """Kill the worker process. Its files stay intact, because every file is first written under a temporary name and then
+        moved to its place.
         """
         for process in list((self.pool._processes or {}).values()):
             process.kill()
 
 
 def check_device(device: str):
-    """Raise ValueError if the device is unknown, or if this machine or the installed version of torch does not support it."""
+    """Raise ValueError if the device, such as "cpu" or "cuda", is unknown or is not available on this machine."""
     import torch
 
     if device not in ("cpu", "cuda", "mps", "auto"):

@@ -36,8 +36,10 @@ def plan(
     recipe_runs: Sequence[ArmRun] = (),
     startup: float = 0.0,
 ) -> str:
-    """Return a text that lists the arms, how each differs from its baseline, and how long all runs would take. `finished` is a
-    function that says whether a run has finished; the time is that of the other runs.
+    """Return a text about the planned runs: the arms (variants), how they differ from their baseline, and how long the training
+    takes. `jobs` is the number of worker processes. The function `finished` says whether a run has already finished.
+
+    The time is that of the runs that have not finished. `recipe_runs` are all runs of the recipe.
 
     The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
     workers. `startup` are the seconds that the command itself needs. Nothing is trained to the end and nothing is downloaded.
@@ -81,8 +83,8 @@ def plan(
 
 
 def estimate(run: Run, device: str) -> float:
-    """Return how many seconds a run would take on this machine with one thread, including validation and evaluation. A few
-    steps and one evaluation are measured.
+    """Return the estimated time of a run on this machine in seconds, including validation and evaluation. A few training steps
+    and one evaluation are measured, with one thread.
     """
     import torch
 
@@ -105,7 +107,8 @@ def estimate(run: Run, device: str) -> float:
 
 
 def evaluation_seconds(training: "Training") -> float:
-    """Return how many seconds the evaluation after the last training step would take, including the count of multiply-adds.
+    """Return the estimated time of the final evaluation of a training run in seconds. The time for counting multiply-adds
+    (MACs) is included.
 
     Measured with training images in place of the test images. With many images a part is measured, and the time for the others
     is extrapolated. Returns 0 if a part of the images is not enough for an evaluator.
@@ -133,7 +136,9 @@ def evaluation_seconds(training: "Training") -> float:
 
 
 def worker_start(device: str) -> float:
-    """Return how many seconds it takes until a worker process is ready to train. One process is started to measure it."""
+    """Return how many seconds pass until a new worker process is ready to train on this device. One process is started to
+    measure this time.
+    """
     started = time.perf_counter()
     worker = Worker(process_context(device), None, device, DEFAULT)
     try:
@@ -144,8 +149,8 @@ def worker_start(device: str) -> float:
 
 
 def parallel(seconds: Sequence[float], jobs: int) -> float:
-    """Return the total time of several runs that are trained by `jobs` workers at the same time. `seconds` are the times of the
-    runs. Each run starts when a worker is free.
+    """Return the total time in seconds of several runs on `jobs` worker processes. `seconds` are the times of the single runs.
+    Each run starts as soon as a process is free.
     """
     busy = [0.0] * jobs
     for each in seconds:
@@ -154,7 +159,9 @@ def parallel(seconds: Sequence[float], jobs: int) -> float:
 
 
 def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
-    """Return a text for each arm that reduces tokens, by its name. The text says how many tokens are left after each block."""
+    """Return a dict from the name of each arm (variant) with token reduction to a text. The text says how many tokens are left
+    after each block of the model.
+    """
     # a model is built only if it may reduce tokens, which most arms do not
     first = {entry.arm: entry for entry in runs if entry.role != "reference"}
     reducing = {arm: entry.run for arm, entry in first.items() if may_reduce(entry.run.model)}
@@ -174,8 +181,8 @@ def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
 
 
 def may_reduce(model: Callable) -> bool:
-    """Whether a model may reduce tokens. It is False only if the model has an option `reduction` and this option is None.
-    `model` is the component of a run.
+    """Return whether a model may reduce tokens. The result is False only if the model has an option `reduction` with the value
+    None. `model` is the class or function that creates the model.
     """
     slot = options(model).get("reduction")
     return slot is None or slot.default is not None

@@ -12,8 +12,8 @@ FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
 
 
 class Bar:
-    """One progress bar for all runs of a recipe. It counts training steps, and it shows the remaining time and the mean
-    validation accuracies so far.
+    """A progress bar in the terminal for all runs of a comparison. It counts training steps. It shows the remaining time and
+    the mean validation accuracies of the finished runs.
 
     The accuracies are those on validation images, because a reader may stop or change the recipe after seeing them. The clock
     starts with the first training step, so the time left does not include the start of the workers. If the output is not a
@@ -38,15 +38,15 @@ class Bar:
         self.show_progress()
 
     def add_score(self, record: Record | None):
-        """Add the validation accuracy of a run to the list of its arm. Nothing happens for references and for runs that have
-        not finished.
+        """Add the validation accuracy of a run to the list of its arm (variant). `record` holds the results of the run.
+        Reference models and runs that have not finished are ignored.
         """
         if record is not None and record.finished and record.role != "reference" and record.val:
             self.scores.setdefault((record.arm, record.labels), []).append(record.val[record.score])
 
     def run_ended(self, entry: ArmRun, record: Record | None):
-        """Count one run that has ended. `entry` is the run and `record` its record, or None if another process trains this run.
-        A failure is printed.
+        """Count one run that has ended, and print its error if it failed. `entry` is the run, and `record` holds its results.
+        `record` is None if another process trains this run.
         """
         self.ended += 1
         self.steps += entry.run.steps
@@ -60,16 +60,16 @@ class Bar:
             print(self.headline(), file=sys.stderr, flush=True)
 
     def headline(self) -> str:
-        """Return a text with the number of runs that have ended, and with the mean validation accuracy of each arm at the
-        current number of labels.
+        """Return a line of text with the number of runs that have ended. It also shows the mean validation accuracy of each arm
+        (variant) for the current number of labelled images.
         """
         labels = list(self.scores)[-1][1] if self.scores else None
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
         return f"{self.ended}/{len(self.runs)} runs" + (f", {format_labels(labels)}: {'  '.join(means)}" if means else "")
 
     def show_progress(self, steps: Sequence[float] = ()):
-        """Redraw the progress bar. `steps` holds, for each worker, the training steps of its current runs, or -1 if it has not
-        started to train.
+        """Redraw the progress bar. `steps` has one number for each worker process: the training steps that its current runs
+        have taken, or -1 if the training has not started.
         """
         if not self.watched:
             return
@@ -85,8 +85,8 @@ class Bar:
 
 
 def error_text(record: Record) -> str:
-    """Return the error of a failed run as text, followed by the last line of the user's own code that was executed, if there is
-    one.
+    """Return the error of a failed run as text, followed by the last line of the user's own code if there is one. `record`
+    holds the results of the run.
     """
     line = user_line(record.traceback or "")
     return f"{record.error} ({line})" if line else str(record.error)

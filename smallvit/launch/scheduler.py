@@ -28,8 +28,8 @@ LONGEST_NAME = 100  # characters of an arm in the name of its folder
 
 
 class Task(NamedTuple):
-    """A run in the form in which it is sent to a worker process: its settings as JSON data, its tags, its folder, and the
-    folders of the earlier runs that it depends on.
+    """A run as it is sent to a worker process (a process that trains runs): its settings as JSON data, its names, its folder,
+    and the folders of earlier runs that it needs, such as pretraining.
     """
 
     run: dict
@@ -39,8 +39,8 @@ class Task(NamedTuple):
 
 
 class Damaged(ValueError):
-    """Error for a run whose record or weights file is damaged, so that it must be trained again. `files` are the files to set
-    aside; the first one is the damaged file.
+    """Error for a run whose results or weights file is damaged, so that the run must be trained again. `files` are the files to
+    rename. The first one is the damaged file.
     """
 
     def __init__(self, *files: Path):
@@ -48,14 +48,15 @@ class Damaged(ValueError):
         self.files = files
 
     def set_aside(self):
-        """Rename the files to `*.damaged` and print a note. The run can then be trained again."""
+        """Rename the damaged files to `*.damaged`, and print a note. After that, the run can be trained again."""
         for path in self.files:
             os.replace(path, path.with_name(f"{path.name}.damaged"))
         print(f"note: {self}; renamed to *.damaged, and the run is trained again", file=sys.stderr)
 
 
 class Scheduler:
-    """Decides which run is trained next. It knows the records on disk and the earlier runs that each run depends on.
+    """Decides which run is trained next. It knows which runs have finished, and which earlier runs each run needs, such as
+    pretraining.
 
     runs         the requested runs
     out, recipe  the runs lie in the folder `out/recipe`
@@ -104,8 +105,8 @@ class Scheduler:
         self.bar = Bar(self.runs, self.records, todo)
 
     def existing_record(self, entry: ArmRun) -> Record | None:
-        """Return the record of a run, or None if there is none. Damaged files are renamed to `*.damaged`, and the result is
-        then None.
+        """Return the record (results) of a run from its folder, or None if there is none. Damaged files are renamed to
+        `*.damaged`, and the result is then None.
         """
         try:
             return recall(entry, self.out, self.recipe)
@@ -114,8 +115,8 @@ class Scheduler:
             return None
 
     def check_data(self, data: Callable):
-        """Load a data set and raise ValueError if finished runs used other images or labels than it contains now. `data` is the
-        function that loads it.
+        """Load a data set, and raise ValueError if its images or labels have changed since earlier runs were trained on it. The
+        function `data` loads the data set.
 
         Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
         """
@@ -135,22 +136,26 @@ class Scheduler:
 
     @property
     def requested_records(self) -> list[Record]:
-        """The records of the requested runs, in the order of these runs. Runs that another process is training have no record
-        and are left out.
+        """The records (results) of the requested runs as a list, in the order of these runs. Runs without a record are left
+        out, because another process is training them.
         """
         return [record for record in self.records[: self.requested] if record is not None]
 
     def is_needed(self, index: int, todo: Sequence[int]) -> bool:
-        """Whether a run must be trained because a run in `todo` depends on it. `index` and `todo` are positions in the list of
-        runs. Runs in `todo` whose external weights are unavailable do not count.
+        """Return whether one of the runs in `todo` needs the run at position `index` to be trained first, for example for
+        pretraining. `todo` are positions in the list of all runs.
+
+        Runs in `todo` whose external weights are unavailable do not count.
         """
         return any(
             index in self.dependencies[other].values() and self.runs[other].run.init not in self.unavailable for other in todo
         )
 
     def next_group(self, workers: int) -> list[int]:
-        """Choose the runs that a free worker trains next: one run, or several runs that are stacked as one model. Empty if no
-        run can start now. `workers` is the number of workers.
+        """Choose the runs that a free worker process trains next, and return their positions in the list of all runs. They are
+        one run or several runs that are trained together as one model. `workers` is the number of processes.
+
+        The list is empty if no run can start now.
 
         Runs that cannot be trained, because a dependency failed, get a failure record here.
         """
@@ -172,34 +177,38 @@ class Scheduler:
         return []
 
     def ready(self) -> list[int]:
-        """Return the waiting runs whose dependencies (the earlier runs that they need) have all ended, as positions in the list
-        of runs.
+        """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
+        it needs, such as pretraining, have ended.
         """
         unfinished = {*self.queue, *self.in_training}
         return [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]
 
     def is_free(self, index: int) -> bool:
-        """Whether all earlier runs that a run depends on have finished without an error. `index` is its position in the list of
-        runs.
+        """Return whether all earlier runs that a run needs, such as pretraining, have finished without an error. `index` is the
+        position of the run in the list of all runs.
         """
         earlier = self.dependency_records(index)
         return None not in earlier.values() and not blocked_by(earlier)
 
     def dependency_records(self, index: int) -> dict[str, Record | None]:
-        """Return the records of the earlier runs that a run depends on, as a dict by field ("init" or "teacher"). A record is
-        None if there is none.
+        """Return the records (results) of the earlier runs that a run needs, as a dict with the keys "init" (initial weights)
+        and "teacher", where they apply. `index` is the position of the run in the list of all runs.
+
+        A record is None if there is none.
         """
         return {field: self.records[other] for field, other in self.dependencies[index].items()}
 
     def task(self, index: int) -> Task:
-        """Return the task that is sent to a worker for a run. `index` is the position of the run in the list of runs."""
+        """Return the `Task` that describes a run for a worker process (a process that trains runs). `index` is the position of
+        the run in the list of all runs.
+        """
         entry = self.runs[index]
         folders = [folder(self.runs[i], self.out, self.recipe) for i in (index, *self.dependencies[index].values())]
         return Task(describe(entry.run), tags(entry, self.recipe), folders[0], dict(zip(self.dependencies[index], folders[1:])))
 
     def handle(self, group: Sequence[int], result: list[Record] | BaseException):
-        """Process the result of a worker. `group` are the positions of the runs that it trained. `result` is the list of their
-        records, or the exception that the worker raised.
+        """Process what a worker process returned. `group` are the positions of the runs that it trained, in the list of all
+        runs. `result` is the list of their records (results), or an exception.
 
         If a stack fails, or if the worker of a run is killed for the first time, each of its runs is tried once more, alone.
         """
@@ -217,8 +226,8 @@ class Scheduler:
             self.end_run(group[0], record_failure(self.runs[group[0]], self.out, self.recipe, result))
 
     def end_run(self, index: int, record: Record | None):
-        """Store the record of a run that has ended, and update the progress bar. `record` is None if another process trains the
-        run.
+        """Store the record (results) of a run that has ended, and update the progress bar. `index` is the position of the run
+        in the list of all runs. `record` is None if another process trains this run.
         """
         self.records[index] = record
         self.bar.run_ended(self.runs[index], record)
@@ -230,8 +239,10 @@ class Scheduler:
 
 
 def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
-    """Sort runs so that each comes after the runs that it depends on, and keep their order otherwise. `todo` are positions in
-    the list of runs; `dependencies` gives, for each run, the positions of its dependencies by field.
+    """Sort runs so that each run comes after the earlier runs that it needs, such as pretraining. Return the sorted positions.
+    `todo` are positions of runs. For each run, `dependencies` has a dict to the positions of the runs that it needs.
+
+    The keys of this dict are "init" and "teacher". Otherwise the order stays.
     """
     selected, order = set(todo), {}  # a dict keeps the order
 
@@ -247,8 +258,10 @@ def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int
 
 
 def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
-    """Return the error because of which a run cannot be trained: an earlier run that it depends on has failed. Return None if
-    there is no such error. `earlier` are the records of these earlier runs by field ("init" or "teacher").
+    """Return the error that prevents the training of a run: an earlier run that it needs has failed. Return None if there is no
+    such error. `earlier` is a dict with the records (results) of these earlier runs.
+
+    Its keys are "init" and "teacher".
 
     The first dependency without success decides. None as its record means that another process trains it.
     """
@@ -262,8 +275,8 @@ def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
 
 
 def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
-    """Download the external weights of these runs, each once. Returns a dict from the weights that cannot be obtained to the
-    error for each.
+    """Download the pretrained weights that these runs use. Return a dict from the weights that could not be obtained to the
+    error.
     """
     found: dict[object, Unavailable] = {}
     for weights in dict.fromkeys(run.init for run in runs if isinstance(run.init, Weights)):
@@ -275,13 +288,17 @@ def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
 
 
 def tags(entry: ArmRun, recipe: str) -> Tags:
-    """Return the tags of a run, which are its names in a record: recipe, arm, role and baseline."""
+    """Return the names of a run in the comparison, as `Tags`: the recipe file, the arm (variant), its role (such as "baseline"
+    or "technique") and its baseline.
+    """
     return Tags(recipe, entry.arm, entry.role, entry.baseline)
 
 
 def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseException) -> Record | None:
-    """Save the record of a run that raised an error, and return this record. It contains the Python traceback of the worker
-    process.
+    """Save the record (settings and error) of a run that failed with `error`, and return this record. `entry` is the run, `out`
+    is the folder of all results, and `recipe` is the name of the recipe file.
+
+    The record contains the Python traceback of the worker process.
 
     Returns None if another process trains the run. The record of a finished run is never replaced; it is returned.
     """
@@ -312,8 +329,10 @@ def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseExcep
 
 
 def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
-    """Read the record of a run from its folder. Returns None if there is no record. Arm, role and baseline are replaced by
-    those that the recipe gives the run now.
+    """Return the record (results) of a run from its folder, or None if there is none. `entry` is the run. `out` is the folder
+    of all results, and `recipe` is the name of the recipe file.
+
+    Arm, role and baseline are replaced by those that the recipe gives the run now.
 
     Raises Damaged if the record cannot be read, or if the weights of a finished run differ from the record. Raises ValueError
     if the folder holds another run, or a record of another version of smallvit.
@@ -335,7 +354,9 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
 
 
 def of_another_version(path: Path) -> bool:
-    """Whether the record at `path` is intact, and cannot be read only because another version of smallvit has written it."""
+    """Return whether the record (results) of a run at `path` cannot be read only because another version of smallvit has
+    written it. The result is False if the file is damaged.
+    """
     try:
         plain = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -346,7 +367,9 @@ def of_another_version(path: Path) -> bool:
 
 
 def warn_other_version(found: Iterable[Record | None]):
-    """Print how many of these records were made with another version of smallvit. The records are still used."""
+    """Print how many of these records (results of a run) were made with another version of smallvit. Such records are still
+    used.
+    """
     current = records.code()["sha256"]
     count = sum(record is not None and bool(record.code) and record.code["sha256"] != current for record in found)
     if count:
@@ -355,8 +378,10 @@ def warn_other_version(found: Iterable[Record | None]):
 
 
 def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
-    """Return the folder of a run: `out/recipe/labels/arm/seed-fingerprint`. Different runs have different folders, and the
-    names are readable for people.
+    """Return the path of the folder of a run: `out/recipe/labels/arm/seed-fingerprint`. It contains the number of labelled
+    images, the arm (variant), the seed and a hash of the settings.
+
+    Different runs have different folders, and the names are readable for people.
 
     The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
     them lie in `dependencies`, because different comparisons may give them different names.

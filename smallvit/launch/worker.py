@@ -29,8 +29,8 @@ PROGRESS: Any = [0.0]  # steps done, shared with the parent process
 
 
 def prepare(progress: Any, environment: dict[str, str]):
-    """Set up a worker process: it uses one thread, has the environment variables of its parent (`environment`), and ignores
-    Ctrl-C. In the shared array `progress`, which has one element, it counts its training steps.
+    """Prepare a worker process (a process that trains runs): use one thread, set the environment variables in `environment`,
+    and ignore Ctrl-C. `progress` is a shared array of one number, in which training steps are counted.
 
     The parent decides what Ctrl-C does. The worker exits when its parent has exited.
     """
@@ -44,15 +44,17 @@ def prepare(progress: Any, environment: dict[str, str]):
 
 
 def exit_with(parent: BaseProcess | None):
-    """Wait until the parent process has ended, and then end this process, so that no worker is left behind."""
+    """Wait until the parent process has ended, and then end this process. So no worker process is left behind."""
     if parent is not None:
         parent.join()
     os._exit(1)
 
 
 def work(tasks: list[Task], source: str | Path | None, device: str, numerics: Numerics) -> list[Record]:
-    """Train one run, or several runs that differ only in their seed, and return their records. `source` is the recipe file, if
-    it defines components that the runs use.
+    """Train one run, or several runs that differ only in their seed, and return the list of their records (results). `tasks`
+    has the settings and the folder of each run. `source` is the path of the recipe file, or None.
+
+    The recipe file is needed if it defines components that the runs use.
 
     An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
     """

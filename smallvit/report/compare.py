@@ -19,8 +19,8 @@ Cell = tuple[int | None, str]  # number of labels, arm
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The differences in accuracy between an arm (one variant in the comparison) and its baseline. There is one difference for
-    each seed, with their mean and a paired t-test.
+    """The differences in accuracy between an arm (one variant in the comparison) and its baseline. The object holds one
+    difference for each seed, their mean, and the result of a paired t-test.
 
     `low` and `high` are the 95% t interval of the mean. `p` is None if no test was possible, `p_holm` (Holm-corrected) also for
     references.
@@ -38,8 +38,10 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one arm (one variant in the comparison) that was trained with one number of labels. `verdict` is None for
-    baselines and references, which are not judged.
+    """The results of one arm (one variant in the comparison) for one number of labelled images: the scores of all seeds, the
+    costs and the verdict.
+
+    `verdict` is None for baselines and for reference models, which are not judged.
 
     baseline  the arm it is compared with; for a baseline, its own name
     score     name of the number in `record.test` by which the arm is judged
@@ -73,16 +75,19 @@ class Row:
 
     @property
     def unavailable(self) -> bool:
-        """Whether all runs of this row were left out because their external weights could not be obtained. This does not count
-        as a failure.
+        """Whether all runs of this arm (variant in the comparison) were left out because their pretrained weights could not be
+        obtained. This does not count as a failure.
         """
         return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All results of a recipe. Each row holds the results of one arm (one variant) for one number of labels. Rows are sorted by
-    number of labels, and then by baseline: a baseline and the arms that are compared with it stand together.
+    """All results of a comparison. Each row holds the results of one arm (one variant in the comparison) for one number of
+    labelled images.
+
+    Rows are sorted by number of labelled images, and then by baseline: a baseline and the arms that are compared with it stand
+    together.
 
     arms     arm -> role
     family   number of comparisons for which the p-values are Holm-corrected
@@ -98,25 +103,31 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """The name of the baseline, for headings and axis labels. If the recipe has several baselines, the text is `the
-        baseline of each arm`.
+        """The name of the baseline, for headings and axis labels. If the comparison has several baselines, the text is `the
+        baseline of each arm`, where an arm is one variant in the comparison.
         """
         return self.baselines[0] if len(self.baselines) == 1 else "the baseline of each arm"
 
     @property
     def reduced(self) -> bool:
-        """Whether the evaluator `cost` has measured an arm that reduces its tokens. The report then also shows tokens and
-        speed-up.
+        """Whether at least one arm (variant in the comparison) has measurements of token reduction, such as the speed-up. The
+        report then also shows tokens and speed-ups.
+
+        The evaluator `cost` makes these measurements.
         """
         return any(row.forward[name] is not None for row in self.rows for name in ("tokens", "speedup"))
 
     def at(self, labels: int | None) -> tuple[Row, ...]:
-        """Return the rows of all arms that were trained with this number of labels. None stands for all labels."""
+        """Return the results of all arms (variants) for one number of labelled images, as a tuple with one `Row` for each arm.
+        `labels` is this number, and None means that all images have labels.
+        """
         return tuple(row for row in self.rows if row.labels == labels)
 
     def parts(self) -> tuple["Comparison", ...]:
-        """Split this comparison into one comparison for each baseline, which contains that baseline and its arms. `family`, the
-        number of comparisons for the Holm correction, stays that of the whole recipe.
+        """Split this comparison by baseline. Return a tuple of comparisons, each with one baseline and the arms (variants) that
+        are compared with this baseline.
+
+        `family`, the number of comparisons for the Holm correction, stays that of the whole comparison.
         """
         groups = {baseline: tuple(row for row in self.rows if row.baseline == baseline) for baseline in self.baselines}
         return tuple(
@@ -132,9 +143,11 @@ class Comparison:
 
 
 def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
-    """Compare each arm (variant) with its baseline, separately for each number of labels, by a paired t-test over the seeds.
-    Each technique gets a verdict, such as better or inconclusive. `earlier` is the number of finished comparisons whose arms
-    were removed from the recipe; they still count for the Holm correction.
+    """Compare each arm (variant) with its baseline by a paired t-test over the seeds, and return a `Comparison`. `records` are
+    the results of all runs. `earlier` is the number of finished comparisons whose arms were removed from the recipe file.
+
+    Each number of labelled images is compared separately. Each technique gets a verdict, such as better or inconclusive. The
+    `earlier` comparisons still count for the Holm correction.
 
     A run without a record counts as missing: every arm is expected to have the same seeds and numbers of labels as its
     baseline. A comparison with a missing or failed run, or with runs that used different images, gets no verdict. p-values are
@@ -203,8 +216,10 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
 
 
 def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
-    """Return the costs of an arm as a dict by name: the median over its runs (one for each seed) and, for extra labels, the
-    maximum. The costs of pretraining are included. A cost that does not apply is None, such as the training time of an
+    """Return the costs of an arm (variant), such as parameters and training seconds, as a dict by name. `records` are the
+    results of its runs. Each cost is the median over these runs, and it includes pretraining.
+
+    The number of extra labels is the maximum over the runs. A cost that does not apply is None, such as the training time of an
     untrained model.
 
     MACs are those measured on test images if the evaluator `cost` has counted them.
@@ -219,8 +234,9 @@ def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
 
 
 def extra_labels(record: Record) -> int:
-    """Return how many labels a run used in addition to its labelled training images. These are validation labels that were used
-    to choose something, such as when to stop, and further labels of earlier runs whose weights it uses.
+    """Return how many labels a run used in addition to the labels of its training images. These are validation labels for
+    choices such as early stopping, and further labels of earlier runs whose weights it uses. `record` holds the results of the
+    run.
     """
     earlier = record.pretraining or {}
     before = earlier.get("labels") or 0
@@ -229,8 +245,8 @@ def extra_labels(record: Record) -> int:
 
 
 def unequal(costs: dict[str, float | None], baseline_costs: dict[str, float | None]) -> dict[str, float]:
-    """Return by how much each cost exceeds that of the baseline, as a fraction: 0.2 means 20% more, -0.2 means 20% less. Costs
-    that differ by at most 5% are left out.
+    """Return the relative difference of each cost from the same cost of the baseline, as a dict by name: 0.2 means 20% more,
+    and -0.2 means 20% less. Differences of at most 5% are left out.
     """
     excess = {}
     for name, value in costs.items():
@@ -241,32 +257,37 @@ def unequal(costs: dict[str, float | None], baseline_costs: dict[str, float | No
 
 
 def known_median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None. The result is None if there is no such value."""
+    """Return the median of the values that are not None. If all values are None, return None."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
-    """Return seeds as text: `seed 3` or `seeds 0, 2`. The text is `every seed` if these are all of the `total` seeds of an arm.
+    """Return seeds as text: `seed 3` or `seeds 0, 2`. `total` is the number of all seeds. If the list contains all of them, the
+    text is `every seed`.
     """
     return "every seed" if len(seeds) == total else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _status(record: Record | None) -> str:
-    """Return the status of a run, which is `missing` if there is no record."""
+    """Return the status of a run as text: `finished`, `failed`, `unavailable` (its pretrained weights could not be obtained) or
+    `missing`. If `record` (the results of the run) is None, the run is `missing`.
+    """
     return record.status if record else "missing"
 
 
 def _images(record: Record) -> tuple:
-    """Return the two hashes that identify the images of a run: the hash of its labelled subset and the hash of the whole data
-    set.
+    """Return two hashes that identify the images of a run, as a tuple: the hash of its choice of labelled images and the hash
+    of the whole data set. `record` holds the results of the run.
     """
     return record.subset_sha256, record.data_sha256
 
 
 def _roles(records: Sequence[Record]) -> dict[str, str]:
-    """Return a dict from the name of each arm to its role ("baseline", "technique" or "reference"). Raises ValueError if the
-    records are of several recipes, if a run occurs twice, or if an arm has two roles or two scores.
+    """Return a dict from the name of each arm (variant) to its role: "baseline", "technique" or "reference" (a model for
+    orientation). `records` are the results of all runs.
+
+    Raises ValueError if the records are of several recipes, if a run occurs twice, or if an arm has two roles or two scores.
     """
     seen: set[tuple] = set()
     roles: dict[str, str] = {}
@@ -286,8 +307,10 @@ def _roles(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, str]:
-    """Return a dict from the name of each arm to the name of its baseline. `roles` is the result of `_roles`. If there is only
-    one baseline, records need not contain its name. The dict lists the arms of one baseline together.
+    """Return a dict from the name of each arm (variant) to the name of its baseline. `records` are the results of all runs, and
+    `roles` is a dict from the name of each arm to its role, such as "baseline".
+
+    If there is only one baseline, records need not contain its name. The dict lists the arms of one baseline together.
     """
     baselines = [arm for arm, role in roles.items() if role == "baseline"]
     if not baselines:
@@ -302,7 +325,9 @@ def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, st
 
 
 def _difference(runs: dict[int, Record], baseline_runs: dict[int, Record]) -> Difference | None:
-    """Compare the runs of an arm with those of its baseline by a paired t-test. Both arguments map a seed to a finished record.
+    """Return the differences between an arm (variant) and its baseline with a paired t-test, as a `Difference`. Both arguments
+    are dicts from a seed to the results of the finished run with this seed.
+
     Only seeds for which both runs used the same images are compared. The result is None if there is no such seed.
 
     p is None if the differences do not vary.
@@ -320,8 +345,10 @@ def _difference(runs: dict[int, Record], baseline_runs: dict[int, Record]) -> Di
 
 
 def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, baseline_runs: dict[int, Record | None]) -> str:
-    """Return a text that lists the seeds for which an arm and its baseline cannot be compared: a run is missing or failed, or
-    the two runs used different images. Empty if all seeds can be compared. `runs` and `baseline_runs` map a seed to a record.
+    """Return a text that says for which seeds an arm (variant) cannot be compared with its baseline, and why. The text is empty
+    if all seeds can be compared. `runs` and `baseline_runs` are dicts from a seed to the results of a run.
+
+    A seed cannot be compared if a run is missing or failed, or if the two runs used different images.
     """
     found: dict[tuple[str, str], list[int]] = {}
     for name, cell_runs in {arm: runs, baseline: baseline_runs}.items():
@@ -336,9 +363,11 @@ def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, baseline_runs
 
 
 def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], family: int) -> dict[Cell, tuple]:
-    """Decide the verdicts. Returns three items for each cell (a number of labels and an arm): the difference with its
-    Holm-corrected p-value, the verdict, and the reason as text. `gaps` are the texts of `_gaps`; `family` is the number of
-    p-values to correct for.
+    """Return the verdict on each arm (variant) for each number of labelled images, as a dict. `gaps` are texts about missing
+    runs, and `family` is the number of p-values for the Holm correction.
+
+    A key is the pair (number of labelled images, arm). A value is the tuple (difference with its Holm-corrected p-value,
+    verdict, reason as text).
     """
     results: dict[Cell, tuple] = {}
     tested: dict[Cell, Difference] = {}
@@ -357,9 +386,10 @@ def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], fa
 
 
 def _untestable(difference: Difference | None, gaps: str, family: int) -> tuple[str, str]:
-    """Return the verdict and its reason if a t-test is not possible: runs are missing, there are too few seeds, or all
-    differences are equal. Return two empty strings if a t-test is possible. `gaps` is the text of `_gaps`; `family` is the
-    number of comparisons.
+    """Return a verdict and its reason as two texts if no t-test is possible, for example with too few seeds. Otherwise return
+    two empty texts. `gaps` is a text about missing runs, and `family` is the number of comparisons.
+
+    A t-test is not possible if runs are missing, if there are too few seeds, or if all differences are equal.
     """
     if gaps or difference is None:
         return "no verdict", gaps

@@ -41,8 +41,11 @@ def style() -> Iterator[None]:
 
 @style()
 def forest(comparison: Comparison) -> str:
-    """Draw a forest plot: the paired differences between each arm (variant) and the baseline, in percentage points. Returns an
-    SVG text. Small dots are seeds, the marker is their mean and the bar is its 95% t interval.
+    """Draw a forest plot: the difference in accuracy between each arm (variant) and its baseline. Return the figure as SVG
+    text.
+
+    The differences are paired, in percentage points. Small dots are seeds, the marker is their mean and the bar is its 95% t
+    interval.
     """
     arms = [arm for arm, role in comparison.arms.items() if role == "technique"]
     rows = {n: {r.arm: r.difference for r in comparison.at(n) if r.arm in arms and r.difference} for n in comparison.labels}
@@ -58,8 +61,8 @@ def forest(comparison: Comparison) -> str:
 
 @style()
 def dots(comparison: Comparison) -> str:
-    """Draw the test accuracy of every run as a small dot, with one row for each arm (variant). A marker shows the mean and a
-    bar its 95% t interval. Returns an SVG text.
+    """Draw the test accuracy of every run as a small dot, with one line for each arm (variant). Return the figure as SVG text.
+    A marker shows the mean, and a bar shows its 95% t interval.
     """
     rows = {n: [r for r in comparison.at(n) if r.values] for n in comparison.labels}
     arms = [arm for arm in comparison.arms if any(r.arm == arm for cells in rows.values() for r in cells)]
@@ -74,8 +77,10 @@ def dots(comparison: Comparison) -> str:
 
 @style()
 def by_macs(comparison: Comparison) -> str:
-    """Plot the mean test accuracy of each arm against its multiply-adds (MACs), divided by those of the baseline. Returns an
-    SVG text with 95% t intervals. The text is empty if no arm reduces tokens or if all arms need about equally many MACs.
+    """Plot the mean test accuracy of each arm (variant) against its relative compute: its multiply-adds (MACs) divided by those
+    of the baseline. Return the figure as SVG text.
+
+    Bars are 95% t intervals. The text is empty if no arm reduces tokens or if all arms need about equally many MACs.
     """
     rows = {
         n: [r for r in comparison.at(n) if r.role != "reference" and r.values and r.budget["macs"]] for n in comparison.labels
@@ -104,8 +109,10 @@ def by_macs(comparison: Comparison) -> str:
 
 @style()
 def by_labels(comparison: Comparison) -> str:
-    """Plot the mean test accuracy of each arm against the number of labelled images. Returns an SVG text with 95% t intervals.
-    The text is empty if there is only one number of labels.
+    """Plot the mean test accuracy of each arm (variant) against the number of labelled images. Return the figure as SVG text.
+    The text is empty if there is only one number of labelled images.
+
+    Bars are 95% t intervals.
     """
     lines = {arm: [r for r in comparison.rows if r.arm == arm and r.labels and r.values] for arm in comparison.arms}
     lines = {arm: rows for arm, rows in lines.items() if rows}
@@ -133,9 +140,11 @@ def by_labels(comparison: Comparison) -> str:
 
 @style()
 def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapping[str, float]]) -> str:
-    """Plot the test accuracy against each hyperparameter, for arms that differ from the baseline in this hyperparameter only.
-    `hyperparameters[name][arm]` is the value of a hyperparameter in an arm. Returns an SVG text with a dot for each seed, the
-    mean and its 95% t interval.
+    """Plot the test accuracy against the value of each hyperparameter. Return the figure as SVG text. The nested dict
+    `hyperparameters[name][arm]` holds the value of a hyperparameter in an arm (variant).
+
+    Each arm differs from the baseline in one hyperparameter only. The figure shows a dot for each seed, the mean and its 95% t
+    interval.
 
     All panels of one number of labels share their accuracy axis. Below each value stand the MACs of one image.
     """
@@ -169,8 +178,10 @@ def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapp
 
 @style()
 def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
-    """Plot the validation accuracy and the training loss of each arm against the training step. Returns an SVG text. Lines are
-    means over the seeds, and bands show one standard deviation above and below the mean.
+    """Plot the validation accuracy and the training loss of each arm (variant) against the training step. Return the figure as
+    SVG text. `records` are the results of the runs.
+
+    Lines are means over the seeds, and bands show one standard deviation above and below the mean.
 
     A mean is drawn only at steps that all finished seeds of the arm have, so that it is always over the same seeds.
     """
@@ -215,8 +226,10 @@ def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
 
 
 def epoch_length(records: Sequence[Record], labels: int | None) -> str:
-    """Return an addition to an axis label that says how many training steps an epoch has: `(an epoch is 15.6)`. The text is
-    empty if the batch sizes of the runs differ or if the number of training images is unknown.
+    """Return a text for an axis label that says how many training steps an epoch has: `(an epoch is 15.6)`. `records` are the
+    results of the runs, and `labels` is their number of labelled images.
+
+    The text is empty if the batch sizes of the runs differ or if the number of training images is unknown.
     """
     runs = [r.run for r in records if r.labels == labels and r.curve]
     batches = {None if run.get("unlabelled") else run.get("batch") for run in runs}
@@ -226,8 +239,8 @@ def epoch_length(records: Sequence[Record], labels: int | None) -> str:
 
 @style()
 def tokens(picture: dict) -> str:
-    """Draw the patches of a few images that a token reduction merged or removed, block by block. `picture` is the field of that
-    name in a record. Returns an SVG text.
+    """Draw which patches of a few images a token reduction merged or removed in each block. Return the figure as SVG text.
+    `picture` is a dict with the data of this figure, which the results of a run contain.
     """
     from smallvit.explain import draw_token_map
 
@@ -235,8 +248,11 @@ def tokens(picture: dict) -> str:
 
 
 def styles(comparison: Comparison) -> dict[str, dict]:
-    """Return a dict from the name of each arm to its look: `color` and `marker` for matplotlib, the color as a CSS variable
-    (`css`), and the marker as a character (`glyph`). The baseline has the color of the text, and references are gray.
+    """Return the color and the marker of each arm (variant), as a dict from its name to a dict with the keys `color`, `marker`,
+    `css` and `glyph`.
+
+    `color` and `marker` are for matplotlib, `css` is the color as a CSS variable, and `glyph` is the marker as a character. The
+    baseline has the color of the text, and references are gray.
 
     Nine markers and eight hues distinguish 72 techniques.
     """
@@ -251,9 +267,10 @@ def styles(comparison: Comparison) -> dict[str, dict]:
 
 
 def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, columns: int = 3) -> tuple[Any, dict[Any, Any]]:
-    """Create a figure with one panel for each name, at most `columns` panels side by side. The vertical axis shows the names in
-    `arms`. Returns the figure and a dict of its panels by name. `height` (of one row of panels) and `width` (of the figure) are
-    in inches.
+    """Create a matplotlib figure with one panel (axes) for each name. Return the figure and a dict from name to panel. The
+    vertical axis shows the names in `arms`.
+
+    At most `columns` panels stand side by side. `height` (of one row of panels) and `width` (of the figure) are in inches.
     """
     from matplotlib.figure import Figure
 
@@ -273,8 +290,8 @@ def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, co
 
 
 def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
-    """Draw the results of one arm at height `y`: small dots for its seeds, and above them a marker for the mean and a bar for
-    the 95% interval. `look` is the item of this arm in `styles`. All values are multiplied by `scale`.
+    """Draw the results of one arm (variant) into the matplotlib axes `ax` at height `y`: a dot for each seed, the mean and its
+    95% interval. `look` is a dict with color and marker. All values are multiplied by `scale`.
     """
     values = [scale * v for v in result.values]
     ax.plot(values, [y + 0.2] * len(values), "o", color=look["color"], alpha=0.45, markersize=3.5)
@@ -284,16 +301,16 @@ def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
 
 
 def draw_mean(ax, x: float, row: Row, look: dict, **options):
-    """Draw the mean accuracy of an arm as a marker at the position `x`, and its 95% interval as a vertical bar. `row` holds the
-    results of the arm, and `look` is its item in `styles`.
+    """Draw the mean accuracy of one arm (variant) into the matplotlib axes `ax` at the position `x`, with its 95% interval as a
+    vertical bar. `row` holds the results of the arm, and `look` is a dict with color and marker.
     """
     ax.plot([x, x], [row.mean, row.mean] if row.low is None else [row.low, row.high], color=look["color"], **options)
     ax.plot([x], [row.mean], look["marker"], color=look["color"])
 
 
 def stretch_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int):
-    """Scale an axis of accuracies by the logarithm of the error, so that accuracies near 100% stand further apart. `axis` is
-    "x" or "y", `values` are the accuracies to show, and `max_ticks` is about the largest number of ticks.
+    """Scale the accuracy axis of a plot by the logarithm of the error, so that accuracies near 100% are further apart. `axis`
+    is "x" or "y", `values` are the accuracies, and about `max_ticks` ticks are drawn at most.
     """
     import numpy as np
 
@@ -311,8 +328,8 @@ def stretch_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int):
 
 
 def round_ticks(bottom: float, top: float, far_apart: Callable[[float, float], bool]) -> list[float]:
-    """Choose round numbers from `bottom` to `top` as the ticks of an accuracy axis. The function `far_apart(a, b)` says whether
-    two ticks have enough distance to be readable.
+    """Return round numbers from `bottom` to `top` as the ticks of an accuracy axis. The function `far_apart(a, b)` returns
+    whether two ticks are far enough apart to be readable.
 
     Fine ticks are chosen only near 100%, where the axis is stretched. If this gives fewer than three ticks, fine ticks are
     allowed everywhere.
@@ -329,8 +346,8 @@ def round_ticks(bottom: float, top: float, far_apart: Callable[[float, float], b
 
 
 def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, dict]):
-    """Write the name of each arm beside the right end of its line, and move names apart that would overlap. `ends[arm]` is the
-    last point (x, y) of the line, and `looks` is the result of `styles`.
+    """Write the name of each arm (variant) beside the right end of its line in a plot, without overlap. `ends` is a dict from
+    arm to the last point (x, y) of its line, and `looks` is a dict from arm to color and marker.
     """
     gap = 0.042  # between two names, as a fraction of the axis
     place = ax.transScale + ax.transLimits
@@ -346,21 +363,24 @@ def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, 
 
 
 def shifted(x: float, values: Sequence[float], fraction: float, log: bool) -> float:
-    """Return the position `x` after moving it to the right by a fraction of the axis length. The axis reaches from the smallest
-    to the largest of `values`, and `log` says whether it is logarithmic.
+    """Return the position `x`, moved to the right by a fraction of the axis length. The axis reaches from the smallest to the
+    largest of `values`. `log` says whether the axis is logarithmic.
     """
     return x * (max(values) / min(values)) ** fraction if log else x + (max(values) - min(values)) * fraction
 
 
 def css(color: str) -> str:
-    """Return the CSS variable that replaces a matplotlib color in an SVG text, such as `var(--ink)` for the color of text."""
+    """Return the name of the CSS variable that replaces a matplotlib color in an SVG text, such as `var(--ink)` for the color
+    of text.
+    """
     return {INK: "var(--ink)", FAINT: "var(--faint)"}.get(color) or f"var(--arm-{int(color[-2:], 16)})"
 
 
 def svg(figure, name: str, label: str) -> str:
-    """Return a matplotlib figure as an SVG text whose colors are CSS variables. Equal figures give equal texts. `name` makes
-    the ids inside the SVG unique, and `label` describes the figure for screen readers. A figure without panels gives an empty
-    text.
+    """Return a matplotlib figure as SVG text. `name` makes the ids inside the SVG unique, and `label` describes the figure for
+    screen readers.
+
+    The colors are CSS variables. Equal figures give equal texts. A figure without panels gives an empty text.
     """
     import matplotlib
 

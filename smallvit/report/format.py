@@ -22,18 +22,18 @@ NAMED = 3  # arms named in one sentence; more are counted
 
 
 def percent(x: float) -> str:
-    """Return a fraction as percent with two decimals and no percent sign: 0.931 becomes 93.10."""
+    """Return a fraction as text in percent, with two decimals and no percent sign: 0.931 becomes `93.10`."""
     return f"{100 * x:.2f}"
 
 
 def points(x: float) -> str:
-    """Return a difference of two accuracies (fractions) as text in percentage points, with its sign: 0.004 becomes `+0.40`."""
+    """Return the difference `x` of two accuracies as text in percentage points, with its sign: 0.004 becomes `+0.40`."""
     return f"{100 * x:+.2f}".replace("-", "−")
 
 
 def interval(difference: Difference) -> str:
-    """Return the 95% interval of a paired difference as text, in percentage points: `[−0.10, 0.35]`. A single seed has no
-    interval, and the text says so.
+    """Return the 95% interval of a difference from the baseline as text, in percentage points: `[−0.10, 0.35]`. With a single
+    seed there is no interval, and the text is `[no interval]`.
     """
     if difference.low is None or difference.high is None:
         return "[no interval]"
@@ -41,13 +41,13 @@ def interval(difference: Difference) -> str:
 
 
 def p_value(p: float | None) -> str:
-    """Return a p-value as text with three decimals. The text is a dash if no test was made."""
+    """Return a p-value as text with three decimals. If `p` is None because no test was made, the text is a dash."""
     return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def mean_sd(row: Row) -> str:
-    """Return the mean accuracy of an arm and its standard deviation (SD) over the seeds as text, in percent: `93.10 ± 0.24 (SD,
-    n = 8)`.
+    """Return the mean accuracy of an arm (variant) over its seeds as text, in percent and with the standard deviation (SD):
+    `93.10 ± 0.24 (SD, n = 8)`. `row` holds the results of the arm.
     """
     if row.mean is None:
         return "–"
@@ -57,22 +57,26 @@ def mean_sd(row: Row) -> str:
 
 
 def join_names(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
-    """Join names to a text: `A, B and C`. Only the first `limit` names are written, and the others are counted: `A, B, C and 2
-    more`. `word` replaces the word "more" in this text.
+    """Join names to one text: `A, B and C`. Only the first `limit` names are shown, and the text says how many more there are:
+    `A, B, C and 2 more`. `word` is used in place of "more".
     """
     shown = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} {word}"]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def at_labels(labels: Sequence[int | None]) -> str:
-    """Return several numbers of labels as text: `at 10, 100 and all labels`. None stands for all labels."""
+    """Return several numbers of labelled images as text: `at 10, 100 and all labels`. None in the list means that all images
+    have labels.
+    """
     numbers = ["all" if n is None else f"{n:,}" for n in labels]
     return f"at {join_names(numbers, len(numbers))} label{'s' * (numbers != ['1'])}"
 
 
 def cost(row: Row, name: str) -> tuple[str, list[str]]:
-    """Return one cost of an arm as text, and a list of remarks on it. `name` says which cost, such as "macs". The remarks give
-    its standard deviation over images and a difference of more than 5% from the baseline.
+    """Return one cost of an arm (variant) as text, and a list of remarks, such as a large difference from the baseline. `row`
+    holds the results of the arm. `name` is the name of the cost, such as "macs".
+
+    The remarks give the standard deviation over images, a difference of more than 5% from the baseline, and a speed-up below 1.
     """
     value = (row.budget | row.forward)[name]
     if value is None:
@@ -92,8 +96,8 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
 
 
 def excess(fraction: float) -> str:
-    """Return a relative difference from the baseline as text: 0.2 becomes `+20%`, and 2.0 becomes `3× baseline`. Infinity means
-    that the baseline has no such cost.
+    """Return a relative difference from the baseline as text: 0.2 becomes `+20%`, and 2.0 becomes `3× baseline`. For infinity
+    the text is `baseline: 0`.
     """
     if fraction >= 1:
         return "baseline: 0" if math.isinf(fraction) else f"{1 + fraction:,.0f}× baseline"
@@ -101,8 +105,10 @@ def excess(fraction: float) -> str:
 
 
 def sentence(comparison: Comparison, row: Row) -> str:
-    """Return the verdict on an arm as one line: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`. The line names the
-    baseline only if the recipe has several baselines.
+    """Return the verdict on one arm (variant) as one line of text: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`.
+    `row` holds the results of the arm.
+
+    The line names the baseline only if the comparison has several baselines.
     """
     d, reason = row.difference, f" ({row.reason})" if row.reason else ""
     certain = row.verdict in ("better", "worse")
@@ -116,8 +122,8 @@ def sentence(comparison: Comparison, row: Row) -> str:
 
 
 def answer(comparison: Comparison) -> str:
-    """Return the main result of a recipe in one or two sentences: which arms (variants) are better or worse than their
-    baseline, and for which arms no difference was shown.
+    """Return the main result of a comparison as one or two sentences. They say which arms (variants) are better or worse than
+    their baseline, and for which arms no difference was shown.
     """
     judged = [row for row in comparison.rows if row.verdict]
     if not judged:
@@ -142,8 +148,8 @@ def answer(comparison: Comparison) -> str:
 
 
 def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
-    """Return part of a sentence that names arms with the same verdict and their differences, the largest first: `“A” (+2.30
-    points) and “B” (+1.00 points) are better than “vit”`. `rows` are their results, and `baseline` is the text after "than".
+    """Return a part of a sentence about arms (variants) with the same verdict: `“A” (+2.30 points) and “B” (+1.00 points) are
+    better than “vit”`. `rows` are the results of these arms, and `baseline` is the text after "than".
     """
     arms: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: -abs(row.difference.mean) if row.difference else 0):
@@ -159,8 +165,8 @@ def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> 
 
 
 def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
-    """Return a text that names the arms in `rows`, for which no difference was shown: `“A” at 100 labels and any of the 3 arms
-    at 1,000 and 10,000 labels`. `judged` holds all results that have a verdict.
+    """Return a text that names the arms (variants) in `rows`, for which no difference from the baseline was shown: `“A” at 100
+    labels and any of the 3 arms at 1,000 labels`. `judged` are the results of all arms that have a verdict.
     """
     found: dict[str, list[int | None]] = {}
     for n in comparison.labels:
@@ -174,16 +180,16 @@ def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence
 
 
 def baselines(rows: Sequence[Row], several: str) -> str:
-    """Return the name of the baseline of these rows, in quotes. If the rows have different baselines, return the text `several`
-    instead.
+    """Return the name of the baseline of some results, in quotes. If the results have different baselines, return the text
+    `several` instead.
     """
     names = {row.baseline for row in rows}
     return f"“{names.pop()}”" if len(names) == 1 else several
 
 
 def superseded(records: Sequence[Record]) -> str:
-    """Return a text that says how many of the runs come from an earlier version of the recipe, and why they were replaced.
-    Empty if all runs belong to the current version.
+    """Return a text that says how many runs come from an earlier version of the recipe file, and why they were replaced. The
+    text is empty if there are no such runs. `records` are the results of the runs.
     """
     reasons = [r.superseded for r in records if r.superseded]
     if not reasons:
@@ -194,8 +200,8 @@ def superseded(records: Sequence[Record]) -> str:
 
 
 def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
-    """Return what a reader must know in addition to the main result: how many comparisons were removed from the recipe, how
-    many runs have no result, and how many warnings there are.
+    """Return sentences for the reader of a report: how many comparisons were removed from the recipe file, how many runs have
+    no result, and how many warnings there are. `warnings` are the texts of the warnings.
     """
     lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
     total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
@@ -208,8 +214,8 @@ def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
 
 
 def how_to_read(comparison: Comparison) -> list[str]:
-    """Return the paragraphs that explain the terms of a report, such as intervals, p-values, verdicts and costs, to a reader
-    who does not know the code.
+    """Return paragraphs of text for a reader who does not know the code. They explain the terms of a report, such as intervals,
+    p-values, verdicts and costs.
     """
     text = f"""
     Differences are paired: runs with the same seed are trained on the same images in the same order. Brackets are the 95% t
@@ -231,7 +237,9 @@ def how_to_read(comparison: Comparison) -> list[str]:
 
 
 def how_it_was_timed(records: Sequence[Record]) -> str:
-    """Return a paragraph that explains how the tokens, MACs and speed-ups in the tables of costs were measured."""
+    """Return a paragraph of text that explains how the tokens, MACs and speed-ups in the report were measured. `records` are
+    the results of the runs.
+    """
     evaluators = [e for r in records for e in r.run.get("evaluators") or () if e.get("call") == COST]
     sizes = sorted({e["batch"] for e in evaluators})
     batches = f" on batches of {' and '.join(map(str, sizes))} images" if sizes else ""
@@ -246,8 +254,10 @@ def how_it_was_timed(records: Sequence[Record]) -> str:
 
 
 def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return a list of the failed and missing runs, as pairs (text, Python traceback). The text names the arm, its seeds, the
-    error and the line of the recipe that raised it. Seeds with equal errors share one pair.
+    """Return a list of pairs (text, Python traceback) for the failed and missing runs. The text names the arm (variant), its
+    seeds and the error. `records` are the results of the runs.
+
+    The text also names the line of the recipe that raised the error. Seeds with equal errors share one pair.
     """
     tracebacks = {(r.arm, r.labels, r.seed): r.traceback or "" for r in records}
     out = []
@@ -263,8 +273,8 @@ def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[st
 
 
 def unavailable(comparison: Comparison) -> str:
-    """Return one line that names the arms without any result because their external weights could not be obtained, with the
-    reasons. Empty if there are none.
+    """Return a line of text that names the arms (variants) without any result because their pretrained weights could not be
+    obtained, with the reasons. The text is empty if there are no such arms.
     """
     arms: dict[str, list[str]] = {}
     for row in comparison.rows:

@@ -20,9 +20,11 @@ EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recip
 
 
 def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
-    """Return the report of a recipe as Markdown text. `doc` is the docstring of the recipe, and `options` are the command-line
-    options of its runs, such as " --scale-steps 2". `earlier` is the number of finished comparisons whose arms were removed
-    from the recipe.
+    """Return the report of a comparison as Markdown text. `records` are the results of its runs. The options `title` and `doc`
+    are the name and the docstring of the recipe file (the Python file that lists the runs).
+
+    `options` are the command-line options of the runs, such as " --scale-steps 2". `earlier` is the number of finished
+    comparisons whose arms were removed from the recipe.
     """
     page = content(records, title, doc, options, earlier)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
@@ -48,8 +50,10 @@ def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = 
 
 
 def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
-    """Return the report of a recipe as one HTML page with figures, in light and dark colors. The page needs no scripts and no
-    other files. The parameters are those of `markdown`.
+    """Return the report of a comparison as the text of one HTML page, with tables and figures. `records` are the results of its
+    runs. The page needs no scripts and no other files.
+
+    The page has light and dark colors. The parameters are those of `markdown`.
     """
     import jinja2
     from markupsafe import Markup
@@ -80,8 +84,9 @@ def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", 
 
 
 def text(records: Sequence[Record], earlier: int = 0) -> str:
-    """Return a short report for the terminal: the mean and SD of every arm, then one line for each verdict. `earlier` is the
-    number of finished comparisons whose arms were removed from the recipe.
+    """Return a short report for the terminal: the mean accuracy of every arm (variant), then one line for each verdict.
+    `records` are the results of the runs. `earlier` is the number of finished comparisons that were removed from the recipe
+    file.
     """
     comparison = compare(records, earlier)
     rows = [row for row in comparison.rows if row.values]
@@ -96,8 +101,10 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
 
 
 def content(records: Sequence[Record], title: str, doc: str, options: str, earlier: int) -> dict[str, Any]:
-    """Return everything that a report shows, as a dict: question, answer, tables, warnings and more. The item `comparison` is
-    None if no run has started. The parameters are those of `markdown`.
+    """Return everything that a report shows as a dict, such as the question, the tables and the warnings. `records` are the
+    results of the runs, `title` and `doc` are the name and the docstring of the recipe file.
+
+    The item `comparison` is None if no run has started. The parameters are those of `markdown`.
     """
     question, about = sections(doc)
     page = {"title": title, "question": question, "about": about}
@@ -123,15 +130,15 @@ def content(records: Sequence[Record], title: str, doc: str, options: str, earli
 
 
 def reported(records: Sequence[Record]) -> list[Record]:
-    """Return the records that a report shows. It leaves out runs that have not started, and runs that were trained only because
-    another run needs their weights.
+    """Return the list of the records (results of a run) that a report shows. Runs that have not started are left out, and so
+    are runs that were trained only because another run needs their weights.
     """
     return [r for r in records if r.status != "missing" and r.role != "dependency"]
 
 
 def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split the docstring of a recipe into paragraphs. Returns the question at its beginning, and the other paragraphs as pairs
-    (name, text), such as ("Setup", "We train ...").
+    """Split the docstring of a recipe file into paragraphs. Return the question at its beginning, and a list of pairs (name,
+    text) for the other paragraphs, such as ("Setup", "We train ...").
 
     A named paragraph begins with `Name   text`; its further lines are indented. Other paragraphs have an empty name.
     """
@@ -150,8 +157,8 @@ def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table in a report, with one line for each arm. `rows` maps the name of an arm to its cells, one for each column. A cell
-    is a text with a list of remarks.
+    """A table in a report, with one line for each arm (variant in the comparison). `rows` is a dict from the name of an arm to
+    a list of cells. A cell is a pair: a text and a list of remarks.
     """
 
     title: str
@@ -161,8 +168,8 @@ class Table:
 
 
 def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Return all tables of a report, as a dict from a heading to the tables below it. The most important heading comes first,
-    and headings without a table are left out.
+    """Return all tables of a report, as a dict from a heading to the list of tables below it. `records` are the results of the
+    runs. Headings without a table are left out.
     """
     found = {
         "Accuracy": accuracy_tables(comparison),
@@ -175,8 +182,10 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
 
 
 def each_table(comparison: Comparison) -> list[tuple[str, list[Row]]]:
-    """Return the title and the rows of each table. There is one table for each number of labels and each baseline. Arms whose
-    external weights could not be obtained are left out.
+    """Return a list of pairs (title, rows), one for each table of a report. There is one table for each number of labelled
+    images and each baseline. A row holds the results of one arm (variant).
+
+    Arms whose external weights could not be obtained are left out.
     """
     found = []
     for n in comparison.labels:
@@ -187,8 +196,8 @@ def each_table(comparison: Comparison) -> list[tuple[str, list[Row]]]:
 
 
 def accuracy_tables(comparison: Comparison) -> list[Table]:
-    """Return the main tables of a report: test accuracy, difference from the baseline, Holm-corrected p-value and verdict of
-    each arm.
+    """Return the main tables of a report as a list. They show the test accuracy of each arm (variant), its difference from the
+    baseline, the Holm-corrected p-value and the verdict.
     """
     columns = ("Test accuracy, % (mean ± SD over seeds)", "Difference, points [95% CI]", "Holm p", "Verdict")
 
@@ -206,8 +215,10 @@ def accuracy_tables(comparison: Comparison) -> list[Table]:
 
 
 def cost_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables with the costs of each arm. If the evaluator `cost` has measured token reductions, they begin with
-    tokens, MACs, time and speed-up.
+    """Return the tables with the costs of each arm (variant) as a list, such as parameters, multiply-adds (MACs) and training
+    seconds.
+
+    If the evaluator `cost` has measured token reductions, they begin with tokens, MACs, time and speed-up.
     """
     columns = (REDUCED if comparison.reduced else {}) | BUDGETS
     cells = [
@@ -217,8 +228,8 @@ def cost_tables(comparison: Comparison) -> list[Table]:
 
 
 def seed_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables with the test accuracy of every seed, the range of these accuracies, and the p-value before the Holm
-    correction.
+    """Return the tables with the test accuracy of every seed as a list. They also show the range of these accuracies and the
+    p-value before the Holm correction, for each arm (variant).
     """
 
     def cells(row: Row) -> list[tuple[str, list[str]]]:
@@ -232,16 +243,20 @@ def seed_tables(comparison: Comparison) -> list[Table]:
 
 
 def probe_tables(records: Sequence[Record]) -> list[Table]:
-    """Return the tables with the mean accuracy of each probe (a classifier on frozen features), in percent. A number of labels
-    has a table only if an arm other than the references was probed.
+    """Return the tables with the mean accuracy of each probe (a classifier on frozen features) as a list, in percent. `records`
+    are the results of the runs.
+
+    A number of labelled images has a table only if an arm other than the references was probed.
     """
     labels = {r.labels for r in records if r.finished and r.probes and r.role != "reference"}
     return measurement_tables([r for r in records if r.labels in labels], lambda r: r.probes or (), percent)
 
 
 def other_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
-    """Return the tables with all further numbers that the evaluators measured, as means over the seeds. Scores, probes and the
-    numbers in the tables of costs are left out, because other tables show them.
+    """Return the tables with all measured numbers that no other table of the report shows, as a list. The numbers are means
+    over the seeds. `records` are the results of the runs.
+
+    Scores, probes and the numbers in the tables of costs are left out, because other tables show them.
     """
     shown = {"macs", "macs_sd"} | (set(REDUCED) if comparison.reduced else set())
 
@@ -254,8 +269,10 @@ def other_tables(comparison: Comparison, records: Sequence[Record]) -> list[Tabl
 def measurement_tables(
     records: Sequence[Record], names_of: Callable[[Record], Iterable[str]], form: Callable[[float], str]
 ) -> list[Table]:
-    """Return one table for each number of labels, with means over the seeds of numbers in `record.test`. The function
-    `names_of(record)` selects the numbers by name, and `form` converts a mean to text.
+    """Return a list of tables, one for each number of labelled images. They show means over the seeds of measured numbers. The
+    function `names_of` returns the names of these numbers for the results of a run, and `form` converts a mean to text.
+
+    A record holds the results of one run, and the numbers are those in its field `test`.
     """
     tables = []
     for labels in dict.fromkeys(r.labels for r in records):
@@ -273,7 +290,7 @@ def measurement_tables(
 
 
 def _table(table: Table) -> str:
-    """Return a table in Markdown, with the remarks on a cell in brackets after its text."""
+    """Return a `Table` as Markdown text. The remarks on a cell stand in brackets after the text of the cell."""
     lines = [["Arm", *table.columns], ["-"] * (1 + len(table.columns))]
     for arm, cells in table.rows.items():
         lines.append([_md(arm), *(_md(text + f" ({'; '.join(remarks)})" * bool(remarks)) for text, remarks in cells)])
@@ -286,11 +303,11 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _md(text: str) -> str:
-    """Escape the special characters of Markdown in a text, so that it is shown unchanged."""
+    """Return the text with the special characters of Markdown escaped, so that Markdown shows it unchanged."""
     text = re.sub(r"([\\`*|~$]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|^[+#-](?=\s))", r"\\\1", re.sub(r"\s+", " ", text))
     return entities.escape(text, quote=False).replace("&lt; ", "< ")
 
 
 def _prose(text: str) -> str:
-    """Escape the special characters of Markdown in a docstring, except in code, which stands between backticks."""
+    """Return the text with the special characters of Markdown escaped, except in code between backticks, such as `Run`."""
     return "".join(part if k % 2 else _md(part) for k, part in enumerate(re.split(r"(`[^`]+`)", text)))

@@ -17,8 +17,8 @@ NAMES = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}
 
 
 def warnings(records: Sequence[Record]) -> list[str]:
-    """Return one sentence for each problem that makes a comparison of the arms less reliable: for example, different machines
-    or versions of a library, or an accuracy that could be reached by guessing.
+    """Return a list of warnings about a comparison, one sentence each. For example, runs used different machines, or an
+    accuracy could be reached by guessing. `records` are the results of the runs.
     """
     facts: dict[str, dict[str, dict]] = {}
     for r in records:
@@ -48,8 +48,8 @@ def warnings(records: Sequence[Record]) -> list[str]:
 
 
 def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
-    """Return a warning for each arm whose test accuracy is not shown to be higher than that of a model which always predicts
-    the most frequent class.
+    """Return a list of warnings, one for each arm (variant) that may be no better than guessing. The comparison is with a model
+    that always predicts the most frequent class. `records` are the results of the runs.
     """
     cells: dict[tuple, list[Record]] = {}
     for r in records:
@@ -69,8 +69,10 @@ def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
 
 
 def no_better_than_random(records: Sequence[Record]) -> list[str]:
-    """Return a warning for each arm and each probe (a classifier on frozen features) that is not shown to be better than the
-    same probe of an untrained model. Runs with the same seed are compared.
+    """Return a list of warnings, one for each arm (variant) and each probe (a classifier on frozen features) that is not shown
+    to be better than the same probe of an untrained model. `records` are the results of the runs.
+
+    Runs with the same seed are compared.
     """
     finished = {(r.arm, r.labels, r.seed): r for r in records if r.finished}
     cells = dict.fromkeys((r.arm, r.labels) for r in finished.values() if r.role != "reference")
@@ -93,8 +95,10 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
 
 
 def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return a dict from the name of each arm to the settings in which it differs from its baseline, as lines such as
-    `tokenizer: PatchEmbed → ConvStem`. The runs that are compared have the same number of labels and the same seed.
+    """Return a dict from the name of each arm (variant) to a list of the settings in which it differs from its baseline, such
+    as `tokenizer: PatchEmbed → ConvStem`. `records` are the results of the runs.
+
+    The runs that are compared have the same number of labelled images and the same seed.
     """
     sources = initial_weights(records)
     count: Counter[str] = Counter()
@@ -116,8 +120,10 @@ def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list
 
 
 def with_baselines(comparison: Comparison, records: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Pair each run with the run of its baseline that has the same number of labels and the same seed. Runs of the baselines
-    themselves, and runs for which there is no such run, are left out.
+    """Return a list of pairs (run, run of its baseline) with the same number of labelled images and the same seed. Each item is
+    a record (the results of a run). Runs without such a partner are left out.
+
+    Runs of the baselines themselves are left out, too.
     """
     baseline_of = {row.arm: row.baseline for row in comparison.rows}
     found = {(r.arm, r.labels, r.seed): r for r in records if r.run}
@@ -126,8 +132,10 @@ def with_baselines(comparison: Comparison, records: Sequence[Record]) -> list[tu
 
 
 def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
-    """Return a dict from each option in which two runs differ to its values in `base` and in `run`. Both arguments are settings
-    from a record. All differences inside an earlier run (`init` or `teacher`) count as one.
+    """Return the options in which two runs differ, as a dict from the name of an option to the tuple (value in `base`, value in
+    `run`). Both arguments are dicts with all settings of a run.
+
+    All differences inside an earlier run (`init` or `teacher`) count as one.
     """
     found = differences(base, run)
     for name in ("init", "teacher"):
@@ -137,8 +145,10 @@ def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
 
 
 def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Find the arms that differ from the baseline in one numeric option only. Returns the value of each of these options in
-    each arm as `result[option][arm]`, with the baseline first. Options with fewer than three values are left out.
+    """Return the values of each numeric option that was varied alone, as a nested dict: `result[option][arm]` is the value in
+    an arm (variant). Only arms that differ from the baseline in one option are used. `records` are the results of the runs.
+
+    The baseline comes first. Options with fewer than three values are left out.
 
     The comparison must have one baseline. Where the records have the number of tokens and it differs, `tokens` is a further
     hyperparameter.
@@ -163,8 +173,10 @@ def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[s
 
 
 def initial_weights(records: Sequence[Record]) -> dict[str, str]:
-    """Return a dict from the name of an arm to the origin of its initial weights, such as `weights of A`. The origin is another
-    arm of the recipe or an external file. All other arms are left out.
+    """Return a dict from the name of an arm (variant) to the origin of its initial weights as text, such as `weights of A`. The
+    origin is another arm or a file of pretrained weights. `records` are the results of the runs.
+
+    Arms without such an origin are left out.
     """
     arms = {r.fingerprint: r.arm for r in records}
     found: dict[str, str] = {}
@@ -178,8 +190,10 @@ def initial_weights(records: Sequence[Record]) -> dict[str, str]:
 
 
 def provenance(records: Sequence[Record], options: str) -> dict[str, str]:
-    """Return where the results come from, as a dict from heading to text: code, versions, machine, pretrained weights, and the
-    commands that repeat the runs. `options` are the command-line options of the runs.
+    """Return where the results come from, as a dict from a heading to a text. Headings are, for example, code, versions and
+    machine. `records` are the results of the runs, and `options` are their command-line options as text.
+
+    The dict also names pretrained weights and the commands that repeat the runs.
     """
     sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 

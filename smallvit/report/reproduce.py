@@ -11,8 +11,10 @@ MAX_WIDTH = 0.6  # a wider interval contains almost any result and verifies noth
 
 
 def compare_with_committed(committed: Sequence[Record], again: Sequence[Record]) -> tuple[list[str], bool]:
-    """Check whether runs that were trained again have the same results as their committed records. `again` holds the new
-    records. Returns one line of text for each arm and number of labels, and whether all arms agree.
+    """Check whether runs that were trained again reproduce their published results. Return a list of text lines and whether all
+    results agree. `committed` are the published records (results of a run), and `again` are the new ones.
+
+    There is one line for each arm (variant) and each number of labelled images.
 
     An arm agrees if its runs are identical to the committed ones, or if their mean lies in the 99% prediction interval that
     follows from the mean and standard deviation of the committed seeds (t distribution). It does not agree if a run failed, if
@@ -30,7 +32,9 @@ def compare_with_committed(committed: Sequence[Record], again: Sequence[Record])
 
 
 def compare_arm(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool | None]:
-    """Compare the new runs of an arm with its committed runs (`old`). Returns the result as text, and whether the runs agree.
+    """Compare the new runs of one arm (variant) with its published runs. Return the outcome as text and whether they agree.
+    `old` and `new` are lists of records (results of a run).
+
     The second value is None if the external weights of the arm cannot be obtained on this machine.
     """
     if all(r.status == "unavailable" for r in new):
@@ -52,8 +56,8 @@ def compare_arm(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool
 
 
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
-    """Return the lower and upper end of the 99% prediction interval (t distribution) for the mean of further runs. `values` are
-    the known results; `new` is the number of further runs.
+    """Return the lower and upper end of the 99% prediction interval for the mean of `new` further runs. `values` are the
+    results of the runs so far, and a t distribution is assumed.
     """
     from scipy.stats import t
 

@@ -10,8 +10,8 @@ MIN_PAIRS = 6  # with five pairs, even five wins have p = 0.0625 in a sign-flip 
 
 
 def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None, float | None]:
-    """Return four numbers: the mean of the values, their standard deviation (with divisor n - 1), and the lower and the upper
-    end of the 95% t interval of the mean.
+    """Return a tuple of four numbers: the mean of the values, their standard deviation (with divisor n - 1), and the lower and
+    upper end of the 95% t interval of the mean.
 
     All four are None for no values; the last three are None for a single value.
     """
@@ -25,7 +25,7 @@ def spread(values: Sequence[float]) -> tuple[float | None, float | None, float |
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values that are corrected for multiple comparisons by Holm's method, in the same order as the given ones.
+    """Return a list of p-values, corrected for multiple comparisons by Holm's method. The order is that of the given p-values.
 
     The smallest of m p-values is multiplied by m, the next by m - 1, and so on; each is at least as large as the one before.
     """
@@ -37,8 +37,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: float = 0.8) -> int:
-    """Return the number of pairs (seeds) that a paired t-test needs to show a difference of `effect` with probability `power`.
-    `sd` is the standard deviation of the paired differences, and `level` is the significance level.
+    """Return the number of pairs (seeds) that a paired t-test needs to detect a difference of `effect` with probability
+    `power`. `sd` is the standard deviation of the differences, and `level` is the significance level.
 
     The result is at least six, the number of pairs that a verdict needs.
     """

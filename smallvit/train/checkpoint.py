@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def save(training: "Training", path: Path):
-    """Save the state of an unfinished training to a checkpoint file, so that `resume` can continue it."""
+    """Save the state of an unfinished training run to a checkpoint file, from which it can be continued later."""
     state = {
         "fingerprint": fingerprint(training.run),
         "origin": training.origin,
@@ -41,7 +41,8 @@ def save(training: "Training", path: Path):
 
 
 def resume(training: "Training", path: Path):
-    """Load a checkpoint into a training that has not started, so that it continues at the saved step.
+    """Load a checkpoint file into a `Training` object that has not started. The training then continues at the step of the
+    checkpoint.
 
     Does nothing if there is no file, or if the code or the data have changed since (`training.origin`): the training then
     starts at step 0. Raises ValueError if the checkpoint cannot be read or belongs to another run.
@@ -69,8 +70,10 @@ def resume(training: "Training", path: Path):
 
 
 def with_own_storage(state: Any) -> Any:
-    """Return a nested state with copies of all its tensors. Runs that are trained together share large tensors, and
-    `torch.save` would write a whole shared tensor for each slice.
+    """Return nested dicts and lists with copies of all tensors in them. Without copies, `torch.save` would also write the large
+    tensors of which these tensors are slices.
+
+    Runs that are trained together share such large tensors.
     """
     if isinstance(state, dict):
         return {name: with_own_storage(part) for name, part in state.items()}

@@ -24,8 +24,10 @@ from .trained_model import save_weights
 
 
 class Tags(NamedTuple):
-    """The names of a run in a comparison: recipe, arm, role and baseline. The record of the run contains them. They do not
-    change the training.
+    """The names of a run in a comparison: the recipe file, the arm (one variant in the comparison), its role (such as
+    "baseline" or "technique") and its baseline. They do not change the training.
+
+    The record of the run contains them.
     """
 
     recipe: str = ""
@@ -48,7 +50,8 @@ def fit(
     teacher: str | Path | None = None,
     numerics: Numerics = DEFAULT,
 ) -> Record:
-    """Train and evaluate a run, and return its record. The record and the weights are also saved in `folder`.
+    """Train and evaluate a run, and return its record (settings, results and costs). The record and the trained weights are
+    also saved in `folder`.
 
     A run that has finished in this folder is not trained again. A run that was interrupted continues from its checkpoint and
     ends with bitwise the same weights as an uninterrupted one (on the same machine, with the same number of threads).
@@ -81,8 +84,10 @@ def fit_stacked(
     dependencies: Sequence[dict[str, Path]] = (),
     numerics: Numerics = DEFAULT,
 ) -> list[Record]:
-    """Train several runs that differ only in their seed together, as one model whose tensors have an additional first axis.
-    Each run has its own folder and its own tags. Returns the records of the runs.
+    """Train several runs that differ only in their seed at the same time, as one model. Return the list of their records
+    (settings, results and costs). Each run has its own folder in `folders`.
+
+    The tensors of this model have an additional first axis, the run.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that
@@ -115,8 +120,10 @@ def prepare_training(
     teacher: str | Path | None,
     numerics: Numerics = DEFAULT,
 ) -> Iterator[tuple[Training | None, Callable[[], Record]]]:
-    """Context manager that prepares the training of a run and locks its folder. It trains the earlier runs that this run
-    depends on, and it resumes from a checkpoint if there is one. The parameters are those of `fit`.
+    """Context manager that prepares the training of a run in `folder` and locks this folder. Earlier runs that the run needs,
+    such as pretraining, are trained first. If there is a checkpoint, the training resumes from it.
+
+    The parameters are those of `fit`.
 
     Yields the training (None if the run has already finished) and a function `close()` that evaluates the trained model, writes
     the record and returns it.
@@ -169,8 +176,8 @@ def prepare_training(
 
 
 def load_data(run: Run) -> tuple[Dataset, Subset]:
-    """Load the data set of a run and select its training and validation images. Returns the data set and this subset. Raises
-    ValueError for transforms that are not allowed for digits, such as flips.
+    """Return the data set of a run and a `Subset` with the training and validation images of the run. Raises ValueError if the
+    data set contains digits and a transform would change them, such as a flip.
     """
     data = run.data()
     check_transforms(run, data.spec)
@@ -178,8 +185,8 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
 
 
 def check_transforms(run: Run, spec: DataSpec):
-    """Raise ValueError if the data set contains digits and a transform of the run, such as a flip, would change one digit to
-    another or to none. `spec` describes the data set.
+    """Raise ValueError if the data set contains digits and a transform of the run would change one digit to another, such as a
+    flip. `spec` describes the data set.
     """
     for transform in run.augment if spec.digits else ():
         reason = getattr(transform, "unsafe_for_digits", None)
@@ -190,8 +197,8 @@ def check_transforms(run: Run, spec: DataSpec):
 
 
 def check_evaluation(run: Run, subset: Subset):
-    """Raise ValueError if the subset does not contain the images that the evaluators or early stopping need, such as validation
-    images. It is called before training.
+    """Raise ValueError if images are missing that the evaluation or early stopping of the run needs, such as validation images.
+    `subset` holds the training and validation images. The check is made before training.
     """
     if run.early_stop and not len(subset.val):
         raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
@@ -201,7 +208,7 @@ def check_evaluation(run: Run, subset: Subset):
 
 
 def finished_record(run: Run, folder: Path) -> Record | None:
-    """Return the record in `folder` if this run has finished there, and None if it has not.
+    """Return the record (settings, results and costs) of a run from its folder if the run has finished, otherwise None.
 
     Raises ValueError if the folder holds another run, or if the record or the weights are damaged.
     """
@@ -216,8 +223,10 @@ def finished_record(run: Run, folder: Path) -> Record | None:
 
 
 def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
-    """Return the data for a picture that shows which patches a token reduction merges or removes in three images. These are
-    validation images, or training images if there are none. The result is None if the model has no reduction.
+    """Return the data of a picture that shows which patches of three images a token reduction merges or removes, as a dict.
+    Return None if the model has no token reduction. `subset` holds the training and validation images.
+
+    The images are validation images, or training images if there are no validation images.
     """
     from smallvit import explain
 
@@ -231,8 +240,8 @@ def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
 
 
 def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
-    """Evaluate a trained model with all evaluators of its run, first on the validation images of the subset and then once on
-    the test images (`test`). Returns the results as a dict of fields of the record.
+    """Measure a trained model with all evaluators of its run, on the validation images in `subset` and then on the test images
+    in `test`. Return the results as a dict.
 
     Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first is not between 0 and 1.
     """
@@ -270,8 +279,10 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
 
 
 def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None = None, traceback: str | None = None) -> Record:
-    """Create the record of a run with everything that is known before the run starts: its settings, its tags, the machine and
-    the versions. It is also used for a run that failed, with `error` and `traceback`.
+    """Return the record of a run before its training: the settings, the machine and the library versions, without results.
+    `tags` are its names in the comparison. `status` is, for example, "failed" (with `error` and `traceback`) or "missing".
+
+    For a run that failed, `error` and `traceback` say why.
     """
     return Record(
         **tags._asdict(),
@@ -292,10 +303,12 @@ COSTS = ("images_seen", "steps", "seconds")
 
 
 def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
-    """Return the total cost of all runs that had to be trained before a run, as a dict. `runs` are the runs that it depends on
-    directly, and `trained` are their records. Each run is counted once, even if several others need it.
+    """Return the total cost of the earlier runs that a run needs, such as pretraining, as a dict. `runs` are these earlier
+    runs, and `trained` are their records (results and costs). Each run is counted once.
 
-    Also the largest numbers of labels, of labels used for choices, and of unlabelled images among these runs.
+    `runs` are the runs that the run needs directly. The runs that they need are found in the records.
+
+    The dict also has the largest number of labels, of labels used for choices, and of unlabelled images among these runs.
     """
     costs: dict[str, dict] = {}
     labels = chosen = unlabelled = 0
@@ -313,5 +326,7 @@ def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
 
 
 def label_count(run: Run) -> int:
-    """Return how many labelled training images a run uses. If `run.labels` is None, the images of its data set are counted."""
+    """Return how many labelled training images a run uses. If the run sets no number, the training images in its data set are
+    counted.
+    """
     return len(load_data(run)[1].train) if run.labels is None else run.labels

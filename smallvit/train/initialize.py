@@ -17,11 +17,11 @@ from smallvit.vit import initialize
 def initial_objective(
     run: Run, spec: DataSpec, init: Path | None, teacher: Path | None
 ) -> tuple[nn.Module, dict | None, list[str]]:
-    """Create the objective and the model of a run with their initial weights. `spec` describes the data set. `init` and
-    `teacher` are the folders of the finished runs whose weights are loaded; None means that none are loaded.
+    """Create the training objective of a run, which contains its model, with initial weights. Return it with a report on loaded
+    weights and the hashes of their files. `init` and `teacher` are folders of earlier runs, whose weights are loaded.
 
-    `init` and `teacher` are the folders of the runs that `run.init` and `run.teacher` name; without them those models stay
-    untrained. Returns the objective, a report about weights that were loaded (None if none were), and hashes of their files.
+    `init` and `teacher` are the folders of the runs in `run.init` and `run.teacher`. If a folder is None, no weights are loaded
+    from it. The report is None if no weights were loaded. `spec` describes the data set.
     """
     torch.manual_seed(stream(run.seed, "init"))
     model = run.model(spec.size, spec.channels, len(spec.classes))
@@ -45,11 +45,13 @@ def initial_objective(
 
 
 def load_from_run(model: nn.Module, folder: Path, run: str) -> dict:
-    """Load the final weights of a finished run into a model. `run` is the fingerprint of the finished run in `folder`. Parts
-    that the model does not share with it, such as a token reduction, keep their new weights.
+    """Load the weights of a finished run from its folder into a model, and return a report as a dict. `run` is the hash of the
+    settings of this run (its fingerprint), which the weights file must contain.
 
-    `run` is the fingerprint of the finished run. Returns how many tensors were loaded, the names of those that were not, and
-    the hash of the file. Raises ValueError for a missing file, one of another run, and for tensors that do not fit, by name.
+    Parts that the model does not share with the run, such as a token reduction, keep their new weights.
+
+    The report says how many tensors were loaded, the names of those that were not, and the hash of the file. Raises ValueError
+    for a missing file, for the file of another run, and for tensors that do not fit, by name.
     """
     state, expected = read_weights(folder, run), model.state_dict()
     heads = [name for name in state if name.startswith("head.") and name in expected]
@@ -68,8 +70,8 @@ def load_from_run(model: nn.Module, folder: Path, run: str) -> dict:
 
 
 def read_weights(folder: Path, run: str) -> dict[str, Tensor]:
-    """Read the final weights of a finished run from its folder, as tensors by name. `run` is the fingerprint that the weights
-    must have.
+    """Return the weights of a finished run from its folder, as a dict from name to tensor. `run` is the hash of the settings of
+    this run (its fingerprint), which the weights file must contain.
 
     Raises ValueError for a missing or damaged file, and for the weights of another run.
     """

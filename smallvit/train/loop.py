@@ -36,8 +36,8 @@ Watch = Callable[[int, float | None], None]
 
 
 def train(members: Sequence["Training"], train_step: Callable[[], None], watch: Watch):
-    """Train one run or a stack of runs (`members`) until the last step. `train_step` is a function that takes one step of all
-    members. `watch` is called after each validation, with the step and the accuracy.
+    """Train one run, or several runs together, until the last step. `members` are the `Training` objects of these runs. The
+    function `train_step` takes one step of all of them, and the function `watch` is called after each step.
     """
     first = members[0]
     for member in members:
@@ -65,7 +65,8 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
 
 
 class Training:
-    """The state of one training: model, optimizer, data, current step, and the learning curve up to this step.
+    """The state of one training run: model, optimizer, data, number of the current step, and the learning curve up to this
+    step.
 
     `init` and `teacher` are the folders of the finished runs that the run depends on. `device` may be "auto". Once `resume` has
     been called, checkpoints are written to the same file.
@@ -108,8 +109,8 @@ class Training:
         self.origin, self.checkpoint_file = "", Path()
 
     def training_images(self, data: Dataset) -> Images:
-        """Return the images that the run is trained on, moved to its device. These are its labelled images or, if it also uses
-        unlabelled ones, all images of the data set except the validation images.
+        """Return the images on which the run is trained, moved to its device. These are its labelled images. If the run also
+        uses unlabelled images, they are all images of the data set except the validation images.
 
         Raises ValueError for a batch that would contain each image more than 100 times.
         """
@@ -124,8 +125,10 @@ class Training:
         return Images(images.images.to(self.device), labels.to(self.device), self.spec)
 
     def resume(self, path: Path, origin: str):
-        """Continue from the checkpoint at `path` if that file exists. Later checkpoints are written to the same path. `origin`
-        is a text that identifies the code and the data; a checkpoint with another one is ignored.
+        """Continue from the checkpoint file at `path`, if there is one. `origin` is a text that identifies the code and the
+        data. A checkpoint with another origin is ignored.
+
+        Later checkpoints are written to the same path.
         """
         self.checkpoint_file, self.origin = path, origin
         checkpoint.resume(self, path)
@@ -139,8 +142,8 @@ class Training:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is evaluated and saved. It has the exponential moving average (EMA) of the weights if the run uses
-        one, and the current weights otherwise.
+        """The model that is evaluated and saved. Its weights are the exponential moving average (EMA) of the trained weights,
+        or the trained weights themselves if the run uses no EMA.
         """
         return self.objective.model if self.ema_model is None else self.ema_model
 
@@ -151,14 +154,14 @@ class Training:
 
     @property
     def ema_weight(self) -> float:
-        """The weight of the current parameters in the update of the exponential moving average (EMA). In early steps it is 1 /
-        step, so that the average is the mean of all steps.
+        """The weight of the current parameters when the exponential moving average (EMA) is updated, from 0 to 1. In early
+        steps the weight is 1 / step, so that the average is the mean over all steps.
         """
         return 1 / min(self.step, max(self.run.ema * self.run.steps, 1))
 
     def train_step(self):
-        """Take one training step: draw a batch, compute the gradient of the loss, and update the weights and, if the run uses
-        it, their moving average (EMA).
+        """Take one training step: draw a batch, compute the gradient of the loss, update the weights, and then update their
+        exponential moving average (EMA) if the run uses one.
         """
         batch = self.next_batch()
         self.set_learning_rates(self.optimizer)
@@ -176,8 +179,8 @@ class Training:
             ema_update(self.ema_pairs, self.ema_weight)
 
     def next_batch(self) -> Batch:
-        """Return the batch of the current step. Its images are drawn, augmented and normalized, and then the objective prepares
-        the batch.
+        """Return the batch of the current step. Its images are drawn, augmented and normalized. Then the objective of the run
+        adds values that it needs, such as the logits of a teacher.
 
         Also seeds torch's generator, which dropout draws from during the step.
         """
@@ -200,7 +203,9 @@ class Training:
 
     @property
     def precision(self) -> str:
-        """The number format of matrix products, "fp32" or "bf16". If `numerics` sets a precision, it replaces that of the run.
+        """The number format of matrix products in training as text, "fp32" or "bf16".
+
+        If `numerics` sets a precision, it replaces that of the run.
         """
         return self.numerics.precision or self.run.precision
 
@@ -214,26 +219,28 @@ class Training:
 
     @functools.cached_property
     def numerics_context(self) -> NumericsContext:
-        """The object that switches the attention kernel and the compiled blocks of the objective on during forward passes, and
-        off afterwards.
+        """The object that switches the chosen attention kernel and the compiled blocks of the model on during forward passes,
+        and off afterwards.
         """
         return NumericsContext(self.objective, self.numerics)
 
     def count_step(self, loss: Tensor):
-        """Count a training step that was taken, and add its loss to the sum from which `validate` computes the mean."""
+        """Count a training step that was taken, and add its loss to a sum. The mean of this sum is later a point of the
+        learning curve.
+        """
         self.step += 1
         self.loss += loss
 
     @functools.cached_property
     def checks(self) -> set[int]:
-        """The numbers of the training steps after which the validation accuracy is measured: up to 12, evenly spaced. The last
-        one is the last step.
+        """The set of the training steps after which the validation accuracy is measured. There are up to 12 such steps. They
+        are evenly spaced, and the last one is the last training step.
         """
         return {round(self.run.steps * check / CHECKS) for check in range(1, CHECKS + 1)}
 
     def validate(self):
         """Add a point to the learning curve: the step, the mean training loss since the last point, and the validation
-        accuracy. If the run uses early stopping, the weights with the best accuracy are kept.
+        accuracy. With early stopping, a copy of the weights is kept if this accuracy is the best so far.
 
         Raises FloatingPointError if the loss is not finite.
         """
@@ -256,16 +263,16 @@ class Training:
         self.curve.append([self.step, round(loss, 5), score])
 
     def stopped_early(self) -> bool:
-        """Whether early stopping ends the training. It does if the last `run.early_stop` validation accuracies are all no
-        better than the best one before them.
+        """Return whether early stopping ends the training now. This is so if the last `run.early_stop` validation accuracies
+        are all no better than the best accuracy before them.
         """
         patience = self.run.early_stop
         scores = [check[2] for check in self.curve]
         return bool(patience) and len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
 
     def facts(self) -> dict:
-        """Return the fields of the record that describe the training, such as its steps, seconds, learning curve, device and
-        costs.
+        """Return what the record (results) of a run says about its training, as a dict: steps, seconds, learning curve, device
+        and costs.
         """
         device = self.device
         return {
@@ -286,7 +293,7 @@ class Training:
         } | self.footprint()
 
     def footprint(self) -> dict:
-        """Return the number of parameters and the multiply-adds (MACs) of the model, as fields of the record. Empty for a model
+        """Return the number of parameters and the multiply-adds (MACs) of the model, as a dict. The dict is empty for a model
         without parameters, such as raw pixels.
 
         Multiply-adds that depend on the image are the mean over 256 training images.
@@ -298,8 +305,8 @@ class Training:
 
 
 def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
-    """Return the indices of the images in one batch, shape (batch,). `n` is the number of images to draw from, `step` is the
-    training step, and `seed` decides the order.
+    """Return the indices of the training images in one batch, as a tensor of shape (batch,). `n` is the number of training
+    images, `step` is the number of the training step, and `seed` decides the random order.
 
     All images are shuffled again for each epoch. The epochs are joined into one sequence, which is cut into batches.
     """
@@ -310,5 +317,5 @@ def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)  # the members of a stack take turns
 def epoch_order(n: int, epoch: int, seed: int) -> Tensor:
-    """Return the random order of `n` images in one epoch, as a tensor of their indices."""
+    """Return the random order of the `n` training images in one epoch, as a tensor with their indices."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch)))

@@ -26,8 +26,10 @@ class NotStackable(ValueError):
 
 
 class Stack:
-    """Several trainings (the members) that take their steps together, as one model. Each member keeps its own weights,
-    optimizer state, moving average (EMA), step and loss, so it can be saved and evaluated like a single training.
+    """Several training runs that are computed together as one model, because this is faster. They differ only in their seed.
+    `members` are their `Training` objects, and each keeps its own weights, optimizer state and loss.
+
+    Each member also keeps its own moving average (EMA) and step, so it can be saved and evaluated like a single training.
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
@@ -64,8 +66,8 @@ class Stack:
             self.ema_pairs = [(tensor, self.weights[f"model.{name}"].detach()) for name, tensor in averages.items()]
 
     def losses(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:
-        """Return the loss of each member on its own batch, shape (members,). The first axis of all `weights` and of `batch` is
-        the member.
+        """Return the loss of each training run in the stack on its own batch, as a tensor of shape (runs,). In `weights` and
+        `batch`, the first axis of all tensors is the run.
         """
 
         def loss(own_weights: dict[str, Tensor], own_batch: Batch) -> Tensor:
@@ -75,8 +77,8 @@ class Stack:
             return vmap(loss)(weights, batch)
 
     def check_first_step(self):
-        """Raise NotStackable if, on the first batch, the stack computes another loss or another gradient for a member than the
-        member computes alone. Weights and random numbers of the training do not change.
+        """Raise NotStackable if joint training gives another result than single training. For this, the loss and the gradients
+        of each run on the first batch are computed in both ways. The training does not change.
         """
         for member in self.members:
             member.objective.train()
@@ -103,8 +105,10 @@ class Stack:
                     raise NotStackable(f"run {index + 1} has another gradient of {name} in the stack than alone")
 
     def stacked_optimizer(self) -> torch.optim.Optimizer:
-        """Create one AdamW optimizer for the stacked parameters. Its state contains the states of the members' own optimizers,
-        which become slices of it, so that each member can still save a checkpoint.
+        """Return one AdamW optimizer for all training runs of the stack (several runs that are trained together as one model).
+        It continues from the optimizer states of the single runs.
+
+        These states become slices of its state, so that each member can still save a checkpoint.
         """
         name_of = {id(p): name for name, p in trainable(self.first.objective)}
         groups = [
@@ -128,7 +132,9 @@ class Stack:
         return optimizer
 
     def train_step(self):
-        """Take one training step of all members, each on its own batch."""
+        """Take one training step of all runs in the stack (several runs that are trained together as one model). Each run has
+        its own batch, weights and loss.
+        """
         self.first.set_learning_rates(self.optimizer)
         self.optimizer.zero_grad()
         losses = self.losses(self.weights, stack_batches([member.next_batch() for member in self.members]))
@@ -143,17 +149,20 @@ class Stack:
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the name and the tensor of each parameter of a module that requires a gradient."""
+    """Return a list of pairs (name, parameter) with all parameters of a module that require a gradient."""
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module by name. Buffers that are not part of its `state_dict` are included."""
+    """Return all parameters and buffers of a module, as a dict from name to tensor. Buffers that are not part of its
+    `state_dict` are included.
+    """
     return dict((*module.named_parameters(), *module.named_buffers()))
 
 
 def with_gradients(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Set `requires_grad` for the tensors with these names, so that autograd computes their gradients. Returns the same dict.
+    """Set `requires_grad` for the tensors in the dict `state` that have one of the given names, and return the dict. Autograd
+    can then compute their gradients.
     """
     for name in names:
         state[name].requires_grad_()
@@ -161,13 +170,14 @@ def with_gradients(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, 
 
 
 def stack_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the tensors of several dicts along a new first axis. All dicts have the same names, and so does the result."""
+    """Stack the tensors of several dicts along a new first axis. All dicts have the same keys. Return one dict with these keys.
+    """
     return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
 
 
 def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Stack the parameters and buffers of several equal modules along a new first axis, and return them by name. Afterwards the
-    tensors of the modules are slices of the stacked tensors and share their memory.
+    """Stack the parameters and buffers of several equal modules along a new first axis, and return a dict from name to stacked
+    tensor. After that, each module uses a slice of the stacked tensors, so the memory is shared.
     """
     states = [tensors_of(module) for module in modules]
     stacked = stack_states(states)
@@ -178,14 +188,16 @@ def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
-    """Combine several batches to one batch whose tensors have a new first axis."""
+    """Return one batch whose tensors are those of several batches, stacked along a new first axis."""
     images, targets, _, logits = zip(*batches)
     return Batch(torch.stack(images), torch.stack(targets), teacher_logits=tuple(torch.stack(each) for each in zip(*logits)))
 
 
 def clip(gradients: Sequence[Tensor], largest: float):
-    """Clip the gradients in place, for each member of a stack separately, so that their total norm is at most `largest`. The
-    first axis of each gradient is the member. PyTorch's `clip_grad_norm_` does the same for one model.
+    """Clip the gradients of several models in place. The first axis of each gradient is the model. The norm of all gradients of
+    one model is then at most `largest`.
+
+    PyTorch's `clip_grad_norm_` does the same for one model.
     """
     norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
     factors = (largest / (norms + 1e-6)).clamp(max=1)

@@ -16,8 +16,8 @@ from .initialize import read_weights
 
 
 class TrainedModel:
-    """A trained model together with the preprocessing of its images. It predicts the classes of new images. `load` creates it
-    from the folder of a run.
+    """A trained model together with the preprocessing of its images. It predicts the classes of new images. The function `load`
+    creates this object from the folder of a finished run.
 
         trained = smallvit.load("runs/quickstart/200/scratch/seed0-1a2b3c4d")
         trained.predict(["one.png", "two.png"])         # names of classes
@@ -38,13 +38,13 @@ class TrainedModel:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of the model's outputs."""
+        """The names of the classes as a tuple, in the order of the model's outputs."""
         return self.preprocess.classes
 
     @torch.no_grad()
     def predict_proba(self, images: Any, batch: int = 256) -> Tensor:
-        """Return the probability of each class for each image, shape (images, classes). `batch` is the number of images in one
-        forward pass.
+        """Return the probability of each class for each image, as a tensor of shape (images, classes). `batch` is the number of
+        images in one forward pass.
 
         Raises ValueError for images that cannot be read or do not fit, and for a model whose head was not trained on labels.
         """
@@ -56,21 +56,22 @@ class TrainedModel:
         return torch.cat([self.model(part.to(parameter)).float().softmax(-1).cpu() for part in pixels.split(batch)])
 
     def predict(self, images: Any) -> list[str]:
-        """Return the name of the most probable class of each image. The images are paths, PIL images, arrays or tensors, as for
-        `predict_proba`.
+        """Return the name of the most probable class of each image, as a list. The images are paths, PIL images, arrays or
+        tensors.
         """
         return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
 
 
 def trains_classifier(run: Run) -> bool:
-    """Whether the classification head of a run is trained on labels, either by the run itself or by the earlier run that
+    """Return whether the classification head of a run is trained on labels, either by the run itself or by the earlier run that
     provides its initial weights.
     """
     return run.reads_labels and (run.steps > 0 or (isinstance(run.init, Run) and trains_classifier(run.init)))
 
 
 def load(folder: str | Path) -> TrainedModel:
-    """Load the trained model of a finished run from the folder of this run. The training data are not needed.
+    """Return the trained model of a finished run, which is loaded from the folder of this run. The training data are not
+    needed.
 
     If the run uses components of your own recipe, import the recipe first: `smallvit.load_recipe(path)`.
 
@@ -91,8 +92,10 @@ def load(folder: str | Path) -> TrainedModel:
 
 
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:
-    """Save the weights of a model in a safetensors file. Its metadata contain the fingerprint of the run and the preprocessing
-    of the data set (`spec`). Returns the fields of the record that describe the file.
+    """Save the weights of a model to a safetensors file, together with the preprocessing of its images. Return a dict with the
+    preprocessing and the hash of the file. `spec` describes the data set.
+
+    The metadata of the file contain the fingerprint of the run and the preprocessing. The dict holds fields of the record.
 
     Equal runs give equal files: the metadata have only one key, because safetensors writes several keys in a random order.
     """
