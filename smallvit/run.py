@@ -140,7 +140,8 @@ class Run:
 
     @property
     def reads_labels(self) -> bool:
-        """Whether the objective learns from labels. Objectives for self-supervised pretraining, such as DINO and MAE, do not.
+        """Whether the training objective of the run learns from labels. Self-supervised objectives, such as DINO and MAE, do
+        not learn from labels.
         """
         return function(self.objective).needs_labels
 

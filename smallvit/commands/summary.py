@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
 
 def timm_model(options: argparse.Namespace, error: ValueError) -> tuple[Any, tuple[int, int, int]]:
     """Return the timm model with the name `options.model`, without weights in memory, and its image shape (channels, height,
-    width). If timm has no such model, `error` is raised.
+    width). If timm has no such model, a ValueError with the text of `error` is raised.
 
     `error` says why the name is no recipe.
 

@@ -45,7 +45,7 @@ def autotune(
     (attention kernel, precision, compilation), the number of runs to train together as one model, and a text with the
     measurements.
 
-    `jobs` is the number of worker processes. The result is stored in `folder`.
+    `jobs` is the number of worker processes.
 
     Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
     in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.
@@ -132,9 +132,9 @@ def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
 def race(
     variants: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
 ) -> tuple[dict[Numerics, float], list[str]]:
-    """Measure the time of training with several variants of the settings. Return a dict from variant to seconds, and one line
-    of text for each variant. `begin(variant)` creates the `Training` objects to measure, and `counts` are their numbers of
-    steps.
+    """Measure the time of training with several variants of `Numerics` (attention kernel, precision, compilation). Return a
+    dict from variant to seconds, and a line of text for each variant. `begin(variant)` creates the `Training` objects, and
+    `counts` are their numbers of steps.
 
     The seconds are those of all these steps.
 
@@ -181,20 +181,21 @@ def race(
 
 
 def winner(times: dict[Numerics, float], variants: Sequence[Numerics]) -> Numerics:
-    """Return the fastest of several variants of the settings. `times` is a dict from variant to seconds, and `variants` are all
-    variants. If the fastest one saves less than 5% of the time of the first one, return the first one.
+    """Return the fastest of several variants of `Numerics` (attention kernel, precision, compilation). `times` is a dict from
+    variant to seconds, and `variants` are all variants. If the fastest saves less than 5% of the time, return the first
+    variant.
+
+    The 5% are a part of the time of the first variant.
     """
     best = min(times, key=times.__getitem__, default=variants[0])
     return variants[0] if times.get(variants[0], float("inf")) * GAIN < times.get(best, 0) else best
 
 
 def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats: int = STEPS) -> list[float]:
-    """Return the median time of one training step in seconds, as a list with one number for each pair. A pair is a function
-    that takes one step, and a `Training` object. `repeats` is the number of measured steps.
+    """Measure the time of one training step for several training runs. Return a list of the median times in seconds. `pairs`
+    are pairs (function that takes one step, `Training` object), and `repeats` is the number of measured steps.
 
     The pairs take turns, and their first step is not measured. For a stack, the `Training` is one of its members.
-
-    Each pair is a function that takes a step, and the training (one member of the stack, for a stack).
     """
     from smallvit.flops import milliseconds
 

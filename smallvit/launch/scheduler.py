@@ -55,8 +55,8 @@ class Damaged(ValueError):
 
 
 class Scheduler:
-    """Decides which run is trained next. It knows which runs have finished, and which earlier runs each run needs, such as
-    pretraining.
+    """The queue of the runs to train, which decides which run is trained next. It knows which runs have finished, and which
+    earlier runs each run needs, such as pretraining.
 
     runs         the requested runs
     out, recipe  the runs lie in the folder `out/recipe`

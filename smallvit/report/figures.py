@@ -248,11 +248,10 @@ def tokens(picture: dict) -> str:
 
 
 def styles(comparison: Comparison) -> dict[str, dict]:
-    """Return the color and the marker of each arm (variant), as a dict from its name to a dict with the keys `color`, `marker`,
-    `css` and `glyph`.
+    """Return the look of each arm (variant) as a dict from its name to a dict. Its keys are `color` and `marker` (for
+    matplotlib), `css` (the color as a CSS variable) and `glyph` (the marker as a character).
 
-    `color` and `marker` are for matplotlib, `css` is the color as a CSS variable, and `glyph` is the marker as a character. The
-    baseline has the color of the text, and references are gray.
+    The baseline has the color of the text, and references are gray.
 
     Nine markers and eight hues distinguish 72 techniques.
     """

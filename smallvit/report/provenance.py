@@ -145,8 +145,8 @@ def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
 
 
 def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Return the values of each numeric option that was varied alone, as a nested dict: `result[option][arm]` is the value in
-    an arm (variant). Only arms that differ from the baseline in one option are used. `records` are the results of the runs.
+    """Return the values of the hyperparameters that were varied, as a nested dict: `result[name][arm]` is the value in an arm
+    (variant). Only arms that differ from the baseline in one numeric option are used. `records` are the results of the runs.
 
     The baseline comes first. Options with fewer than three values are left out.
 

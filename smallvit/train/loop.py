@@ -211,8 +211,8 @@ class Training:
 
     @contextmanager
     def computing(self):
-        """Context manager for the forward passes of training. Inside it, the precision, the attention kernel and the compiled
-        blocks are active.
+        """Context manager for the forward passes of training. Inside it, the chosen precision, attention kernel and compiled
+        blocks of the run are used.
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.numerics_context.active():
             yield

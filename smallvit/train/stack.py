@@ -176,8 +176,8 @@ def stack_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Stack the parameters and buffers of several equal modules along a new first axis, and return a dict from name to stacked
-    tensor. After that, each module uses a slice of the stacked tensors, so the memory is shared.
+    """Stack the parameters and buffers of several modules of the same architecture along a new first axis, and return a dict
+    from name to stacked tensor. After that, each module uses a slice of the stacked tensors, so the memory is shared.
     """
     states = [tensors_of(module) for module in modules]
     stacked = stack_states(states)
