@@ -17,8 +17,8 @@ MAX_VARIANTS = 64  # compiled versions of a block in one process; beyond that to
 
 
 class Numerics(NamedTuple):
-    """Options for how the training steps of a run are computed: precision, attention kernel and compilation. They change speed
-    and rounding, but not the method.
+    """Options for how the training steps of a run are computed: precision, attention kernel and compilation. These options
+    change speed and rounding, but not the method.
 
     precision   "fp32" or "bf16" for matrix products; None uses the precision of the run
     kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; None lets
@@ -34,7 +34,7 @@ class Numerics(NamedTuple):
     compiled: bool = False
 
     def describe(self) -> str:
-        """Return the options as a short text for messages, such as "bf16, fused attention". The text is "default" if no option
+        """Return a short text that describes the options, such as "bf16, fused attention". The text is "default" if no option
         is set.
         """
         parts = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
@@ -45,8 +45,8 @@ DEFAULT = Numerics()
 
 
 def check_numerics(numerics: Numerics, stack: int = 1):
-    """Raise ValueError if an option in `numerics` has an unknown value, or if compilation is combined with `stack` > 1. `stack`
-    is the number of runs that are trained together as one model.
+    """Raise ValueError if an option in `numerics` has an unknown value, or if compilation is used with `stack` > 1. `stack` is
+    the number of runs that are trained together as one model.
     """
     for name, values in CHOICES.items():
         if getattr(numerics, name) not in (None, *values.values()):
@@ -57,7 +57,8 @@ def check_numerics(numerics: Numerics, stack: int = 1):
 
 
 def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
-    """Convert command-line words, such as `precision=bf16 compiled=no`, to a dict of keyword arguments for `Numerics`.
+    """Return a dict of keyword arguments for `Numerics` (options for how training steps are computed). `words` are command-line
+    words such as `precision=bf16` and `compiled=no`.
 
     Raises   ValueError for an unknown option or value, and for an option that is given twice.
     """
@@ -74,8 +75,8 @@ def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
 
 
 class NumericsContext:
-    """Applies the options of a `Numerics` to the models inside a training objective: the attention kernel and the compilation.
-    They have an effect only inside its context manager `active()`.
+    """An object that applies the options in a `Numerics` (attention kernel and compilation) to the models of a training
+    objective. The options have an effect only inside the context manager `active()`.
     """
 
     def __init__(self, objective: "nn.Module", numerics: Numerics):
@@ -85,7 +86,7 @@ class NumericsContext:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager inside which the models use the chosen attention kernel and the compiled blocks. At its end, the
+        """Context manager inside which the models use the chosen attention kernel and the compiled blocks. At the end, the
         models are as before.
         """
         before = [module.fused for module in self.attention]
@@ -103,8 +104,8 @@ class NumericsContext:
 
 
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:
-    """Prepare the transformer blocks inside a training objective for `torch.compile`. Returns pairs: a block and its compiled
-    forward function. Blocks that merge or prune tokens are left out.
+    """Return a list of pairs: a transformer block of the training objective, and its forward function compiled by
+    `torch.compile`. Blocks that merge or prune tokens are left out.
 
     Blocks are compiled one by one: equal blocks share one compilation, which takes seconds; a whole model takes minutes. A
     block with a reduction is skipped: the values that a reduction is given change every step, and each change would recompile

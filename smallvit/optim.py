@@ -13,8 +13,9 @@ LearningRate = Callable[[float, float], float]
 def decay_groups(
     objective: Any, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict], list[LearningRate]]:
-    """Return the parameter groups for AdamW, with and without weight decay, and a list with the learning-rate function of each
-    group. `layer_decay` lowers the learning rate of earlier blocks.
+    """Return the parameter groups of an objective for the optimizer AdamW, and a list with the learning-rate function of each
+    group. Only weight matrices and kernels get `weight_decay`. If `layer_decay` is given, earlier blocks get a lower learning
+    rate.
 
     Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
     `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
@@ -39,13 +40,13 @@ def decay_groups(
 
 
 def scale_learning_rate(rate: LearningRate, factor: float) -> LearningRate:
-    """Return a new learning-rate function whose values are `factor` times the values of the function `rate`."""
+    """Return a new learning-rate function. Its values are `factor` times the values of the learning-rate function `rate`."""
     return lambda progress, run_rate: factor * rate(progress, run_rate)
 
 
 def distances_to_head(model: Any) -> dict[int, int]:
-    """Return how far each parameter is from the head of the model, counted in blocks, as a dict from `id(parameter)` to
-    distance. The last block has distance 1, the block before it 2, and so on.
+    """Return a dict from `id(parameter)` to the distance of the parameter from the head of the model, counted in blocks. The
+    last block has distance 1, the block before it 2, and so on.
 
     Raises ValueError for a model without blocks.
     """
@@ -61,8 +62,8 @@ def distances_to_head(model: Any) -> dict[int, int]:
 
 
 def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
-    """Return the learning rate at one point of the run, as a fraction of the peak rate. It first rises linearly (warmup), then
-    falls to 0 as half a cosine. All arguments but `schedule` are fractions of the run.
+    """Return the learning rate as a fraction of the peak rate: a linear rise (warmup), then half a cosine down to 0. `progress`
+    is the finished fraction of the run. `warmup` and `one_step` are the fractions that the warmup and one step take.
 
     progress  the share of the run that is done, from 0 to 1.
     warmup    the share of the run that the warmup takes.
@@ -77,16 +78,18 @@ def learning_rate(progress: float, warmup: float, one_step: float, schedule: str
 
 
 def tensor_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of tensors for `ema_update`: each parameter and buffer of the averaged model `ema`, with the same one of
-    `model`. Both models have the same architecture.
+    """Return a list of pairs of tensors: each parameter and buffer of the averaged model `ema`, with the tensor of the same
+    name in `model`. The two models have the same architecture.
+
+    The pairs are the argument of `ema_update`.
     """
     return [*zip(ema.parameters(), (p.detach() for p in model.parameters())), *zip(ema.buffers(), model.buffers())]
 
 
 @torch.no_grad()
 def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
-    """Update moving averages in place: in each pair of tensors (average, new value), move the average towards the new value by
-    the fraction `weight`. Tensors of integers are copied.
+    """Update exponential moving averages in place. In each pair of tensors (average, new value), the average moves towards the
+    new value by the fraction `weight`. Integer tensors are copied.
     """
     averaged = [pair for pair in pairs if pair[0].is_floating_point()]
     torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore

@@ -98,7 +98,7 @@ class SinCos1d(nn.Module):
 
 def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
     """Return the sine and cosine encoding of the n numbers in `index`, shape (n, dim). The first dim/2 channels are sines, the
-    others cosines. Their frequencies fall from 1 to almost 1 / `temperature` (10,000 if None).
+    others cosines. The frequencies fall from 1 to almost 1 / `temperature` (10,000 if None).
     """
     base = 10_000 if temperature is None else temperature
     if base < 1:

@@ -262,7 +262,7 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[float]:
     """Return a list with the stochastic-depth rate of each of `depth` blocks. If `drop_path` is a number, the rates rise
-    linearly from 0 in the first block to this number in the last block. If `drop_path` is a list, it already holds these rates.
+    linearly from 0 in the first block to this number in the last block. `drop_path` may also be a list of rates.
     """
     if isinstance(drop_path, int | float):
         return [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]

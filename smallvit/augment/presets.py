@@ -68,8 +68,6 @@ def photo_crops(
     The views are cropped, flipped, changed in color, blurred and solarized, as in DINO. `strength` scales all changes but the
     crops, from 0 (off) to 2.
 
-    The strength does not change the crops.
-
     The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
     side, or height and width). Set `colour=False` for images that do not have 3 channels.
 

@@ -224,8 +224,9 @@ def _axis_positions(length: int, side: float) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _control_weights(length: int, side: float, smooth: float, device: torch.device) -> Tensor:
-    """Return a matrix (length, n) of Gaussian weights for elastic deformation. It computes the displacement of `length` pixels
-    along one axis from random displacements at n points. The standard deviation is the fraction `smooth` of the length `side`.
+    """Return a matrix (length, n) of Gaussian weights for elastic deformation. Multiplied by random displacements at n points,
+    the matrix gives the displacement of `length` pixels along one axis. The width of the Gaussian is `smooth` times `side`, a
+    length in pixels.
 
     `side` is the shorter side of the image, in the same pixels as `length`.
 

@@ -10,8 +10,8 @@ CACHE: ContextVar[dict | None] = ContextVar("CACHE", default=None)
 
 @contextmanager
 def cached_features():
-    """Context manager that lets several evaluators share the features of a model. Inside it, features are computed once and
-    then reused; at its end they are deleted.
+    """Context manager inside which several evaluators (functions that score a model) share the features of images. The features
+    are computed only once. At the end of the context they are deleted.
 
     Classifiers fitted on the features are cached too. No model may be changed inside the context, because its features would
     be out of date.
@@ -24,8 +24,10 @@ def cached_features():
 
 
 def cached(compute: Callable[[], Any], *arguments: Any) -> Any:
-    """Return the result of the function `compute`. Inside the context `cached_features`, an earlier result with equal
-    `arguments` is reused; the arguments serve only as the key of the cache.
+    """Return the result of the function `compute`. Inside the context manager `cached_features`, the result of an earlier call
+    with equal `arguments` is returned without computing it again.
+
+    The arguments serve only as the key of the cache.
 
     Arguments are the same if they are equal strings or numbers, or the same objects.
     """

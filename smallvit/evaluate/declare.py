@@ -8,8 +8,8 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Declaration(NamedTuple):
-    """Properties of an evaluator (a function that scores a trained model), such as whether it trains a classifier. The training
-    loop and the reports read them.
+    """The properties of an evaluator (a function that scores a trained model), for example whether the evaluator trains a
+    classifier. The training loop and the reports use these properties.
 
     The defaults apply to a function without a declaration.
 
@@ -37,14 +37,17 @@ def evaluator(
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Decorator for an evaluator, a function that scores a trained model. It stores the given properties of the evaluator as a
-    `Declaration` in the function, for the training loop and the reports.
+    """Decorator for an evaluator (a function that scores a trained model). The keyword arguments are properties of the
+    evaluator. They are stored in the function as a `Declaration`.
+
+    The training loop and the reports use these properties.
 
     The function itself is returned unchanged. Only evaluators that differ from the defaults need it.
     """
 
     def declare(function: Function) -> Function:
-        """Store the properties of an evaluator in the function itself, as its attribute `declaration`. Returns the function."""
+        """Store the properties of an evaluator in the function itself, as the attribute `declaration`, and return the function.
+        """
         vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options))
         return function
 
@@ -52,8 +55,10 @@ def evaluator(
 
 
 def declaration(evaluator: Callable) -> Declaration:
-    """Return the `Declaration` (the properties) of an evaluator, or of a `functools.partial` of an evaluator. An evaluator
+    """Return the `Declaration` (the properties) of an evaluator, which is a function that scores a trained model. An evaluator
     without a declaration gets the default properties.
+
+    `evaluator` may also be a `functools.partial`.
     """
     while isinstance(evaluator, partial):
         evaluator = evaluator.func

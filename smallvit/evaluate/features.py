@@ -18,8 +18,8 @@ from .splits import require_images
 
 
 class FeatureExtractor:
-    """A scikit-learn transformer whose input is images and whose output is the features of a frozen model, a float32 array of
-    shape (images, features). It can be a step of a scikit-learn pipeline.
+    """A scikit-learn transformer that converts images to the features of a trained model, a float32 array of shape (images,
+    features). The object can be a step of a scikit-learn pipeline.
 
     make_pipeline(FeatureExtractor(model, spec=spec), StandardScaler(), LogisticRegression()).fit(images, labels)
 
@@ -55,25 +55,23 @@ class FeatureExtractor:
         self.batch, self.features, self.spec = batch, features, spec
 
     def fit(self, X, y=None) -> "FeatureExtractor":
-        """Check that the first image is valid for the model, and remember the number of features. Nothing is trained; `y` is
-        ignored. scikit-learn requires this method.
+        """Check that the first image of `X` is valid for the model, and store the number of features. Nothing is trained, and
+        `y` is ignored. scikit-learn requires this method.
         """
         self.n_features_out_ = self.read(X, limit=1).shape[1]
         return self
 
     def transform(self, X) -> Array:
-        """Return the features of the images X, a float32 array of shape (images, features)."""
+        """Return the features of the images `X`, a float32 array of shape (images, features)."""
         return self.read(X)
 
     def fit_transform(self, X, y=None) -> Array:
-        """Check the images X as `fit` does, and return their features, a float32 array of shape (images, features). `y` is
-        ignored.
-        """
+        """Check the images `X`, and return their features, a float32 array of shape (images, features). `y` is ignored."""
         return self.fit(X).transform(X)
 
     def read(self, X, limit: int | None = None) -> Array:
-        """Return the features of the images X, a float32 array of shape (images, features). If `limit` is given, only the first
-        `limit` images are read. Raises ValueError for invalid options of the extractor.
+        """Return the features of the images `X`, a float32 array of shape (images, features). `limit` is the largest number of
+        images to read; None reads all. Raise ValueError for invalid options of the extractor.
         """
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"the model is {self.model!r}; expected FeatureExtractor(model) with a torch.nn.Module")
@@ -89,8 +87,8 @@ class FeatureExtractor:
         return read_batches(self.model, map(partial(normalize, spec=spec), images[:limit].split(self.batch)), reader)
 
     def get_feature_names_out(self, input_features=None) -> Array:
-        """Return an array with the names of the features: "featureextractor0", "featureextractor1" and so on. Raises ValueError
-        before `fit`. `input_features` is ignored.
+        """Return an array with the names of the features: "featureextractor0", "featureextractor1" and so on. `input_features`
+        is ignored. Raise ValueError if `fit` was not called before.
         """
         import numpy as np
 
@@ -99,12 +97,13 @@ class FeatureExtractor:
         return np.array([f"featureextractor{i}" for i in range(self.n_features_out_)], dtype=object)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the constructor's arguments as a dict from name to value, as scikit-learn requires. `deep` is ignored."""
+        """Return a dict with the arguments of the constructor, from name to value, as scikit-learn requires. `deep` is ignored.
+        """
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params) -> "FeatureExtractor":
-        """Change constructor arguments, which are given by name, and return the extractor itself. Raises ValueError for an
-        unknown name.
+        """Change arguments of the constructor, which are given as keyword arguments, and return the extractor. Raise ValueError
+        for an unknown name.
         """
         unknown = sorted(params.keys() - self.get_params().keys())
         if unknown:
@@ -143,8 +142,8 @@ class FeatureExtractor:
 
 
 def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
-    """Convert images in any supported form to one tensor of shape (images, channels, height, width). Returns this tensor and
-    the `DataSpec` that normalizes it, or None if the pixels are normalized already.
+    """Return images as one tensor of shape (images, channels, height, width), and the `DataSpec` to normalize them, or None if
+    they are normalized already. `X` holds the images in any supported form, and `spec` says how to normalize them.
 
     Raises ValueError for anything but images, and for pixels that do not fit the spec.
     """
@@ -179,8 +178,8 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | N
 
 
 def normalize(images: Tensor, spec: DataSpec | None) -> Tensor:
-    """Convert images to float tensors and normalize them with the mean and standard deviation of `spec`. Bytes are first
-    divided by 255. If `spec` is None, the images are normalized already.
+    """Return images as normalized float tensors. `spec` holds the mean and standard deviation. If `spec` is None, the images
+    are normalized already. Bytes are first divided by 255.
     """
     pixels = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     return pixels if spec is None else spec.normalise(pixels)

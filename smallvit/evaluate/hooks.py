@@ -24,8 +24,8 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
-    """Compute the features of images with a frozen model. Returns a float32 numpy array of shape (images, features). `of`,
-    `layers` and `norm` select the place in the model where the features are read.
+    """Return the features of images as a float32 numpy array of shape (images, features). The trained model runs in evaluation
+    mode. The options `of`, `layers` and `norm` select where in the model the features are read.
 
     of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
             "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many
@@ -46,8 +46,8 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
 
 def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> Array:
-    """Compute the features of batches of images and join them into one numpy array. `read` is the function that maps a batch of
-    normalized images to its features.
+    """Return the features of all batches of images as one numpy array. `read` is a function that maps a batch of normalized
+    images to its features, using `model`.
 
     Raises ValueError if they are not of shape (b, d) for each batch, or not finite.
     """
@@ -60,8 +60,8 @@ def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Te
 
 
 def check_features(features: Any, images: int, model: nn.Module) -> Tensor:
-    """Check that the features of a batch are a tensor with one row per image, and return them unchanged; else raise ValueError.
-    `images` is the number of images; `model` is named in the error.
+    """Return `features` unchanged if they are a tensor with one row for each image, else raise ValueError. `images` is the
+    number of images. The error message names the class of `model`.
     """
     if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != images:
         shape = f"shape {tuple(features.shape)}" if isinstance(features, Tensor) else f"a {type(features).__name__}"
@@ -73,8 +73,8 @@ def check_features(features: Any, images: int, model: nn.Module) -> Tensor:
 
 
 def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps a batch of normalized images to features of the model. `of`, `layers` and `norm` select which
-    features, as in the function `features`.
+    """Return a function that maps a batch of normalized images to features of the model. `of` is the kind of features, such as
+    "class token". `layers` is the number of last blocks to use. `norm` is "after" or "before" the final norm.
 
     Raises ValueError for an unknown name, or a name that does not apply to this model.
     """
@@ -99,8 +99,9 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
 
 
 def head_input(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps a batch of images to the input of the model's classification head. It uses `model.features`,
-    or the methods that timm's models have.
+    """Return a function that maps a batch of images to the features that enter the classification head of the model.
+
+    The function uses `model.features`, or the methods that timm's models have.
 
     With timm, `forward_head(..., pre_logits=True)` follows. Layers called `features` are used only if there is nothing else.
     """
@@ -118,8 +119,8 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 class BlockTokens(NamedTuple):
-    """The tokens after one transformer block, split into prefix tokens (class token and registers) and patch tokens, each of
-    shape (batch, tokens, width). `size` counts the patches that each patch token was merged from; None means one.
+    """The tokens after one transformer block: prefix tokens (class token and registers) and patch tokens, two tensors of shape
+    (batch, tokens, width). `size` is the number of patches that each patch token represents; None means 1.
     """
 
     prefix: Tensor
@@ -128,8 +129,10 @@ class BlockTokens(NamedTuple):
 
 
 def token_features(model: nn.Module, of: str, layers: int, apply_norm: bool, x: Tensor) -> Tensor:
-    """Return features of images x from the tokens of the last `layers` blocks, put side by side, shape (batch, features). `of`
-    selects the class token, the mean of the patch tokens, or both.
+    """Return features of the images `x`, shape (batch, features), from the tokens of the last `layers` blocks. `of` selects the
+    class token, the mean of the patch tokens, or the two together. `apply_norm` says whether to apply the final norm.
+
+    The features of the blocks are put side by side.
     """
     norm, norm_after_pool = final_norms(model) if apply_norm else (nn.Identity(), nn.Identity())
     mean, parts = MeanTokens(0), []
@@ -142,11 +145,11 @@ def token_features(model: nn.Module, of: str, layers: int, apply_norm: bool, x: 
 
 
 def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
-    """Run a `ViT` of smallvit on images x and return a list with the tokens after each of its last `layers` blocks."""
+    """Run a `ViT` of smallvit on the images `x`. Return a list with the tokens after each of its last `layers` blocks."""
     found, p = [], len(model.prefix)
 
     def save_tokens(block, inputs, output):
-        """Forward hook that appends the output tokens of a block to the list of results."""
+        """Forward hook of a block: append the output tokens of the block to the list of results."""
         tokens, size = output
         found.append(BlockTokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
 
@@ -158,15 +161,16 @@ def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
 
 
 def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
-    """Run a Vision Transformer of timm on images x and return a list with the tokens after each of its last `layers` blocks."""
+    """Run a Vision Transformer of timm on the images `x`. Return a list with the tokens after each of its last `layers` blocks.
+    """
     options = {"return_prefix_tokens": model.num_prefix_tokens > 0, "output_fmt": "NLC", "intermediates_only": True}
     outputs = model.forward_intermediates(x, indices=layers, **options)
     return [BlockTokens(*(part[::-1] if isinstance(part, tuple) else (part[:, :0], part)), size=None) for part in outputs]
 
 
 def final_norms(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the final norm layers of a model as a pair: the norm before the pooling and the norm after it. One of the two does
-    nothing (`nn.Identity`).
+    """Return two modules: the final norm layer before the pooling, and the final norm layer after the pooling. A norm layer
+    that the model does not have is a module that does nothing (`nn.Identity`).
     """
     if isinstance(model, ViT):
         return (nn.Identity(), model.norm) if model.norm_after_pool else (model.norm, nn.Identity())
@@ -174,8 +178,9 @@ def final_norms(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def is_timm_vit(model: nn.Module) -> bool:
-    """Return True if the model is a Vision Transformer of timm that can return the tokens of its blocks, with its method
-    `forward_intermediates`.
+    """Return True if the model is a Vision Transformer of timm that can return the tokens of its blocks, else False.
+
+    The method of timm for this is `forward_intermediates`.
     """
     method = getattr(model, "forward_intermediates", None)
     gives_tokens = callable(method) and "return_prefix_tokens" in signature(method).parameters
@@ -183,14 +188,14 @@ def is_timm_vit(model: nn.Module) -> bool:
 
 
 def has_class_token(model: nn.Module) -> bool:
-    """Return True if a Vision Transformer, of smallvit or timm, has a class token."""
+    """Return True if a Vision Transformer (of smallvit or timm) has a class token, else False."""
     return model.pool.class_tokens > 0 if isinstance(model, ViT) else getattr(model, "cls_token", None) is not None
 
 
 @contextmanager
 def frozen(model: nn.Module):
-    """Context manager that switches a model to evaluation mode and computes no gradients. At its end, each module gets its
-    earlier mode (training or evaluation) back.
+    """Context manager for evaluation: the model is in evaluation mode, and no gradients are computed. At the end, each module
+    gets its earlier mode (training or evaluation) back.
 
     Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`.
     """

@@ -33,8 +33,11 @@ def knn(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluator that classifies the test images by their k nearest neighbors among the labelled images, for each k in `ks`.
-    Yields the accuracies, named `knn_1`, `knn_5` and so on. `of`, `layers` and `norm` select the features of the frozen model.
+    """Evaluator (a function that scores a model): classify the test images by their k nearest neighbors among the labelled
+    images. Yield the accuracy for each k in the option `ks`. `splits` holds the training, validation and test images.
+
+    The names of the accuracies are `knn_1`, `knn_5` and so on. The options `of`, `layers` and `norm` select the features of the
+    model, in which neighbors are searched.
 
     Nearest means the largest cosine similarity of the features. Each neighbor has one vote; the smaller class index wins a tie.
     Values of k above the number of labelled images are left out. Similarities are computed in float64, because the features of
@@ -73,8 +76,11 @@ def linear_probe(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluator that trains a logistic regression with L2 penalty on features of the frozen model. Yields its accuracy on the
-    test images, named `linear_probe`. `of`, `layers` and `norm` select the features.
+    """Evaluator (a function that scores a model): train a linear classifier on features of the model, without changing the
+    model. Yield the accuracy on the test images. `splits` holds the training, validation and test images.
+
+    The accuracy is named `linear_probe`. The classifier is a logistic regression with L2 penalty. The options `of`, `layers`
+    and `norm` select the features.
 
     strengths    the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
                  of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the
@@ -91,8 +97,8 @@ def linear_probe(
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
 
     def fit_probe(inverse_penalty: float):
-        """Return a logistic regression that is trained on the features of the labelled images. `inverse_penalty` is the
-        argument C of scikit-learn.
+        """Train a logistic regression on the features of the labelled images, and return it. `inverse_penalty` is the argument
+        C of scikit-learn.
         """
         fit = partial(fit_logistic_regression, train, splits.train.labels, inverse_penalty, standardise)
         return cached(fit, "logistic", model, splits.train, of, layers, norm, inverse_penalty, standardise)
@@ -111,8 +117,10 @@ def linear_probe(
 
 
 def require_shots(splits: Splits, *, shots: int = SHOTS, **options):
-    """Raise ValueError if a class has fewer than `shots` labelled images in the training set of `splits`. This is checked
-    before a run starts.
+    """Raise ValueError if a class has too few labelled images for few-shot evaluation. The option `shots` is the number of
+    images needed in each class. `splits` holds the labelled images.
+
+    This is checked before a run starts.
     """
     draw_balanced(splits.train, shots, 0)
 
@@ -129,8 +137,12 @@ def few_shot(
     layers: int = 1,
     norm: str = "after",
 ) -> NamedScores:
-    """Evaluator that trains a logistic regression on features of only a few labelled images: `shots` images of each class.
-    Yields its accuracy on the test images, named `few_shot`. `of`, `layers` and `norm` select the features of the frozen model.
+    """Evaluator (a function that scores a model): train a linear classifier on features of only a few labelled images. Yield
+    the accuracy on the test images. The option `shots` is the number of images of each class. `splits` holds the training,
+    validation and test images.
+
+    The accuracy is named `few_shot`. The classifier is a logistic regression. The options `of`, `layers` and `norm` select the
+    features of the model, which is not changed.
 
     `few_shot` is the mean accuracy over `draws` random choices of these images, and `few_shot_sd` the standard deviation (left
     out for one draw). `strength` is the inverse penalty C; it is fixed, because so few images leave none to choose it on.
@@ -144,8 +156,8 @@ def few_shot(
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 
     def fit_probe(draw: int):
-        """Return a logistic regression that is trained on a few random images of each class. `draw` is the number of the random
-        choice.
+        """Train a logistic regression on a few random images of each class, and return it. `draw` is the number of the random
+        choice: 0, 1 and so on.
         """
         images = splits.train.take(draw_balanced(splits.train, shots, draw))
         return fit_logistic_regression(features(model, images, of=of, layers=layers, norm=norm), images.labels, strength)
@@ -161,8 +173,8 @@ def few_shot(
 
 
 def draw_balanced(images: Images, shots: int, seed: int) -> Tensor:
-    """Choose the same number of images of each class at random, and return the indices of these images. `shots` is the number
-    per class; `seed` is the random seed.
+    """Return the indices of randomly chosen images, the same number for each class. `shots` is the number of images per class,
+    and `seed` is the random seed.
 
     Raises ValueError if a class has fewer images.
     """
@@ -177,8 +189,8 @@ def draw_balanced(images: Images, shots: int, seed: int) -> Tensor:
 
 
 def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardise: bool = True) -> Any:
-    """Train a logistic regression of scikit-learn on features x, shape (images, features), and return it as a pipeline.
-    `strength` is the inverse penalty C. `standardise` scales the features first.
+    """Train a logistic regression on the features `x` (images, features) and return it as a scikit-learn pipeline. `strength`
+    is the inverse penalty C. If `standardise` is True, each feature is first scaled to mean 0 and variance 1.
 
     It is fitted in float64 to a tolerance of 1e-5. With scikit-learn's default of 1e-4 the accuracy is up to half a point
     away from that of the minimum. Raises RuntimeError if the solver does not converge.
@@ -203,7 +215,7 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
 
 
 def probe_accuracy(probe: Any, x: Array, labels: Tensor) -> float:
-    """Return the accuracy, from 0 to 1, of the trained scikit-learn classifier `probe` on features x, shape (images,
-    features).
+    """Return the accuracy of the trained scikit-learn classifier `probe`, from 0 to 1. `x` holds the features (images,
+    features) and `labels` the true classes.
     """
     return float((probe.predict(x.astype("float64")) == labels.numpy()).mean())

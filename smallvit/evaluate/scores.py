@@ -16,8 +16,10 @@ from .splits import NamedScores, Splits, require_images
 
 
 def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
-    """Evaluator that classifies the test images with the model itself. Yields `accuracy`, and `nll`, the mean negative
-    log-likelihood of the labels in nats.
+    """Evaluator (a function that scores a model): classify the test images with the model itself. Yield the accuracy and the
+    mean negative log-likelihood of the labels. `splits` holds the training, validation and test images.
+
+    The two numbers are named `accuracy` and `nll`; `nll` is in nats.
 
     Raises   ValueError if the model does not give one logit for each class, or if the logits are not finite.
     """
@@ -41,8 +43,8 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
 
 @evaluator(judges=False)
 def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> NamedScores:
-    """Evaluator that measures the cost of a forward pass. Yields `macs`, the number of multiply-adds for one image, and `ms`,
-    the time for a batch in milliseconds.
+    """Evaluator (a function that scores a model): measure the cost of a forward pass. Yield the number of multiply-adds for one
+    image (`macs`) and the time for a batch in milliseconds (`ms`). `splits` holds the training, validation and test images.
 
     `ms` is the median of `repeats` passes of `batch` images on this device. For a model that reduces its tokens, also:
 
@@ -69,7 +71,7 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
 def reduced_cost(model: Any, splits: Splits, images: Tensor, repeats: int) -> dict[str, float]:
     """Return the cost of a model that merges or prunes tokens, as a dict: multiply-adds, tokens, time and speedup. `images` is
-    the batch that is timed, `repeats` the number of timed passes.
+    the batch whose time is measured, `repeats` is the number of measurements, and `splits` holds the test images.
     """
     size = (images.shape[2], images.shape[3])
     if tokens := flops.tokens_per_layer(model, size):

@@ -10,8 +10,8 @@ NamedScores = Iterator[tuple[str, float]]
 
 
 class Splits(NamedTuple):
-    """The three sets of labelled images that an evaluator receives: `train` to train a classifier, `val` to choose its options,
-    and `test` to compute scores.
+    """The three sets of labelled images that an evaluator (a function that scores a model) receives: `train` to train a
+    classifier, `val` to choose its options, and `test` to compute scores.
 
     `val` may be empty. `fit` evaluates twice: first with the validation images as `test`, then once with the
     test images.
@@ -23,7 +23,7 @@ class Splits(NamedTuple):
 
 
 def require_images(images: AnyImages) -> AnyImages:
-    """Raise ValueError if a set of images is empty; otherwise return the images unchanged."""
+    """Return a set of images unchanged, or raise ValueError if it is empty."""
     if not len(images):
         raise ValueError("there are no images to evaluate; expected at least one")
     return images

@@ -20,8 +20,8 @@ HEADS = ("mean", "max", "min")
 
 
 def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the attention map of each transformer block for some images: a list of tensors of shape (batch, heads, tokens,
-    tokens). Row i has the attention of token i to all tokens.
+    """Return a list with the attention map of each transformer block, tensors of shape (batch, heads, tokens, tokens). Row i
+    holds the attention of token i to all tokens. `images` are normalized pixels.
 
     `model` is a `ViT` with any attention and reduction, or a Vision Transformer of timm. `images` are normalized pixels of
     shape (batch, channels, height, width). Rows sum to 1. The map is computed a second time from the same queries and keys; the
@@ -35,8 +35,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return which patches each token contains, when tokens are merged: the share of each patch in each token. The result is a
-    list with one tensor of shape (batch, tokens, patches) for each block.
+    """Return the share of each patch in each token, for a model that merges tokens: a list with one tensor of shape (batch,
+    tokens, patches) for each block. A token that was merged from two patches contains a half of each.
 
     Rows sum to 1, or to 0 for a prefix token. `maps[i] @ shares[i]` is attention to patches, shape (batch, heads, tokens,
     patches). It divides the attention to a merged token among its patches, in proportion to how much of each it contains
@@ -50,8 +50,10 @@ def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query: Query = None) -> Tensor:
-    """Return how much one query token attends to each patch, for each head of one block: a tensor of shape (batch, heads, rows,
-    columns). By default the query is the class token, if the model uses one.
+    """Return the attention of one token (the query) to each patch, for each head of one block, as a tensor of shape (batch,
+    heads, rows, columns). The option `block` selects the block, and the option `query` selects the token.
+
+    By default the query is the class token, if the model uses one.
 
     Rows and columns are those of the patch grid, also after merging. `block` counts from 0, or from the last block if negative.
     `query` is the (row, column) of a patch, from 0. None uses the class token; if the model does not classify by a class token,
@@ -72,8 +74,9 @@ def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query:
 def rollout(
     model: nn.Module, images: Tensor, *, query: Query = None, heads: str = "mean", residual: float = 0.5
 ) -> Tensor:
-    """Return the attention roll-out, shape (batch, rows, columns): how much of each image patch reaches the output token (the
-    query) when the attention maps of all blocks are multiplied.
+    """Return the attention roll-out, a tensor of shape (batch, rows, columns): how much each patch contributes to one output
+    token when the attention maps of all blocks are multiplied. The option `query` selects this token, by default the class
+    token.
 
     `query` is a patch or None, as in `patch_attention`, after the last block. `heads` is "mean", "max" or "min": how the heads
     of a block are combined. `residual` is the weight of the residual connection, 0 to 1. A map sums to the share that comes
@@ -98,22 +101,25 @@ def rollout(
 
 
 def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Query, heads: str, residual: float) -> Tensor:
-    """Return the attention roll-out of one batch of images x, as `rollout` defines it. It starts with the query after the last
-    block and goes back block by block to the patches. `parts` are the attention modules and sizes of the model.
+    """Return the attention roll-out of a batch of images `x`: how much each patch contributes to the token `query`. `parts`
+    holds the attention modules of the model, `heads` says how to combine heads, and `residual` is the weight of the residual
+    connection.
+
+    The computation starts with the query after the last block and goes back block by block to the patches.
     """
     import torch
 
     def combine_heads(weights: Tensor) -> Tensor:
-        """Return one attention map for a block: the mean, maximum or minimum over its heads, with the residual connection
-        added. The shape changes from (batch, heads, tokens, tokens) to (batch, tokens, tokens).
+        """Return one attention map (batch, tokens, tokens) for a block, from the maps of all heads (batch, heads, tokens,
+        tokens). The result is the mean, maximum or minimum over the heads, with the residual connection added.
         """
         combined = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
         combined = (1 - residual) * combined + residual * torch.eye(combined.shape[-1]).to(combined)
         return combined / combined.sum(-1, keepdim=True)
 
     def undo_reduction(weights: Tensor, after: Tensor, before: Tensor) -> Tensor:
-        """Return weights for the tokens before a merging or pruning, given the weights of the tokens after it, shape (batch,
-        tokens). `after` and `before` say how much of each patch these tokens contain.
+        """Return weights for the tokens before a merging or pruning, shape (batch, tokens), computed from `weights` for the
+        tokens after the merging or pruning. `after` and `before` say how much of each patch is in each token.
         """
         if after is before:
             return weights
@@ -132,8 +138,8 @@ def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Que
 
 
 class AttentionParts(NamedTuple):
-    """The parts of a model that are needed to read its attention maps: attention modules, patch grid and number of prefix
-    tokens (class token and registers).
+    """The parts of a model that are needed to compute its attention maps: the attention modules, the patch grid, and the number
+    of prefix tokens (class token and registers).
 
     attentions    the attention module of each block
     grid          rows and columns of patches, for the images at hand
@@ -148,8 +154,8 @@ class AttentionParts(NamedTuple):
 
 
 def find_attention_parts(model: Any, images: Tensor) -> AttentionParts:
-    """Find the attention modules, the patch grid and the number of prefix tokens in a `ViT` or a Vision Transformer of timm.
-    The grid depends on the size of `images`.
+    """Return the `AttentionParts` of a Vision Transformer of smallvit or timm: its attention modules, its patch grid, and its
+    number of prefix tokens (class token and registers). The patch grid depends on the size of `images`.
 
     Raises   ValueError for no images, another kind of model, and a block without attention.
     """
@@ -178,8 +184,8 @@ def find_attention_parts(model: Any, images: Tensor) -> AttentionParts:
 def collect_maps(
     model: nn.Module, images: Tensor, parts: AttentionParts, convert: Callable = lambda weights: weights
 ) -> list[Tensor]:
-    """Run the model on images and return one attention map for each block, converted by the function `convert`. Before
-    conversion a map has the shape (batch, heads, tokens, tokens).
+    """Run a model on images and return a list with the attention map of each block. The function `convert` is applied to each
+    map (batch, heads, tokens, tokens). `parts` holds the attention modules of the model.
 
     Raises   ValueError if a block gives no valid map, or calls its attention not exactly once.
     """
@@ -203,8 +209,8 @@ def collect_maps(
 
 
 def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
-    """Return the attention map of an attention module, shape (batch, heads, tokens, tokens), for the inputs and the output of
-    its forward pass. Return None if this kind of module gives no map.
+    """Return the attention map of an attention module, shape (batch, heads, tokens, tokens), or None if this kind of module
+    gives no map. `inputs` and `output` are the inputs and the output of its forward pass.
     """
     from smallvit.attention import AttentionOutput, split_heads, weights
 
@@ -223,8 +229,10 @@ def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
 
 
 def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tensor:
-    """Return the attention map `weights` unchanged if it is valid. Raise ValueError if it is None, if its shape is wrong, or if
-    its rows do not sum to 1. `output` is the output of the attention module.
+    """Return the attention map `weights` unchanged if it is valid, else raise ValueError. A valid map has the right shape, and
+    its rows sum to 1. `output` is the output of the attention module `attention`.
+
+    None is not valid.
     """
     name = type(attention).__name__
     if weights is None:
@@ -240,8 +248,9 @@ def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tens
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert a tensor of half precision to float32, so that rounding errors do not grow from block to block. Tensors of
-    float32 or float64 are returned unchanged.
+    """Return a tensor of half precision as float32. Tensors of float32 or float64 are returned unchanged.
+
+    Rounding errors then do not grow from block to block.
     """
     import torch
 
@@ -249,8 +258,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> list[Tensor]:
-    """Return how much of each patch is in each token, at different depths of the model: before the first block and after each
-    block. The result is a list of tensors of shape (batch, tokens, patches).
+    """Return how much of each patch is in each token, before the first block and after each block: a list of tensors of shape
+    (batch, tokens, patches). `parts` holds the patch grid and the attention modules of the model.
     """
     import torch
     import torch.nn.functional as F
@@ -269,15 +278,14 @@ def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> l
 
 
 def contents_before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
-    """Return, for each block, how much of each patch is in each token that enters the attention of the block. `contents` is the
-    list that `token_contents` returns.
+    """Return a list with one tensor for each block: how much of each patch is in each token that enters the attention.
+    `contents` is a list of similar tensors, before the first block and after each block.
     """
     return [contents[block + reduces_first(model, block)] for block in range(len(contents) - 1)]
 
 
 def reduces_first(model: Any, block: int) -> bool:
-    """Return True if a block merges or prunes its tokens before its attention, rather than after it. `block` is the index of
-    the block.
+    """Return True if a block merges or prunes its tokens before its attention, else False. `block` is the index of the block.
     """
     from smallvit.reduction.context import runs_before_attention
 
@@ -285,24 +293,30 @@ def reduces_first(model: Any, block: int) -> bool:
 
 
 def divide_by_token_sums(contents: Tensor) -> Tensor:
-    """Divide the contents of each token by their sum. `contents` says how much of each patch is in each token, shape (batch,
-    tokens, patches). In the result, each row sums to 1, or to 0 for prefix tokens.
+    """Return `contents` with each row divided by its sum. `contents` says how much of each patch is in each token, shape
+    (batch, tokens, patches). Each row of the result belongs to a token and sums to 1.
+
+    The rows of prefix tokens (class token and registers) stay 0.
     """
     total = contents.sum(2, keepdim=True)
     return contents / total.where(total > 0, 1)
 
 
 def divide_by_patch_sums(contents: Tensor) -> Tensor:
-    """Divide the contents of each patch by their sum over tokens. `contents` says how much of each patch is in each token,
-    shape (batch, tokens, patches). In the result, each column sums to 1, or to 0 for pruned patches.
+    """Return `contents` with each column divided by its sum. `contents` says how much of each patch is in each token, shape
+    (batch, tokens, patches). Each column of the result belongs to a patch and sums to 1.
+
+    The columns of pruned patches stay 0.
     """
     total = contents.sum(1, keepdim=True)
     return contents / total.where(total > 0, 1)
 
 
 def query_weights(parts: AttentionParts, contents: Tensor, query: Query, place: str) -> Tensor:
-    """Return how the query is distributed over the tokens, shape (batch, tokens); each row sums to 1. The query is a patch
-    (row, column), or by default the class token or the mean of all patches. `place` names the block in an error.
+    """Return how a query is distributed over the tokens, a tensor (batch, tokens) whose rows sum to 1. `query` is a patch (row,
+    column), or None for the class token or the mean of all patches. `place` is used in error messages.
+
+    `contents` says how much of each patch is in each token.
 
     Raises   ValueError for a patch outside of the grid, and for a pruned patch.
     """

@@ -28,8 +28,8 @@ NOTE = 0.17  # inches below each attention map, for its largest value
 
 
 def attention_figure(model: nn.Module, images: Images, *, block: int = -1, query: Query = None) -> Figure:
-    """Draw attention maps over images as a matplotlib figure. Each image gets a row: the image, one map for each head of a
-    block, the mean over heads, and the attention roll-out.
+    """Return a matplotlib figure with attention maps over images. Each image gets a row: the image, a map for each head of one
+    block, the mean over heads, and the attention roll-out. The option `block` selects the block.
 
     `block` counts from 0, or from the last block if negative. `query` is the (row, column) of a patch, which gets a blue
     outline; None uses the class token or the mean over patches, as in `patch_attention`. Each map has its own color scale, from
@@ -64,8 +64,8 @@ def attention_figure(model: nn.Module, images: Images, *, block: int = -1, query
 
 
 def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
-    """Draw the reconstructions of a masked autoencoder as a matplotlib figure. Each image gets a row: the image, its visible
-    patches, and the reconstruction.
+    """Return a matplotlib figure with reconstructions of the masked autoencoder `mae`. Each image gets a row: the image, its
+    visible patches, and the reconstructed image.
 
     `mae` is the trained `MAE` objective. `seed` chooses the hidden patches; these are predicted from the visible ones alone. An
     `MAE` that was trained with normalized target patches does not predict the mean and standard deviation of a patch. For such
@@ -85,7 +85,7 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
     mean, std = result.image.new_tensor([spec.mean, spec.std])[..., None, None]
 
     def unnormalize(x: Tensor) -> np.ndarray:
-        """Convert a tensor of normalized images to an array of RGB pixels from 0 to 1."""
+        """Return normalized images as an array of RGB pixels from 0 to 1."""
         return to_rgb((x * std + mean).double().cpu())
 
     image, hidden = unnormalize(result.image), result.mask.any(1).cpu().numpy()[..., None]
@@ -105,8 +105,8 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
 
 
 def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int = 10) -> Figure:
-    """Draw many images as a grid with titles, for example misclassified or augmented images. Returns a matplotlib figure with
-    `columns` images in each row.
+    """Return a matplotlib figure that shows many images in a grid, for example misclassified images. `titles` holds one title
+    for each image. The option `columns` is the number of images in a row.
 
     `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats in [0, 1]. Floats outside
     of this range are clipped. `titles` has one text per image, or is empty.
@@ -133,8 +133,8 @@ def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int
 
 
 def draw_attention(ax: Axes, image: np.ndarray, attention: np.ndarray):
-    """Draw the attention to the patches of an image as a color map over the image. `attention` has shape (rows, columns),
-    `image` has shape (height, width, 3).
+    """Draw an image on the matplotlib axes `ax`, with a color map of the attention to its patches. `image` has the shape
+    (height, width, 3), and `attention` has the shape (rows, columns).
 
     The largest value is written below in percent.
     """
@@ -150,8 +150,8 @@ def draw_attention(ax: Axes, image: np.ndarray, attention: np.ndarray):
 
 
 def outline_patch(ax: Axes, patch: tuple[int, int], grid: tuple[int, int]):
-    """Draw a blue outline around one patch of an image on the matplotlib axes `ax`. `patch` is (row, column), `grid` is the
-    number of rows and columns of patches.
+    """Draw a blue outline around one patch of an image on the matplotlib axes `ax`. `patch` is the (row, column) of the patch.
+    `grid` is the number of (rows, columns) of patches.
     """
     from matplotlib.patches import Rectangle
 

@@ -27,8 +27,8 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = None) -> Figure:
-    """Draw how similar the position embeddings of a model are, as a matplotlib figure. Each patch gets a small map of the
-    cosine similarity between its embedding and those of all patches.
+    """Return a matplotlib figure that shows how similar the position embeddings of a model are. Each patch gets a small map:
+    the cosine similarity between its embedding and the embeddings of all patches.
 
     The maps are placed like their patches. Position embeddings are what the model adds to its tokens, learned or fixed. `model`
     is a `ViT` or a timm model. `image` is (height, width) of the images; None uses the size that the model was built for.
@@ -61,8 +61,8 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
 
 
 def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return the position embeddings that a model adds to its patch tokens, an array of shape (patches, width), and the patch
-    grid (rows, columns). `image` is the image size (height, width).
+    """Return the position embeddings of the patch tokens of a model, an array of shape (patches, width), and the number of
+    (rows, columns) of patches. `image` is the image size (height, width).
 
     Raises   ValueError for a model without positions or with zeros only, and for `image` with a timm model.
     """
@@ -92,8 +92,8 @@ def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.n
 
 
 def position_table(length: int, width: int) -> Figure:
-    """Draw the sinusoidal position embeddings of a transformer as an image: one row for each of `length` positions, one column
-    for each of `width` channels. Returns a matplotlib figure.
+    """Return a matplotlib figure that shows sinusoidal position embeddings as an image. `length` is the number of positions
+    (rows), and `width` is the number of channels (columns).
 
     Paper    Vaswani et al. 2017, arXiv:1706.03762, section 3.5, as in `SinCos1d`: channel 2k is
              sin(position / 10000^(2k/width)), channel 2k + 1 is the cosine. Low channels change fast, high channels hardly.
@@ -117,8 +117,8 @@ def position_table(length: int, width: int) -> Figure:
 def feature_view(
     features: Any, labels: Sequence[int], *, classes: Sequence[str] | None = None, method: str = "pca"
 ) -> Figure:
-    """Draw the features of images as points in two dimensions, with one color per class. The features are projected by PCA or
-    t-SNE. Returns a matplotlib figure.
+    """Return a matplotlib figure that shows the features of images as points in two dimensions, with one color for each class
+    in `labels`. The option `method` selects the projection, PCA or t-SNE.
 
     `features` has shape (images, channels) and `labels` one integer per image. `classes` are the class names for the legend.
     `method="pca"` projects onto the first two principal components; the axes say how much of the variance they explain.
@@ -156,8 +156,8 @@ def feature_view(
 
 
 def project_to_2d(x: np.ndarray, method: str) -> tuple[np.ndarray, list[str]]:
-    """Project features of shape (images, features) to two dimensions by the method "pca" or "tsne". Returns an array of shape
-    (images, 2) and the labels of the two axes.
+    """Return features that are projected to two dimensions, an array of shape (images, 2), and the labels of the two axes. `x`
+    has the shape (images, features). `method` is "pca" or "tsne".
     """
     import numpy as np
 
@@ -179,7 +179,9 @@ def project_to_2d(x: np.ndarray, method: str) -> tuple[np.ndarray, list[str]]:
 
 
 def class_colors(n: int) -> list:
-    """Return a list of n colors for n classes. Up to 20 colors are easy to tell apart; more colors are taken from a rainbow."""
+    """Return a list of `n` colors for n classes. Up to 20 colors are easy to tell apart. For more classes, the colors are taken
+    from a rainbow.
+    """
     import matplotlib
 
     if n <= MAX_DISTINCT:
@@ -189,8 +191,8 @@ def class_colors(n: int) -> list:
 
 
 def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
-    """Raise ValueError unless all `numbers` are valid class numbers: integers from 0 to the number of classes - 1. The error
-    message calls them `name`.
+    """Raise ValueError unless all `numbers` are valid class indices: integers from 0 to the number of classes - 1. `classes`
+    holds the class names. The error message calls the numbers `name`.
     """
     if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= len(classes):
         raise ValueError(
@@ -199,8 +201,10 @@ def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
 
 
 def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> Figure:
-    """Draw the confusion matrix of a classifier as a matplotlib figure: rows are true classes, columns are predicted classes,
-    and each number counts images.
+    """Return a matplotlib figure with the confusion matrix of a classifier: rows are true classes, columns are predicted
+    classes. `guesses` and `labels` are the predicted and the true class indices. `classes` holds the class names.
+
+    Each number in the figure counts images.
 
     `guesses` and `labels` are class numbers, one per image. The color of a cell is its share of the row: correct predictions
     are blue; errors are orange, with a color scale that ends at the most frequent error.

@@ -16,8 +16,8 @@ GONE = "#bccfea"  # color of pruned or hidden patches; differs from black, gray 
 def image_grid(
     rows: int, titles: Sequence[str], aspect: float, *, below: float = 0, title: float = TITLE
 ) -> tuple[Figure, np.ndarray]:
-    """Return an empty matplotlib figure for a grid of images, and its axes as an array of shape (rows, columns). There is one
-    column per title. `aspect` is image height divided by image width.
+    """Return an empty matplotlib figure for a grid of images, and its axes as an array of shape (rows, columns). `titles` holds
+    the title of each column. `aspect` is the image height divided by the image width.
 
     `below` is extra space in inches below each image, `title` the height of the titles in inches. The axes have no ticks and no
     frame.
@@ -37,8 +37,8 @@ def image_grid(
 
 
 def to_rgb(pixels: Any) -> np.ndarray:
-    """Convert images to RGB floats from 0 to 1 for matplotlib. Pixels of shape (batch, channels, height, width) become an array
-    of shape (batch, height, width, 3).
+    """Return images as an array of RGB floats from 0 to 1 for matplotlib, shape (batch, height, width, 3). `pixels` has the
+    shape (batch, channels, height, width).
 
     `pixels` is a tensor or an array of bytes (uint8) or of floats; floats outside of [0, 1] are clipped. Gray images get three
     equal channels.
@@ -62,8 +62,10 @@ def to_rgb(pixels: Any) -> np.ndarray:
 
 
 def check_spec(images: Any):
-    """Raise ValueError if `images` is not an `Images` object, which has in `spec` the mean and standard deviation that
-    normalize its pixels.
+    """Raise ValueError if `images` is not an `Images` object (images with the mean and standard deviation that normalize their
+    pixels).
+
+    The attribute `spec` holds the mean and standard deviation.
     """
     if not hasattr(images, "spec"):
         raise ValueError(f"got a {type(images).__name__}; expected Images, which know how their pixels are normalized")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One row of the table that `summary` returns: a layer of a model with its name, class, output shape, number of parameters
-    and multiply-adds.
+    """One row of the table that `summary` returns. The row describes a layer of a model: name, class, output shape, number of
+    parameters and number of multiply-adds.
 
     name     where the layer is in the model, such as "blocks.0"
     kind     its class, and the class of its reduction if it has one
@@ -31,8 +31,8 @@ class Step(NamedTuple):
 
 
 class Steps(list):
-    """The table that `summary` returns: a list with one `Step` per layer of a model. When it is printed, the last line shows
-    the totals.
+    """The table that `summary` returns: a list with one row (`Step`) for each layer of a model. When the table is printed, the
+    last line shows the totals.
     """
 
     def __repr__(self) -> str:
@@ -47,8 +47,8 @@ class Steps(list):
 
 
 def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Steps:
-    """Return a table of the layers of a model in the order of execution: output shape, number of parameters and multiply-adds
-    of each layer. Print the result to see the table.
+    """Return a table of the layers of a model in the order of execution. Each row has the output shape, the number of
+    parameters and the number of multiply-adds of a layer. `image` is the image size (channels, height, width).
 
     `model` is any module; lists of layers get one row per layer. `image` is (channels, height, width); None uses the size that
     a `ViT` was built for. Shapes are those for one image, (tokens, dim) for tokens. With merging or pruning, later blocks have
@@ -78,8 +78,10 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     counter = FlopCounterMode(display=False)
 
     def before_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):
-        """Forward pre-hook of a layer: store the operations counted so far, to compute the operations of this layer later. Also
-        adds the table row of the prefix tokens, which come after the tokenizer.
+        """Forward pre-hook of a layer: store the number of operations counted so far, from which the operations of this layer
+        are computed later. `name` is the name of the layer.
+
+        Also adds the table row of the prefix tokens (class token and registers), which come after the tokenizer.
         """
         if isinstance(model, ViT) and rows[-1].name == "tokenizer" and len(model.prefix):
             params = count_unseen_parameters([model.prefix])
@@ -87,8 +89,10 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
         flops_before[name] = counter.get_total_flops()
 
     def after_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Any):
-        """Forward hook of a layer: add a row for the layer to the table. Layers such as dropout get no row: they have no
-        parameters, buffers or multiply-adds, and keep the shape.
+        """Forward hook of a layer: add a row for the layer to the table. `name` is the name of the layer, and `output` is its
+        output.
+
+        Layers such as dropout get no row: they have no parameters, buffers or multiply-adds, and keep the shape.
         """
         shape = tuple((output[0] if isinstance(output, tuple) else output).shape[1:])
         macs, params = (counter.get_total_flops() - flops_before[name]) // 2, count_unseen_parameters(module.parameters())
@@ -96,8 +100,8 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
             rows.append(Step(name, describe_class(module), shape, params, macs))
 
     def count_unseen_parameters(parameters: Iterable[nn.Parameter]) -> int:
-        """Return the number of values in those parameters that were not counted before, so that a parameter shared by several
-        layers is counted once.
+        """Return the total number of values in the given parameters, without parameters that were counted before. A parameter
+        that several layers share is counted once.
         """
         new = {id(p): p.numel() for p in parameters if id(p) not in counted}
         counted.update(new)
@@ -118,8 +122,8 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
 
 def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a model as pairs (name, module). A list of modules is replaced by its members: each block gets its
-    own pair. `path` is put before each name.
+    """Yield the layers of a model as pairs (name, module). A list of modules is replaced by its modules: each block gets its
+    own pair. `path` is a text that is put before each name.
     """
     from torch import nn
 
@@ -132,14 +136,14 @@ def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modu
 
 def describe_class(module: nn.Module) -> str:
     """Return the class name of a layer as text, such as "Block". If the layer merges or prunes tokens, the class that does this
-    is added: "Block, Merge".
+    is added, as in "Block, Merge".
     """
     reduction = getattr(module, "reduction", None)
     return type(module).__name__ + (f", {type(reduction).__name__}" if reduction is not None else "")
 
 
 def describe_prefix(model: ViT) -> str:
-    """Return the kinds of prefix tokens of a model as text, such as "class token and 4 registers"."""
+    """Return a text that names the prefix tokens of a model, such as "class token and 4 registers"."""
     classes = model.pool.class_tokens
     registers = len(model.prefix) - classes
     parts = ["class token" if classes == 1 else f"{classes} class tokens"] if classes else []

@@ -27,7 +27,8 @@ ALONE, SHARED = "#7d7d7d", "#ff9d2e"  # colors of the lines between tokens, and 
 
 
 class Trace(NamedTuple):
-    """Result of `trace`: which patches were merged into the same token, and which were pruned, after each block of a model.
+    """The result of `trace`: after each block of a model, which patches of an image were merged into the same token, and which
+    patches were pruned.
 
     groups   int64 on the CPU, shape (images, blocks, patches). Patches in one token have the same number, which is the
              smallest index of these patches; -1 marks a pruned patch.
@@ -39,7 +40,8 @@ class Trace(NamedTuple):
 
 
 def trace(model: nn.Module, images: Tensor) -> Trace:
-    """Find out which patches of each image a `ViT` has merged or pruned after each of its blocks. Returns a `Trace`.
+    """Return a `Trace`, which says which patches of each image a `ViT` has merged or pruned after each of its blocks. `images`
+    are normalized pixels.
 
     `images` are normalized pixels of shape (batch, channels, height, width), of any size that the model accepts. The model runs
     in evaluation mode and is left unchanged. Each patch gets a mark in extra channels behind the channels of its token. The
@@ -66,8 +68,9 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
 
 def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run a model on images x and return one result per block: `convert(contents)`. `contents` has shape (batch, tokens,
-    patches) and says how much of each patch is in each token after the block.
+    """Run a model on images `x` and return a list with one result for each block. The function `convert` computes the result
+    from a tensor (batch, tokens, patches) that says how much of each patch is in each token. `patches` is the number of
+    patches.
 
     Each reduction runs a second time, on tokens with extra channels that mark the patches.
 
@@ -116,7 +119,7 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
 
 def group_patches(contents: Tensor) -> Tensor:
     """Return a group number for each patch, shape (batch, patches). Patches that were merged into the same token have equal
-    numbers; pruned patches have -1.
+    numbers. Pruned patches have -1. `contents` says how much of each patch is in each token.
 
     `contents` says how much of each patch each token contains, shape (batch, tokens, patches).
     """
@@ -130,8 +133,10 @@ def group_patches(contents: Tensor) -> Tensor:
 
 
 def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the data for a figure of merged and pruned patches, as a dict that can be saved as JSON. `draw_token_map` draws
-    the figure from it, without the model.
+    """Return the data for a figure of merged and pruned patches, as a dict that can be saved as JSON. The option `blocks`
+    selects the blocks to show.
+
+    The function `draw_token_map` draws the figure from these data, without the model.
 
     `blocks` are the numbers of the blocks to show, from 0; None shows all. The dict has these keys: `shape`, (images, height,
     width, channels) of the pixels; `pixels`, bytes compressed by zlib and written in base64; `grid`, rows and columns of
@@ -159,8 +164,8 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
 
 
 def draw_token_map(data: dict[str, Any]) -> Figure:
-    """Draw which patches were merged or pruned, from the data that `token_map_data` returns. Returns a matplotlib figure: one
-    row per image, with the image and one picture for each block.
+    """Return a matplotlib figure that shows which patches were merged or pruned. Each image gets a row: the image, and one
+    picture for each block. `data` is the dict that `token_map_data` returns.
 
     A patch that is alone in its token is drawn unchanged. Patches that share a token have their mean color and an orange
     outline. Pruned patches are hatched. The title of a column is the number of tokens that contain patches, or the range of
@@ -189,8 +194,8 @@ def draw_token_map(data: dict[str, Any]) -> Figure:
 
 
 def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> Figure:
-    """Draw which patches of images a `ViT` has merged or pruned after each block. Returns a matplotlib figure with one row per
-    image and one column per block.
+    """Return a matplotlib figure that shows which patches of images a `ViT` has merged or pruned. Each image gets a row, with
+    one picture for each block. The option `blocks` selects the blocks to show.
 
     `blocks` are the numbers of the blocks to show, from 0; None shows all. See `draw_token_map` for colors and titles.
 
@@ -202,8 +207,8 @@ def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None 
 
 
 def count_tokens(groups: np.ndarray) -> str:
-    """Return the number of tokens that are left after merging and pruning, without prefix tokens, as text: "12", or a range
-    such as "10–12" if it differs between images.
+    """Return the number of patch tokens that are left after merging and pruning, as text: "12", or a range such as "10–12" if
+    the number differs between images. `groups` holds a number for each patch, equal for merged patches.
 
     `groups` are the group numbers of the patches, with images along the first axis.
     """
@@ -213,8 +218,10 @@ def count_tokens(groups: np.ndarray) -> str:
 
 
 def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
-    """Draw an image on the matplotlib axes `ax`, with merged patches in their mean color and outlined, and pruned patches
-    hatched. The image has shape (height, width, 3).
+    """Draw an image on the matplotlib axes `ax`. Merged patches get their mean color and an outline, and pruned patches are
+    hatched. `groups` holds a number for each patch, equal for merged patches.
+
+    The image has the shape (height, width, 3).
 
     `groups` are the group numbers of the patches, shape (rows, columns), -1 for a pruned patch.
     """
@@ -232,8 +239,8 @@ def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
     ax.imshow(painted, interpolation="none")
 
     def add_shapes(corners: np.ndarray, per_shape: int, **style: Any):
-        """Draw several shapes, such as lines or squares, on the axes of the image. `corners` has their corner points, with the
-        length of a patch as the unit; each shape has `per_shape` corners.
+        """Draw several shapes, such as lines or squares, over the image. `corners` holds the corner points of all shapes; the
+        unit is one patch. Each shape has `per_shape` corners.
         """
         codes = [Path.MOVETO] + [Path.LINETO] * (per_shape - 1)
         if len(corners):
@@ -248,8 +255,8 @@ def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
 
 
 def token_borders(groups: np.ndarray) -> np.ndarray:
-    """Return line segments along the borders between groups of patches, as an array of points. Two successive rows are the
-    start and the end of a segment. The unit of x and y is one patch.
+    """Return the borders between groups of merged patches, as an array of points (x, y). Two successive points are the start
+    and the end of a line. The unit is one patch. `groups` holds a number for each patch, equal for merged patches.
 
     Adjacent pieces are joined into one long line. `groups` has shape (rows, columns).
     """

@@ -17,8 +17,8 @@ MIN_SPREAD = 0.01  # 1 for features in all directions; an untrained ViT has abou
 
 
 class Observation(NamedTuple):
-    """The part of a training batch that is checked for collapse: the features of the images, shape (batch, features), and the
-    teacher's target probabilities, shape (batch, classes). The targets are None without a teacher.
+    """The values of one training batch that are checked for collapse: the features of the images, shape (batch, features), and
+    the target probabilities of a teacher, shape (batch, classes). Without a teacher, the targets are None.
     """
 
     features: Tensor
@@ -26,14 +26,16 @@ class Observation(NamedTuple):
 
 
 class Collapse(RuntimeError):
-    """Error that stops a self-supervised run because its features have collapsed: all images get nearly the same output. The
+    """An error that stops a self-supervised run because its features have collapsed: all images get nearly the same output. The
     message names the kind of collapse and suggests which option to change.
     """
 
 
 def collapse_statistics(observation: Observation | None) -> dict[str, float]:
-    """Return statistics that show whether self-supervised features have collapsed, as a dict of numbers: spread, rank, entropy
-    and information. `observation` holds the features of a batch and, with a teacher, its target probabilities.
+    """Return a dict of numbers that show whether self-supervised features have collapsed (all images get nearly the same
+    output). `observation` holds the features of a batch and, if there is a teacher, its target probabilities.
+
+    The numbers are the spread, rank, entropy and information.
 
     Returns an empty dict without an observation, and only `spread` and `rank` without targets.
 
@@ -65,13 +67,13 @@ def collapse_statistics(observation: Observation | None) -> dict[str, float]:
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Return the entropy, in nats, of probabilities `p` along the last axis."""
+    """Return the entropy of the probabilities `p` along the last axis, in nats."""
     return -torch.special.xlogy(p, p).sum(-1)
 
 
 def collapse_kind(statistics: dict[str, float]) -> str | None:
-    """Return a text that names the kind of collapse and suggests which option to change, or None if the features are healthy.
-    `statistics` is the dict that `collapse_statistics` returns for a batch.
+    """Return a text that names the kind of collapse (all images get nearly the same output) and suggests which option to
+    change. Return None if the features are healthy. `statistics` is the dict that `collapse_statistics` returns.
     """
     if statistics.get("information", MIN_INFORMATION) < MIN_INFORMATION:
         if statistics["entropy"] > 0.5:
@@ -86,8 +88,8 @@ def collapse_kind(statistics: dict[str, float]) -> str | None:
 
 
 class Monitor:
-    """Watches a training run for collapsed features. It checks about 100 batches, spread evenly over the run, and raises
-    `Collapse` when 10 checks in a row find a collapse.
+    """An object that watches a training run for collapse (all images get nearly the same output). About 100 batches of the run
+    are checked. If 10 checks in a row find a collapse, the error `Collapse` is raised.
 
     steps  the number of steps of the run. Checks are at least 10 steps apart.
     """
@@ -96,8 +98,10 @@ class Monitor:
         self.every, self.in_a_row = max(MIN_STEPS, steps // CHECKS), 0
 
     def check(self, step: int, observation: Observation | None):
-        """Check the features of a training batch for collapse. Most steps are skipped: only every n-th is checked, where n
-        depends on the length of the run. Raises `Collapse` if this is the tenth collapsed check in a row.
+        """Check the features of a training batch (`observation`) for collapse: do all images get nearly the same output? Raise
+        `Collapse` if this is the tenth collapsed check in a row. `step` is the number of the training step.
+
+        Most steps are skipped: only every n-th step is checked, where n depends on the length of the run.
 
         A batch of one image says nothing about collapse and is not checked.
         """

@@ -16,8 +16,8 @@ from .objective import Objective
 
 
 class DINO(Objective):
-    """Self-distillation without labels: a student learns to give the same output as its teacher for different views of an
-    image. The teacher is an exponential moving average (EMA) of the student.
+    """The objective DINO, self-distillation without labels: a student learns to give the same output as its teacher for
+    different views of an image. The teacher is an exponential moving average (EMA) of the student.
 
     The student sees all views, the teacher only the two global views. The teacher is `.model`, which is saved and evaluated.
     `batch.views` come from `augment.digit_crops()` or `augment.photo_crops()`. The model must have `features`, b d, and a
@@ -103,8 +103,9 @@ class DINO(Objective):
         width = feature_width(model)
 
         def make_head() -> Any:
-            """Return a new projection head for DINO. It is built twice, for student and teacher, because a head with weight
-            norm cannot be deep-copied.
+            """Return a new projection head (a module) for DINO.
+
+            It is built twice, for student and teacher, because a head with weight norm cannot be deep-copied.
             """
             head: Any = DINOProjectionHead(
                 width, hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
@@ -132,12 +133,14 @@ class DINO(Objective):
 
     @property
     def trained_model(self) -> Any:
-        """The student. It is the model that the optimizer changes; the teacher follows it as a moving average."""
+        """Return the student, the model that the optimizer changes. The teacher is a moving average of the student."""
         return self.student
 
     def train(self, mode: bool = True):
         """Switch the student and its head to training mode (`mode` True) or evaluation mode. The teacher stays in evaluation
-        mode, except its BatchNorm layers: they follow the student, so that both use batch statistics.
+        mode, except its BatchNorm layers, which get the mode of the student.
+
+        So student and teacher use batch statistics in training. The objective itself is returned.
         """
         super().train(mode)
         self.model.eval()
@@ -146,8 +149,8 @@ class DINO(Objective):
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the self-distillation loss of a batch. `progress` is the fraction of the run that is done, from 0
-        to 1. Raises ValueError if the batch has no augmented views of its images.
+        """Return a dict with the self-distillation loss of a batch under the key "loss". `progress` is the finished fraction of
+        the training run, from 0 to 1. Raise ValueError if the batch has no augmented views of its images.
         """
         if not batch.views:
             raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
@@ -174,9 +177,11 @@ class DINO(Objective):
         return {"loss": loss}
 
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Mix the teacher's targets for each image with those for its most similar recent images, which are stored in a memory
-        bank. Returns logits of the mixed targets. The teacher's `logits`, `center` and softmax `temperature` define its
-        targets.
+        """Return teacher logits for targets that are mixed with the targets of similar images from a memory bank. `logits` are
+        the teacher's logits, `center` is their moving mean, `temperature` is the softmax temperature, and `progress` is the
+        finished fraction of the run.
+
+        `center` is subtracted from the logits before the softmax. Similar images are recent images whose features are nearest.
 
         `logits`, shape (2 batch, k), are the teacher's for two views of each image; they are returned
         unchanged until the run has settled and the bank has enough images. The images are then put into the bank.
@@ -202,9 +207,11 @@ class DINO(Objective):
         return mixed
 
     def mix_targets(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Return logits of mixed targets: the teacher's target of each image and the mean target of its nearest neighbors, with
-        the weight `share` of this objective. `projections` are features of the neighbors; `valid` is False for neighbors to
-        leave out.
+        """Return the logits of mixed targets: a weighted mean of the teacher's target for each image and its mean target for
+        similar images (neighbors). `logits` belong to the images, `projections` are features of the neighbors, and `valid` is
+        False for neighbors to ignore.
+
+        The targets are softmax((logits - center) / temperature). The neighbors have the weight `share`, an option of DINO.
 
         `projections`, (b, k, p), are the features that the last layer of the head receives; `valid` has shape (b, k). An image
         without valid neighbors keeps its own target.
@@ -218,15 +225,17 @@ class DINO(Objective):
         return center + temperature * target.clamp_min(torch.finfo(target.dtype).tiny).log()
 
     def temperature(self, progress: float) -> float:
-        """Return the teacher's softmax temperature at one point of the run. `progress` is the fraction of the run that is done,
-        from 0 to 1.
+        """Return the softmax temperature of the teacher at one point of the training run. `progress` is the finished fraction
+        of the run, from 0 to 1.
         """
         start, end = self.temperatures
         return end if progress >= self.warmup else start + (end - start) * progress / self.warmup
 
     def before_step(self, progress: float):
-        """Clip the gradient of each parameter separately. At the start of a run, also discard the gradient of the head's last
-        layer, which is frozen then.
+        """Clip the gradient of each parameter separately, before the optimizer step. At the start of the run, also discard the
+        gradient of the head's last layer. `progress` is the finished fraction of the run, from 0 to 1.
+
+        The last layer is frozen at the start of the run.
         """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if self.clip and gradients:  # as clip_grad_norm_ of each parameter, without a hundred small calls
@@ -235,8 +244,8 @@ class DINO(Objective):
         self.head.cancel_last_layer_gradients(0 if progress < self.freeze else 1)
 
     def after_step(self, progress: float):
-        """Update the weights of the teacher, which are an exponential moving average of the student's weights. `progress` is
-        the fraction of the run that is done; the momentum depends on it.
+        """Update the teacher after the optimizer step. Its weights are an exponential moving average of the student's weights.
+        `progress` is the finished fraction of the run, from 0 to 1, and determines the momentum of the average.
         """
         if not self.pairs:
             self.pairs = tensor_pairs(self.model, self.student) + tensor_pairs(self.teacher_head, self.head)
@@ -244,31 +253,33 @@ class DINO(Objective):
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """Convert a tensor of half precision to float32, since DINO depends on small differences of logits. Tensors of float32 or
-    float64 are returned unchanged.
+    """Return a tensor of half precision as float32. Tensors of float32 or float64 are returned unchanged.
+
+    DINO depends on small differences of logits.
     """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def image_hashes(images: Tensor) -> Tensor:
-    """Return one number per image, computed from its pixels, shape (batch,). Equal images get equal numbers, so that an image
-    is recognized in the memory bank.
+    """Return one number for each image, computed from its pixels, shape (batch,). Equal images get equal numbers.
+
+    The numbers serve to recognize an image in the memory bank.
     """
     flat = images.flatten(1).double()
     return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
 
 
 def projected_pool(model: nn.Module) -> Projected | None:
-    """Return the pooling layer of a model if it is a `Projected` one, which applies a trained MLP after the pooling. Return
-    None for any other pooling layer.
-    """
+    """Return the pooling layer of a model if its class is `Projected` (a pooling followed by a trained MLP), else None."""
     pool = getattr(model, "pool", None)
     return pool if isinstance(pool, Projected) else None
 
 
 def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors: the pooled features of images x before and after the MLP of the pooling layer `Projected`. For a
-    model with another pooling layer, both are the model's features.
+    """Return two tensors of features for the images `x`: before and after the MLP that follows the pooling. If the pooling
+    layer of the model has no MLP, the two tensors are the same.
+
+    Only the pooling layer `Projected` has an MLP.
     """
     projected = projected_pool(model)
     if projected is None:
@@ -279,7 +290,7 @@ def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor,
 
 
 def feature_width(model: nn.Module) -> int:
-    """Return the number of features that a model gives to its head. Raises ValueError if the model has no method `features` or
+    """Return the number of features that enter the head of a model. Raise ValueError if the model has no method `features` or
     if its head is not a single linear layer.
     """
     head = getattr(model, "head", None)

@@ -16,8 +16,8 @@ TEMPERATURE = 3.0  # of DeiT's soft distillation
 
 
 class Distill(Objective):
-    """Knowledge distillation: training with labels and with the logits of a trained teacher. The loss is a weighted sum of the
-    cross-entropy with the labels and a distillation loss.
+    """Knowledge distillation, an objective: a model (student) learns from labels and from the logits of a trained teacher. The
+    loss is a weighted sum of the cross-entropy with the labels and a distillation loss.
 
     kind         "soft" compares the softened probabilities of student and teacher; "hard" uses the teacher's first choice as a
                  label.
@@ -77,12 +77,12 @@ class Distill(Objective):
 
     @property
     def teacher(self) -> nn.Module:
-        """The copy of the trained teacher model that gives the logits. Its weights are frozen."""
+        """Return the copy of the trained teacher model that computes the teacher's logits. Its weights are frozen."""
         return self.teachers[0]
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch. If the batch already contains the teacher's logits, the teacher is not run
-        again. `progress` is the fraction of the run that is done.
+        """Return a dict with the loss of a batch under the key "loss". The teacher is only run if the batch does not contain
+        its logits. `progress` is the finished fraction of the training run, from 0 to 1.
         """
         self.set_progress(progress)
         if self.token:
@@ -96,15 +96,17 @@ class Distill(Objective):
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return a copy of the batch that also contains the teacher's logits. The training loop calls this before each step.
+        """Return a copy of the batch that also contains the teacher's logits. The training loop calls this method before each
+        step.
+
         Runs that are trained together as one model then each use their own teacher.
         """
         return batch._replace(teacher_logits=(self.teacher_logits(batch),)) if self.weight else batch
 
     @torch.no_grad()
     def teacher_logits(self, batch: Batch) -> Tensor:
-        """Return the teacher's logits for the images of a batch, shape (batch, classes). Raises ValueError if the teacher has
-        another number of classes than the targets of the batch.
+        """Return the logits of the teacher for the images of a batch, shape (batch, classes). Raise ValueError if the teacher
+        has another number of classes than the targets of the batch.
         """
         # objective.to(device) does not move the teacher, which is not a submodule
         weight = next(self.teacher.parameters(), batch.images)
@@ -118,8 +120,8 @@ class Distill(Objective):
         return logits
 
     def distillation_loss(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the loss that measures how far the student's logits are from the teacher's, averaged over the batch. Both have
-        shape (batch, classes). Soft or hard distillation is chosen by the option `kind`.
+        """Return the distillation loss, a scalar tensor that measures how far the student's `logits` are from `teacher_logits`.
+        The logits have the shape (batch, classes). The option `kind` of the objective selects soft or hard distillation.
         """
         if self.kind == "hard":
             return F.cross_entropy(logits, teacher_logits.argmax(-1))

@@ -23,8 +23,10 @@ Image = tuple[int, int]  # height, width in pixels
 
 
 class Reconstruction(NamedTuple):
-    """Result of a reconstruction by a masked autoencoder: the input images, their visible patches, the mask, and two versions
-    of the predicted images. Each has shape (batch, channels, height, width). Pixels are normalized as in the input.
+    """The result of a reconstruction by a masked autoencoder: input images, visible patches, mask of hidden pixels, and two
+    versions of the predicted images. Each tensor has the shape (batch, channels, height, width).
+
+    Pixels are normalized as in the input.
 
     image      the input.
     masked     the input of the encoder; hidden pixels are 0.
@@ -45,8 +47,8 @@ class Reconstruction(NamedTuple):
 
 
 class MAE(Objective):
-    """Masked autoencoder, a self-supervised objective: most patches of each image are hidden, an encoder sees the others, and a
-    small decoder predicts the pixels of the hidden patches.
+    """The masked autoencoder (MAE), a self-supervised objective. Most patches of each image are hidden. An encoder processes
+    the visible patches, and a small decoder predicts the pixels of the hidden patches.
 
     The encoder is `.model`. In evaluation it sees all patches. Its head, and what its pool learns (the scores of
     `SequencePool`, a norm after the pool), are not trained.
@@ -108,8 +110,9 @@ class MAE(Objective):
         initialize(self.decoder)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the reconstruction loss of a batch. Also stores the pooled features of the visible patches in the
-        attribute `observed`, which is checked for collapse. `progress` is not used.
+        """Return a dict with the reconstruction loss of a batch under the key "loss". `progress` is not used.
+
+        Also stores the pooled features of the visible patches in the attribute `observed`, which is checked for collapse.
         """
         images = batch.images
         visible, hidden = self.hide(images)  # the first random draw of a step, so that dropout does not change it
@@ -119,7 +122,7 @@ class MAE(Objective):
         return {"loss": self.error(self.decoder(tokens, visible, hidden, self.grid(images)), images, hidden)}
 
     def grid(self, images: Tensor) -> Grid:
-        """Return the number of rows and columns of patches in images. Raises ValueError if the patches of these images have
+        """Return the number of (rows, columns) of patches in images. Raise ValueError if the patches of these images have
         another size than the patches that the decoder predicts.
         """
         if images.ndim != 4 or images.shape[1] != self.model.channels:
@@ -134,8 +137,10 @@ class MAE(Objective):
         return grid
 
     def hide(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Choose at random which patches of each image are hidden, and return two tensors of sorted patch indices: those of the
-        visible patches, shape (batch, visible), and those of the hidden patches, shape (batch, hidden).
+        """Choose at random which patches of each image are hidden. Return two tensors of patch indices: the visible patches,
+        shape (batch, visible), and the hidden patches, shape (batch, hidden). `generator` is the random number generator.
+
+        The indices of each image are sorted.
 
         Patches are drawn on the CPU, so that a seed gives the same patches on every device.
         """
@@ -145,15 +150,15 @@ class MAE(Objective):
         return order[:, :k].sort().values.to(images.device), order[:, k:].sort().values.to(images.device)
 
     def encode(self, images: Tensor, visible: Tensor) -> Tensor:
-        """Run the encoder on the visible patches only. `visible` has the indices of these patches, shape (batch, visible).
-        Returns the prefix tokens (class token and registers) and the tokens of the visible patches.
+        """Return the tokens of the encoder, which is run on the visible patches only. `visible` (batch, visible) holds the
+        indices of these patches. The prefix tokens (class token and registers) come first.
         """
         images = images.masked_fill(~patch_mask(visible, self.grid(images), (images.shape[2], images.shape[3])), 0.0)
         return self.model.tokens(images, keep=visible)[0]
 
     def error(self, predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
-        """Return the mean squared error between the predicted pixels of the hidden patches and their true pixels in `images`.
-        `predicted` has shape (batch, hidden, pixels), and `hidden` has the patch indices, shape (batch, hidden).
+        """Return the mean squared error between the predicted and the true pixels of the hidden patches. `predicted` has the
+        shape (batch, hidden, pixels), and `hidden` (batch, hidden) holds the indices of these patches in `images`.
         """
         targets = gather_tokens(patchify(images, self.grid(images)), hidden)
         if self.normalise:
@@ -162,8 +167,10 @@ class MAE(Objective):
         return (predicted - targets).square().mean()
 
     def reconstruct(self, images: Tensor, *, seed: int = 0) -> Reconstruction:
-        """Hide random patches of images and predict them, in evaluation mode, for example to draw a figure. `images` are
-        normalized, shape (batch, channels, height, width). `seed` decides which patches are hidden.
+        """Hide random patches of images, predict their pixels, and return a `Reconstruction` (input, mask and predicted
+        images), for example for a figure. `images` are normalized. The option `seed` decides which patches are hidden.
+
+        The images have the shape (batch, channels, height, width). The model runs in evaluation mode.
         """
         grid, image = self.grid(images), (images.shape[2], images.shape[3])
         visible, hidden = self.hide(images, torch.Generator().manual_seed(seed))
@@ -181,8 +188,8 @@ class MAE(Objective):
 
 
 class Decoder(nn.Module):
-    """Small transformer that predicts the pixels of the hidden patches from the encoder's tokens of the visible patches. The
-    evaluated model does not contain it.
+    """A small transformer that predicts the pixels of the hidden patches from the encoder's tokens of the visible patches. The
+    decoder is used only in training and for figures.
     """
 
     def __init__(self, prefix: tuple[int, ...], grid: Grid, values: int, dim: int, depth: int, heads: int):
@@ -195,13 +202,15 @@ class Decoder(nn.Module):
         self.pixels = nn.Linear(dim, values)
 
     def reset_parameters(self):
-        """Initialize the learned mask token, which the decoder puts in the place of each hidden patch."""
+        """Initialize the learned mask token of the decoder, which takes the place of each hidden patch."""
         nn.init.normal_(self.unknown, std=0.02)
 
     def forward(self, x: Tensor, visible: Tensor, hidden: Tensor, grid: Grid) -> Tensor:
-        """Return the predicted pixels of the hidden patches, shape (batch, hidden, pixels). `x` are the encoder's tokens:
-        prefix tokens (class token and registers), then visible patches. `visible` and `hidden` are patch indices. `grid` is the
-        number of rows and columns of patches.
+        """Return the predicted pixels of the hidden patches, shape (batch, hidden, pixels). `x` holds the encoder's tokens.
+        `visible` and `hidden` hold the indices of the visible and the hidden patches. `grid` is the number of (rows, columns)
+        of patches.
+
+        `x` has the prefix tokens (class token and registers) first, then the visible patches.
         """
         x = torch.cat([self.embed(x), self.unknown.expand(*hidden.shape, -1)], dim=1)
         prefix = x.shape[1] - prod(grid)
@@ -213,8 +222,8 @@ class Decoder(nn.Module):
 
 
 def count_visible(ratio: float, patches: int) -> int:
-    """Return how many patches of an image stay visible. `patches` is their total number, and `ratio` the share of them to hide.
-    Raises ValueError if all or none would be visible.
+    """Return the number of patches of an image that stay visible. `patches` is the number of all patches, and `ratio` is the
+    fraction of patches to hide. Raise ValueError if all patches or none would be visible.
     """
     if not 0 < ratio < 1:
         raise ValueError(f"ratio is {ratio}; expected the share of patches to hide, above 0 and below 1")
@@ -228,8 +237,8 @@ def count_visible(ratio: float, patches: int) -> int:
 
 
 def grid_and_patch(model: ViT, image: Image) -> tuple[Grid, Image]:
-    """Return two pairs: the number of rows and columns of patches in an image, and the height and width of a patch in pixels.
-    `image` is the image size, (height, width).
+    """Return two pairs: the number of (rows, columns) of patches in an image, and the (height, width) of a patch in pixels.
+    `image` is the image size (height, width).
 
     Raises ValueError, with the nearest sizes that fit, if the tokens do not divide the image into equal patches.
     """
@@ -247,8 +256,8 @@ def grid_and_patch(model: ViT, image: Image) -> tuple[Grid, Image]:
 
 
 def nearest_divisible_size(grid_of: Callable[[Image], Grid], size: int, axis: int, direction: int) -> int:
-    """Return the image height or width nearest to `size` that can be cut into equal patches. `axis` is 0 for heights and 1 for
-    widths; `direction` is -1 to search smaller sizes and 1 to search larger ones.
+    """Return the image height (`axis` 0) or width (`axis` 1) nearest to `size` that equal patches can cover. `direction` is -1
+    to search smaller sizes and 1 to search larger sizes. The function `grid_of` maps an image size to a patch grid.
 
     `grid_of` is a function from an image size to the number of rows and columns of tokens. Returns `size` if no other size up
     to four times as large is found.
@@ -263,8 +272,9 @@ def nearest_divisible_size(grid_of: Callable[[Image], Grid], size: int, axis: in
 
 
 def patch_mask(index: Tensor, grid: Grid, image: Image) -> Tensor:
-    """Return a mask of pixels, shape (batch, 1, height, width), that is True inside the selected patches. `index` has the
-    numbers of these patches, shape (batch, selected). `grid` is (rows, columns) of patches; `image` is (height, width).
+    """Return a boolean mask of pixels, shape (batch, 1, height, width), that is True inside selected patches. `index` (batch,
+    selected) holds the numbers of these patches. `grid` is the number of (rows, columns) of patches, and `image` is the image
+    size.
     """
     mask = torch.zeros(len(index), prod(grid), dtype=torch.bool, device=index.device).scatter(1, index, True)
     mask = mask.unflatten(1, (1, *grid))
@@ -272,16 +282,16 @@ def patch_mask(index: Tensor, grid: Grid, image: Image) -> Tensor:
 
 
 def mean_and_std(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of x along its last axis. The axis is kept with length 1, so that the results
-    can be broadcast.
-    """
+    """Return the mean and the standard deviation of the tensor `x` along its last axis. This axis is kept with length 1."""
     var, mean = torch.var_mean(x, dim=-1, keepdim=True)
     return mean, (var + 1e-6).sqrt()
 
 
 def patchify(images: Tensor, grid: Grid) -> Tensor:
-    """Cut images, (batch, channels, height, width), into equal patches. Returns the pixels of each patch as a vector, shape
-    (batch, patches, patch height * patch width * channels), row by row. `grid` is the number of rows and columns of patches.
+    """Return the patches of images as vectors of pixels, shape (batch, patches, pixels). `images` has the shape (batch,
+    channels, height, width), and `grid` is the number of (rows, columns) of patches.
+
+    The patches are in row-major order. A vector has patch height * patch width * channels numbers.
 
     Raises ValueError for a grid that does not divide the images into equal patches.
     """
@@ -293,8 +303,10 @@ def patchify(images: Tensor, grid: Grid) -> Tensor:
 
 
 def unpatchify(patches: Tensor, grid: Grid, image: Image) -> Tensor:
-    """Put patches of pixels back together to images; the inverse of `patchify`. Patches of shape (batch, patches, pixels)
-    become images of shape (batch, channels, height, width). `grid` is (rows, columns) of patches; `image` is (height, width).
+    """Return images (batch, channels, height, width) that are put together from vectors of pixels, `patches` (batch, patches,
+    pixels). `grid` is the number of (rows, columns) of patches, and `image` is the image size (height, width).
+
+    This is the inverse of `patchify`.
 
     Raises ValueError for patches that do not fill images of this size.
     """

@@ -15,7 +15,7 @@ LearningRate = Callable[[float, float], float]
 
 
 class Objective(nn.Module):
-    """Base class of training objectives. An objective is a module that computes the loss of a model on a batch.
+    """The base class of training objectives. An objective is a module that computes the loss of a model on a batch.
 
     A subclass implements `forward` and overrides the attributes and methods below where the defaults do not fit.
 
@@ -55,30 +55,34 @@ class Objective(nn.Module):
             cls.stackable = False
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch, a scalar tensor under the key "loss". `progress` is the fraction of the run
-        that is done, from 0 to 1.
+        """Return a dict with the loss of a batch, a scalar tensor under the key "loss". `progress` is the finished fraction of
+        the training run, from 0 to 1.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward(batch, progress)")
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with additional values that need no gradient, such as the logits of a teacher. The training loop
-        calls this before each step. By default the batch is returned unchanged.
+        """Return the batch of a training step, to which a subclass can add values such as the logits of a teacher. The training
+        loop calls this method before each step. By default the batch is returned unchanged.
+
+        The additional values get no gradient.
         """
         return batch
 
     def before_step(self, progress: float):
-        """Change the gradients after the backward pass and before the optimizer step, for example clip them. By default nothing
-        is done. `progress` is the fraction of the run that is done.
+        """Change the gradients before the optimizer step, for example clip them. By default nothing is done. `progress` is the
+        finished fraction of the training run, from 0 to 1.
         """
 
     def after_step(self, progress: float):
-        """Update other state after the optimizer step, for example the moving average of a teacher. By default nothing is done.
-        `progress` is the fraction of the run that is done.
+        """Update other values after the optimizer step, for example a teacher that is a moving average. By default nothing is
+        done. `progress` is the finished fraction of the training run, from 0 to 1.
         """
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return groups of parameters, each with the function that computes its learning rate. The result is a list of pairs
-        (parameters, function). `function(progress, rate)` returns a fraction of the peak learning rate.
+        """Return a list of pairs: a group of parameters, and the function that computes the learning rate of this group. By
+        default there is one group, which follows the learning-rate schedule of the run.
+
+        `function(progress, rate)` returns a fraction of the peak learning rate.
 
         `rate` is the fraction that the schedule of the run gives. By default one group of all parameters follows the run.
         """
@@ -86,29 +90,31 @@ class Objective(nn.Module):
 
     @property
     def trained_model(self) -> Any:
-        """The model that the optimizer changes. It equals the attribute `model`, except in objectives such as DINO, where
-        `model` is a moving average of the trained model.
+        """Return the model that the optimizer changes. By default this is the attribute `model`. In DINO, for example, `model`
+        is a moving average of the trained model.
         """
         return self.model
 
     @cached_property
     def scheduled_modules(self) -> list[Any]:
-        """List of the modules in the trained model whose behavior depends on how far the run is, such as a pruning layer that
-        removes more tokens later. They have a float attribute `progress`.
+        """Return a list of the modules in the trained model whose behavior changes during the training run, such as a layer
+        that prunes more tokens later. Each of these modules has an attribute `progress`.
         """
         return [m for m in self.trained_model.modules() if isinstance(getattr(m, "progress", None), float)]
 
     def set_progress(self, progress: float):
-        """Set the attribute `progress` of all scheduled modules of the trained model to the fraction of the run that is done.
-        An objective calls this first in `forward`.
+        """Set the attribute `progress` of all modules whose behavior changes during the training run. `progress` is the
+        finished fraction of the run, from 0 to 1.
+
+        An objective calls this method first in `forward`.
         """
         for module in self.scheduled_modules:
             module.progress = progress
 
     @classmethod
     def check_run(cls, run: Any):
-        """Raise ValueError if the settings of a run cannot be combined with this objective, for example if the objective needs
-        a teacher and the run has none.
+        """Raise ValueError if the options of a training run cannot be combined with this objective, for example if the
+        objective needs a teacher and the run has none.
 
         Checks `init`, `teacher`, `unlabelled`, `augment` and `evaluators`. `Run` calls this when it is created.
         """

@@ -17,8 +17,8 @@ from .supervised import cross_entropy
 
 
 class LearnToPrune(Objective):
-    """Teach a trained model to prune tokens: small predictors in `LearnedPrune` layers learn which patches can be removed, and
-    the unpruned model serves as the teacher (DynamicViT).
+    """An objective that teaches a trained model to prune tokens (DynamicViT). Small networks in `LearnedPrune` layers learn
+    which patches can be removed. The unpruned model is the teacher.
 
     ratio          the weight of the squared difference between the share of patches kept and the target share.
     distil         the weight of the KL divergence between the logits of teacher and student.
@@ -45,14 +45,16 @@ class LearnToPrune(Objective):
         self.ratio, self.distil, self.distil_tokens, self.backbone = ratio, distil, distil_tokens, backbone
 
     def train(self, mode: bool = True):
-        """Switch the student to training mode (`mode` True) or evaluation mode. The teacher always stays in evaluation mode."""
+        """Switch the student to training mode (`mode` True) or evaluation mode, and return the objective. The teacher always
+        stays in evaluation mode.
+        """
         super().train(mode)
         self.teacher.eval()
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch and, under "kept", the share of patches that each predictor keeps, averaged
-        over the batch. `progress` is not used.
+        """Return a dict with the loss of a batch under "loss" and, under "kept", the fraction of patches that each pruning
+        layer keeps, averaged over the batch. `progress` is not used.
         """
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
@@ -71,8 +73,10 @@ class LearnToPrune(Objective):
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return two groups of parameters with their learning-rate functions. The predictors follow the run's schedule. All
-        other weights start to learn later, at a much lower rate.
+        """Return two pairs (parameters, learning-rate function). The first pair is for the small networks that choose the
+        patches to keep. The second pair is for all other weights, which learn later and at a much lower rate.
+
+        The small networks follow the learning-rate schedule of the run.
         """
         predictors = [p for module in self.pruning for p in module.parameters()]
         ids = set(map(id, predictors))
@@ -80,15 +84,20 @@ class LearnToPrune(Objective):
         return [(predictors, lambda progress, rate: rate), (others, self.backbone_learning_rate)]
 
     def backbone_learning_rate(self, progress: float, run_rate: float) -> float:
-        """Return the learning rate of all weights outside the predictors, as a fraction of the peak rate: 0 in the first sixth
-        of the run, then `run_rate`, limited by the option `backbone`.
+        """Return the learning rate of all weights except the pruning networks, as a fraction of the peak rate. `progress` is
+        the finished fraction of the training run. `run_rate` is the learning rate of the run's schedule, as a fraction of the
+        peak rate.
+
+        The rate is 0 in the first sixth of the run, then `run_rate`, but at most the option `backbone`.
         """
         return 0.0 if progress < 1 / 6 else min(self.backbone, run_rate)
 
 
 class LearnThresholds(Objective):
-    """Train only the thresholds that decide which tokens of a trained model are merged or pruned, so that its compute meets a
-    budget. The model has `LearnedThresholds` layers (the method LTMP).
+    """An objective that trains only the thresholds for merging and pruning tokens in a trained model (LTMP). The other weights
+    are frozen. The option `budget` is the target for the multiply-adds, as a fraction of the model without merging and pruning.
+
+    The model has `LearnedThresholds` layers.
 
     budget  the target for the compute of the blocks, as a share of the compute without reduction.
     weight  the weight of the squared difference between the compute and the budget.
@@ -119,8 +128,8 @@ class LearnThresholds(Objective):
             module.requires_grad_(True)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch and, under "spent", the compute of the model divided by its compute without
-        token reduction. `progress` is not used.
+        """Return a dict with the loss of a batch under "loss" and, under "spent", the multiply-adds of the blocks, divided by
+        their multiply-adds without merging and pruning. `progress` is not used.
         """
         with recorded_decisions(self.thresholds) as decisions:
             logits = self.model(batch.images)
@@ -129,8 +138,8 @@ class LearnThresholds(Objective):
         return {"loss": loss, "spent": spent.detach()}
 
     def compute_share(self, decisions: list[Tensor]) -> Tensor:
-        """Return the compute of all blocks, in multiply-adds, divided by their compute without token reduction. `decisions` is
-        a list of tensors, one for each block with thresholds, that say which tokens are kept.
+        """Return the multiply-adds of all blocks, divided by their multiply-adds without merging and pruning. `decisions` holds
+        one tensor (batch, tokens) for each block with learned thresholds: 1 for tokens that are kept, 0 for others.
 
         The tensors have shape b n: 1 for tokens that are kept, 0 for others.
         """
@@ -145,14 +154,16 @@ class LearnThresholds(Objective):
         return macs / full
 
     def after_step(self, progress: float):
-        """Limit each threshold to its allowed range after the optimizer step. `progress` is not used."""
+        """Limit each learned threshold to its allowed range. The training loop calls this method after the optimizer step.
+        `progress` is not used.
+        """
         for module in self.thresholds:
             module.clamp()
 
 
 def active_reductions(model: nn.Module, reduction_class: type, required: str) -> list[Any]:
-    """Return the layers in a model that reduce tokens with the class `reduction_class` and are active. A layer is active if its
-    attribute with the name `required` is not None.
+    """Return a list of the modules in a model that merge or prune tokens and have the class `reduction_class`. Modules whose
+    attribute with the name `required` is None do nothing and are left out.
 
     Raises ValueError if there are none.
     """
@@ -166,8 +177,8 @@ def active_reductions(model: nn.Module, reduction_class: type, required: str) ->
 
 @contextmanager
 def recorded_decisions(modules: list[Any]) -> Iterator[list[Tensor]]:
-    """Context manager that records which tokens are kept. It yields an empty list. Each time one of `modules` decides about its
-    tokens, a tensor of shape (batch, tokens) is appended to the list.
+    """Context manager that yields a list and records in this list which tokens are kept. Each time one of the `modules` decides
+    to keep or remove tokens, a tensor of shape (batch, tokens) is appended.
     """
     decisions: list[Tensor] = []
     hooks = [module.kept.register_forward_hook(lambda _, inputs, output: decisions.append(output)) for module in modules]

@@ -8,8 +8,8 @@ from .objective import Objective
 
 
 class Supervised(Objective):
-    """Supervised training: the mean cross-entropy between the model's logits and the target probabilities. Targets may be mixed
-    or smoothed by augmentation.
+    """The objective of supervised training: the mean cross-entropy between the logits of the model and the target
+    probabilities. The targets may be mixed or smoothed by augmentation.
 
     `softmax_first=True` reproduces a common mistake, to measure its cost: a softmax at the end of the model, before a loss that
     applies a softmax itself. The loss then takes probabilities between 0 and 1 for logits. A model that is certain and right
@@ -28,8 +28,8 @@ class Supervised(Objective):
         self.softmax_first = softmax_first
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the cross-entropy loss of a batch. `progress` is the fraction of the run that is done, from 0 to
-        1.
+        """Return a dict with the cross-entropy loss of a batch under the key "loss". `progress` is the finished fraction of the
+        training run, from 0 to 1.
         """
         self.set_progress(progress)
         logits = self.model(batch.images)
@@ -39,7 +39,7 @@ class Supervised(Objective):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy between logits and target probabilities, averaged over the batch. Both have shape (batch,
-    classes).
+    """Return the cross-entropy between `logits` and target probabilities `targets`, averaged over the batch. These tensors have
+    the shape (batch, classes).
     """
     return -(targets * logits.float().log_softmax(-1)).sum(-1).mean()

@@ -28,7 +28,8 @@ NAMES = {  # parts of timm's names of weights -> ours
 
 
 def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """Replace parts of the name of a weight and return the new name. `pairs` is a list of (old part, new part).
+    """Return the name of a weight in which some parts are replaced. `name` is the old name, and `pairs` is a list of (old part,
+    new part).
 
     An old part without a leading dot matches only at the start of the name; one without a trailing dot only at its end.
     """
@@ -39,7 +40,7 @@ def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a state dict with timm's names of weights to the names that our `ViT` uses. Returns the new state dict.
+    """Return a state dict with the names of weights in our `ViT`. `state` is the state dict with the names of weights in timm.
 
     Class token and registers are joined to `prefix`. The batch axis of these tokens and of the positions is removed.
 
@@ -60,8 +61,10 @@ def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_timm(model: nn.Module) -> ViT:
-    """Convert a Vision Transformer of timm to a `ViT` of smallvit. The new model has copies of the weights and gives the same
-    outputs.
+    """Return a `ViT` of smallvit that has the same weights and gives the same outputs as a Vision Transformer of timm
+    (`model`).
+
+    The weights are copied.
 
     The timm model is left unchanged; the new one has its device, precision and mode. Supported are class token or mean pooling,
     registers, LayerScale, qk-norm, learned positions (with or without the prefix tokens) or none, any image size and number of
@@ -80,8 +83,10 @@ def from_timm(model: nn.Module) -> ViT:
 
 
 def like(name: str, **options) -> Callable[..., ViT]:
-    """Return a `functools.partial` of `ViT` that builds a model with the same architecture as the timm model `name`. It is made
-    for `Run(model=...)`; `options` change some of its arguments.
+    """Return a function that builds a `ViT` with the same architecture as the timm model `name`. Keyword arguments change
+    options of the `ViT`. The weights of the timm model are not loaded.
+
+    The function is a `functools.partial`, made for `Run(model=...)`.
 
     No weights are loaded; `Run(model=like(name), init=Weights(name=name))` loads them. `options` of the `ViT` override the
     shape, such as `tokenizer=partial(PatchEmbed, patch=4)` for small images: `Weights` then resizes the patch kernel and the
@@ -95,8 +100,9 @@ def like(name: str, **options) -> Callable[..., ViT]:
 
 
 def timm_on_meta(name: str) -> nn.Module:
-    """Create a timm model without memory for its weights, on torch's device "meta", to look at its architecture. Its head has
-    10 classes.
+    """Return the timm model `name` without memory for its weights, to look at its architecture.
+
+    The model is on torch's device "meta". Its head has 10 classes.
     """
     import timm
 
@@ -111,8 +117,10 @@ def timm_on_meta(name: str) -> nn.Module:
 
 
 def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
-    """Return a `functools.partial` of `ViT` that builds a model with the same architecture as this timm model. Raises
-    ValueError if a `ViT` cannot have this architecture.
+    """Return a function that builds a `ViT` with the same architecture as a timm model. Raise ValueError if a `ViT` cannot have
+    this architecture.
+
+    The function is a `functools.partial`.
     """
     if parts := unsupported_parts(model):
         raise ValueError(f"this timm model has {', '.join(parts)}, which a ViT does not; expected a plain vit_* model")
@@ -148,8 +156,8 @@ def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
 
 
 def unsupported_parts(model: Any) -> list[str]:
-    """Return a list of the reasons why our `ViT` cannot represent a timm model, as text: names of unknown classes or of
-    settings. The list is empty if it can.
+    """Return a list of the classes and settings in a timm model that our `ViT` does not support, as text. The list is empty if
+    the timm model can be converted to a `ViT`.
     """
     import timm.layers
     from timm.models import vision_transformer as vit

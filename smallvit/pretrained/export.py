@@ -14,8 +14,10 @@ from .convert import NAMES, replace_parts
 
 
 def to_timm(model: ViT) -> nn.Module:
-    """Convert a `ViT` of smallvit to a Vision Transformer of timm. The new model has copies of the weights and gives the same
-    outputs.
+    """Return a Vision Transformer of timm that has the same weights and gives the same outputs as a `ViT` of smallvit
+    (`model`).
+
+    The weights are copied.
 
     The `ViT` is left unchanged; the new model has its device, precision and mode. Its `state_dict()` has timm's names.
     Supported are the slots that timm has too: square patches, learned positions or none, plain attention, pre-norm blocks,
@@ -59,8 +61,8 @@ def to_timm(model: ViT) -> nn.Module:
 
 
 def timm_state(model: ViT) -> dict[str, Tensor]:
-    """Return the state dict of a `ViT` with the names of weights that timm uses. The prefix tokens are split into class token
-    and registers.
+    """Return the state dict of a `ViT`, with the names of weights in timm. The prefix tokens are split into class token and
+    registers.
     """
     own = model.state_dict()
     prefix, classes = own.pop("prefix")[None], model.pool.class_tokens
@@ -75,16 +77,14 @@ def timm_state(model: ViT) -> dict[str, Tensor]:
 
 
 def positions_cover_prefix(model: ViT) -> bool:
-    """Return True if a `ViT` adds position embeddings to its prefix tokens (class token and registers) too, and not only to the
-    patches.
-    """
+    """Return True if a `ViT` adds position embeddings to its prefix tokens (class token and registers) too, else False."""
     rows, columns = model.tokenizer.grid(model.image)
     return model.position is not None and len(model.position.table) > rows * columns
 
 
 def unsupported_parts(model: ViT) -> list[str]:
-    """Return a list of the reasons why timm's Vision Transformer cannot represent our `ViT`, as text: names of classes and
-    settings. The list is empty if it can.
+    """Return a list of the classes and settings in our `ViT` that timm's Vision Transformer does not support, as text. The list
+    is empty if the `ViT` can be converted to timm.
     """
     allowed = {"tokenizer": (PatchEmbed,), "position": (Learned, type(None)), "pool": (ClassToken, MeanTokens)}
     found = [type(part).__name__ for name, kinds in allowed.items() if type(part := getattr(model, name)) not in kinds]

@@ -15,8 +15,8 @@ HEADS = ("head.", "fc.", "pre_logits.", "head_dist.")
 
 
 def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float, ...], tuple[float, ...]]:
-    """Read pretrained weights of the timm model `name` from a file. Returns a state dict with timm's names of weights, and the
-    mean and standard deviation that normalize its input images.
+    """Read pretrained weights of the timm model `name` from the file `path`. Return a state dict with timm's names of weights,
+    and the mean and the standard deviation that normalize the input images.
 
     The weights are float32. A head of any size is accepted, and also none. Early files store the patch kernel as a matrix,
     (dim, 3 * patch * patch).
@@ -45,13 +45,13 @@ def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float,
 
 
 def list_some(items: list[str]) -> str:
-    """Return a text that lists the first five items and says how many more there are, for an error message."""
+    """Return a text for an error message that lists the first five of the `items` and says how many more there are."""
     return ", ".join(items[:5]) + f" and {len(items) - 5} more" * (len(items) > 5)
 
 
 def timm_config(name: str) -> Any:
-    """Return timm's configuration of the pretrained weights `name`, such as the size and normalization of the images. Raises
-    ValueError if timm does not know the name.
+    """Return timm's configuration object for the pretrained weights `name`, with the size and normalization of the images.
+    Raise ValueError if timm does not know the name.
     """
     from timm.models import get_pretrained_cfg
 
@@ -62,8 +62,8 @@ def timm_config(name: str) -> Any:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Load a .safetensors file or a checkpoint of torch and return its content. No code in the file is executed. Raises
-    ValueError if the file cannot be read.
+    """Return the content of a .safetensors file or a checkpoint of torch. No code in the file is executed. Raise ValueError if
+    the file cannot be read.
     """
     try:
         if path.suffix == ".safetensors":
@@ -77,8 +77,8 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict that is stored inside a checkpoint, for example under the key "model". Prefixes such as "module."
-    are removed from the names of weights.
+    """Return the state dict that is stored inside a loaded checkpoint, for example under the key "model". Prefixes such as
+    "module." are removed from the names of weights. `path` is the file for error messages.
 
     The key may be "teacher" (DINO), "model_ema", "state_dict" or "model". `path` is for the error.
 
@@ -103,8 +103,8 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path, name: str) -> dict[str, Tensor]:
-    """Read pretrained weights of the timm model `name` from an .npz file of Google's original release. Returns a state dict
-    with timm's names of weights.
+    """Read pretrained weights of the timm model `name` from an .npz file of Google's original release. Return a state dict with
+    timm's names of weights.
 
     Raises   ValueError for a damaged file, and for the weights of another model; the error names the file.
     """

@@ -10,8 +10,10 @@ from torch import nn
 
 
 def timm_attention(attention: Callable) -> type[nn.Module]:
-    """Return a class that lets a timm model use one of our attention modules. Pass the class to timm as the argument
-    `attn_layer=` (timm 1.0.23 or newer).
+    """Return a class that makes one of our attention modules usable in a timm model. Pass the class to timm as the argument
+    `attn_layer=`. `attention` is the class of our attention module.
+
+    This needs timm 1.0.23 or newer.
 
     `attention` is a class or a partial with options, such as `partial(LocalityAttention, mask_self=False)`. Its weights have
     timm's names, so that pretrained weights of timm load. Parameters that timm does not have, such as a temperature, keep their
@@ -24,8 +26,8 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
     takes_norm = "qk_norm" in inspect.signature(slot).parameters
 
     class TimmAttention(slot):
-        """Adapter that lets a timm model use one of our attention modules. It accepts the constructor arguments of timm's own
-        attention.
+        """One of our attention modules, in a form that timm can use in its models. Its constructor accepts the same arguments
+        as the attention of timm.
         """
 
         def __init__(
@@ -63,7 +65,8 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
 
 def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
-    """Return a class that lets a timm model use one of our tokenizers. Pass the class to timm as the argument `embed_layer=`.
+    """Return a class that makes one of our tokenizers usable in a timm model. Pass the class to timm as the argument
+    `embed_layer=`. `tokenizer` is the class of our tokenizer.
 
     `tokenizer` is a class or a partial with options. timm's `patch_size` sets the option `patch` of the tokenizer, unless the
     partial sets it. A convolutional stem ignores `patch_size`, because its layers set its stride.
@@ -76,8 +79,8 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     takes_patch = "patch" in inspect.signature(slot).parameters
 
     class TimmTokenizer(nn.Module):
-        """Adapter that lets a timm model use one of our tokenizers. It has the constructor arguments and the attributes of
-        timm's own `PatchEmbed`.
+        """One of our tokenizers, in a form that timm can use in its models. It has the same constructor arguments and
+        attributes as the class `PatchEmbed` of timm.
         """
 
         def __init__(
@@ -105,14 +108,14 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
             self.to(device=device, dtype=dtype)
 
         def feat_ratio(self, as_scalar=True):
-            """Return the patch size in pixels: the larger side as one number if `as_scalar`, else (height, width). Models of
-            timm call this method.
+            """Return the patch size in pixels: the larger side as one number if `as_scalar` is True, else a pair (height,
+            width). Models of timm call this method.
             """
             return max(self.patch_size) if as_scalar else self.patch_size
 
         def dynamic_feat_size(self, img_size):
-            """Return the number of rows and columns of patches in an image of size `img_size`, (height, width). Models of timm
-            call this method.
+            """Return the number of (rows, columns) of patches in an image. `img_size` is the (height, width) of the image.
+            Models of timm call this method.
             """
             return self.tokens.grid(img_size)
 
@@ -129,15 +132,15 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
 
 
 def split_partial(component: Callable) -> tuple[Any, dict[str, Any]]:
-    """Return a pair: the class of a component and a dict of its options. `component` is a class, with no options, or a
-    `functools.partial` of a class.
+    """Return a class and a dict of its options. `component` is a `functools.partial` of the class, or the class itself without
+    options.
     """
     return (component.func, component.keywords) if isinstance(component, partial) else (component, {})
 
 
 def refuse_options(component: Callable, options: Mapping[str, object]):
-    """Raise ValueError if timm asks for an option that one of our components does not have. `options` is a dict from option
-    names to values; options with a false value are ignored.
+    """Raise ValueError if timm sets an option that our class `component` does not have. `options` is a dict from option names
+    to values. Options with a false value are ignored.
     """
     if names := [name for name, value in options.items() if value]:
         raise ValueError(
@@ -146,5 +149,5 @@ def refuse_options(component: Callable, options: Mapping[str, object]):
 
 
 def as_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return a size as a pair (height, width). `size` may be a single number, for squares, or two numbers."""
+    """Return a size as a pair (height, width). `size` is a single number, for squares, or a pair of numbers."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])

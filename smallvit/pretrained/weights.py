@@ -26,15 +26,17 @@ PROJ = "tokenizer.proj"
 
 
 class Unavailable(ValueError):
-    """Error for pretrained weights that are not on this machine and cannot be downloaded. Only the runs that need these weights
-    fail.
+    """An error for pretrained weights that are not on this machine and cannot be downloaded. Only the runs that need these
+    weights fail.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Pretrained weights of a timm model as the initialization of a run, read from a file or from timm's hub:
-    `Run(model=like(name), init=Weights(name=name))`.
+    """Pretrained weights of a timm model, with which the model of a training run is initialized. The weights are read from a
+    file or downloaded. The option `name` is the name of the weights in timm.
+
+    For example: `Run(model=like(name), init=Weights(name=name))`.
 
     name     timm's name with its tag, such as "vit_small_patch16_224.augreg_in21k_ft_in1k". It sets the architecture, the
              training data, and the mean and standard deviation of the pixels that the weights expect.
@@ -73,14 +75,15 @@ class Weights:
         object.__setattr__(self, "new", tuple(self.new))
 
     def path(self) -> Path:
-        """Return the path of the file with the weights. The file is downloaded if it is not on this machine. Raises
+        """Return the path of the file with the weights. The file is downloaded if it is not on this machine. Raise
         `Unavailable` if the download fails.
         """
         return self.local_path() or self.download()
 
     def local_path(self) -> Path | None:
-        """Return the path of the file with the weights if it is on this machine, else None. It searches the given `file`, a
-        folder of weights, and earlier downloads.
+        """Return the path of the file with the weights, or None if the file is not on this machine.
+
+        The search covers the given `file`, a folder of weights, and earlier downloads.
 
         Raises   ValueError if `file` is given and does not exist.
         """
@@ -98,16 +101,16 @@ class Weights:
         return Path(cached) if isinstance(cached, str) else None
 
     def hub(self) -> str:
-        """Return the name of the repository on the Hugging Face hub that has these weights. Raises ValueError if timm knows
-        none.
+        """Return the name of the repository on the Hugging Face hub that has these weights, as text. Raise ValueError if timm
+        knows no such repository.
         """
         if not (hub := timm_config(self.name).hf_hub_id):
             raise ValueError(f"timm's hub has no weights {self.name!r}; expected a name with its tag, such as {VIT_S!r}")
         return hub
 
     def download(self) -> Path:
-        """Download the weights from the Hugging Face hub and return the path of the file. Raises `Unavailable` if
-        this fails.
+        """Download the weights from the Hugging Face hub and return the path of the file. Raise `Unavailable` if the download
+        fails.
         """
         import huggingface_hub
 
@@ -123,8 +126,8 @@ class Weights:
             ) from error
 
     def load(self, model: nn.Module, mean: Sequence[float] | float, std: Sequence[float] | float) -> dict[str, Any]:
-        """Load the pretrained weights into `model`, and return a report of what was loaded or changed, as a dict. `mean` and
-        `std` are the statistics that normalize the images of the data set.
+        """Load the pretrained weights into `model`. Return a dict that reports what was loaded or changed. `mean` and `std`
+        normalize the images of the data set.
 
         `mean` and `std` have one number per channel, or one for all channels. The report holds the name, the file, its sha256
         and the number of loaded weights, and lists what was resized, adapted, initialized anew or left over.
@@ -168,8 +171,8 @@ class Weights:
 def compare_weights(
     state: dict[str, Tensor], target: dict[str, Tensor], new: Sequence[str]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Compare the weights of a file (`state`) with those of a model (`target`), by name and shape. Returns three lists: names
-    that only the model has, names that only the file has, and errors. Differences in the parts `new` are no errors.
+    """Compare the weights in a file (`state`) with the weights of a model (`target`), by name and shape. Return three lists:
+    names that only the model has, names that only the file has, and errors. Differences in the parts `new` are no errors.
 
     A name of which the two shapes differ is in both lists of names. Every name in these lists is an error, except those of the
     head, of token reductions and of the parts in `new`.
@@ -178,7 +181,7 @@ def compare_weights(
     left_over = [name for name in state if name not in target or state[name].shape != target[name].shape]
 
     def describe_shapes(name: str) -> str:
-        """Return the name of a weight with its shape in the file and its shape in the model, as text for an error message."""
+        """Return a text for an error message: the name of a weight, its shape in the file and its shape in the model."""
         in_file, in_model = (tuple(weights[name].shape) if name in weights else None for weights in (state, target))
         return f"{name} ({in_file} in the file, {in_model} in the model)"
 
@@ -187,8 +190,8 @@ def compare_weights(
 
 
 def belongs_to_any(parts: Iterable[str], name: str) -> bool:
-    """Return True if the weight `name` belongs to one of several parts of a model. A part is given by its name, such as
-    "tokenizer" or "blocks.11".
+    """Return True if the weight `name` belongs to one of the `parts` of a model, else False. A part is given by its name, such
+    as "tokenizer" or "blocks.11".
 
     A part is the start of a name ("tokenizer", "blocks.11") or, if it has a dot, any piece of it: "attention.scale" means that
     of every block.
@@ -197,8 +200,10 @@ def belongs_to_any(parts: Iterable[str], name: str) -> bool:
 
 
 def enlarged(name: str) -> Callable:
-    """Return a tokenizer class (as a `functools.partial`) that first resizes small images to the image size that the pretrained
-    model `name` expects, and then cuts them into patches.
+    """Return a tokenizer class that first resizes small images and then cuts them into patches. The image size and the patch
+    size are the same as in the pretrained timm model `name`.
+
+    The class is a `functools.partial`.
 
     The patch size and the interpolation are those of the pretrained model too.
     """
@@ -208,9 +213,9 @@ def enlarged(name: str) -> Callable:
 
 
 def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tuple, data_stats: tuple, report: dict[str, Any]):
-    """Change the weights of the patch embedding in the state dict `state` so that they suit the data: patch size, channels and
-    normalization. `weight_stats` and `data_stats` are (mean, std) of the pixels in pretraining and now. `report` gets a list of
-    the changes.
+    """Adapt the weights of the patch embedding in `state` to the patch size, channels and normalization of the new data.
+    `weight_stats` and `data_stats` are the (mean, std) of the pixels in pretraining and in the new data. Changes are listed in
+    `report`.
 
     `state` is changed in place.
 
@@ -248,14 +253,15 @@ def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tu
 
 
 def per_channel(value: Sequence[float] | float, channels: int) -> Tensor:
-    """Return a float64 tensor with one number per channel. If `value` is a single number, it is repeated for each channel."""
+    """Return a float64 tensor with one number for each channel. If `value` is a single number, it is repeated for each channel.
+    """
     numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
     return numbers.expand(channels) if len(numbers) == 1 else numbers
 
 
 def adapt_positions(state: dict[str, Tensor], model: ViT, report: dict[str, Any]):
-    """Resize the position embeddings in the state dict `state` so that they suit the patch grid and the prefix tokens (class
-    token and registers) of the model. `report` gets a list of the changes.
+    """Resize the position embeddings in the state dict `state` to the patch grid of the model. Embeddings of prefix tokens
+    (class token and registers) are adapted too. Changes are listed in `report`.
 
     A position of a prefix token that the file does not have keeps the model's initial value. If the model has positions for the
     patches only, the positions of the file's prefix tokens are added to these tokens. A table whose length fits a square grid

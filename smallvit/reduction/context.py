@@ -69,8 +69,8 @@ def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
 
 
 def check_fraction(keep: float, name: str) -> float:
-    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless it is above 0 and at most 1. `name`
-    is the name of the option in the error message.
+    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless `keep` is above 0 and at most 1.
+    `name` is the name of the option in the error message.
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")

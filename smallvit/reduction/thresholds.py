@@ -131,8 +131,8 @@ class LearnedThresholds(nn.Module):
         return x, total, importance.scatter_reduce(1, destination, source_importance, "amax")
 
     def above_threshold(self, value: Tensor, threshold: Tensor) -> Tensor:
-        """Return a tensor with 1 where `value` is above `threshold`, else 0. The gradient is that of a sigmoid, because a step
-        function has no useful gradient (straight-through estimator).
+        """Return a tensor with 1 where `value` is above `threshold`, else 0. In the backward pass, the gradient of a sigmoid is
+        used instead (straight-through estimator).
         """
         soft = ((value - threshold) / self.temperature).sigmoid()
         return (value > threshold).to(soft.dtype) + (soft - soft.detach())  # the bracket is exactly 0
