@@ -53,8 +53,9 @@ def rows_of(recipe: str, arm: str) -> list[Row]:
 
 
 def points(value: float) -> str:
-    """A difference of accuracies in percentage points, with its sign: `+1.2`, `−0.4`."""
-    return f"{100 * value:+.1f}".replace("-", "−")
+    """A difference of accuracies in percentage points, with its sign: `+1.2`, `−0.4`, `0.0`."""
+    text = f"{100 * value:+.1f}".replace("-", "−")
+    return "0.0" if text[1:] == "0.0" else text
 
 
 def cell(row: Row | None) -> str:
