@@ -196,9 +196,9 @@ def check_mask(mask: Tensor) -> Tensor:
 def attend_and_project(
     module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float
 ) -> AttentionOutput:
-    """Return an `AttentionOutput`, computed from queries, keys and values (b, h, n, e) and the output projection of the
-    attention module `module`. `size` is the number of patches in each token, `mask` is True where attention is allowed, and
-    `scale` multiplies the logits.
+    """Return an `AttentionOutput`, computed from queries, keys and values (batch, heads, tokens, width) and the output
+    projection of the attention module `module`. `size` is the number of patches in each token, `mask` is True where attention
+    is allowed, and `scale` multiplies the logits.
 
     The dropout rate and the choice of the kernel are attributes of `module`.
     """
@@ -226,8 +226,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, size: Tensor | None = None, mask: Tensor | None = None,
     dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the attention output (b, h, n, e), and the attention map (b, h, n, n) or None. `size` is the number of patches in
-    each token, `mask` is True where attention is allowed, `fused` selects the kernel, and `scale` multiplies the logits.
+    """Return the attention output (batch, heads, tokens, width), and the attention map (batch, heads, tokens, tokens) or None.
+    `size` is the number of patches in each token, `mask` is True where attention is allowed, `fused` selects the kernel, and
+    `scale` multiplies the logits.
 
     The map is None if the kernel computes none.
 
@@ -249,8 +250,8 @@ def attend(
 
 
 def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Return the attention map (b, h, n, n) of queries `q` and keys `k`. Each row sums to 1. `size` is the number of patches in
-    each token: larger tokens get more attention. `mask` is True where attention is allowed.
+    """Return the attention map (batch, heads, tokens, tokens) of queries `q` and keys `k`. Each row sums to 1. `size` is the
+    number of patches in each token: larger tokens get more attention. `mask` is True where attention is allowed.
 
     Each key is weighted by exp(query * key) times its `size`. Sizes get no gradient.
     """
@@ -261,7 +262,7 @@ def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> T
 
 def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """Return a tensor to add to the attention logits before the softmax: log(size) for each key, and -inf where the boolean
-    `mask` is False. `size` (b, n) is the number of patches in each token.
+    `mask` is False. `size` (batch, tokens) is the number of patches in each token.
 
     The shape broadcasts to (b, h, n, n). The result is None without sizes and mask.
     """
@@ -273,9 +274,9 @@ def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
 
 
 def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return the attention output (b, h, n, e), computed so that token sizes get a gradient, also the size 0 of removed tokens.
-    Learned pruning needs this gradient. `size` is the number of patches in each token, and `mask` is True where attention is
-    allowed.
+    """Return the attention output (batch, heads, tokens, width), computed so that token sizes get a gradient, also the size 0
+    of removed tokens. Learned pruning needs this gradient. `size` is the number of patches in each token, and `mask` is True
+    where attention is allowed.
 
     Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
     equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no

@@ -107,8 +107,8 @@ class Projected(nn.Module):
 
 
 class DistilledTokens(nn.Module):
-    """A pooling module that returns the class token and the distillation token of DeiT, concatenated to shape (b, 2 d). Each of
-    the two tokens has its own linear head.
+    """A pooling module that returns the class token and the distillation token of DeiT, concatenated to shape (batch, 2 *
+    width). Each of the two tokens has its own linear head.
 
     Paper    Touvron et al. 2021 (DeiT), arXiv:2012.12877, section 4. `Distill(token=True)` trains both heads: the class token's
              from labels, the distillation token's from a teacher. The logits are the mean of both heads.
@@ -132,7 +132,7 @@ class DistilledTokens(nn.Module):
 
 class TwoHeads(nn.Module):
     """Two linear heads, one for the class token and one for the distillation token of DeiT. The input is the two tokens,
-    concatenated to shape (b, 2 d). The output is the mean of the logits of the two heads, shape (b, classes).
+    concatenated to shape (batch, 2 * width). The output is the mean of the logits of the two heads, shape (batch, classes).
     """
 
     def __init__(self, dim: int, classes: int):
@@ -150,8 +150,8 @@ class TwoHeads(nn.Module):
         return self.from_labels.weight
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of the two heads separately, each of shape (b, classes). The first head is trained on labels, the
-        second on a teacher. `x` holds the features (b, 2 d).
+        """Return the logits of the two heads separately, each of shape (batch, classes). The first head is trained on labels,
+        the second on a teacher. `x` holds the features (batch, 2 * width).
         """
         class_token, distillation_token = x.chunk(2, dim=-1)
         return self.from_labels(class_token), self.from_teacher(distillation_token)

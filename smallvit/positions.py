@@ -109,8 +109,8 @@ def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
 
 
 def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
-    """Return the tokens `x` (b, n, d) plus the position embeddings of the module `module`. The embeddings are first resized to
-    `grid`, the number of (rows, columns) of patches in the image.
+    """Return the tokens `x` (batch, tokens, width) plus the position embeddings of the module `module`. The embeddings are
+    first resized to `grid`, the number of (rows, columns) of patches in the image.
 
     The embeddings are the attribute `table` of the module.
 

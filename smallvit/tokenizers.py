@@ -92,8 +92,8 @@ class ShiftedPatchEmbed(nn.Module):
         return patch_grid(image, self.patch)
 
     def shifted(self, x: Tensor) -> Tensor:
-        """Return the images `x` (b, c, h, w) and their shifted copies, concatenated along the channel axis. With four copies
-        the shape is (b, 5 c, h, w). Without copies, `x` is returned unchanged.
+        """Return the images `x` (batch, channels, height, width) and their shifted copies, concatenated along the channel axis.
+        With four copies the shape is (batch, 5 * channels, height, width). Without copies, `x` is returned unchanged.
 
         With half-patch shifts, the copies follow the image in the order down-right, down-left, up-right, up-left.
         """

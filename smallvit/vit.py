@@ -159,8 +159,9 @@ class ViT(nn.Module):
         return [LayerContext(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return all tokens after the last block (b, n, d), and the number of patches that each token represents (b, n), or
-        None for all 1. `x` holds the images, `mask` is True where attention is allowed, and `keep` lists the patches to use.
+        """Return all tokens after the last block (batch, tokens, width), and the number of patches that each token represents
+        (batch, tokens), or None for all 1. `x` holds the images, `mask` is True where attention is allowed, and `keep` lists
+        the patches to use.
 
         `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column). `keep`, shape (b,
         k), holds the indices of the selected patches; by default all patches enter.
@@ -180,14 +181,14 @@ class ViT(nn.Module):
         return (x if self.norm_after_pool else self.norm(x)), size
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return one feature vector for each image, shape (b, d). These features enter the classification head. `x` holds the
-        images (b, c, h, w), and `mask` is True where attention is allowed.
+        """Return one feature vector for each image, shape (batch, width). These features enter the classification head. `x`
+        holds the images (batch, channels, height, width), and `mask` is True where attention is allowed.
         """
         return self.pooled(*self.tokens(x, mask))
 
     def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:
-        """Return one feature vector for each image, shape (b, d), pooled from its tokens `x` (b, n, d). `size` (b, n) is the
-        number of patches that each token represents; None means 1.
+        """Return one feature vector for each image, shape (batch, width), pooled from its tokens `x` (batch, tokens, width).
+        `size` (batch, tokens) is the number of patches that each token represents; None means 1.
 
         These features enter the classification head.
         """

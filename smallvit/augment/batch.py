@@ -8,8 +8,8 @@ from torch import Generator, Tensor
 
 
 class Batch(NamedTuple):
-    """A batch of training images (b, c, h, w) with the target probabilities of each image (b, classes). The batch may also hold
-    augmented views of the images and the logits of teacher models.
+    """A batch of training images (batch, channels, height, width) with the target probabilities of each image (batch, classes).
+    The batch may also hold augmented views of the images and the logits of teacher models.
 
     images           float32 pixels in [0, 1], where 0 is black; they are normalized after all transforms
     targets          one row for each image; each row sums to 1

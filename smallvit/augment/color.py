@@ -175,7 +175,9 @@ def _change_some(batch: Batch, probability: float, generator: Generator, change:
 
 
 def _to_gray(images: Tensor) -> Tensor:
-    """Return the gray values of RGB images (b, 3, h, w), as a tensor of shape (b, 1, h, w), by the standard ITU-R BT.601."""
+    """Return the gray values of RGB images (batch, 3, height, width), as a tensor of shape (batch, 1, height, width), by the
+    standard ITU-R BT.601.
+    """
     return 0.299 * images[:, 0:1] + 0.587 * images[:, 1:2] + 0.114 * images[:, 2:3]
 
 

@@ -100,8 +100,9 @@ class Warp:
         return self.move_blank(result, images, grid) if self.aim == "ink" else result
 
     def resample(self, images: Tensor, grid: Tensor) -> Tensor:
-        """Return images (b, c, h, w) that are sampled bilinearly from `images` at given points. `grid` (b, 2, h, w) holds the
-        point (x, y) for each new pixel. The coordinates run from -1 to 1, as in torch's `grid_sample`.
+        """Return images (batch, channels, height, width) that are sampled bilinearly from `images` at given points. `grid`
+        (batch, 2, height, width) holds the point (x, y) for each new pixel. The coordinates run from -1 to 1, as in torch's
+        `grid_sample`.
         """
         padding = "zeros" if self.fill == "black" else "border"
         return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
@@ -151,7 +152,7 @@ class Warp:
 
     def affine_grid(self, images: Tensor, center: Tensor, extent: Tensor, generator: Generator) -> Tensor:
         """Draw a random rotation, zoom, shear and shift for each crop. Return the points (x, y) at which the image is sampled,
-        shape (b, 2, h, w). `center` is the position (x, y) of each crop, and `extent` is its size (width, height).
+        shape (batch, 2, height, width). `center` is the position (x, y) of each crop, and `extent` is its size (width, height).
 
         The content of the image moves by the drawn shift.
         """
@@ -174,7 +175,8 @@ class Warp:
 
     def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, generator: Generator) -> Tensor:
         """Add a smooth random displacement (elastic deformation) to sampling points, in place, and return the points. `grid`
-        (b, 2, h, w) holds the points in `images`. `extent` is the (width, height) of each crop, as a fraction of its image.
+        (batch, 2, height, width) holds the points in `images`. `extent` is the (width, height) of each crop, as a fraction of
+        its image.
 
         Each point is displaced by a weighted sum of random displacements at control points; weights fall off with distance.
         """

@@ -48,7 +48,7 @@ class DataSpec:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Return normalized images, (pixels - mean) / std, which are the input of a model. `pixels` are floats in [0, 1] of
-        shape (b, c, h, w), with any height and width.
+        shape (batch, channels, height, width), with any height and width.
         """
         if not pixels.is_floating_point() or pixels.shape[-3] != self.channels:
             expected = f"floats in [0, 1] with {self.channels} channels, b c h w"
@@ -57,8 +57,8 @@ class DataSpec:
 
 
 def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return normalized images, (pixels - mean) / std. `pixels` has the shape (b, c, h, w). `mean` and `std` hold one number
-    for each channel.
+    """Return normalized images, (pixels - mean) / std. `pixels` has the shape (batch, channels, height, width). `mean` and
+    `std` hold one number for each channel.
     """
     means, stds = pixels.new_tensor([mean, std])[..., None, None]
     return (pixels - means) / stds
@@ -66,8 +66,8 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A set of images in memory as uint8 (n, c, h, w), with their labels as int64 (n) and a description of their data set
-    (`DataSpec`).
+    """A set of images in memory as uint8 (images, channels, height, width), with their labels as int64 (images) and a
+    description of their data set (`DataSpec`).
 
     Raises    ValueError if the images or labels do not fit the spec.
     """
@@ -90,14 +90,14 @@ class Images:
         return len(self.labels)
 
     def pixels(self, index: Index = slice(None), device: Device = None) -> Tensor:
-        """Return selected images as float32 pixels in [0, 1], shape (b, c, h, w). `index` selects the images, by default all.
-        `device` is the torch device of the result.
+        """Return selected images as float32 pixels in [0, 1], shape (batch, channels, height, width). `index` selects the
+        images, by default all. `device` is the torch device of the result.
         """
         return self.images[index].to(device).float() / 255
 
     def targets(self, index: Index = slice(None), device: Device = None) -> Tensor:
-        """Return selected labels as one-hot vectors, float32 of shape (b, classes). `index` selects the labels, by default all.
-        `device` is the torch device of the result.
+        """Return selected labels as one-hot vectors, float32 of shape (batch, classes). `index` selects the labels, by default
+        all. `device` is the torch device of the result.
         """
         return F.one_hot(self.labels[index].to(device), len(self.spec.classes)).float()
 
@@ -113,8 +113,8 @@ class Images:
         return Images(self.images[index], self.labels[index], self.spec)
 
     def batches(self, size: int = 1024, device: Device = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches in the stored order, as pairs: normalized images (b, c, h, w) and labels (b). `size` is the number of
-        images in a batch; the last batch may be smaller.
+        """Yield batches in the stored order, as pairs: normalized images (batch, channels, height, width) and labels (batch).
+        `size` is the number of images in a batch; the last batch may be smaller.
         """
         if size < 1:
             raise ValueError(f"a batch needs at least 1 image, got size={size}")

@@ -17,8 +17,8 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """A callable object that converts images to model input: normalized float32 pixels of shape (b, c, h, w). The images are
-    files, PIL images, arrays or tensors.
+    """A callable object that converts images to model input: normalized float32 pixels of shape (batch, channels, height,
+    width). The images are files, PIL images, arrays or tensors.
 
     size        (height, width) of the model input in pixels
     channels    number of channels: 1 (gray), 3 (RGB) or 4 (RGBA)
@@ -93,8 +93,8 @@ class Preprocess:
         return normalize(self.pixels(images), self.mean, self.std)
 
     def pixels(self, images: Any) -> Tensor:
-        """Return images as float32 pixels in [0, 1], shape (b, c, h, w). `images` is one image or several: file paths, PIL
-        images, numpy arrays or torch tensors.
+        """Return images as float32 pixels in [0, 1], shape (batch, channels, height, width). `images` is one image or several:
+        file paths, PIL images, numpy arrays or torch tensors.
         """
         from PIL.Image import Image
 

@@ -142,8 +142,8 @@ class FeatureExtractor:
 
 
 def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
-    """Return images as one tensor of shape (images, channels, height, width), and the `DataSpec` to normalize them, or None if
-    they are normalized already. `X` holds the images in any supported form, and `spec` says how to normalize them.
+    """Return images as one tensor of shape (images, channels, height, width), and a `DataSpec` with the mean and standard
+    deviation to normalize them (None if they are normalized). `X` holds the images, and `spec` says how to normalize them.
 
     Raises ValueError for anything but images, and for pixels that do not fit the spec.
     """

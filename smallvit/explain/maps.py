@@ -278,8 +278,8 @@ def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> l
 
 
 def contents_before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
-    """Return a list with one tensor for each block: how much of each patch is in each token that enters the attention.
-    `contents` is a list of similar tensors, before the first block and after each block.
+    """Return a list with one tensor for each block. The tensor says how much of each patch is in each token that enters the
+    attention of the block. `contents` is a list of such tensors, before the first block and after each block.
     """
     return [contents[block + reduces_first(model, block)] for block in range(len(contents) - 1)]
 

@@ -77,8 +77,9 @@ class LearnedPrune(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The small network that scores patches in learned pruning. For patches (b, n, d) and their sizes (b, n), it returns two
-    logits for each patch, to keep or to drop the patch, shape (b, n, 2). Removed patches have size 0.
+    """The small network that scores patches in learned pruning. For patches (batch, patches, width) and their sizes (batch,
+    patches), it returns two logits for each patch, to keep or to drop the patch, shape (batch, patches, 2). Removed patches
+    have size 0.
 
     Each patch is judged by its own features and by the mean over all patches.
     """

@@ -100,8 +100,8 @@ class LearnedThresholds(nn.Module):
 
     def best_matches(self, key: Tensor, is_present: Tensor) -> tuple[Tensor, Tensor]:
         """Find the most similar destination patch for each source patch. Return the cosine similarity of each pair and the
-        position of the destination, two tensors of shape (b, n). `key` holds the keys (b, n, e), and `is_present` (b, n) is
-        False for removed tokens.
+        position of the destination, two tensors of shape (batch, tokens). `key` holds the keys (batch, tokens, width), and
+        `is_present` (batch, tokens) is False for removed tokens.
 
         Every second patch is a source and the others are destinations, as in ToMe.
 
@@ -116,7 +116,8 @@ class LearnedThresholds(nn.Module):
 
     def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, is_merged: Tensor, destination: Tensor):
         """Merge source tokens into destination tokens. Return all tokens with their sizes and importance scores. `is_merged`
-        (b, n) is 1 for each source to merge, and `destination` (b, n) is the position of the token that the source joins.
+        (batch, tokens) is 1 for each source to merge, and `destination` (batch, tokens) is the position of the token that the
+        source joins.
 
         A merged token is the mean of its tokens, weighted by `size`, and has the largest of their scores.
 
