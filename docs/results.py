@@ -18,21 +18,21 @@ from smallvit.report import text as report_text
 
 ROOT = Path(__file__).parents[1]
 
-# what the table says -> recipe and arm that measured it
+# what the table says -> recipe and arm that measured it, and the documentation page of the technique
 TECHNIQUES = {
-    "Deforming the training images": ("regularise", "deformations"),
-    "Mixup": ("regularise", "mixup"),
-    "Dropout": ("regularise", "dropout"),
-    "Shifted patches (SPT)": ("spt_lsa", "+SPT"),
-    "Locality attention (LSA)": ("spt_lsa", "+LSA"),
-    "Convolutional stem": ("spt_lsa", "hybrid stem"),
-    "DINO on unlabelled images": ("dino", "DINO on all digits"),
-    "MAE on unlabelled images": ("mae", "MAE on all digits"),
-    "DINO and label spreading": ("pseudo_labels", "DINO, labels spread"),
-    "Distillation from a CNN": ("distill", "taught by a CNN"),
-    "2-D sines for learned positions": ("explain", "2-D sines"),
-    "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned"),
-    "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned"),
+    "Deforming the training images": ("regularise", "deformations", "augmentation"),
+    "Mixup": ("regularise", "mixup", "augmentation"),
+    "Dropout": ("regularise", "dropout", "regularization"),
+    "Shifted patches (SPT)": ("spt_lsa", "+SPT", "shifted_patches"),
+    "Locality attention (LSA)": ("spt_lsa", "+LSA", "locality_attention"),
+    "Convolutional stem": ("spt_lsa", "hybrid stem", "conv_stem"),
+    "DINO on unlabelled images": ("dino", "DINO on all digits", "dino"),
+    "MAE on unlabelled images": ("mae", "MAE on all digits", "mae"),
+    "DINO and label spreading": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
+    "Distillation from a CNN": ("distill", "taught by a CNN", "distillation"),
+    "2-D sines for learned positions": ("explain", "2-D sines", "positions"),
+    "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
+    "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
 }
 COLUMNS = (10, 100, 1_000, 10_000)  # numbers of labels
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
@@ -70,9 +70,10 @@ def cell(row: Row | None) -> str:
 def table() -> str:
     """The Markdown table of the README: technique x number of labels."""
     lines = [["Technique", *(format_labels(n) for n in COLUMNS), "Report"], ["---"] * (len(COLUMNS) + 2)]
-    for name, (recipe, arm) in TECHNIQUES.items():
+    for name, (recipe, arm, page) in TECHNIQUES.items():
         rows = {row.labels: row for row in rows_of(recipe, arm)}
-        lines.append([name, *(cell(rows.get(n)) for n in COLUMNS), f"[{recipe}](recipes/{recipe}.md)"])
+        linked = f"[{name}](docs/techniques/{page}.md)"
+        lines.append([linked, *(cell(rows.get(n)) for n in COLUMNS), f"[{recipe}](recipes/{recipe}.md)"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -90,7 +91,7 @@ def picture(dark: bool) -> str:
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9, 5.4), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
-        for y, (recipe, arm) in enumerate(TECHNIQUES.values()):
+        for y, (recipe, arm, _) in enumerate(TECHNIQUES.values()):
             rows = [row for row in rows_of(recipe, arm) if row.labels in COLUMNS and row.difference]
             for index, row in enumerate(rows):
                 d, height = row.difference, y + 0.22 * (index - (len(rows) - 1) / 2)

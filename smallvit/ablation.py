@@ -172,7 +172,8 @@ def as_list(values: Iterable, name: str) -> list:
     `name` is the name of the parameter in the error message.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        several = f"range({values})" if name == "seeds" and isinstance(values, int) else f"[{values!r}]"
+        is_count = name == "seeds" and isinstance(values, int) and values > 0
+        several = f"range({values})" if is_count else "range(8)" if name == "seeds" else f"[{values!r}]"
         raise ValueError(f"{name} is {values!r}; expected several values, such as {name}={several}")
     values = list(values)
     if not values or len(set(values)) < len(values):

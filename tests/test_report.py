@@ -531,7 +531,8 @@ def test_unavailable_arms_are_one_line():
     rows = records({"scratch": 0, "+A": 0, "A": 0, "B": 0}, labels=(10, 20), references=("A", "B"))
     rows = fail(fail(rows, "A", status="unavailable", error="no file"), "B", status="unavailable", error="no file")
     page = markdown(rows, **PAGE)
-    assert "## Unavailable here\n\nA and B (no file)\n" in page and "| A |" not in page and "A and B (no file)" in html(rows, **PAGE)
+    text = "Not run: A and B. The weights are not on disk and could not be downloaded (no file)."
+    assert f"## Unavailable here\n\n{text}\n" in page and "| A |" not in page and text in html(rows, **PAGE)
 
 
 def test_superseded_runs_are_named_at_the_top():

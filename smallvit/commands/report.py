@@ -115,19 +115,25 @@ def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
 
 
 def write_report(
-    path: Path, module: ModuleType, records: list[Record], target: Path, scale_steps: int = 1, earlier: int = 0
+    path: Path,
+    module: ModuleType,
+    records: list[Record],
+    target: Path,
+    scale_steps: int = 1,
+    earlier: int = 0,
+    show_warnings: bool = True,
 ):
     """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` and
     `module` are the path and the imported module of the recipe file, which lists the runs.
 
-    `earlier` is the number of comparisons whose arms were removed from the recipe.
+    `earlier` is the number of comparisons whose arms were removed from the recipe. `show_warnings=False` prints no warnings.
     """
     for suffix, page in ((".md", markdown), (".html", html)):
         options = scale_option(scale_steps)
         content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, earlier=earlier)
         write_text(target.with_suffix(suffix), content)
     print(text(records, earlier=earlier))
-    for warning in warnings(reported(records)):
+    for warning in warnings(reported(records)) if show_warnings else ():
         print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")
 

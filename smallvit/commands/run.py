@@ -71,7 +71,8 @@ def main(options: argparse.Namespace) -> int:
         fail_fast=options.fail_fast,
     )
     records, earlier = collect(recipe_runs, out, path.stem), removed_comparisons(recipe_runs, out, path.stem)
-    write_report(path, module, records, out / path.stem / "report", options.scale_steps, earlier)
+    target = out / path.stem / "report"
+    write_report(path, module, records, target, options.scale_steps, earlier, show_warnings=not options.smoke)
     if options.smoke:
         print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
     requested = {(entry.arm, entry.labels, entry.seed) for entry in runs}

@@ -273,7 +273,7 @@ def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[st
 
 
 def unavailable(comparison: Comparison) -> str:
-    """Return a line of text that names the arms (variants) without any result because their pretrained weights could not be
+    """Return a text that names the arms (variants) without any result because their pretrained weights could not be
     obtained, with the reasons. The text is empty if there are no such arms.
     """
     arms: dict[str, list[str]] = {}
@@ -282,4 +282,12 @@ def unavailable(comparison: Comparison) -> str:
             reason = next(iter(row.failures.values())).removeprefix("unavailable: ")
             arms.setdefault(reason, [])
             arms[reason] += [row.arm] if row.arm not in arms[reason] else []
-    return "; ".join(f"{join_names(names, len(names))} ({reason})" for reason, names in arms.items())
+    texts = []
+    for reason, names in arms.items():
+        problem, _, advice = reason.partition("; ")
+        problem = problem.rpartition(" (")[2].removesuffix(")")  # the name of the weights is also in the advice
+        pronoun = "it" if len(names) == 1 else "them"
+        texts.append(f"Not run: {join_names(names, len(names))}.")
+        texts.append(f"The weights are not on disk and could not be downloaded ({problem}).")
+        texts += [f"To run {pronoun}, {advice}."] if advice else []
+    return " ".join(texts)

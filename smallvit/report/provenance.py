@@ -44,7 +44,15 @@ def warnings(records: Sequence[Record]) -> list[str]:
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
     out += [f"Runs of code with uncommitted changes, which the commit does not identify: {uncommitted}"] if uncommitted else []
     out += [f"Runs that read the test images more than once: {reads}"] if reads else []
-    return out + no_better_than_guessing(records) + no_better_than_random(records)
+    return out + one_token(records) + no_better_than_guessing(records) + no_better_than_random(records)
+
+
+def one_token(records: Sequence[Record]) -> list[str]:
+    """Return a warning if the images of some arms (variants in the comparison) become a single token, because attention between
+    patches is then impossible. `records` are the results of the runs.
+    """
+    arms = list(dict.fromkeys(r.arm for r in records if r.tokens == 1))
+    return [f"The image is a single token, so attention has nothing to compare, in: {join_names(arms)}"] if arms else []
 
 
 def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
