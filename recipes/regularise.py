@@ -15,13 +15,14 @@ Expected  Mixup helps most of the six, by one or two points at 100 labels; dropo
           Deforming the digits is worth more than all six, by five points or more at 100 labels; added to it, the six do nothing
           or harm. Written before the runs.
 
-Found     Of the six only mixup is shown to help, and only at 1,000 labels: by 1.21 points, 92.00% against 90.79%; at 100 labels
-          it is 1.11 points below, inconclusive. Dropout at 100 labels (2.54 points) and all six together (3.73 and 0.52 points
-          at 100 and 1,000 labels) have intervals without zero, but do not pass the correction for 18 comparisons; neither does
-          label smoothing (0.53 points less at 100 labels, 0.35 more at 1,000). No effect of early stopping or of weight averaging
-          was shown, as expected. Deforming the digits is worth far more than expected, 21.97 points at 100 labels and 2.85 at 1,000.
-          With all six added to it the means are about 6 points lower at both numbers of labels (83.55% against 89.69%, and
-          87.46% against 93.64%; no test was made of this difference), and at 1,000 labels 3.33 points below the plain ViT.
+Found     Of the six only mixup is shown to help, and only at 1,000 labels: by 1.21 points, 92.00% against 90.79%; at 100
+          labels it is 1.11 points below, inconclusive. Dropout at 100 labels (2.54 points) and all six together (3.73 and
+          0.52 points at 100 and 1,000 labels) have intervals without zero, but do not pass the correction for 18 comparisons;
+          neither does label smoothing (0.53 points less at 100 labels, 0.35 more at 1,000). No effect of early stopping or of
+          weight averaging was shown, as expected. Deforming the digits is worth far more than expected, 21.97 points at 100
+          labels and 2.85 at 1,000. With all six added to it the means are about 6 points lower at both numbers of labels
+          (83.55% against 89.69%, and 87.46% against 93.64%; no test was made of this difference), and at 1,000 labels 3.33
+          points below the plain ViT.
 
 Limits    No strength was tuned in this recipe, and another strength could change the order: the strengths are those of the
           papers and of timm (0.1 for dropout, stochastic depth and label smoothing), and the number of steps (800) and the
