@@ -65,7 +65,8 @@ class Bar:
         """
         labels = list(self.scores)[-1][1] if self.scores else None
         means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
-        return f"{self.ended}/{len(self.runs)} runs" + (f", {format_labels(labels)}: {'  '.join(means)}" if means else "")
+        scores = f", {format_labels(labels)}, validation: {'  '.join(means)}" if means else ""
+        return f"{self.ended}/{len(self.runs)} runs{scores}"
 
     def show_progress(self, steps: Sequence[float] = ()):
         """Redraw the progress bar. `steps` has one number for each worker process: the training steps that its current runs
