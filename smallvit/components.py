@@ -243,8 +243,8 @@ def check(component: Any, name: str):
 
 
 def function(component: Any) -> Any:
-    """Return the class or function inside a component, where `functools.partial` may have set options. The result has no
-    options set.
+    """Return the class or function inside any number of `functools.partial` objects: for `partial(Merge, r=8)` the class
+    `Merge`.
     """
     while isinstance(component, functools.partial):
         component = component.func

@@ -31,8 +31,8 @@ def number(default: Any, low: float, high: float) -> Any:
 
 
 def choice(default: str, *others: str) -> Any:
-    """Return a dataclass field for a setting of `Run` that is one of a few allowed texts: the default or one of the further
-    arguments, `others`.
+    """Return a dataclass field for a setting whose value must be one of a few strings. The first argument is the default; the
+    other arguments are the other allowed strings.
     """
     return field(default=default, metadata={"allowed": (default, *others)})
 
@@ -210,8 +210,8 @@ def check_value(name: str, value: Any, default: Any, limits: Any):
 
 
 def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callable, ...]:
-    """Return the transforms or evaluators of a run as a tuple, after checking each of them. `name` is the setting of the run,
-    and `example` is a correct value for the error message.
+    """Check that all given transforms or evaluators can be used in a run, and return them as a tuple. `name` ("augment" or
+    "evaluators") and `example` (a correct value) appear in the error message.
 
     Raises ValueError if one of them cannot be used.
     """

@@ -84,9 +84,9 @@ class LearnToPrune(Objective):
         return [(predictors, lambda progress, rate: rate), (others, self.backbone_learning_rate)]
 
     def backbone_learning_rate(self, progress: float, run_rate: float) -> float:
-        """Return the learning rate of all weights except the pruning networks, as a fraction of the peak rate. `progress` is
-        the finished fraction of the training run. `run_rate` is the learning rate of the run's schedule, as a fraction of the
-        peak rate.
+        """Return the learning rate of all weights except the pruning networks. It is lower than that of the pruning networks.
+        All rates are fractions of the peak rate. `progress` is the finished fraction of the training run, and `run_rate` is the
+        current rate of the usual schedule.
 
         The rate is 0 in the first sixth of the run, then `run_rate`, but at most the option `backbone`.
         """

@@ -363,8 +363,8 @@ def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, baseline_runs
 
 
 def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], family: int) -> dict[Cell, tuple]:
-    """Return the verdict on each arm (variant) for each number of labelled images, as a dict. `gaps` are texts about missing
-    runs, and `family` is the number of p-values for the Holm correction.
+    """Decide for each arm (variant) whether it is better or worse than its baseline, or inconclusive. `differences` are its
+    paired differences, `gaps` are texts about missing runs, and `family` is the number of tests that Holm corrects for.
 
     A key is the pair (number of labelled images, arm). A value is the tuple (difference with its Holm-corrected p-value,
     verdict, reason as text).

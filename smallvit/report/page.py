@@ -182,8 +182,8 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
 
 
 def each_table(comparison: Comparison) -> list[tuple[str, list[Row]]]:
-    """Return a list of pairs (title, rows), one for each table of a report. There is one table for each number of labelled
-    images and each baseline. A row holds the results of one arm (variant).
+    """Return a list of pairs (title, rows), one for each table of a report. There is one table for each pair of a number
+    of labelled images and a baseline (the variant that others are compared with). A row holds the results of one arm (variant).
 
     Arms whose external weights could not be obtained are left out.
     """
