@@ -579,7 +579,7 @@ def test_shorter_runs_keep_their_place_in_the_comparison():
         (lambda: ablate({"a": Run(labels=100)}), ("arm 'a' has labels=100", "in ablate only")),
         (lambda: ablate({"a": Run()}, labels=100), ("labels is 100", "labels=[100]")),
         (lambda: ablate({"a": Run()}, seeds=4), ("seeds is 4", "seeds=range(4)")),
-        (lambda: ablate({"a": Run()}, seeds="0"), ("seeds is '0'", "seeds=['0']")),
+        (lambda: ablate({"a": Run()}, seeds="0"), ("seeds is '0'", "seeds=range(8)")),
         (lambda: ablate({"a": Run()}, seeds=()), ("seeds are []", "at least one")),
         (lambda: ablate({"a": Run()}, seeds=(0, 1, 0)), ("seeds are [0, 1, 0]", "each once")),
         (lambda: ablate({"a": Run()}, labels=[10, 10]), ("labels are [10, 10]", "each once")),
