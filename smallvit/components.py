@@ -295,6 +295,10 @@ def options(component: Callable) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in arguments(component).items() if p.kind == p.KEYWORD_ONLY or p.default is not p.empty}
 
 
+# other names of options, in other libraries and in smallvit 0.1
+SYNONYMS = {"learning_rate": "lr", "batch_size": "batch", "epochs": "steps", "average": "ema", "embed_dim": "dim"}
+
+
 def check_option(name: str, names: Iterable[str], owner: str):
     """Raise ValueError if `name` is not among the existing options `names`. The message says that `owner`, such as a class
     name, has no such option, and it suggests the most similar option.
@@ -302,7 +306,8 @@ def check_option(name: str, names: Iterable[str], owner: str):
     names = list(names)
     if name not in names:
         anagrams = [other for other in names if sorted(other) == sorted(name)]
-        similar = anagrams or get_close_matches(name, names, 1, 0.5)
+        synonym = [SYNONYMS[name]] if SYNONYMS.get(name) in names else []
+        similar = synonym or anagrams or get_close_matches(name, names, 1, 0.5)
         advice = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(sorted(names))}"
         raise ValueError(f"{owner} has no option {name!r}; {advice}")
 

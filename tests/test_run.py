@@ -107,6 +107,11 @@ def test_misspelt_name_is_refused_with_the_right_one(names, count):
         refused(lambda other=other: Run(**other), "a run " + words if names is NAMES else "ViT " + words)
 
 
+@pytest.mark.parametrize("name, expected", [("learning_rate", "lr"), ("epochs", "steps"), ("average", "ema"), ("embed_dim", "dim")])
+def test_name_of_another_library_is_refused_with_ours(name, expected):
+    refused(lambda: Run().vary(**{name: 1}), f"has no option {name!r}; did you mean {expected!r}?")
+
+
 WRONG_VALUES = {
     "data": [3, None, "digits", digits()],
     "labels": [0, -1, 1.5, "100", True, 10**10, [100]],
