@@ -256,10 +256,10 @@ def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]
 
 
 def match_budget(
-    model: Callable, reduction: Callable, knob: str, share: float, between: tuple[float, float],
+    model: Callable, reduction: Callable, option: str, share: float, between: tuple[float, float],
     image: tuple[int, int] = (28, 28), channels: int = 1, of: str = "macs",
 ) -> float:  # fmt: skip
-    """Return the value of an option at which token reduction lowers the cost of a model to a given fraction (`share`). `knob`
+    """Return the value of an option at which token reduction lowers the cost of a model to a given fraction (`share`). `option`
     is the name of the option, and `between` is the (lowest, highest) value to try. `of` is the kind of cost: "macs" or
     "tokens".
 
@@ -279,7 +279,7 @@ def match_budget(
     def cost(value: float | None) -> float:
         with torch.device("meta"):
             for block, context in zip(built.blocks, contexts):
-                block.reduction = None if value is None else reduction(context, **{knob: value})
+                block.reduction = None if value is None else reduction(context, **{option: value})
         if of == "macs":
             return sum(closed_form(built, embed=embed).values())
         return float((tokens_per_layer(built) or [])[-1][1])
@@ -293,6 +293,6 @@ def match_budget(
     best = min((round(value, 3) for value in (low, high)), key=lambda value: abs(cost(value) / full - share))
     if abs(cost(best) / full - share) > 0.05:
         raise ValueError(
-            f"{knob} from {between[0]} to {between[1]} reaches {cost(best) / full:.2f} of the {of} at best; expected {share}"
+            f"{option} from {between[0]} to {between[1]} reaches {cost(best) / full:.2f} of the {of} at best; expected {share}"
         )
     return best
