@@ -128,6 +128,7 @@ def test_run_of_a_killed_worker_is_resumed(tmp_path):
 
 
 def interrupted(out: Path, runs: list[ArmRun]):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests were started in the background
     try:
         launch(runs, out, recipe="t", jobs=2)
     except KeyboardInterrupt:
