@@ -119,7 +119,8 @@ def picture(dark: bool) -> str:
         page = io.StringIO()
         figure.savefig(page, format="svg", metadata={"Date": None}, facecolor=background)
     text = page.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return f"<!-- drawn by matplotlib {matplotlib.__version__} -->\n{text}"
 
 
 def quickstart_output() -> str:

@@ -227,8 +227,11 @@ def test_both_commands_of_the_readme_are_complete():
 
 
 def test_results_and_pictures_are_those_of_the_records():
+    """Another version of matplotlib writes other bytes for the same picture; its first line names the version."""
     for path, content in load_script("results").written():
-        assert path.read_text(encoding="utf-8") == content, f"run python docs/results.py, which writes {path.name}"
+        there = path.read_text(encoding="utf-8")
+        if path.suffix != ".svg" or there.splitlines()[0] == content.splitlines()[0]:
+            assert there == content, f"run python docs/results.py, which writes {path.name}"
 
 
 @pytest.mark.parametrize(
