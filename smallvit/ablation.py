@@ -9,7 +9,7 @@ from smallvit.components import function
 from smallvit.evaluate import accuracy, declaration, knn, linear_probe
 from smallvit.objectives import Supervised
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
-from smallvit.record import RANDOM
+from smallvit.record import RANDOM, ROLES
 from smallvit.references import Pixels, SmallCNN
 from smallvit.run import Run, fingerprint
 from smallvit.tokenizers import PatchEmbed
@@ -52,7 +52,7 @@ class ArmRun:
             raise ValueError(f"run is {self.run!r:.60}; expected a smallvit.Run")
         if not isinstance(self.arm, str) or not self.arm.strip() or not isinstance(self.baseline, str):
             raise ValueError(f"arm is {self.arm!r} and baseline {self.baseline!r}; expected two names")
-        if self.role not in ("baseline", "technique", "reference", "dependency"):
+        if self.role not in ROLES:
             raise ValueError(f"role is {self.role!r}; expected 'baseline', 'technique' or 'reference'")
 
     @property
