@@ -1,4 +1,4 @@
-"""Sphinx configuration: build the site with `sphinx-build -W docs docs/_build`."""
+"""Sphinx configuration: build the site with `sphinx-build -W docs docs/_build/html`."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_sourcelink = False
 templates_path = []
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]  # the second: left by a build into a folder directly in docs/
 
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3

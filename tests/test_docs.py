@@ -39,7 +39,7 @@ def load_script(name: str) -> ModuleType:
 
 generate = load_script("generate")
 GENERATED = {DOCS / name for name in generate.generated_pages()}
-PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if page not in GENERATED and "_build" not in page.parts)]
+PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if page not in GENERATED and not {"_build", "jupyter_execute"} & set(page.parts))]
 
 
 class Block(NamedTuple):
