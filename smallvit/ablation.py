@@ -38,6 +38,9 @@ class ArmRun:
     role        "baseline", "technique" (gets a verdict), "reference" (for orientation, without a verdict) or "dependency"
                 (trained only because another run needs it)
     baseline    the arm it is compared with; "" if there is only one baseline
+    length      training steps of the baseline, in a comparison over several training lengths
+    tuning      how the settings of the run were chosen, as `Record.tuning` says; None if they were not tuned
+    looks       numbers of seeds at which the comparison is tested; None: once, with all seeds
 
     Raises ValueError for an empty name or an unknown role.
     """
@@ -46,6 +49,9 @@ class ArmRun:
     arm: str
     role: str = "technique"
     baseline: str = ""
+    length: int | None = None
+    tuning: dict | None = None
+    looks: tuple[int, ...] | None = None
 
     def __post_init__(self):
         if not isinstance(self.run, Run):

@@ -43,6 +43,9 @@ class Record:
     baseline: str = ""  # the arm it is compared with; "" if the recipe has only one baseline
     labels: int | None  # number of labelled images; None for all
     seed: int  # random seed
+    length: int | None = None  # training steps of the baseline, in a comparison over several training lengths
+    tuning: dict | None = None  # how the settings of the run were chosen, and what the trials cost; None: not tuned
+    looks: list | None = None  # numbers of seeds at which the comparison is tested; None: once, with all seeds
     fingerprint: str  # hash of `run`: equal for equal settings
     run: dict  # all settings, as `describe` writes them
     status: str  # "finished", "failed", "unavailable" (weights could not be downloaded) or "missing" (has not run)
@@ -56,7 +59,9 @@ class Record:
     val: dict | None = None  # results on the validation images, name -> number
     test: dict | None = None  # results on the test images, name -> number
     probes: list | None = None  # names in `test` that come from probes of frozen features
+    correct: str | None = None  # which test images the score counts as right, in their order: one bit each, base64
     test_reads: int | None = None  # how often this run read the test images
+    test_settings: int | None = None  # how many settings of this arm have been scored on these test images, this one included
     test_images: int | None = None  # number of test images
     test_majority: float | None = None  # share of the most frequent class in the test images
     test_repeats: int | None = None  # test images that are also training or validation images, pixel by pixel
@@ -80,6 +85,8 @@ class Record:
     init_weights: dict | None = None  # which external or earlier weights were loaded
     weights_sha256: str | None = None  # hash of model.safetensors
     subset_sha256: str | None = None  # hash of the indices of the labelled images
+    drawn_share: float | int | None = None  # share of the training images that a seed draws as labelled; the largest over classes
+    trace: dict | None = None  # the first training steps, with which `smallvit verify` compares: hashes, losses, distance to the EMA
     data_sha256: str | None = None  # hash of all pixels and labels of the data set
 
     # Machine and software

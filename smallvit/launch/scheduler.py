@@ -291,7 +291,8 @@ def tags(entry: ArmRun, recipe: str) -> Tags:
     """Return the names of a run in the comparison, as `Tags`: the recipe file, the arm (variant), its role (such as "baseline"
     or "technique") and its baseline.
     """
-    return Tags(recipe, entry.arm, entry.role, entry.baseline)
+    looks = None if entry.looks is None else list(entry.looks)
+    return Tags(recipe, entry.arm, entry.role, entry.baseline, entry.length, entry.tuning, looks)
 
 
 def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseException) -> Record | None:

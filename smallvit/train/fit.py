@@ -24,16 +24,19 @@ from .trained_model import save_weights
 
 
 class Tags(NamedTuple):
-    """The names of a run in a comparison: the recipe file, the arm (one variant in the comparison), its role (such as
-    "baseline" or "technique") and its baseline. They do not change the training.
+    """The place of a run in a comparison: the recipe file, the arm (one variant in the comparison), its role (such as
+    "baseline" or "technique"), its baseline, and the condition. They do not change the training.
 
-    The record of the run contains them.
+    The record of the run contains them; its fields `length`, `tuning` and `looks` explain the last three.
     """
 
     recipe: str = ""
     arm: str = "run"
     role: str = "technique"
     baseline: str = ""
+    length: int | None = None
+    tuning: dict | None = None
+    looks: list[int] | None = None
 
 
 NO_TAGS = Tags()
