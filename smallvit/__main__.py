@@ -1,4 +1,4 @@
-"""The command line: smallvit list | run | report | verify | summary.
+"""The command line: smallvit list | run | tune | explore | report | verify | summary.
 
 The file of a command is imported when the command is used, so `smallvit --help` does not import torch.
 """
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not lose a report
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if options.command in ("run", "verify"):  # importing torch takes seconds
+    if options.command in ("run", "tune", "explore", "verify"):  # importing torch takes seconds
         print(f"smallvit: loading {options.recipe}", file=sys.stderr, flush=True)
     try:
         return import_module(f"smallvit.commands.{options.command}").main(options)
@@ -66,9 +66,21 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     "list": ("list the available recipes and the question that each one asks", ""),
     "run": (
         "train the runs of a recipe and write its report; run it again to continue after an interruption",
-        "recipe --out --scale-steps --jobs --device --stack --fast --numerics --only --smoke --dry-run --retry --fail-fast",
+        "recipe --out --scale-steps --jobs --device --stack --fast --numerics --only --until-decided --max-seeds --smoke"
+        " --dry-run --retry --fail-fast",
     ),
-    "report": ("write the report of the runs that have finished so far", "recipe --out --scale-steps --publish"),
+    "tune": (
+        "choose the settings of each arm on validation images, with equally many trials for all arms",
+        "recipe --out --jobs --device --stack --numerics --only --dry-run",
+    ),
+    "explore": (
+        "train arms with other seeds and score them on validation images only, to try something out",
+        "recipe --out --jobs --device --stack --numerics --only --seeds",
+    ),
+    "report": (
+        "write the report of the runs that have finished so far",
+        "recipe --out --scale-steps --disagreements --publish",
+    ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
         "recipe --out --jobs --device --seeds --labels",
@@ -89,13 +101,18 @@ HELP = {
     "machine; the choice is stored for the next time",
     "--numerics": "how training steps are computed; --fast does not change what is given here: "
     "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
-    "--only": "train only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)",
+    "--only": "train only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
+    "length=2000  settings=tuned|common",
+    "--until-decided": "look at the verdicts after 6, 8, 12, 16, 24 and 32 seeds, and train more seeds only of the arms "
+    "without a verdict so far",
+    "--max-seeds": "with --until-decided: use at most N seeds (default: 32)",
     "--smoke": "train every arm for two steps only, to test that everything works",
     "--dry-run": "train nothing; print the runs, how the arms differ, and the estimated time",
     "--retry": "train failed runs again",
     "--fail-fast": "stop after the first failed run",
+    "--disagreements": "also write a table of the test images on which two arms disagree",
     "--publish": "write the records and the report beside the recipe file, to be committed",
-    "--seeds": "number of committed seeds of each arm to train again (default: 1)",
+    "--seeds": "number of seeds of each arm: committed ones to train again (verify), or new ones (explore); default: 1",
     "--labels": "number of labels of these runs (default: the smallest committed one)",
     "model": "a recipe (name or path), or the name of a timm model, such as vit_base_patch16_224",
     "--arm": "arm of the recipe (default: the first one)",
@@ -111,10 +128,13 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--stack": NUMBER,
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
     "--only": {"nargs": "+", "default": [], "metavar": "FILTER"},
+    "--max-seeds": NUMBER,
+    "--disagreements": {"nargs": 2, "metavar": "ARM"},
     "--seeds": NUMBER | {"default": 1},
     "--image": NUMBER | {"metavar": "PIXELS"},
     "--channels": NUMBER,
-    **{flag: {"action": "store_true"} for flag in ("--fast", "--smoke", "--dry-run", "--retry", "--fail-fast", "--publish")},
+    **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run")},
+    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish")},
 }
 
 
