@@ -5,6 +5,7 @@ The folder of a run holds `record.json`, `model.safetensors` (the weights that w
 damages an existing file. `<recipe>.jsonl` holds all records of a recipe, one per line.
 """
 
+import base64
 import functools
 import hashlib
 import json
@@ -18,7 +19,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt"
 FORMAT = 2  # of a record; raised when the meaning of a field changes
@@ -57,9 +61,10 @@ class Record:
     # Results
     score: str | None = None  # name of the number in `test` that the arm is judged by
     val: dict | None = None  # results on the validation images, name -> number
+    val_images: int | None = None  # number of validation images
     test: dict | None = None  # results on the test images, name -> number
     probes: list | None = None  # names in `test` that come from probes of frozen features
-    correct: str | None = None  # which test images the score counts as right, in their order: one bit each, base64
+    correct: str | None = None  # which test images (or, without `test`, validation images) the score counts as right
     test_reads: int | None = None  # how often this run read the test images
     test_settings: int | None = None  # how many settings of this arm have been scored on these test images, this one included
     test_images: int | None = None  # number of test images
@@ -85,8 +90,8 @@ class Record:
     init_weights: dict | None = None  # which external or earlier weights were loaded
     weights_sha256: str | None = None  # hash of model.safetensors
     subset_sha256: str | None = None  # hash of the indices of the labelled images
-    drawn_share: float | int | None = None  # share of the training images that a seed draws as labelled; the largest over classes
-    trace: dict | None = None  # the first training steps, with which `smallvit verify` compares: hashes, losses, distance to the EMA
+    drawn_share: float | int | None = None  # share of a class's training images that are labelled; the largest over classes
+    trace: dict | None = None  # hashes and numbers that `smallvit verify` compares: see `train/trace.py`
     data_sha256: str | None = None  # hash of all pixels and labels of the data set
 
     # Machine and software
@@ -120,10 +125,74 @@ class Record:
         """The number between 0 and 1 by which the run is judged, such as its accuracy on the test images. Raises ValueError if
         there is no such number.
         """
-        value = (self.test or {}).get(self.score)
+        return self._share("test")
+
+    @property
+    def val_result(self) -> float:
+        """The number between 0 and 1 by which the run is judged, measured on the validation images. Raises ValueError if there
+        is no such number.
+        """
+        return self._share("val")
+
+    @property
+    def correct_bits(self) -> "np.ndarray | None":
+        """Which images the score counts as right, as a boolean array with one entry for each test image, in the order of the
+        test set. None if the record does not say it.
+
+        For a run that reads no test images (`test` is None), the entries are those of the validation images.
+
+        Raises ValueError, with the name of the run, if `correct` does not agree with the number of images or with the score.
+        """
+        if self.correct is None:
+            return None
+        if self.test is None:
+            images, count, score = "validation", self.val_images, self.val_result
+        else:
+            images, count, score = "test", self.test_images, self.result
+        name = f"{self.arm!r}, seed {self.seed}"
+        try:
+            bits = unpack_bits(self.correct, count or 0)
+        except ValueError as error:
+            raise ValueError(f"{name}: correct does not fit {count} {images} images: {error}; train it again") from error
+        if abs(bits.mean() - score) > 1e-9:
+            raise ValueError(
+                f"{name}: {bits.mean():.6f} of the {count} {images} images are right in correct, but {self.score} is "
+                f"{score:.6f}; expected the same share; train it again"
+            )
+        return bits
+
+    def _share(self, images: str) -> float:
+        """Return the number between 0 and 1 by which the run is judged, on the test images ("test") or on the validation images
+        ("val"). Raise ValueError if there is no such number.
+        """
+        value = (getattr(self, images) or {}).get(self.score)
         if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"{self.arm!r}, seed {self.seed}: test has no {self.score!r} between 0 and 1; train it again")
+            raise ValueError(f"{self.arm!r}, seed {self.seed}: {images} has no {self.score!r} between 0 and 1; train it again")
         return value
+
+
+def pack_bits(bits: Any) -> str:
+    """Return booleans as text: 8 of them in each byte, and the bytes in base64. `bits` is a one-dimensional boolean array.
+
+    10,000 booleans give 1,668 characters. The inverse is `unpack_bits`.
+    """
+    import numpy as np
+
+    return base64.b64encode(np.packbits(np.asarray(bits, bool)).tobytes()).decode()
+
+
+def unpack_bits(text: str, count: int) -> "np.ndarray":
+    """Return the boolean array that `pack_bits` converted to `text`. `count` is the number of booleans in the array.
+
+    Raises ValueError if the text is no base64, or does not hold `count` booleans.
+    """
+    import numpy as np
+
+    packed = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    bits = np.unpackbits(packed).astype(bool)
+    if count < 1 or len(packed) != -(-count // 8) or bits[count:].any():
+        raise ValueError(f"got {len(bits)} bits; expected {count}, filled up with 0 to whole bytes")
+    return bits[:count]
 
 
 def allowed_types(hint: Any) -> tuple[type, ...]:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import re
 from functools import partial
 
@@ -14,7 +15,18 @@ from toys import TINY_VIT
 
 from smallvit import data, evaluate
 from smallvit.data import Images
-from smallvit.evaluate import Declaration, Splits, accuracy, cost, declaration, evaluator, few_shot, knn, linear_probe
+from smallvit.evaluate import (
+    Declaration,
+    PerImage,
+    Splits,
+    accuracy,
+    cost,
+    declaration,
+    evaluator,
+    few_shot,
+    knn,
+    linear_probe,
+)
 from smallvit.flops import closed_form, footprint, seen_tokens, tokens_per_layer
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
 from smallvit.references import SmallCNN
@@ -159,6 +171,47 @@ def test_outputs_that_are_no_finite_logits_of_the_classes_are_refused(model, mes
         dict(accuracy(model, splits))
 
 
+# Scores with a value for each image
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.arange(7) % 3 > 0, np.arange(7) % 3 > 0, [0.25, 0.5, 1.0], torch.tensor([0.1, 0.7])],
+    ids=["tensor", "array", "list", "floats"],
+)
+def test_a_score_with_values_is_the_float_of_their_mean(values):
+    score, expected = PerImage(values), float(np.asarray(values).mean(dtype=float))
+    assert isinstance(score, float) and score == expected and type(float(score)) is float
+    assert np.array_equal(score.values, np.asarray(values))
+    for again in (copy.deepcopy(score), pickle.loads(pickle.dumps(score))):
+        assert again == score and np.array_equal(again.values, score.values)
+
+
+@pytest.mark.parametrize("values", [0.5, torch.zeros(2, 3), []])
+def test_values_that_are_not_one_for_each_image_are_refused(values):
+    with pytest.raises(ValueError, match="expected one value for each image"):
+        PerImage(values)
+
+
+def test_accuracy_and_probes_say_which_images_are_right(vit, splits):
+    with torch.no_grad():
+        predicted = vit.eval()(splits.test.spec.normalise(splits.test.pixels())).argmax(1)
+    first = {name: next(EVALUATORS[name](vit, splits))[1] for name in ("accuracy", "knn", "linear_probe")}
+    first["few_shot"] = next(few_shot(vit, splits, shots=5, draws=1))[1]
+    assert np.array_equal(first["accuracy"].values, predicted == splits.test.labels)
+    for name, score in first.items():
+        assert score.values.dtype == bool and len(score.values) == 500, name
+        assert score == int(score.values.sum()) / 500, name
+
+
+def test_the_values_of_the_images_are_in_the_order_of_the_test_set(vit, splits):
+    order = torch.randperm(500)
+    shuffled = splits._replace(test=splits.test.take(order))
+    for name in ("accuracy", "knn", "linear_probe"):
+        one, other = (next(EVALUATORS[name](vit, each))[1] for each in (splits, shuffled))
+        assert one == other and np.mean(one.values[order] != other.values) <= 0.002, name  # a logit may round differently
+
+
 # All evaluators
 
 
@@ -210,7 +263,7 @@ def test_evaluators_are_deterministic(name, vit, splits):
 def test_names_are_unique_numbers_are_finite_and_empty_splits_are_refused(evaluator, cnn, splits):
     found = list(evaluator(cnn, splits))
     assert len({name for name, _ in found}) == len(found) >= 2
-    assert all(type(name) is str and type(value) is float and np.isfinite(value) for name, value in found)
+    assert all(type(name) is str and isinstance(value, float) and np.isfinite(value) for name, value in found)
     with pytest.raises(ValueError, match="no images to evaluate"):
         dict(evaluator(cnn, splits._replace(test=splits.test.take(slice(0, 0)))))
 

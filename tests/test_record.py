@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,10 @@ from smallvit.record import (
     damaged_weights,
     file_sha256,
     one_picture_per_arm,
+    pack_bits,
     read_record,
     read_records,
+    unpack_bits,
     write_atomic,
     write_record,
     write_records,
@@ -139,7 +142,7 @@ def test_folders_are_created_and_a_file_in_their_place_is_refused(tmp_path):
 
 
 def test_every_field_is_read_as_it_was_written(tmp_path):
-    assert FULL.format == FORMAT == 2 and len(PLAIN) == 47
+    assert FULL.format == FORMAT == 2 and len(PLAIN) == 55
     write_record(tmp_path, FULL)
     again = read_record(tmp_path)
     assert again == FULL and list(json.loads((tmp_path / RECORD).read_text())) == list(PLAIN)
@@ -267,6 +270,54 @@ def test_result_is_the_number_by_which_the_arm_is_judged():
     for changes in ({"test": None}, {"score": None}, {"score": "knn_1"}, {"test": {"accuracy": 1.5}}):
         with pytest.raises(ValueError, match=r"seed 3: test has no .* between 0 and 1"):
             replace(FULL, **changes).result  # noqa: B018
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 500])
+def test_bits_are_read_as_they_were_packed(count):
+    bits = np.random.default_rng(count).random(count) < 0.7
+    found = unpack_bits(pack_bits(bits), count)
+    assert found.dtype == bool and np.array_equal(found, bits)
+    assert pack_bits(torch.from_numpy(bits)) == pack_bits(bits.astype(float)) == pack_bits(bits)
+
+
+def test_bits_of_10_000_images_are_short():
+    assert len(pack_bits(np.ones(10_000))) == 1668
+
+
+def scored(bits, **changes) -> Record:
+    """A finished record whose accuracy on the test images is the share of the given bits."""
+    values = {"test": {"accuracy": float(np.mean(bits))}, "test_images": len(bits), "correct": pack_bits(bits)}
+    return replace(FULL, **values | changes)
+
+
+def test_record_says_which_images_are_right(tmp_path):
+    bits = np.arange(30) % 3 > 0
+    assert FULL.correct_bits is None
+    write_record(tmp_path, scored(bits))
+    assert np.array_equal(read_record(tmp_path).correct_bits, bits)
+    val = {"test": None, "test_images": None, "val": {"accuracy": bits.mean()}, "val_images": 30}
+    validated = scored(bits, **val)
+    assert np.array_equal(validated.correct_bits, bits) and validated.val_result == bits.mean()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"test": {"accuracy": 0.7}}, r"0\.666667 of the 30 test images are right in correct, but accuracy is 0\.700000"),
+        ({"test_images": 31}, "correct does not fit 31 test images: got 32 bits; expected 31|are right in correct"),
+        ({"test_images": 60}, "correct does not fit 60 test images: got 32 bits; expected 60"),
+        ({"test_images": 20}, "correct does not fit 20 test images: got 32 bits; expected 20"),
+        ({"test_images": None}, "correct does not fit None test images"),
+        ({"correct": "no bits"}, "correct does not fit 30 test images"),
+        ({"correct": ""}, "correct does not fit 30 test images: got 0 bits; expected 30"),
+        ({"test": {"nll": 0.5}}, "test has no 'accuracy'"),
+        ({"test": None}, "val"),
+    ],
+)
+def test_bits_that_do_not_agree_with_the_score_are_refused_by_run(changes, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        scored(np.arange(30) % 3 > 0, **changes).correct_bits  # noqa: B018
+    assert "seed 3: " in str(raised.value) and "train it again" in str(raised.value)
 
 
 def test_pictures_are_kept_for_one_seed_of_each_arm_and_number_of_labels():

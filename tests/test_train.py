@@ -27,13 +27,17 @@ from smallvit import (
     SmallCNN,
     Supervised,
     ViT,
+    accuracy,
     augment,
     digits,
     fit,
+    knn,
     linear_probe,
+    load,
     optim,
 )
-from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, code, read_record, write_record
+from smallvit.evaluate import PerImage
+from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, code, read_record, unpack_bits, write_record
 from smallvit.rng import stream
 from smallvit.train import checkpoint
 from smallvit.train.fit import Tags, evaluate
@@ -205,6 +209,18 @@ def test_record_contains_what_was_done(tmp_path):
     assert read_record(tmp_path) == record and not (tmp_path / CHECKPOINT).exists()
 
 
+@pytest.mark.parametrize("evaluators", [(accuracy,), (knn,), (linear_probe, accuracy)], ids=["accuracy", "knn", "probe"])
+def test_record_says_which_test_images_are_right(evaluators, tmp_path):
+    record = fit(SHORT.vary(evaluators=evaluators), tmp_path)
+    bits = record.correct_bits
+    assert len(bits) == record.test_images == 500 and record.val_images == 50
+    assert bits.mean() == pytest.approx(record.result, abs=1e-12) and 0 < bits.sum() < 500
+    if evaluators == (accuracy,):
+        test, trained = digits().test.open(), load(tmp_path)
+        predicted = trained.predict_proba(test.images).argmax(1)
+        assert bits.tolist() == (predicted == test.labels).tolist()
+
+
 def test_finished_run_is_not_trained_again(tmp_path):
     fit(SHORT, tmp_path)
     before = (tmp_path / RECORD).read_bytes()
@@ -258,6 +274,23 @@ def test_numbers_that_hide_another_or_cannot_judge_are_refused():
             results(*evaluators)
     found = results(half, seven)
     assert found["score"] == "half" and found["val"] == found["test"] == {"half": 0.5, "seven": 7.0}
+    assert found["correct"] is None
+
+
+def test_values_of_the_single_images_are_kept_if_they_are_0_or_1():
+    data = digits()
+    model, subset = SHORT.model((8, 8), 1, 10), data.subset(labels=50, val=20, seed=0)
+
+    def correct(values):
+        def mine(model, splits):
+            yield "mine", PerImage(values(len(splits.test)))
+
+        return evaluate(SimpleNamespace(evaluators=(mine,), early_stop=0), model, subset, data.test)["correct"]
+
+    assert unpack_bits(correct(lambda n: torch.arange(n) % 2), 500).tolist() == [i % 2 == 1 for i in range(500)]
+    assert correct(lambda n: torch.full((n,), 0.5)) is None
+    with pytest.raises(ValueError, match="mine reports mine with 10 values for 20 images; expected one for each"):
+        correct(lambda n: torch.ones(10))
 
 
 # Refused

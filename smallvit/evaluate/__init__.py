@@ -4,7 +4,7 @@ scores.py    accuracy, cost: run the model itself
 probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
 hooks.py     features: the features of a model, read at a named place
 features.py  FeatureExtractor: the features as a scikit-learn transformer
-splits.py    Splits: the labelled images that an evaluator receives
+splits.py    Splits: the labelled images that an evaluator receives; PerImage: a score that is a mean over images
 declare.py   evaluator, declaration: what an evaluator declares about itself
 cache.py     cached_features: evaluators of the same model share its features
 
@@ -27,6 +27,8 @@ Contract of `evaluator(model, splits, **options)`:
   `splits.val`. `fit` calls each evaluator with the validation images as `test` first, and once with the test images at the end.
 - The first number of the first evaluator judges the run; it must be a share from 0 to 1. An evaluator with other numbers
   declares `judges=False` and cannot come first.
+- A number that is the mean of one value for each test image may be yielded as `PerImage(values)`, which is a float. The record
+  keeps the values of the judging number if they are 0 or 1, and a verdict then speaks of new images too.
 - It is deterministic (only `cost` measures time) and leaves the model bitwise unchanged, including the mode and hooks of each
   module: `with frozen(model) as reference` ensures the modes. An evaluator that changes a model must copy it first, since
   features and probes are cached for all evaluators of a run.
@@ -41,12 +43,13 @@ from .features import FeatureExtractor
 from .hooks import features, frozen
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost
-from .splits import NamedScores, Splits, require_images
+from .splits import NamedScores, PerImage, Splits, require_images
 
 __all__ = [
     "Declaration",
     "FeatureExtractor",
     "NamedScores",
+    "PerImage",
     "Splits",
     "accuracy",
     "cached_features",

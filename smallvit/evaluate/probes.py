@@ -16,7 +16,7 @@ from smallvit.rng import shuffled
 from .cache import cached
 from .declare import evaluator
 from .hooks import Array, features
-from .splits import NamedScores, Splits
+from .splits import NamedScores, PerImage, Splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
@@ -54,15 +54,16 @@ def knn(
         F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1)
         for images in (splits.train, splits.test)
     )
-    classes, correct = len(splits.train.spec.classes), dict.fromkeys(ks, 0)
+    classes = len(splits.train.spec.classes)
+    correct: dict[int, list[Tensor]] = {k: [] for k in ks}
     tie_break = torch.linspace(0.5, 0, classes)  # argmax of equal counts is not specified
     rows = max(1, AT_ONCE // max(len(train), max(ks) * classes))
     for queries, labels in zip(test.split(rows), splits.test.labels.split(rows)):
         votes = F.one_hot(splits.train.labels[(queries @ train.T).topk(max(ks)).indices], classes)
         for k in ks:
-            correct[k] += int(((votes[:, :k].sum(1) + tie_break).argmax(-1) == labels).sum())
+            correct[k].append((votes[:, :k].sum(1) + tie_break).argmax(-1) == labels)
     for k in ks:
-        yield f"knn_{k}", correct[k] / len(test)
+        yield f"knn_{k}", PerImage(torch.cat(correct[k]))
 
 
 @evaluator(probe=True, chooses="C of the linear probe")
@@ -166,10 +167,12 @@ def few_shot(
     for draw in range(draws):
         probe = cached(partial(fit_probe, draw), "few_shot", model, splits.train, shots, draw, strength, of, layers, norm)
         accuracies.append(probe_accuracy(probe, test, splits.test.labels))
+    if draws == 1:
+        yield "few_shot", accuracies[0]
+        return
     accuracies = torch.tensor(accuracies, dtype=torch.float64)
     yield "few_shot", accuracies.mean().item()
-    if draws > 1:
-        yield "few_shot_sd", accuracies.std().item()
+    yield "few_shot_sd", accuracies.std().item()
 
 
 def draw_balanced(images: Images, shots: int, seed: int) -> Tensor:
@@ -214,8 +217,8 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
             ) from warning
 
 
-def probe_accuracy(probe: Any, x: Array, labels: Tensor) -> float:
+def probe_accuracy(probe: Any, x: Array, labels: Tensor) -> PerImage:
     """Return the accuracy of the trained scikit-learn classifier `probe`, from 0 to 1. `x` holds the features (images,
     features) and `labels` the true classes.
     """
-    return float((probe.predict(x.astype("float64")) == labels.numpy()).mean())
+    return PerImage(probe.predict(x.astype("float64")) == labels.numpy())

@@ -12,18 +12,19 @@ from smallvit import flops
 
 from .declare import evaluator
 from .hooks import frozen
-from .splits import NamedScores, Splits, require_images
+from .splits import NamedScores, PerImage, Splits, require_images
 
 
 def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): classify the test images with the model itself. Yield the accuracy and the
     mean negative log-likelihood of the labels. `splits` holds the training, validation and test images.
 
-    The two numbers are named `accuracy` and `nll`; `nll` is in nats.
+    The two numbers are named `accuracy` and `nll`; `nll` is in nats. The accuracy is a `PerImage`: it knows which images are
+    classified correctly.
 
     Raises   ValueError if the model does not give one logit for each class, or if the logits are not finite.
     """
-    images, correct, nll = require_images(splits.test), 0, 0.0
+    images, correct, nll = require_images(splits.test), [], 0.0
     classes = len(images.spec.classes)
     with frozen(model) as reference:
         for pixels, labels in images.batches(device=reference.device):
@@ -33,11 +34,11 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
                     f"{type(model).__name__} gives {tuple(logits.shape)} for {len(pixels)} images; expected a logit for each of"
                     f" {classes} classes"
                 )
-            correct += (logits.argmax(-1) == labels).sum().item()
+            correct.append((logits.argmax(-1) == labels).cpu())
             nll += F.cross_entropy(logits, labels, reduction="sum").item()
     if not math.isfinite(nll):
         raise ValueError(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")
-    yield "accuracy", correct / len(images)
+    yield "accuracy", PerImage(torch.cat(correct))
     yield "nll", nll / len(images)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from smallvit import record as records
 from smallvit.components import function
 from smallvit.data import Dataset, DataSpec, HeldOut, Images, Subset
-from smallvit.evaluate import Splits, cached_features, declaration
+from smallvit.evaluate import PerImage, Splits, cached_features, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.record import Record
@@ -252,8 +252,8 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
     test_images = test.open()
     probes: dict[str, None] = {}
 
-    def measure(images: Images) -> dict[str, float]:
-        splits, numbers = Splits(subset.train, subset.val, images), {}
+    def measure(images: Images) -> tuple[dict[str, float], str | None]:
+        splits, numbers, correct = Splits(subset.train, subset.val, images), {}, None
         for evaluator in run.evaluators if len(images) else ():
             title = function(evaluator).__name__
             for name, value in evaluator(model, splits):
@@ -261,24 +261,40 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
                     raise ValueError(f"{title} reports {name!r}, as another evaluator does; expected another name")
                 if not numbers and not 0 <= value <= 1:
                     raise ValueError(f"{title} reports {name}={value:.4g} first; expected a number from 0 to 1 to judge it")
+                if not numbers and isinstance(value, PerImage):
+                    correct = packed(value, len(images), f"{title} reports {name}")
                 numbers[name] = float(value)
                 if declaration(evaluator).probe and re.fullmatch(rf"{title}(_\d+)?", name):
                     probes[name] = None
-        return numbers
+        return numbers, correct
 
     with cached_features():
-        val_numbers, test_numbers = measure(subset.val), measure(test_images)
+        (val_numbers, _), (test_numbers, correct) = measure(subset.val), measure(test_images)
     chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
     return {
         "score": next(iter(test_numbers)),
         "val": val_numbers,
+        "val_images": len(subset.val),
         "test": test_numbers,
         "probes": list(probes),
+        "correct": correct,
         "test_reads": test.reads - reads,
         "test_images": len(test_images),
         "test_majority": test_images.labels.bincount().max().item() / len(test_images),
         "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
     }
+
+
+def packed(score: PerImage, count: int, source: str) -> str | None:
+    """Return the values of a score for the single images as text, one bit for each image, or None if they are not all 0 or 1.
+    `count` is the number of images, and `source` names the score in error messages.
+
+    Raises ValueError if the number of values is not the number of images.
+    """
+    values = score.values
+    if len(values) != count:
+        raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
+    return records.pack_bits(values) if ((values == 0) | (values == 1)).all() else None
 
 
 def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None = None, traceback: str | None = None) -> Record:
