@@ -1,8 +1,9 @@
 """Comparisons: every arm at every number of labels and every seed, and the reference models beside them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from smallvit.augment import MultiCrop
 from smallvit.components import function
@@ -37,10 +38,12 @@ class ArmRun:
     arm         the name of the arm
     role        "baseline", "technique" (gets a verdict), "reference" (for orientation, without a verdict) or "dependency"
                 (trained only because another run needs it)
-    baseline    the arm it is compared with; "" if there is only one baseline
+    baseline    the arm it is compared with (its control), which may be another technique or a reference; "" if there is only
+                one baseline
     length      training steps of the baseline, in a comparison over several training lengths
     tuning      how the settings of the run were chosen, as `Record.tuning` says; None if they were not tuned
     looks       numbers of seeds at which the comparison is tested; None: once, with all seeds
+    tune        how `smallvit tune` chooses settings, a `Tune` object; None if the recipe does not ask for it
 
     Raises ValueError for an empty name or an unknown role.
     """
@@ -52,6 +55,7 @@ class ArmRun:
     length: int | None = None
     tuning: dict | None = None
     looks: tuple[int, ...] | None = None
+    tune: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.run, Run):
@@ -71,6 +75,13 @@ class ArmRun:
         """The random seed of the run. It also decides which images have labels."""
         return self.run.seed
 
+    @property
+    def cell(self) -> tuple:
+        """The arm and the condition of the run, as a tuple: arm, number of labelled images, training length, and whether the
+        settings were tuned. Runs with equal cells differ only in their seed.
+        """
+        return self.arm, self.labels, self.length, self.tuning is not None
+
     def with_steps(self, change) -> "ArmRun":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
         new one.
@@ -85,19 +96,31 @@ def ablate(
     seeds: Iterable[int] = range(8),
     references: bool = True,
     extra_references: dict[str, Run] | None = None,
+    steps: Iterable[int] | None = None,
+    tune: Any = None,
+    baseline: dict[str, str] | None = None,
+    match: str | None = None,
 ) -> list[ArmRun]:
     """Return the list of all runs of a comparison. `arms` is a dict from the name of each arm (variant) to its run, with the
     baseline first. The options `labels` and `seeds` list the numbers of labelled images and the random seeds.
 
-    Each arm is trained with every number of labelled images and every seed.
+    Each arm is trained with every number of labelled images and every seed. Seeds are an outer loop, so that a comparison that
+    was stopped early already contains all arms.
 
-    With `references=True` the list also contains reference models, which get no verdict: raw pixels with logistic regression
-    and with kNN, a small CNN trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained
-    model. `extra_references` adds more, such as `imagenet_vit_s(baseline)`. Seeds are in the outer loop, so that a comparison
-    that was stopped early already contains all arms.
+    references        add reference models, which get no verdict: raw pixels with logistic regression and with kNN, a small CNN
+                      trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model
+    extra_references  more reference models by name, such as `imagenet_vit_s(baseline)`
+    steps             train at several lengths. These are the steps of the baseline, in increasing order; the steps of each
+                      other arm, and of its pretraining, are scaled by the same factor
+    tune              a `Tune` object: `smallvit tune` then chooses settings for each arm, with equally many trials
+    baseline          the control of an arm, if it is not the first arm: a dict from the name of an arm to the name of the arm
+                      or reference that it is compared with
+    match             "params" or "macs": give each technique as many parameters, or multiply-adds, as its control has. If they
+                      differ by more than 2%, the `mlp_ratio` of its blocks is changed, or its `dim` if there is no such option
 
-    Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, and if
-    a seed or a number of labels occurs twice.
+    Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, if a
+    seed or a number of labels occurs twice, if the lengths do not increase or the baseline is not trained, if a control is
+    unknown or controls form a circle, and if the costs cannot be matched.
     """
     labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
@@ -105,8 +128,11 @@ def ablate(
     for name, run in arms.items():
         if run.labels not in (None, *labels):
             raise ValueError(f"arm {name!r} has labels={run.labels}, but ablate has labels={labels}; set labels in ablate only")
-    baseline = next(iter(arms))
-    named = {name: (run, "baseline" if name == baseline else "technique") for name, run in arms.items()}
+    if tune is not None and type(tune).__name__ != "Tune":
+        raise ValueError(f"tune is {tune!r:.60}; expected a smallvit.Tune, such as Tune({{'lr': (3e-4, 6e-3)}}, trials=8)")
+    first = next(iter(arms))
+    lengths = training_lengths(steps, arms[first])
+    named = {name: (run, "baseline" if name == first else "technique") for name, run in arms.items()}
     standard = standard_references(list(arms.values())) if references else {}
     for kind, more in (("a standard reference", standard), ("an extra reference", extra_references or {})):
         for name, run in more.items():
@@ -114,6 +140,14 @@ def ablate(
                 other = "an arm" if name in arms else "a standard reference"
                 raise ValueError(f"{name!r} is the name of {kind} and of {other}; rename one, or set references=False")
             named[name] = (run, "reference")
+    controls = controls_of(list(named), baseline or {})
+    if match is not None:
+        from smallvit.match import match_cost
+
+        for name in by_control(controls):
+            run, role = named[name]
+            if role == "technique":
+                named[name] = match_cost(run, named[controls[name]][0], match, name, controls[name]), role
     equal: dict[str, str] = {}
     for name, (run, role) in named.items():
         other = equal.setdefault(fingerprint(at_cell(run, None, 0)), name)
@@ -121,11 +155,85 @@ def ablate(
             advice = "; the second one is a reference: set references=False" if role == "reference" else ""
             raise ValueError(f"the arms {other!r} and {name!r} have equal settings; expected at least one difference{advice}")
     return [
-        ArmRun(run=at_cell(run, count, seed), arm=name, role=role, baseline=baseline)
+        ArmRun(
+            run=at_cell(run if length is None else scaled_steps(run, length, arms[first].steps), count, seed),
+            arm=name,
+            role=role,
+            baseline=controls[name],
+            length=length,
+            tune=tune,
+        )
         for count in labels
+        for length in lengths
         for seed in seeds
         for name, (run, role) in named.items()
     ]
+
+
+def training_lengths(steps: Iterable[int] | None, baseline: Run) -> list[int | None]:
+    """Return the training lengths of a comparison as a list of numbers of steps of the baseline, or [None] if `steps` is None.
+    `baseline` is the run of the baseline.
+
+    Raises ValueError if the numbers do not increase or are not positive whole numbers, and if the baseline is not trained.
+    """
+    if steps is None:
+        return [None]
+    lengths = as_list(steps, "steps")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths) or lengths != sorted(lengths):
+        raise ValueError(f"steps are {lengths}; expected positive whole numbers that increase, such as [500, 2_000, 8_000]")
+    if not baseline.steps:
+        raise ValueError(f"steps are {lengths}, but the baseline has steps=0; give the first arm a number of steps to scale")
+    return lengths
+
+
+def scaled_steps(run: Run, length: int, steps: int) -> Run:
+    """Return a copy of a run whose number of steps is multiplied by `length / steps`, rounded, and is at least 1. A run without
+    training (`steps=0`) stays untrained. Earlier runs, such as pretraining, are changed in the same way.
+    """
+    return run.with_steps(lambda old: max(1, round(old * length / steps)) if old else 0)
+
+
+def controls_of(names: list[str], given: dict[str, str]) -> dict[str, str]:
+    """Return the control of each arm, as a dict from the name of the arm to the name of its control. `names` are all arms and
+    references, with the baseline first. `given` is such a dict for some arms; the others have the baseline as their control.
+
+    Raises ValueError for unknown names, an arm that is its own control, and controls that form a circle.
+    """
+    if not isinstance(given, dict):
+        raise ValueError(f"baseline is {given!r:.60}; expected a dict from an arm to its control, such as {{'b + c': 'b'}}")
+    first = names[0]
+    for arm, control in given.items():
+        for name in (arm, control):
+            if name not in names:
+                raise ValueError(f"baseline names {name!r}, which is no arm or reference; expected one of {', '.join(names)}")
+        if arm == control:
+            raise ValueError(f"baseline compares {arm!r} with itself; expected another arm or reference")
+        if arm == first:
+            raise ValueError(f"baseline gives a control to {arm!r}, the first arm, which has none; expected another arm")
+    controls = {name: given.get(name, first) for name in names}
+    by_control(controls)
+    return controls
+
+
+def by_control(controls: dict[str, str]) -> list[str]:
+    """Return all arms in an order in which each arm comes after its control. `controls` is a dict from the name of an arm to
+    the name of its control; a baseline is its own control. Raises ValueError if the controls form a circle.
+    """
+    order: list[str] = []
+    while len(order) < len(controls):
+        ready = [arm for arm, control in controls.items() if arm not in order and (control == arm or control in order)]
+        if not ready:
+            left = " -> ".join(repr(arm) for arm in controls if arm not in order)
+            raise ValueError(f"baseline has a circle among {left}; expected controls that lead back to the first arm")
+        order += ready
+    return order
+
+
+def longest(entries: Iterable[ArmRun]) -> list[ArmRun]:
+    """Return the runs at the longest training length as a list. Without several lengths, these are all runs."""
+    entries = list(entries)
+    most = max(entry.length or 0 for entry in entries)
+    return [entry for entry in entries if (entry.length or 0) == most]
 
 
 def with_dependencies(
@@ -140,16 +248,16 @@ def with_dependencies(
     """
     entries = list(entries)
     arms = {fingerprint(entry.run): entry for entry in recipe}
-    position = {fingerprint(entry.run): index for index, entry in enumerate(entries)}
+    position: dict[str, int] = {}
+    for index, entry in enumerate(entries):  # a run that occurs in several conditions counts with its first position
+        position.setdefault(fingerprint(entry.run), index)
     for entry in entries:  # grows during the loop: a dependency may have dependencies
-        for field, run in entry.run.dependencies.items():
+        for name, run in entry.run.dependencies.items():
             key = fingerprint(run)
             if position.setdefault(key, len(entries)) == len(entries):
-                name = f"{'initialization' if field == 'init' else 'teacher'} of {entry.arm}"
-                entries.append(arms.get(key) or ArmRun(run=run, arm=name, role="dependency", baseline=entry.baseline))
-    return entries, [
-        {field: position[fingerprint(run)] for field, run in entry.run.dependencies.items()} for entry in entries
-    ]
+                arm = f"{'initialization' if name == 'init' else 'teacher'} of {entry.arm}"
+                entries.append(arms.get(key) or ArmRun(run=run, arm=arm, role="dependency", baseline=entry.baseline))
+    return entries, [{name: position[fingerprint(run)] for name, run in entry.run.dependencies.items()} for entry in entries]
 
 
 def at_cell(run: Run, labels: int | None, seed: int) -> Run:

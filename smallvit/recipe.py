@@ -43,13 +43,34 @@ def find_recipe(name: str) -> Path:
     raise ValueError(f"there is no recipe {name!r}; {advice}")
 
 
-def load_recipe(path: str | Path) -> ModuleType:
+def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
     """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. Its name is
     `recipes.<file>`.
 
     Under this name, records can refer to classes and functions that the recipe defines.
 
-    Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it.
+    If the recipe asks for tuning, the runs with the settings in `<recipe>.tuned.json`, which `smallvit tune` writes, are added
+    to its list RUNS. `tuned=False` leaves them out.
+
+    Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it. Raises
+    ValueError if the tuned settings are not those of this recipe.
+    """
+    module = import_recipe(Path(path).resolve())
+    runs = module.DECLARED
+    if tuned and any(entry.tune is not None for entry in runs):
+        from smallvit.tuning import with_tuned
+
+        runs = with_tuned(runs, Path(module.__file__ or path))
+        check_comparable(runs, Path(path).name)
+    module.RUNS = list(runs)
+    return module
+
+
+def import_recipe(path: Path) -> Any:
+    """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. A file that was imported
+    before is not imported again. `path` is the absolute path of the file.
+
+    The module gets the list `DECLARED` of the runs that the file itself lists.
     """
     import traceback
     from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -57,7 +78,6 @@ def load_recipe(path: str | Path) -> ModuleType:
 
     from smallvit.ablation import ArmRun
 
-    path = Path(path).resolve()
     if not path.stem.replace("-", "_").isidentifier():
         raise ValueError(f"the recipe file is called {path.name!r}; expected letters, digits, '_' and '-' before .py")
     name = f"recipes.{path.stem}"
@@ -87,6 +107,7 @@ def load_recipe(path: str | Path) -> ModuleType:
             f"{path.name} defines no list RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...)"
         )
     check_comparable(runs, path.name)
+    module.DECLARED = list(runs)
     return module
 
 
@@ -147,11 +168,14 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
     """Raise ValueError if the runs of a recipe file cannot be compared, for example because a run occurs twice or because there
     is no baseline. `name` is the name of the file, which the error message shows.
 
-    An arm (one variant in the comparison) with several roles or several baselines raises the error, too.
+    An arm (one variant in the comparison) with several roles or several baselines raises the error, too. An arm may be compared
+    with any other arm, but the baselines of baselines must lead to an arm with the role "baseline".
     """
-    for (arm, labels, seed), times in Counter((entry.arm, entry.labels, entry.seed) for entry in runs).items():
+    for (cell, seed), times in Counter((entry.cell, entry.seed) for entry in runs).items():
         if times > 1:
-            raise ValueError(f"{name}: RUNS has arm {arm!r}, labels={labels}, seed={seed} {times} times; expected once")
+            arm, labels, length, tuned = cell
+            more = f", length={length}" * (length is not None) + ", tuned" * tuned
+            raise ValueError(f"{name}: RUNS has arm {arm!r}, labels={labels}, seed={seed}{more} {times} times; expected once")
     arms = dict.fromkeys((entry.arm, entry.role, entry.baseline) for entry in runs)
     baselines = list(dict.fromkeys(arm for arm, role, _ in arms if role == "baseline"))
     if not baselines:
@@ -159,25 +183,38 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
     for arm, times in Counter(arm for arm, _, _ in arms).items():
         if times > 1:
             raise ValueError(f"{name}: arm {arm!r} has several roles or several baselines; expected one of each")
+    controls = {arm: baseline for arm, _, baseline in arms}
     for arm, role, baseline in arms:
-        allowed = [arm] if role == "baseline" else baselines
-        if baseline not in allowed and (baseline or len(allowed) > 1):
-            raise ValueError(f"{name}: arm {arm!r} ({role}) has the baseline {baseline!r}; expected one of {allowed}")
+        others = [other for other, role, _ in arms if other != arm and role != "dependency"]
+        allowed = [arm] if role == "baseline" else others
+        if baseline not in allowed and (baseline or len(baselines) > 1):
+            shown = allowed if role == "baseline" else baselines
+            raise ValueError(f"{name}: arm {arm!r} ({role}) has the baseline {baseline!r}; expected one of {shown}")
+        chain = [arm]
+        while (control := controls[chain[-1]] or baselines[0]) != chain[-1]:
+            if control in chain:
+                circle = " -> ".join(map(repr, [*chain, control]))
+                raise ValueError(f"{name}: the baselines of arms form a circle: {circle}; expected one that ends at a baseline")
+            chain.append(control)
+
+
+FILTERS = ("arm", "labels", "seed", "length", "settings")
 
 
 def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
     """Return the list of the runs that pass all filters. A filter is a text: `arm=a,b` selects variants of the comparison
     (arms) by name, `labels=100,1000` selects by number of labelled images, and `seed=0-3` selects by seed.
 
-    The filter `arm=references` selects all reference models.
+    The filter `arm=references` selects all reference models. `length=500` selects by training length, and `settings=tuned` or
+    `settings=common` by how the settings were chosen.
 
     Raises ValueError for an unknown filter or value, with the most similar one, and if no run is left.
     """
     selected = list(runs)
     for text in filters:
         key, _, values = text.partition("=")
-        if key not in ("arm", "labels", "seed") or not values:
-            raise ValueError(f"--only got {text!r}; expected arm=..., labels=... or seed=...")
+        if key not in FILTERS or not values:
+            raise ValueError(f"--only got {text!r}; expected arm=..., labels=..., seed=..., length=... or settings=...")
         offered = list({filter_value(entry, key): None for entry in selected})
         if key == "arm":
             selection = split_arms(values, offered)
@@ -196,8 +233,10 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
 
 def filter_value(entry: "ArmRun", key: str) -> str:
     """Return one property of a run as text. `key` says which one: "arm" (the variant in the comparison), "labels" (the number
-    of labelled images) or "seed". If the property is None, the text is `all`.
+    of labelled images), "seed", "length" or "settings" (tuned or common). If the property is None, the text is `all`.
     """
+    if key == "settings":
+        return "common" if entry.tuning is None else "tuned"
     value = getattr(entry, key)
     return "all" if value is None else str(value)
 

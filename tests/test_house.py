@@ -33,8 +33,9 @@ MAY_IMPORT = {
     },
     "recipe": {"ablation"},
     "ablation": {
-        "augment", "components", "evaluate", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
+        "augment", "components", "evaluate", "match", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
     },
+    "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
     "report": {"components", "explain", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},

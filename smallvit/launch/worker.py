@@ -64,7 +64,7 @@ def work(tasks: list[Task], source: str | Path | None, device: str, numerics: Nu
 
     PROGRESS[0] = 0
     if source is not None:
-        load_recipe(source)
+        load_recipe(source, tuned=False)
     runs, tags, folders, dependencies = zip(*tasks)
     options = {"tags": tags, "device": device, "watch": watch, "dependencies": dependencies, "numerics": numerics}
     try:

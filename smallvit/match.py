@@ -1,0 +1,114 @@
+"""Equal costs: change one option of a model until it has as many parameters, or multiply-adds, as its control."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from smallvit.components import function, options
+from smallvit.pretrained import Weights
+from smallvit.run import Run
+
+TOLERANCE = 0.02  # costs that differ by less than this share count as equal
+RATIOS = [number / 20 for number in range(5, 641)]  # values of mlp_ratio that are tried: 0.25 to 32
+
+
+def match_cost(run: Run, control: Run, of: str, arm: str = "the arm", control_arm: str = "its control") -> Run:
+    """Return a copy of a run whose model has as many parameters (`of="params"`) or multiply-adds (`of="macs"`) as the model of
+    the run `control`. Only one option of the model is changed: the `mlp_ratio` of its blocks or, if it has none, its `dim`.
+
+    The costs may differ by 2%. A run whose cost is already so close is returned as it is. A dependency in `init`, such as
+    pretraining, is changed in the same way; a teacher is not. The data are loaded, because the cost depends on the shape of the
+    images. `arm` and `control_arm` are the names in error messages.
+
+    Raises ValueError for another `of`, for a model without these options, with weights from a file or with a cost that depends
+    on the image, and if no value of the option comes within 2%.
+    """
+    if of not in ("params", "macs"):
+        raise ValueError(f"match is {of!r}; expected 'params' or 'macs'")
+    what = "parameters" if of == "params" else "multiply-adds"
+    target, before = model_cost(control, of), model_cost(run, of)
+    if abs(before - target) <= TOLERANCE * target:
+        return run
+    start = f"{arm!r} has {before:,.0f} {what} and {control_arm!r} {target:,.0f}"
+    option, values = option_to_change(run)
+    if option is None:
+        raise ValueError(f"{start}, and {function(run.model).__name__} has no option mlp_ratio or dim; match them by hand")
+    if isinstance(run.init, Weights):
+        raise ValueError(f"{start}, but its pretrained weights fix the shape of the model; leave out match={of!r}")
+    value = nearest(lambda value: model_cost(resized(run, option, value), of), target, values)
+    new = resized(run, option, value)
+    after = model_cost(new, of)
+    if abs(after - target) > TOLERANCE * target:
+        raise ValueError(
+            f"{start}; {option}={value:g} comes closest with {after:,.0f}, which differs by {abs(after / target - 1):.1%}; "
+            f"expected at most {TOLERANCE:.0%}; match them by hand, or leave out match={of!r}"
+        )
+    return new
+
+
+def nearest(cost: Callable[[Any], float], target: float, values: list) -> Any:
+    """Return the value at which a cost comes closest to `target`. `cost(value)` grows with the value, and `values` are the
+    values to try, in increasing order. They are searched by bisection.
+    """
+    low, high = 0, len(values) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(values[middle]) < target else (low, middle)
+    return min((values[low], values[high]), key=lambda value: abs(cost(value) - target))
+
+
+def model_cost(run: Run, of: str) -> float:
+    """Return the number of parameters (`of="params"`) or of multiply-adds for one image (`of="macs"`) of the model of a run.
+    The model is built without memory for its weights.
+    """
+    import torch
+
+    from smallvit.flops import footprint, reduces, tokens_per_layer
+
+    spec = run.data().spec
+    with torch.device("meta"):
+        model = run.model(spec.size, spec.channels, len(spec.classes))
+        if of == "params":
+            return sum(parameter.numel() for parameter in model.parameters())
+        if reduces(model) and tokens_per_layer(model) is None:
+            raise ValueError("the multiply-adds of a model depend on the image, so they cannot be matched; use match='params'")
+        return footprint(model, torch.zeros(1, spec.channels, *spec.size))["macs"]
+
+
+def option_to_change(run: Run) -> tuple[str | None, list]:
+    """Return the name of the option of the model of a run that `match_cost` changes, and the values to try. The name is None if
+    the model has no such option.
+    """
+    if has_ratio(run.model) or has_ratio(block_of(run.model)):
+        return "mlp_ratio", RATIOS
+    dim = options(run.model).get("dim")
+    if dim is None or not isinstance(dim.default, int):
+        return None, []
+    heads = options(run.model).get("heads")
+    step = heads.default if heads is not None and isinstance(heads.default, int) else 1
+    return "dim", list(range(step, 8 * dim.default + 1, step))
+
+
+def has_ratio(component: Any) -> bool:
+    """Return whether a model or a block, given as a class or function, has the option `mlp_ratio`."""
+    return component is not None and "mlp_ratio" in options(component)
+
+
+def block_of(model: Callable) -> Callable | None:
+    """Return the class or function in the option `block` of a model, or None if the model has no such option."""
+    option = options(model).get("block")
+    return option.default if option is not None and callable(option.default) else None
+
+
+def resized(run: Run, option: str, value: Any) -> Run:
+    """Return a copy of a run with another value of an option of its model: "mlp_ratio" of the model or of its blocks, or
+    "dim". The earlier run in `init` gets the same value, so that its weights still fit.
+    """
+    model, block = run.model, block_of(run.model)
+    if option in options(model):
+        model = partial(model, **{option: value})
+    elif block is not None and option in options(block):
+        model = partial(model, block=partial(block, **{option: value}))
+    init = resized(run.init, option, value) if isinstance(run.init, Run) else run.init
+    return replace(run, model=model, init=init)
