@@ -1,194 +1,78 @@
-"""Compare each arm with its baseline, seed by seed: accuracies, differences, verdicts and costs.
+"""Compare each arm with its control, seed by seed: accuracies, differences, verdicts and costs.
 
-Accuracies are fractions here; the pages show percent.
+comparison.py   Comparison, Row, Difference, Condition: the results
+differences.py  which runs form pairs, and how sure their mean difference is
+verdicts.py     Holm's correction, verdicts and their reasons
+costs.py        medians of the costs
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, median
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from smallvit.record import Record, format_labels
+from smallvit.record import Record
 
-from .statistics import LEVEL, MIN_PAIRS, TIE, holm, pairs_needed, spread
+from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
+from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
+from .differences import Runs, comparable, difference, images_of
+from .statistics import LOOKS, spread
+from .verdicts import Verdict, judge
 
-FORWARD = ("tokens", "macs_sd", "ms", "speedup")  # numbers of the evaluator `cost` for a forward pass
-TOLERANCE = 0.05  # costs closer than this to the baseline's count as equal
-Cell = tuple[int | None, str]  # number of labels, arm
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The differences in accuracy between an arm (one variant in the comparison) and its baseline. The object holds one
-    difference for each seed, their mean, and the result of a paired t-test.
-
-    `low` and `high` are the 95% t interval of the mean. `p` is None if no test was possible, `p_holm` (Holm-corrected) also for
-    references.
-    """
-
-    seeds: tuple[int, ...]
-    values: tuple[float, ...]
-    mean: float
-    sd: float | None
-    low: float | None
-    high: float | None
-    p: float | None
-    p_holm: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The results of one arm (one variant in the comparison) for one number of labelled images: the scores of all seeds, the
-    costs and the verdict.
-
-    `verdict` is None for baselines and for reference models, which are not judged.
-
-    baseline  the arm it is compared with; for a baseline, its own name
-    score     name of the number in `record.test` by which the arm is judged
-    values    the score of each seed in `seeds`, with `mean`, `sd` and the 95% t interval `low` to `high`
-    failures  seed -> status and error, for each seed without a result
-    verdict   better, worse, inconclusive, not enough seeds or no verdict; `reason` says why where that is not obvious
-    budget    params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels: validation
-              labels used to choose something, and labels of earlier runs beyond those of this row
-    unequal   budget -> relative excess over the baseline's, where the two are more than 5% apart
-    forward   tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None without the evaluator `cost`
-    """
-
-    labels: int | None
-    arm: str
-    role: str
-    baseline: str
-    score: str
-    seeds: tuple[int, ...]
-    values: tuple[float, ...]
-    mean: float | None
-    sd: float | None
-    low: float | None
-    high: float | None
-    failures: dict[int, str]
-    difference: Difference | None
-    verdict: str | None
-    reason: str
-    budget: dict[str, float | None]
-    unequal: dict[str, float]
-    forward: dict[str, float | None]
-
-    @property
-    def unavailable(self) -> bool:
-        """Whether all runs of this arm (variant in the comparison) were left out because their pretrained weights could not be
-        obtained. This does not count as a failure.
-        """
-        return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """All results of a comparison. Each row holds the results of one arm (one variant in the comparison) for one number of
-    labelled images.
-
-    Rows are sorted by number of labelled images, and then by baseline: a baseline and the arms that are compared with it stand
-    together.
-
-    arms     arm -> role
-    family   number of comparisons for which the p-values are Holm-corrected
-    earlier  how many of them belong to arms that were removed from the recipe after they had been run
-    """
-
-    baselines: tuple[str, ...]
-    arms: dict[str, str]
-    labels: tuple[int | None, ...]
-    rows: tuple[Row, ...]
-    family: int
-    earlier: int = 0
-
-    @property
-    def baseline(self) -> str:
-        """The name of the baseline, for headings and axis labels. If the comparison has several baselines, the text is `the
-        baseline of each arm`, where an arm is one variant in the comparison.
-        """
-        return self.baselines[0] if len(self.baselines) == 1 else "the baseline of each arm"
-
-    @property
-    def reduced(self) -> bool:
-        """Whether at least one arm (variant in the comparison) has measurements of token reduction, such as the speed-up. The
-        report then also shows tokens and speed-ups.
-
-        The evaluator `cost` makes these measurements.
-        """
-        return any(row.forward[name] is not None for row in self.rows for name in ("tokens", "speedup"))
-
-    def at(self, labels: int | None) -> tuple[Row, ...]:
-        """Return the results of all arms (variants) for one number of labelled images, as a tuple with one `Row` for each arm.
-        `labels` is this number, and None means that all images have labels.
-        """
-        return tuple(row for row in self.rows if row.labels == labels)
-
-    def parts(self) -> tuple["Comparison", ...]:
-        """Split this comparison by baseline. Return a tuple of comparisons, each with one baseline and the arms (variants) that
-        are compared with this baseline.
-
-        `family`, the number of comparisons for the Holm correction, stays that of the whole comparison.
-        """
-        groups = {baseline: tuple(row for row in self.rows if row.baseline == baseline) for baseline in self.baselines}
-        return tuple(
-            replace(
-                self,
-                baselines=(baseline,),
-                arms={row.arm: row.role for row in rows},
-                labels=tuple(dict.fromkeys(row.labels for row in rows)),
-                rows=rows,
-            )
-            for baseline, rows in groups.items()
-        )
+__all__ = [
+    "TOLERANCE", "Comparison", "Condition", "Difference", "Row", "compare", "costs_of", "extra_labels", "format_seeds",
+    "next_looks", "unequal",
+]  # fmt: skip
 
 
 def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
-    """Compare each arm (variant) with its baseline by a paired t-test over the seeds, and return a `Comparison`. `records` are
-    the results of all runs. `earlier` is the number of finished comparisons whose arms were removed from the recipe file.
+    """Compare each arm (variant) with its control, and return a `Comparison`. `records` are the results of all runs. `earlier`
+    is the number of finished comparisons whose arms were removed from the recipe file.
 
-    Each number of labelled images is compared separately. Each technique gets a verdict, such as better or inconclusive. The
-    `earlier` comparisons still count for the Holm correction.
+    Each condition (number of labelled images, training length, tuned or not) is compared separately. Each technique gets a
+    verdict about new seeds and new test images, such as better or inconclusive. The `earlier` comparisons still count for the
+    Holm correction.
 
-    A run without a record counts as missing: every arm is expected to have the same seeds and numbers of labels as its
-    baseline. A comparison with a missing or failed run, or with runs that used different images, gets no verdict. p-values are
+    The control of an arm is the arm that `Record.baseline` names, by default the only baseline.
+
+    A run without a record counts as missing: every arm is expected to have the same seeds and conditions as its baseline. A
+    comparison with a missing or failed run, or with runs that used different images, gets no verdict. p-values are
     Holm-corrected for all comparisons of techniques, including those without a test, so a failed run never makes the other
     verdicts easier to reach. Arms whose weights are unavailable are not counted. Records with the role "dependency" are
     ignored.
 
-    Raises ValueError for records of several recipes, no baseline, an arm without a clear baseline, a run that is recorded
-    twice, an arm with two roles or two scores, or a score that is not between 0 and 1.
+    If any record has `looks` (numbers of seeds at which the comparison is tested), all comparisons of the recipe are tested at
+    these looks. An arm then needs no more seeds than its last look, and later runs are not expected of it.
+
+    Raises ValueError for records of several recipes, no baseline, an arm without a clear control, controls that form a circle,
+    a run that is recorded twice, an arm with two roles or two scores, or a score that is not between 0 and 1.
     """
     records = [r for r in records if r.role != "dependency"]
-    roles = _roles(records)
-    baseline_of = _baselines(records, roles)
-    seeds: dict[Cell, set[int]] = {}
-    for r in records:
-        seeds.setdefault((r.labels, baseline_of[r.arm]), set()).add(r.seed)
-    labels = tuple(sorted({n for n, _ in seeds}, key=lambda n: math.inf if n is None else n))
-    grid = [(n, arm) for n in labels for arm in baseline_of if (n, baseline_of[arm]) in seeds]
-    found = {(r.labels, r.arm, r.seed): r for r in records}
-    runs = {(n, arm): {s: found.get((n, arm, s)) for s in sorted(seeds[n, baseline_of[arm]])} for n, arm in grid}
-    finished = {cell: {s: r for s, r in cell_runs.items() if r and r.finished} for cell, cell_runs in runs.items()}
-    pairs = [(n, arm) for n, arm in grid if roles[arm] != "baseline"]
-    differences = {(n, arm): _difference(finished[n, arm], finished[n, baseline_of[arm]]) for n, arm in pairs}
-    gaps = {(n, arm): _gaps(arm, runs[n, arm], baseline_of[arm], runs[n, baseline_of[arm]]) for n, arm in grid}
-    unavailable = {cell for cell, cell_runs in runs.items() if all(_status(r) == "unavailable" for r in cell_runs.values())}
+    roles = roles_of(records)
+    controls = controls_of(records, roles)
+    groups = groups_of(controls, roles)
+    looks = schedule(records)
+    runs = runs_by_cell(records, roles, groups)
+    others: dict[Cell, Runs] = {cell: runs.get((cell[0], controls[cell[1]]), {}) for cell in runs}
+    pairs = [(c, arm) for c, arm in runs if roles[arm] != "baseline"]
+    unavailable = {cell for cell in pairs if all(status_of(r) == "unavailable" for r in runs[cell].values())}
     judged = [cell for cell in pairs if roles[cell[1]] == "technique" and cell not in unavailable]
-    verdicts = _judge({cell: differences[cell] for cell in judged}, gaps, len(judged) + earlier)
-    costs = {cell: costs_of(list(cell_runs.values())) for cell, cell_runs in finished.items()}
+    tests = {cell: difference(runs[cell], others[cell], looks if cell in judged else ()) for cell in pairs}
+    gaps = {cell: gaps_of(cell[1], runs[cell], controls[cell[1]], others[cell], looks) for cell in runs}
+    verdicts = judge({cell: tests[cell] for cell in judged}, gaps, len(judged) + earlier, looks)
+    costs = {cell: costs_of([r for r in each.values() if r and r.finished]) for cell, each in runs.items()}
     rows = []
-    for n, arm in grid:
-        done, baseline = finished[n, arm], baseline_of[arm]
+    for cell, each in runs.items():
+        c, arm = cell
+        done = {s: r for s, r in each.items() if r and r.finished}
         values = tuple(r.result for r in done.values())
         mean, sd, low, high = spread(values)
-        failed = {s: r for s, r in runs[n, arm].items() if s not in done}
-        difference, verdict, reason = verdicts.get((n, arm), (differences.get((n, arm)), None, gaps[n, arm]))
+        found = verdicts.get(cell)
         rows.append(
             Row(
-                labels=n,
+                condition=c,
                 arm=arm,
                 role=roles[arm],
-                baseline=baseline,
+                baseline=controls[arm],
+                group=groups[arm],
                 score=next((r.score for r in records if r.arm == arm and r.finished and r.score), "accuracy"),
                 seeds=tuple(done),
                 values=values,
@@ -196,94 +80,114 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
                 sd=sd,
                 low=low,
                 high=high,
-                failures={s: ": ".join(filter(None, (_status(r), r and r.error))) for s, r in failed.items()},
-                difference=difference,
-                verdict=verdict,
-                reason=reason,
-                budget=costs[n, arm],
-                unequal=unequal(costs[n, arm], costs[n, baseline]),
+                failures=failures_of(each, bool(looks)),
+                difference=found.difference if found else tests.get(cell),
+                verdict=found.verdict if found else None,
+                reason=found.reason if found else gaps[cell],
+                looks=looks or None,
+                stopped=found.stopped if found else "",
+                next_look=next_look(found, each, others[cell], looks) if found and looks else None,
+                budget=costs[cell],
+                unequal=unequal(costs[cell], costs.get((c, controls[arm]), costs[cell])),
                 forward={name: known_median((r.test or {}).get(name) for r in done.values()) for name in FORWARD},
             )
         )
     return Comparison(
-        baselines=tuple(dict.fromkeys(baseline_of.values())),
-        arms={arm: roles[arm] for arm in baseline_of},
-        labels=labels,
+        recipe=records[0].recipe,
+        baselines=tuple(dict.fromkeys(groups.values())),
+        arms={arm: roles[arm] for arm in groups},
+        conditions=tuple(dict.fromkeys(c for c, _ in runs)),
         rows=tuple(rows),
         family=len(judged) + earlier,
         earlier=earlier,
     )
 
 
-def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
-    """Return the costs of an arm (variant), such as parameters and training seconds, as a dict by name. `records` are the
-    results of its runs. Each cost is the median over these runs, and it includes pretraining.
+def next_looks(
+    records: Sequence[Record], looks: Sequence[int] = LOOKS, *, max_seeds: int | None = None, earlier: int = 0
+) -> dict[Cell, int]:
+    """Return which arms (variants) need more seeds before the comparison is decided, as a dict from (condition, arm) to the
+    number of seeds that the arm needs for its next look. The dict is empty if nothing is left to do.
 
-    The number of extra labels is the maximum over the runs. A cost that does not apply is None, such as the training time of an
-    untrained model.
+    A technique needs more seeds unless it is decided (better or worse), an effect of 0.5 points is excluded, a verdict is
+    hopeless, a run has failed, or all looks are taken. Its control needs as many seeds as it does, and so on up to the
+    baseline. Baselines and references need at least those of the first look.
 
-    MACs are those measured on test images if the evaluator `cost` has counted them.
+    Call it after each batch of runs with all records so far. Then run each arm with its first `result[condition, arm]` seeds,
+    and call it again. Arms without any record are unknown here: give them records with the status "missing".
+
+    looks      numbers of seeds at which the comparisons are tested: `LOOKS`, or `ADDED_LOOKS` if the recipe had a result
+               with 8 seeds before
+    max_seeds  looks with more seeds are not asked for; the tests stay those of the whole schedule
+    earlier    number of finished comparisons whose arms were removed from the recipe file
     """
+    comparison = compare([replace(r, looks=list(looks)) for r in records], earlier)
+    rows = {(row.condition, row.arm): row for row in comparison.rows}
+    found: dict[Cell, int] = {}
+    for (c, arm), row in rows.items():
+        failed = any(not why.startswith("missing") for why in row.failures.values())
+        wanted = row.next_look if row.role == "technique" else None if failed or len(row.seeds) >= looks[0] else looks[0]
+        if wanted is None or wanted > (max_seeds or looks[-1]):
+            continue
+        while True:  # from the arm to its control, and so on up to the baseline
+            found[c, arm] = max(wanted, found.get((c, arm), 0))
+            if rows[c, arm].role == "baseline" or (c, rows[c, arm].baseline) not in rows:
+                break
+            arm = rows[c, arm].baseline
+    return {cell: n for cell, n in found.items() if len(rows[cell].seeds) < n}
 
-    def paid(r: Record, name: str) -> float | None:
-        own = (r.test or {}).get("macs", r.macs) if name == "macs" else getattr(r, name)
-        return None if own is None else own + (r.pretraining or {}).get(name, 0)
 
-    spent = {name: known_median(paid(r, name) for r in records) for name in ("params", "macs", "images_seen", "seconds")}
-    return spent | {"extra_labels": max(map(extra_labels, records), default=None)}
+def next_look(found: Verdict, runs: Runs, control: Runs, looks: Sequence[int]) -> int | None:
+    """Return the number of seeds at the next look at an arm (variant), or None if it needs no more seeds or cannot have them.
+    `found` is its verdict so far, `runs` and `control` are dicts from a seed to the results of a run, and `looks` is the
+    schedule.
 
-
-def extra_labels(record: Record) -> int:
-    """Return how many labels a run used in addition to the labels of its training images. These are validation labels for
-    choices such as early stopping, and further labels of earlier runs whose weights it uses. `record` holds the results of the
-    run.
+    A failed run, or a pair of runs with different images, stops an arm: no later look can be taken.
     """
-    earlier = record.pretraining or {}
-    before = earlier.get("labels") or 0
-    chosen = max((record.chosen_on_val or {}).get("labels", 0), earlier.get("chosen_labels") or 0)
-    return chosen + max(0, before - (record.labels or before))
+    taken = found.difference.looks if found.difference else ()
+    later = [n for n in looks if not taken or n > taken[-1]]
+    if found.stopped or not later:
+        return None
+    for s in sorted(runs)[: later[0]]:
+        r, other = runs[s], control.get(s)
+        unusable = {status_of(r), status_of(other)} & {"failed", "unavailable"}
+        if unusable or (status_of(r) == status_of(other) == "finished" and not comparable(r, other)):
+            return None
+    return later[0]
 
 
-def unequal(costs: dict[str, float | None], baseline_costs: dict[str, float | None]) -> dict[str, float]:
-    """Return the relative difference of each cost from the same cost of the baseline, as a dict by name: 0.2 means 20% more,
-    and -0.2 means 20% less. Differences of at most 5% are left out.
+def schedule(records: Sequence[Record]) -> tuple[int, ...]:
+    """Return the numbers of seeds at which the comparison is tested, as the records (results of the runs) say. The tuple is
+    empty if it is tested once, with all seeds.
+
+    Some records may lack the schedule, because seeds were added to a recipe that had a result before. The longest schedule
+    counts for all: its p-values are valid wherever the series stopped.
     """
-    excess = {}
-    for name, value in costs.items():
-        other = baseline_costs[name]
-        if value is not None and other is not None and abs(value - other) > TOLERANCE * other:
-            excess[name] = value / other - 1 if other else math.inf
-    return excess
+    return max((tuple(r.looks) for r in records if r.looks), key=lambda looks: (looks[-1], len(looks)), default=())
 
 
-def known_median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None. If all values are None, return None."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def runs_by_cell(
+    records: Sequence[Record], roles: Mapping[str, str], groups: Mapping[str, str]
+) -> dict[Cell, dict[int, Record | None]]:
+    """Return the runs of each condition and arm (variant), as a nested dict: `result[condition, arm][seed]` is the record of
+    the run, or None if there is none. `roles` and `groups` are dicts from an arm to its role and to its baseline.
 
-
-def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
-    """Return seeds as text: `seed 3` or `seeds 0, 2`. `total` is the number of all seeds. If the list contains all of them, the
-    text is `every seed`.
+    Every arm is expected to have all seeds of its group. A reference without any run in a condition is left out there.
     """
-    return "every seed" if len(seeds) == total else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    found: dict[Cell, dict[int, Record]] = {}
+    seeds: dict[Cell, set[int]] = {}
+    for r in records:
+        found.setdefault((condition_of(r), r.arm), {})[r.seed] = r
+        seeds.setdefault((condition_of(r), groups[r.arm]), set()).add(r.seed)
+    return {
+        (c, arm): {s: found.get((c, arm), {}).get(s) for s in sorted(seeds[c, group])}
+        for c in sorted({c for c, _ in seeds}, key=lambda c: c.order)
+        for arm, group in groups.items()
+        if (c, group) in seeds and (roles[arm] != "reference" or (c, arm) in found)
+    }
 
 
-def _status(record: Record | None) -> str:
-    """Return the status of a run as text: `finished`, `failed`, `unavailable` (its pretrained weights could not be obtained) or
-    `missing`. If `record` (the results of the run) is None, the run is `missing`.
-    """
-    return record.status if record else "missing"
-
-
-def _images(record: Record) -> tuple:
-    """Return two hashes that identify the images of a run, as a tuple: the hash of its choice of labelled images and the hash
-    of the whole data set. `record` holds the results of the run.
-    """
-    return record.subset_sha256, record.data_sha256
-
-
-def _roles(records: Sequence[Record]) -> dict[str, str]:
+def roles_of(records: Sequence[Record]) -> dict[str, str]:
     """Return a dict from the name of each arm (variant) to its role: "baseline", "technique" or "reference" (a model for
     orientation). `records` are the results of all runs.
 
@@ -293,12 +197,12 @@ def _roles(records: Sequence[Record]) -> dict[str, str]:
     roles: dict[str, str] = {}
     scores: dict[str, str | None] = {}
     for r in records:
-        run = f"{r.arm!r} at {format_labels(r.labels)}, seed {r.seed}"
+        run = f"{r.arm!r} at {condition_of(r).title}, seed {r.seed}"
         if r.recipe != records[0].recipe:
             raise ValueError(f"records of {records[0].recipe!r} and of {r.recipe!r}: report one recipe at a time")
-        if (r.arm, r.labels, r.seed) in seen:
+        if (r.arm, condition_of(r), r.seed) in seen:
             raise ValueError(f"{run} is recorded twice; keep one record of each run")
-        seen.add((r.arm, r.labels, r.seed))
+        seen.add((r.arm, condition_of(r), r.seed))
         if roles.setdefault(r.arm, r.role) != r.role:
             raise ValueError(f"{run} is a {r.role}, but was a {roles[r.arm]} in an earlier record; give it one role")
         if r.finished and scores.setdefault(r.arm, r.score) != r.score:
@@ -306,101 +210,94 @@ def _roles(records: Sequence[Record]) -> dict[str, str]:
     return roles
 
 
-def _baselines(records: Sequence[Record], roles: dict[str, str]) -> dict[str, str]:
-    """Return a dict from the name of each arm (variant) to the name of its baseline. `records` are the results of all runs, and
-    `roles` is a dict from the name of each arm to its role, such as "baseline".
+def controls_of(records: Sequence[Record], roles: Mapping[str, str]) -> dict[str, str]:
+    """Return a dict from the name of each arm (variant) to the name of the arm it is compared with. `records` are the results
+    of all runs, and `roles` is a dict from the name of each arm to its role, such as "baseline".
 
-    If there is only one baseline, records need not contain its name. The dict lists the arms of one baseline together.
+    A baseline is compared with itself. If there is only one baseline, records need not contain its name.
     """
     baselines = [arm for arm, role in roles.items() if role == "baseline"]
     if not baselines:
         raise ValueError(f"at least one arm must have the role baseline; none of {list(roles)} has it")
-    baseline_of: dict[str, str] = {}
+    controls: dict[str, str] = {}
     for r in records:
-        possible = [r.arm] if r.role == "baseline" else baselines
-        name = r.baseline or (possible[0] if len(possible) == 1 else "")
-        if name not in possible or baseline_of.setdefault(r.arm, name) != name:
+        default = r.arm if r.role == "baseline" else baselines[0] if len(baselines) == 1 else ""
+        name = r.baseline or default
+        possible = [r.arm] if r.role == "baseline" else [arm for arm in roles if arm != r.arm]
+        if name not in possible or controls.setdefault(r.arm, name) != name:
             raise ValueError(f"{r.arm!r} has the baseline {name!r}; expected one of {possible}, and the same in all its runs")
-    return {arm: baseline for baseline in baselines for arm in baseline_of if baseline_of[arm] == baseline}
+    return controls
 
 
-def _difference(runs: dict[int, Record], baseline_runs: dict[int, Record]) -> Difference | None:
-    """Return the differences between an arm (variant) and its baseline with a paired t-test, as a `Difference`. Both arguments
-    are dicts from a seed to the results of the finished run with this seed.
+def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, str]:
+    """Return a dict from the name of each arm (variant) to its baseline, at the end of the chain of controls. `controls` and
+    `roles` are dicts from the name of an arm to the arm it is compared with, and to its role.
 
-    Only seeds for which both runs used the same images are compared. The result is None if there is no such seed.
-
-    p is None if the differences do not vary.
+    The dict lists the arms of one baseline together. Raises ValueError if the controls of some arms form a circle.
     """
-    from scipy.stats import ttest_rel
+    ends: dict[str, str] = {}
+    for arm in controls:
+        chain = [arm]
+        while roles[chain[-1]] != "baseline":
+            if controls[chain[-1]] in chain:
+                circle = " -> ".join([*chain, controls[chain[-1]]])
+                raise ValueError(
+                    f"the baselines of these arms form a circle: {circle}; expected a chain that ends at a baseline"
+                )
+            chain.append(controls[chain[-1]])
+        ends[arm] = chain[-1]
+    baselines = [arm for arm in controls if roles[arm] == "baseline"]
+    return {arm: end for baseline in baselines for arm, end in ends.items() if end == baseline}
 
-    seeds = tuple(s for s in runs if s in baseline_runs and _images(runs[s]) == _images(baseline_runs[s]))
-    if not seeds:
-        return None
-    scores, baseline_scores = [runs[s].result for s in seeds], [baseline_runs[s].result for s in seeds]
-    values = tuple(a - b for a, b in zip(scores, baseline_scores))
-    _, sd, low, high = spread(values)
-    p = float(ttest_rel(scores, baseline_scores).pvalue) if sd is not None and sd > TIE else None
-    return Difference(seeds=seeds, values=values, mean=fmean(values), sd=sd, low=low, high=high, p=p)
 
+def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Sequence[int] = ()) -> str:
+    """Return a text that says for which seeds an arm (variant) cannot be compared with its control, and why. The text is empty
+    if all seeds can be compared. `runs` and `control_runs` are dicts from a seed to the results of a run.
 
-def _gaps(arm: str, runs: dict[int, Record | None], baseline: str, baseline_runs: dict[int, Record | None]) -> str:
-    """Return a text that says for which seeds an arm (variant) cannot be compared with its baseline, and why. The text is empty
-    if all seeds can be compared. `runs` and `baseline_runs` are dicts from a seed to the results of a run.
-
-    A seed cannot be compared if a run is missing or failed, or if the two runs used different images.
+    A seed cannot be compared if a run is missing or failed, or if the two runs used different images. With `looks` (numbers of
+    seeds at which the comparison is tested), only the seeds of the first look count, and runs that are still to come are no
+    gap.
     """
     found: dict[tuple[str, str], list[int]] = {}
-    for name, cell_runs in {arm: runs, baseline: baseline_runs}.items():
-        for s, r in cell_runs.items():
-            if not (r and r.finished):
-                found.setdefault((name, _status(r)), []).append(s)
-    for s, r in runs.items():
-        other = baseline_runs[s]
-        if r and other and r.finished and other.finished and _images(r) != _images(other):
-            found.setdefault((arm, f"used other images than {baseline}"), []).append(s)
+    seeds = sorted(runs)[: looks[0]] if looks else list(runs)
+    if looks:
+        last = max((s for each in (runs, control_runs) for s, r in each.items() if r and r.status != "missing"), default=-1)
+        seeds = [s for s in seeds if s <= last]
+    for name, each in {arm: runs, control: control_runs}.items():
+        for s in seeds:
+            if not ((r := each.get(s)) and r.finished):
+                found.setdefault((name, status_of(r)), []).append(s)
+    for s in seeds:
+        r, other = runs[s], control_runs.get(s)
+        if r and other and r.finished and other.finished and images_of(r) != images_of(other):
+            found.setdefault((arm, f"used other images than {control}"), []).append(s)
     return "; ".join(f"{name}, {format_seeds(s, len(runs))}: {problem}" for (name, problem), s in found.items())
 
 
-def _judge(differences: dict[Cell, Difference | None], gaps: dict[Cell, str], family: int) -> dict[Cell, tuple]:
-    """Decide for each arm (variant) whether it is better or worse than its baseline, or inconclusive. `differences` are its
-    paired differences, `gaps` are texts about missing runs, and `family` is the number of tests that Holm corrects for.
+def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
+    """Return a dict from each seed without a result to the status and the error of its run. `runs` is a dict from a seed to the
+    results of a run.
 
-    A key is the pair (number of labelled images, arm). A value is the tuple (difference with its Holm-corrected p-value,
-    verdict, reason as text).
+    With `sequential=True`, seeds after the last finished one that have not run are left out: the arm has stopped, or waits for
+    its next look.
     """
-    results: dict[Cell, tuple] = {}
-    tested: dict[Cell, Difference] = {}
-    for cell, d in differences.items():
-        verdict, reason = _untestable(d, gaps[cell], family)
-        results[cell] = d, verdict, reason
-        if d and not verdict:
-            tested[cell] = d
-    p_values = [1.0 if d.p is None else d.p for d in tested.values()]
-    for (cell, d), p in zip(tested.items(), holm(p_values + [1.0] * (family - len(tested)))):
-        verdict = "inconclusive" if p >= LEVEL else "better" if d.mean > 0 else "worse"
-        excludes_zero = d.low is not None and d.high is not None and d.low * d.high > 0
-        reason = "p is below 0.05 only before the Holm correction" if verdict == "inconclusive" and excludes_zero else ""
-        results[cell] = replace(d, p_holm=p), verdict, reason
-    return results
+    last = max((s for s, r in runs.items() if r and r.finished), default=None)
+    return {
+        s: ": ".join(filter(None, (status_of(r), r and r.error)))
+        for s, r in runs.items()
+        if not (r and r.finished) and not (sequential and status_of(r) == "missing" and last is not None and s > last)
+    }
 
 
-def _untestable(difference: Difference | None, gaps: str, family: int) -> tuple[str, str]:
-    """Return a verdict and its reason as two texts if no t-test is possible, for example with too few seeds. Otherwise return
-    two empty texts. `gaps` is a text about missing runs, and `family` is the number of comparisons.
-
-    A t-test is not possible if runs are missing, if there are too few seeds, or if all differences are equal.
+def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
+    """Return seeds as text: `seed 3` or `seeds 0, 2`. `total` is the number of all seeds. If the list contains all of them, the
+    text is `every seed`.
     """
-    if gaps or difference is None:
-        return "no verdict", gaps
-    if (n := len(difference.values)) < MIN_PAIRS:
-        if difference.sd is None:
-            return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
-        need = pairs_needed(difference.sd, level=LEVEL / family)
-        enough = f"about {need} would show a difference of 1 point with 80% power"
-        return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
-    if difference.p is None and abs(difference.mean) <= TIE:
-        return "inconclusive", "equal to the baseline for every seed; check that the technique changes anything"
-    if difference.p is None:
-        return "no verdict", "the same difference for every seed, so no test is possible; check that the seeds differ"
-    return "", ""
+    return "every seed" if len(seeds) == total else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def status_of(record: Record | None) -> str:
+    """Return the status of a run as text: `finished`, `failed`, `unavailable` (its pretrained weights could not be obtained) or
+    `missing`. If `record` (the results of the run) is None, the run is `missing`.
+    """
+    return record.status if record else "missing"

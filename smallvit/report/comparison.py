@@ -1,0 +1,257 @@
+"""The results of a comparison: `Comparison` holds one `Row` for each condition and arm, and a row holds its `Difference`.
+
+Accuracies are fractions here; the pages show percent.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from smallvit.record import Record, format_labels
+
+from .statistics import LEVEL, Variance
+
+
+class Condition(NamedTuple):
+    """The circumstances under which arms (variants) are compared: the number of labelled images, the number of training steps
+    and whether the settings were tuned.
+
+    labels   number of labelled images; None: all
+    length   training steps of the baseline, in a comparison over several training lengths; None otherwise
+    tuned    whether each arm has its own tuned settings; False: all arms have common settings
+    """
+
+    labels: int | None
+    length: int | None = None
+    tuned: bool = False
+
+    @property
+    def title(self) -> str:
+        """The condition as text, such as `1,000 labels, 2,000 steps, tuned`."""
+        steps = [] if self.length is None else [f"{self.length:,} steps"]
+        return ", ".join([format_labels(self.labels), *steps, *["tuned"] * self.tuned])
+
+    @property
+    def order(self) -> tuple:
+        """A tuple by which conditions are sorted: common before tuned settings, few before many labels, short before long
+        training.
+        """
+        return self.tuned, math.inf if self.labels is None else self.labels, self.length or 0
+
+
+def condition_of(record: Record) -> Condition:
+    """Return the condition (number of labelled images, training length, tuned or not) of a run. `record` holds its results."""
+    return Condition(record.labels, record.length, record.tuning is not None)
+
+
+Cell = tuple[Condition, str]  # condition, arm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The differences in accuracy between an arm (one variant in the comparison) and its baseline. The object holds one
+    difference for each seed, their mean, and two confidence intervals of the mean.
+
+    The first interval is about new test images. The second one is about new seeds on the same test images. It is never wider.
+
+    seeds        the seeds that are used; at a look, the first ones
+    values       the difference of each seed, with `mean` and standard deviation `sd`
+    low, high    95% interval on new test images; with looks, the repeated interval at the nominal level of the last look
+    seeds_low, seeds_high   interval of the same level over the seeds alone, on the same test images
+    p            p-value of the test on new images, with looks the sequential p-value; None if no test was possible
+    p_seeds      p-value of the paired t-test over the seeds
+    p_holm       `p` after Holm's correction; None for references
+    variance     the parts of the variance over seeds and images; None with a single seed
+    overlap      n / (m - n), if each seed draws n of m training images: how strongly the training images of two seeds overlap
+    pool         "drawn": each seed draws its own training images; "fixed": all seeds share them; "unknown": old records
+    looks        the numbers of seeds at which the difference has been tested; empty: once, with all seeds
+    bound        whether the variance over images is an upper bound, because records do not keep the bits of the images
+    level        1 minus the confidence of both intervals: 0.05, or the nominal level of the last look
+    replication  probability that the same verdict comes out again with as many fresh seeds and new images; None if undecided
+    seeds_for_90 number of seeds for which this probability is 90%; None: more seeds alone are not enough
+    detectable   the effect that would have been found with 80% probability; only for inconclusive verdicts
+    needs        what would help an inconclusive verdict: "seeds", "images" or "" (neither is known to)
+    """
+
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float
+    sd: float | None
+    low: float | None
+    high: float | None
+    seeds_low: float | None = None
+    seeds_high: float | None = None
+    p: float | None
+    p_seeds: float | None = None
+    p_holm: float | None = None
+    variance: Variance | None = None
+    overlap: float = 0.0
+    pool: str = "drawn"
+    looks: tuple[int, ...] = ()
+    bound: bool = False
+    level: float = LEVEL
+    replication: float | None = None
+    seeds_for_90: int | None = None
+    detectable: float | None = None
+    needs: str = ""
+
+    @property
+    def fragile(self) -> bool:
+        """Whether the verdict would come out again in less than 80% of repetitions."""
+        return self.replication is not None and self.replication < 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The results of one arm (one variant in the comparison) under one condition: the scores of all seeds, the costs and the
+    verdict.
+
+    `verdict` is None for baselines and for reference models, which are not judged.
+
+    condition  number of labelled images, training length, and whether the settings were tuned
+    baseline   the arm it is compared with (its control); for a baseline, its own name
+    group      the baseline at the end of the chain of controls, by which tables and figures are grouped
+    score      name of the number in `record.test` by which the arm is judged
+    values     the score of each seed in `seeds`, with `mean`, `sd` and the 95% t interval `low` to `high`
+    failures   seed -> status and error, for each seed without a result
+    verdict    better, worse, inconclusive, not enough seeds or no verdict; `reason` says why where that is not obvious
+    looks      numbers of seeds at which the arm is tested; None: once, with all seeds
+    stopped    why an arm with looks needs no more seeds: "decided", "excluded" (an effect of 0.5 points is excluded),
+               "hopeless" (a verdict is unlikely even with all seeds), or "" (it goes on, or has taken all looks)
+    next_look  the number of seeds at its next look; None if there is none
+    budget     params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels: validation
+               labels used to choose something, and labels of earlier runs beyond those of this row
+    unequal    budget -> relative excess over the baseline's, where the two are more than 5% apart
+    forward    tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None without the evaluator `cost`
+    """
+
+    condition: Condition
+    arm: str
+    role: str
+    baseline: str
+    group: str
+    score: str
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float | None
+    sd: float | None
+    low: float | None
+    high: float | None
+    failures: dict[int, str]
+    difference: Difference | None
+    verdict: str | None
+    reason: str
+    looks: tuple[int, ...] | None = None
+    stopped: str = ""
+    next_look: int | None = None
+    budget: dict[str, float | None]
+    unequal: dict[str, float]
+    forward: dict[str, float | None]
+
+    @property
+    def labels(self) -> int | None:
+        """The number of labelled images. None means that all images have labels."""
+        return self.condition.labels
+
+    @property
+    def length(self) -> int | None:
+        """The number of training steps of the baseline, in a comparison over several training lengths; None otherwise."""
+        return self.condition.length
+
+    @property
+    def tuned(self) -> bool:
+        """Whether each arm (variant) has its own tuned settings."""
+        return self.condition.tuned
+
+    @property
+    def decided(self) -> bool:
+        """Whether the verdict is better or worse."""
+        return self.verdict in ("better", "worse")
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether all runs of this arm (variant in the comparison) were left out because their pretrained weights could not be
+        obtained. This does not count as a failure.
+        """
+        return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All results of a comparison. Each row holds the results of one arm (one variant in the comparison) under one condition,
+    which is a number of labelled images, a training length, and whether the settings were tuned.
+
+    Rows are sorted by condition, and then by group: a baseline and the arms that are compared with it stand together.
+
+    recipe     name of the recipe
+    baselines  the arms with the role baseline
+    arms       arm -> role
+    family     number of comparisons for which the p-values are Holm-corrected
+    earlier    how many of them belong to arms that were removed from the recipe after they had been run
+    """
+
+    recipe: str = ""
+    baselines: tuple[str, ...]
+    arms: dict[str, str]
+    conditions: tuple[Condition, ...]
+    rows: tuple[Row, ...]
+    family: int
+    earlier: int = 0
+
+    @property
+    def labels(self) -> tuple[int | None, ...]:
+        """The different numbers of labelled images, in ascending order. None means that all images have labels."""
+        return tuple(sorted({c.labels for c in self.conditions}, key=lambda n: math.inf if n is None else n))
+
+    @property
+    def main(self) -> tuple[Condition, ...]:
+        """The conditions that the answer of a report is about, as a tuple. These are tuned settings if there are any, and the
+        longest training.
+        """
+        tuned = any(c.tuned for c in self.conditions)
+        chosen = [c for c in self.conditions if c.tuned == tuned]
+        longest = max((c.length or 0 for c in chosen), default=0)
+        return tuple(c for c in chosen if (c.length or 0) == longest)
+
+    @property
+    def main_rows(self) -> tuple[Row, ...]:
+        """The rows of the main conditions, which the answer of a report is about."""
+        return tuple(row for row in self.rows if row.condition in self.main)
+
+    @property
+    def baseline(self) -> str:
+        """The name of the baseline, for headings and axis labels. If the comparison has several baselines, the text is `the
+        baseline of each arm`, where an arm is one variant in the comparison.
+        """
+        return self.baselines[0] if len(self.baselines) == 1 else "the baseline of each arm"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether at least one arm (variant in the comparison) has measurements of token reduction, such as the speed-up. The
+        report then also shows tokens and speed-ups.
+
+        The evaluator `cost` makes these measurements.
+        """
+        return any(row.forward[name] is not None for row in self.rows for name in ("tokens", "speedup"))
+
+    def at(self, condition: Condition) -> tuple[Row, ...]:
+        """Return the results of all arms (variants) under one condition, as a tuple with one `Row` for each arm."""
+        return tuple(row for row in self.rows if row.condition == condition)
+
+    def parts(self) -> tuple["Comparison", ...]:
+        """Split this comparison by baseline. Return a tuple of comparisons, each with one baseline and the arms (variants) of
+        its group: those that are compared with this baseline, directly or through their own controls.
+
+        `family`, the number of comparisons for the Holm correction, stays that of the whole comparison.
+        """
+        groups = {baseline: tuple(row for row in self.rows if row.group == baseline) for baseline in self.baselines}
+        return tuple(
+            replace(
+                self,
+                baselines=(baseline,),
+                arms={row.arm: row.role for row in rows},
+                conditions=tuple(dict.fromkeys(row.condition for row in rows)),
+                rows=rows,
+            )
+            for baseline, rows in groups.items()
+        )

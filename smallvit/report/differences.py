@@ -1,0 +1,165 @@
+"""Paired differences between an arm and its control: which runs form pairs, and how sure the mean difference is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from smallvit.record import Record
+
+from .comparison import Difference
+from .statistics import (
+    LEVEL,
+    MIN_PAIRS,
+    TIE,
+    Variance,
+    half_width,
+    nominal_level,
+    paired_variance,
+    seeds_half_width,
+    seeds_p,
+    sequential_p,
+    spread,
+    two_part_p,
+    variance_bound,
+)
+
+IMAGES = 10_000  # test images that are supposed where an old record does not say their number
+# Training images from which the data sets of old records draw: the number of classes x the size of the smallest class.
+POOLS = {"smallvit.data.mnist": 54_210, "smallvit.data.digits": 1_260}
+
+Runs = Mapping[int, Record | None]  # seed -> results of the run; None: the run has not finished or does not exist
+
+
+def comparable(run: Record | None, other: Record | None) -> bool:
+    """Return whether two runs with the same seed form a pair: both have finished, and both used the same labelled images of the
+    same data set.
+    """
+    return bool(run and other and run.finished and other.finished and images_of(run) == images_of(other))
+
+
+def images_of(record: Record) -> tuple:
+    """Return two hashes that identify the images of a run, as a tuple: the hash of its choice of labelled images and the hash
+    of the whole data set. `record` holds the results of the run.
+    """
+    return record.subset_sha256, record.data_sha256
+
+
+def difference(runs: Runs, control: Runs, looks: Sequence[int] = ()) -> Difference | None:
+    """Return the differences between an arm (variant) and its control, with intervals and p-values, as a `Difference`. `runs`
+    and `control` are dicts from a seed to the results of a run.
+
+    Only seeds for which both runs used the same images are compared. The result is None if there is no such seed.
+
+    With `looks` (numbers of seeds at which the comparison is tested), only the leading seeds that form pairs are used, and of
+    these as many as the last look that was reached. Before the first look, the result has no p-value.
+    """
+    if not looks:
+        seeds = [s for s in runs if comparable(runs[s], control.get(s))]
+        return measure(runs, control, seeds) if seeds else None
+    seeds = leading_seeds(runs, control)
+    taken = [n for n in looks if n <= len(seeds)]
+    if not taken:
+        return replace(measure(runs, control, seeds), p=None) if seeds else None
+    found = {n: measure(runs, control, seeds[:n], nominal_level(n, looks)) for n in taken}
+    last = found[taken[-1]]
+    # a look counts only if its difference has the sign of the last one; this can only raise the p-value
+    p_values = {n: d.p if d.p is None or d.mean * last.mean > 0 else 1.0 for n, d in found.items()}
+    return replace(last, p=None if last.p is None else sequential_p(p_values, looks), looks=tuple(taken))
+
+
+def leading_seeds(runs: Runs, control: Runs) -> list[int]:
+    """Return the seeds, in rising order, up to the first one for which the two arms (variants) have no pair of finished runs
+    with the same images. `runs` and `control` are dicts from a seed to the results of a run.
+    """
+    found = []
+    for s in sorted(runs):
+        if not comparable(runs[s], control.get(s)):
+            break
+        found.append(s)
+    return found
+
+
+def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVEL) -> Difference:
+    """Return the differences between two arms (variants) for the given seeds, with intervals and p-values. `level` is 1 minus
+    the confidence of the intervals. `runs` and `control` are dicts from a seed to the results of a run.
+
+    The p-value is None if no test is possible, as `two_part_p` says.
+    """
+    pairs = [(run, other) for s in seeds if (run := runs[s]) and (other := control[s])]
+    values = tuple(run.result - other.result for run, other in pairs)
+    mean, sd = fmean(values), spread(values)[1]
+    overlap, pool = overlap_of([record for pair in pairs for record in pair])
+    found = Difference(
+        seeds=tuple(seeds),
+        values=values,
+        mean=mean,
+        sd=sd,
+        low=None,
+        high=None,
+        p=None,
+        overlap=overlap,
+        pool=pool,
+        level=level,
+    )
+    variance = variance_of(pairs, values)
+    if variance is None:
+        return found
+    half, seeds_half = half_width(variance, level, overlap=overlap), seeds_half_width(variance, level)
+    return replace(
+        found,
+        low=mean - half,
+        high=mean + half,
+        seeds_low=mean - seeds_half,
+        seeds_high=mean + seeds_half,
+        p=two_part_p(mean, variance, overlap=overlap),
+        p_seeds=seeds_p(mean, variance) if len(seeds) >= MIN_PAIRS and sd is not None and sd > TIE else None,
+        variance=variance,
+        bound=variance.bound,
+    )
+
+
+def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float]) -> Variance | None:
+    """Return the variance of the mean difference over seeds and test images. `pairs` holds the results of the run of the arm
+    (variant) and of its control for each seed, and `values` are their differences. The result is None for fewer than two seeds.
+
+    Records that do not say which test images a run classified correctly give an upper bound of the part over images.
+    """
+    images = min(r.test_images or IMAGES for pair in pairs for r in pair)
+    if len(values) < 2 or images < 2:
+        return None
+    bits = [(run.correct_bits, other.correct_bits) for run, other in pairs]
+    known = [(a.astype("int8"), b.astype("int8")) for a, b in bits if a is not None and b is not None]
+    if len(known) == len(pairs) and len({len(part) for both in known for part in both}) == 1:
+        return paired_variance([a - b for a, b in known])[1]
+    errors = fmean(2 - run.result - other.result for run, other in pairs)
+    return variance_bound(values, errors, images)
+
+
+def overlap_of(records: Sequence[Record]) -> tuple[float, str]:
+    """Return how strongly the training images of two seeds overlap, and what is known about it. `records` are the results of
+    the runs that are compared.
+
+    The first value is n / (m - n) where each seed draws n of m labelled images. The second value is "drawn" in this case. If
+    all seeds have the same training images, it is "fixed" and the overlap is 0. If a record does not say, it is "unknown" and
+    the overlap is 0, too.
+    """
+    shares = [drawn_share(r) for r in records]
+    known = [share for share in shares if share is not None]
+    if any(share >= 1 for share in known):
+        return 0.0, "fixed"
+    share = max(known, default=0.0)
+    return share / (1 - share), "drawn" if len(known) == len(shares) else "unknown"
+
+
+def drawn_share(record: Record) -> float | None:
+    """Return which share of the training images a run draws as its labelled images: the largest over the classes, and 1 if all
+    are used. The result is None if it is unknown.
+
+    Old records do not have this number. For them it is computed for the data sets in `POOLS`.
+    """
+    if record.labels is None:
+        return 1.0
+    pool = POOLS.get((record.run.get("data") or {}).get("call", ""))
+    if record.drawn_share is None and pool:
+        return min(1.0, record.labels / pool)
+    return record.drawn_share

@@ -1,0 +1,157 @@
+"""Verdicts: Holm's correction over all planned comparisons, the reasons of a verdict, and when an arm needs no more seeds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .comparison import Cell, Difference
+from .statistics import (
+    EQUIVALENCE,
+    LEVEL,
+    MIN_PAIRS,
+    TIE,
+    detectable,
+    holm,
+    more_images_needed,
+    pairs_needed,
+    replication,
+    seeds_to_replicate,
+    stop_reason,
+    two_part_p,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict about one arm (variant in the comparison), the reason where it is not obvious, the paired difference with its
+    corrected p-value, and why the arm needs no more seeds, as `Row.stopped` says.
+    """
+
+    verdict: str
+    reason: str
+    difference: Difference | None
+    stopped: str = ""
+
+
+def judge(
+    differences: Mapping[Cell, Difference | None], gaps: Mapping[Cell, str], family: int, looks: Sequence[int] = ()
+) -> dict[Cell, Verdict]:
+    """Decide for each arm (variant) whether it is better or worse than its control, or inconclusive. `differences` are its
+    paired differences, `gaps` are texts about missing runs, and `family` is the number of comparisons that Holm corrects for.
+    `looks` are the numbers of seeds at which the comparisons are tested; empty: once.
+
+    A key is the pair (condition, arm). Comparisons that cannot be tested count with p = 1.
+
+    The level of a decided comparison is the one that Holm's method asked of it: 0.05 / (family - number of smaller p-values).
+    The probability of replication is computed at this level. The level of the others is the one that the next rejection needs.
+    """
+    results: dict[Cell, Verdict] = {}
+    tested: dict[Cell, Difference] = {}
+    for cell, d in differences.items():
+        verdict, reason = untestable(d, gaps[cell], family, looks)
+        results[cell] = Verdict(verdict, reason, d)
+        if d and not verdict:
+            tested[cell] = d
+    p_values = [1.0 if d.p is None else d.p for d in tested.values()]
+    corrected = holm(p_values + [1.0] * (family - len(tested)))
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    rejected = sum(p < LEVEL for p in corrected)
+    for rank, place in enumerate(order):
+        cell, d = list(tested.items())[place]
+        d = replace(d, p_holm=corrected[place])
+        level = LEVEL / (family - min(rank, rejected))
+        results[cell] = decided(d, level) if corrected[place] < LEVEL else undecided(d, level, looks)
+    return results
+
+
+def decided(d: Difference, level: float) -> Verdict:
+    """Return the verdict better or worse, with the probability that it comes out again. `level` is the level that Holm's method
+    asked of the comparison, and `d` are its differences.
+    """
+    if d.variance:
+        again = replication(d.mean, d.variance, level=level, overlap=d.overlap)
+        seeds = seeds_to_replicate(d.mean, d.variance, level=level, overlap=d.overlap)
+        d = replace(d, replication=again, seeds_for_90=seeds)
+    return Verdict("better" if d.mean > 0 else "worse", "", d, "decided" if d.looks else "")
+
+
+def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
+    """Return the verdict inconclusive, with its reason and with the effect that would have been found. `level` is the level
+    that a verdict needs, `d` are the differences, and `looks` are the numbers of seeds at which they are tested.
+    """
+    if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE):
+        return Verdict("inconclusive", "equal to the baseline for every seed; check that the technique changes anything", d)
+    variance = d.variance
+    d = replace(d, detectable=detectable(variance, level=level, overlap=d.overlap), needs=needs(d, level))
+    reason, stopped = partial_evidence(d), ""
+    if d.looks:
+        last = d.looks[-1]
+        stopped = stop_reason(d.mean, variance, last, looks, overlap=d.overlap)
+        reasons = {
+            "excluded": f"a difference of {100 * EQUIVALENCE:g} points is excluded",
+            "hopeless": f"stopped after {last} seeds: a verdict is unlikely even with {looks[-1]} seeds",
+            "": f"the next look is at {next((n for n in looks if n > last), 0)} seeds" if last < looks[-1] else "",
+        }
+        reason = "; ".join(filter(None, (reason, reasons[stopped])))
+    return Verdict("inconclusive", reason, d, stopped)
+
+
+def needs(d: Difference, level: float) -> str:
+    """Return what would help an inconclusive comparison most: "records", "images" or "seeds". `d` are its differences, and
+    `level` is the level that a verdict needs.
+
+    "records": the interval uses an upper bound, which only new runs can replace. "images": no number of seeds would tell a
+    difference of this size from zero on these test images.
+    """
+    if d.variance is None:
+        return ""
+    images = more_images_needed(d.variance, d.mean, level=level)
+    return "seeds" if not images else "records" if d.bound else "images"
+
+
+def partial_evidence(d: Difference) -> str:
+    """Return the reason why a comparison is inconclusive although a weaker test found a difference. The text is empty if none
+    did. `d` are the differences of the comparison.
+
+    The weaker tests are the one without Holm's correction, the one about the same training images, and the one about the same
+    test images.
+    """
+    word = "better" if d.mean > 0 else "worse"
+    if excludes_zero(d.low, d.high):
+        return "p is below 0.05 only before the Holm correction"
+    if not excludes_zero(d.seeds_low, d.seeds_high) or d.variance is None:
+        return ""
+    p = two_part_p(d.mean, d.variance)
+    if p is not None and p < d.level:
+        return f"{word} with these training images; the seeds share too many of them to say so of others"
+    images = f"{d.variance.images:,} test images"
+    return f"{word} on these {images} in every retraining; too few images to say so of new ones"
+
+
+def excludes_zero(low: float | None, high: float | None) -> bool:
+    """Return whether an interval leaves out zero. An interval that is not known (None) does not."""
+    return low is not None and high is not None and low * high > 0
+
+
+def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int] = ()) -> tuple[str, str]:
+    """Return a verdict and its reason as two texts if no test is possible, for example with too few seeds. Otherwise return two
+    empty texts. `d` are the differences, `gaps` is a text about missing runs, `family` is the number of comparisons, and
+    `looks` are the numbers of seeds at which they are tested.
+    """
+    if gaps or d is None:
+        return "no verdict", gaps
+    n = len(d.values)
+    if looks and not d.looks:
+        return "not enough seeds", f"{n} of the {looks[0]} pairs of the first look"
+    if n < MIN_PAIRS:
+        if d.sd is None:
+            return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
+        need = pairs_needed(d.sd, level=LEVEL / family)
+        enough = f"about {need} would show a difference of 1 point on these test images with 80% power"
+        return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
+    if d.p is not None:
+        return "", ""
+    if d.sd is not None and d.sd <= TIE and abs(d.mean) > TIE:
+        return "no verdict", "the same difference for every seed, so no test is possible; check that the seeds differ"
+    if d.variance and d.variance.n_eff < 2:
+        return "no verdict", "fewer than two test images tell the arms apart, so no test is possible"
+    return "no verdict", "too few test images, so no test is possible"
