@@ -1,0 +1,69 @@
+"""What becomes of a verdict with longer training and with tuned settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .comparison import Comparison, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """What becomes of the verdict about one arm (variant in the comparison) when all arms are trained longer.
+
+    arm, labels, tuned   the arm, the number of labelled images (None: all), and whether the settings were tuned
+    rows                 the results of the arm, from the shortest to the longest training
+    outcome              holds, fades, turns, appears, or "" if neither the shortest nor the longest training shows a difference
+    """
+
+    arm: str
+    labels: int | None
+    tuned: bool
+    rows: tuple[Row, ...]
+    outcome: str
+
+
+def trends(comparison: Comparison) -> list[Trend]:
+    """Return what becomes of each verdict when all arms (variants) are trained longer, as a list of `Trend` objects. The list
+    is empty if the comparison has a single training length.
+
+    Techniques without a verdict at one of the lengths (missing runs or too few seeds) are left out.
+    """
+    found: dict[tuple, list[Row]] = {}
+    for row in comparison.rows:
+        if row.role == "technique" and row.length is not None:
+            found.setdefault((row.arm, row.labels, row.tuned), []).append(row)
+    return [
+        Trend(arm=arm, labels=labels, tuned=tuned, rows=tuple(rows), outcome=outcome(rows))
+        for (arm, labels, tuned), rows in found.items()
+        if len(rows) > 1 and all(row.decided or row.verdict == "inconclusive" for row in rows)
+    ]
+
+
+def outcome(rows: Sequence[Row]) -> str:
+    """Return what becomes of a verdict with longer training, as one word. `rows` are the results of one arm (variant), from the
+    shortest to the longest training; only the first and the last one count.
+
+    "holds": the last verdict is that of the first. "turns": it is the opposite. "fades": the last verdict is inconclusive, or
+    it is the same but the difference has fallen below half and its interval leaves out the first difference. "appears": only
+    the last one is better or worse. "": neither is.
+    """
+    first, last = rows[0], rows[-1]
+    if not first.decided:
+        return "appears" if last.decided else ""
+    if not last.decided:
+        return "fades"
+    if first.verdict != last.verdict:
+        return "turns"
+    before, now = first.difference, last.difference
+    if before and now and abs(now.mean) < abs(before.mean) / 2 and not (now.low or 0) <= before.mean <= (now.high or 0):
+        return "fades"
+    return "holds"
+
+
+def tuned_pairs(comparison: Comparison) -> list[tuple[Row, Row]]:
+    """Return a list of pairs (results at common settings, results at tuned settings) of each arm (variant), for the same number
+    of labelled images and the same training length.
+    """
+    common = {(row.arm, row.condition): row for row in comparison.rows if not row.tuned}
+    pairs = [(common.get((row.arm, row.condition._replace(tuned=False))), row) for row in comparison.rows if row.tuned]
+    return [(before, row) for before, row in pairs if before]

@@ -1,0 +1,94 @@
+"""On which test images two arms disagree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smallvit.record import Record
+
+from .comparison import Condition, condition_of
+from .differences import comparable
+
+SHOWN = 10  # test images on which two arms disagree most often
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """On which test images two arms (variants in the comparison) are right or wrong, under one condition.
+
+    seeds   seed -> four numbers of images: both arms right, only the first one, only the second one, both wrong
+    images  the test images on which the arms differ most often, as tuples: position in the test set, number of seeds in which
+            only the first arm is right, number of seeds in which only the second arm is right
+    """
+
+    condition: Condition
+    arm: str
+    other: str
+    seeds: dict[int, tuple[int, int, int, int]]
+    images: tuple[tuple[int, int, int], ...]
+
+
+def disagreements(records: Sequence[Record], arm: str, other: str, condition: Condition | None = None) -> list[Disagreement]:
+    """Return on which test images two arms (variants) disagree, as a list with one `Disagreement` for each condition. `records`
+    are the results of all runs, and `arm` and `other` are the names of the two arms.
+
+    condition   the only condition to look at; None: all in which both arms have runs
+
+    Raises ValueError for an unknown arm, or if no two runs can be compared: they must have finished with the same seed and
+    images, and their records must say which test images were right. Records of earlier versions do not.
+    """
+    arms = list(dict.fromkeys(r.arm for r in records if r.role != "dependency"))
+    if unknown := [name for name in (arm, other) if name not in arms]:
+        raise ValueError(f"unknown arm {unknown[0]!r}; expected two of {', '.join(map(repr, arms))}")
+    if arm == other:
+        raise ValueError(f"the two arms are both {arm!r}; expected two different arms")
+    found = []
+    conditions = sorted({condition_of(r) for r in records if r.arm in (arm, other)}, key=lambda c: c.order)
+    for c in conditions if condition is None else [condition]:
+        runs, others = (
+            {r.seed: r for r in records if r.arm == name and condition_of(r) == c and r.finished} for name in (arm, other)
+        )
+        seeds = [s for s in sorted(runs) if comparable(runs[s], others.get(s))]
+        bits = {
+            s: (a, b) for s in seeds if (a := runs[s].correct_bits) is not None and (b := others[s].correct_bits) is not None
+        }
+        if bits:
+            found.append(count_disagreements(c, arm, other, bits))
+    if not found:
+        raise ValueError(
+            f"the records of {arm!r} and {other!r} do not say which test images were right; records of earlier versions keep no "
+            "such data: run the recipe again"
+        )
+    return found
+
+
+def count_disagreements(condition: Condition, arm: str, other: str, bits: dict) -> Disagreement:
+    """Return on which test images two arms (variants) disagree under one condition. `bits` is a dict from a seed to two boolean
+    arrays, which say for each test image whether the first and the second arm are right.
+    """
+    seeds = {
+        s: (int((a & b).sum()), int((a & ~b).sum()), int((~a & b).sum()), int((~a & ~b).sum())) for s, (a, b) in bits.items()
+    }
+    first = sum((a & ~b).astype(int) for a, b in bits.values())
+    second = sum((~a & b).astype(int) for a, b in bits.values())
+    order = sorted(range(len(first)), key=lambda i: (-abs(first[i] - second[i]), -first[i] - second[i], i))
+    images = [(i, int(first[i]), int(second[i])) for i in order[:SHOWN] if first[i] + second[i]]
+    return Disagreement(condition=condition, arm=arm, other=other, seeds=seeds, images=tuple(images))
+
+
+def disagreement_text(found: Sequence[Disagreement]) -> str:
+    """Return tables for the terminal that show on which test images two arms (variants) disagree, one for each condition.
+    `found` is the result of `disagreements`.
+    """
+    blocks = []
+    for d in found:
+        lines = [f"{d.condition.title}: test images that “{d.arm}” (first) and “{d.other}” (second) classify correctly", ""]
+        lines += [f"{'seed':>6}{'both':>10}{'only first':>12}{'only second':>13}{'neither':>10}"]
+        lines += [f"{s:>6}{a:>10,}{b:>12,}{c:>13,}{n:>10,}" for s, (a, b, c, n) in d.seeds.items()]
+        if d.images:
+            heading = (
+                f"Of {len(d.seeds)} seed{'s' * (len(d.seeds) > 1)}, the images with the most disagreement (positions from 0):"
+            )
+            lines += ["", heading, f"{'image':>8}{'only first':>12}{'only second':>13}"]
+            lines += [f"{i:>8,}{a:>12,}{b:>13,}" for i, a, b in d.images]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
