@@ -10,7 +10,7 @@ from smallvit.components import function
 from smallvit.evaluate import accuracy, declaration, knn, linear_probe
 from smallvit.objectives import Supervised
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
-from smallvit.record import RANDOM, ROLES
+from smallvit.record import RANDOM, ROLES, format_labels
 from smallvit.references import Pixels, SmallCNN
 from smallvit.run import Run, fingerprint
 from smallvit.tokenizers import PatchEmbed
@@ -81,6 +81,14 @@ class ArmRun:
         settings were tuned. Runs with equal cells differ only in their seed.
         """
         return self.arm, self.labels, self.length, self.tuning is not None
+
+    @property
+    def condition(self) -> str:
+        """The condition of the run as text: the number of labelled images, the training length and whether the settings were
+        tuned. For example: `1,000 labels, 2,000 steps, tuned`.
+        """
+        length = "" if self.length is None else f", {self.length:,} steps"
+        return format_labels(self.labels) + length + ", tuned" * (self.tuning is not None)
 
     def with_steps(self, change) -> "ArmRun":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the

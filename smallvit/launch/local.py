@@ -24,6 +24,8 @@ from smallvit.record import Record
 
 from .scheduler import Scheduler, Task
 
+READS = "test_reads.jsonl"  # which settings have been scored on which test images
+
 
 def launch(
     runs: Sequence[ArmRun],
@@ -38,6 +40,7 @@ def launch(
     numerics: Numerics = DEFAULT,
     retry: bool = False,
     fail_fast: bool = False,
+    validation_only: bool = False,
     show: Callable[[Record], None] | None = None,
 ) -> list[Record]:
     """Train runs in several worker processes. Return a list with the record (settings, results and costs) of each run, in the
@@ -57,6 +60,8 @@ def launch(
     device       "cpu", "cuda", "mps" or "auto"
     numerics     precision, attention kernel and compilation; `smallvit.launch.autotune.autotune` finds the fastest
     fail_fast    start no further run after the first failure
+    validation_only  score the runs on validation images only; the test images cannot be read. `out` must be a folder in which
+                 no other runs lie
     show         called with each new record
 
     Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
@@ -78,7 +83,9 @@ def launch(
     schedule = Scheduler(
         runs, out, recipe, recipe_runs=recipe_runs, try_again=try_again, stack=stack, fail_fast=fail_fast, show=show
     )
-    workers = [Worker(context, source, device, numerics) for _ in range(min(jobs or cores(), len(schedule.queue)))]
+    reads = None if validation_only else Path(out, recipe, READS)
+    settings = (source, device, numerics, validation_only, reads)
+    workers = [Worker(context, *settings) for _ in range(min(jobs or cores(), len(schedule.queue)))]
     if workers:
         text = f"{recipe}: training {len(schedule.queue)} runs; starting {len(workers)} worker processes"
         print(text, file=sys.stderr, flush=True)
@@ -146,12 +153,21 @@ class Worker:
 
     context   the multiprocessing context
     source    the recipe file, or None
+    reads     the file in which reads of the test images are counted, or None
     group     positions of the runs that it trains
     progress  shared array with one number: the steps done, or -1 before the worker has begun
     """
 
-    def __init__(self, context: Any, source: str | Path | None, device: str, numerics: Numerics):
-        self.context, self.settings = context, (source, device, numerics)
+    def __init__(
+        self,
+        context: Any,
+        source: str | Path | None,
+        device: str,
+        numerics: Numerics,
+        validation_only: bool = False,
+        reads: Path | None = None,
+    ):
+        self.context, self.settings = context, (source, device, numerics, validation_only, reads)
         self.group: list[int] = []
         self.restart()
 

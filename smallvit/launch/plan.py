@@ -15,7 +15,7 @@ from smallvit.data import HeldOut
 from smallvit.numerics import DEFAULT
 from smallvit.pretrained import Weights
 from smallvit.record import user_line
-from smallvit.run import Run, difference
+from smallvit.run import Run, difference, fingerprint
 
 from .autotune import begun, step_seconds
 from .local import Worker, check_device, cores, process_context
@@ -48,16 +48,17 @@ def plan(
     """
     check_device(device)
     runs, _ = with_dependencies(runs, recipe_runs)
+    runs = list({(entry.arm, fingerprint(entry.run)): entry for entry in reversed(runs)}.values())[::-1]  # each run once
     left = [entry for entry in runs if not finished(entry)]
     jobs = max(1, min(jobs or cores(), len(left)))
-    first = {entry.arm: entry for entry in reversed(runs)}
     tokens = tokens_left(runs)
     now: list[float] = []
     after_download: list[float] = []
     lines = []
-    for arm in dict.fromkeys(entry.arm for entry in runs):
-        entry, run = first[arm], first[arm].run
-        count, unfinished = (sum(other.arm == arm for other in group) for group in (runs, left))
+    for arm, length, tuned in dict.fromkeys(kind(entry) for entry in runs):
+        same = [entry for entry in runs if kind(entry) == (arm, length, tuned)]
+        entry, run, count = same[0], same[0].run, len(same)
+        unfinished = sum(kind(other) == (arm, length, tuned) for other in left)
         try:
             seconds = estimate(run, device)
             weights = run.init if isinstance(run.init, Weights) and run.init.local_path() is None else None
@@ -67,9 +68,10 @@ def plan(
         (after_download if weights else now).extend([seconds] * unfinished)
         note = f"; {count - unfinished} have finished" if unfinished < count else ""
         note += f"; {weights.name} must be downloaded" if weights else ""
-        lines.append(f"{arm}: {count} runs of {run.steps} steps, about {seconds:.0f} s each{note}")
+        lines.append(f"{arm}{', tuned' * tuned}: {count} runs of {run.steps} steps, about {seconds:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
-        baseline = next((other for other in runs if other.arm == entry.baseline), runs[0])
+        controls = sorted((e for e in runs if e.arm == entry.baseline), key=lambda e: kind(e)[1:] != (length, tuned))
+        baseline = controls[0] if controls else runs[0]
         if arm != baseline.arm:
             changes = difference(baseline.run.vary(labels=run.labels, seed=run.seed), run)
             lines += [f"    {name}: {old} -> {new}" for name, (old, new) in changes.items()]
@@ -80,6 +82,13 @@ def plan(
     text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
     done = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
     return "\n".join([*lines, f"{len(runs)} runs, {done}{text}"])
+
+
+def kind(entry: ArmRun) -> tuple:
+    """Return the arm of a run, its training length and whether its settings were tuned, as a tuple. Runs that agree in these
+    take about equally long.
+    """
+    return entry.arm, entry.length, entry.tuning is not None
 
 
 def estimate(run: Run, device: str) -> float:
@@ -117,7 +126,7 @@ def evaluation_seconds(training: "Training") -> float:
     from smallvit.train.fit import evaluate
 
     run, subset, data = training.run, training.subset, training.run.data()
-    all_train, all_test = len(subset.train), len(data.test.open())  # only the number of test images is used
+    all_train, all_test = len(subset.train), data.test.count
     train, (fewer, more) = min(MOST_TRAIN, all_train), (min(count, all_test, len(data.train)) for count in TEST_COUNTS)
 
     def seconds(train: int, test: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shutil import get_terminal_size
 
 from smallvit.ablation import ArmRun
-from smallvit.record import Record, format_labels, user_line
+from smallvit.record import Record, user_line
 
 FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
 
@@ -29,20 +29,20 @@ class Bar:
 
         self.runs, self.todo = runs, len(todo)
         self.ended, self.steps, self.started = len(runs) - len(todo), 0.0, False
-        self.scores: dict[tuple[str, int | None], list[float]] = {}
-        for record in found:
-            self.add_score(record)
+        self.scores: dict[tuple[str, str], list[float]] = {}
+        for entry, record in zip(runs, found):
+            self.add_score(entry, record)
         steps = max(sum(runs[index].run.steps for index in todo), 1)
         self.watched = sys.stderr.isatty() and bool(todo)
         self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, nrows=20, disable=not self.watched)
         self.show_progress()
 
-    def add_score(self, record: Record | None):
-        """Add the validation accuracy of a run to the list of its arm (variant). `record` holds the results of the run.
-        Reference models and runs that have not finished are ignored.
+    def add_score(self, entry: ArmRun, record: Record | None):
+        """Add the validation accuracy of a run to the list of its arm (variant). `entry` is the run, and `record` holds its
+        results. Reference models and runs that have not finished are ignored.
         """
         if record is not None and record.finished and record.role != "reference" and record.val:
-            self.scores.setdefault((record.arm, record.labels), []).append(record.val[record.score])
+            self.scores.setdefault((record.arm, entry.condition), []).append(record.val[record.score])
 
     def run_ended(self, entry: ArmRun, record: Record | None):
         """Count one run that has ended, and print its error if it failed. `entry` is the run, and `record` holds its results.
@@ -50,8 +50,8 @@ class Bar:
         """
         self.ended += 1
         self.steps += entry.run.steps
-        self.add_score(record)
-        name = f"{entry.arm}, {format_labels(entry.labels)}, seed {entry.seed}"
+        self.add_score(entry, record)
+        name = f"{entry.arm}, {entry.condition}, seed {entry.seed}"
         if record is None:
             self.bar.write(f"{name} is being trained by another process", file=sys.stderr)
         elif record.status == "failed":
@@ -61,11 +61,11 @@ class Bar:
 
     def headline(self) -> str:
         """Return a line of text with the number of runs that have ended. It also shows the mean validation accuracy of each arm
-        (variant) for the current number of labelled images.
+        (variant) in the current condition, such as the number of labelled images.
         """
-        labels = list(self.scores)[-1][1] if self.scores else None
-        means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, count), s in self.scores.items() if count == labels]
-        scores = f", {format_labels(labels)}, validation: {'  '.join(means)}" if means else ""
+        current = list(self.scores)[-1][1] if self.scores else ""
+        means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, condition), s in self.scores.items() if condition == current]
+        scores = f", {current}, validation: {'  '.join(means)}" if means else ""
         return f"{self.ended}/{len(self.runs)} runs{scores}"
 
     def show_progress(self, steps: Sequence[float] = ()):

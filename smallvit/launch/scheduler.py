@@ -66,6 +66,9 @@ class Scheduler:
     fail_fast    start no further run after the first failure
     show         called with each new record
 
+    A run that occurs in several conditions, such as a reference without training at each training length, has one folder. It
+    is trained once, and each condition gets its record.
+
     Damaged records and weights are renamed, with a message, and these runs are trained again.
 
     Raises       ValueError if a folder holds another run, and if data or a file of weights cannot be read.
@@ -86,10 +89,15 @@ class Scheduler:
         self.out, self.recipe, self.stack, self.fail_fast, self.show = out, recipe, stack, fail_fast, show
         self.requested = len(runs)
         self.runs, self.dependencies = with_dependencies(runs, recipe_runs)
+        places: dict[Path, int] = {}
+        self.same_run: dict[int, list[int]] = {}  # position of a run -> positions of equal runs in other conditions
+        for index, entry in enumerate(self.runs):
+            first = places.setdefault(folder(entry, out, recipe), index)
+            self.same_run.setdefault(first, []).append(index)
         self.records = [self.existing_record(entry) for entry in self.runs]
         unfinished = [entry.run for entry, record in zip(self.runs, self.records) if record is None or not record.finished]
         self.unavailable = unavailable_weights(unfinished)
-        untrained = [index for index, record in enumerate(self.records) if record is None or try_again(record)]
+        untrained = [index for index in self.same_run if (record := self.records[index]) is None or try_again(record)]
         todo = [index for index in untrained if index < self.requested]
         while more := [index for index in untrained if index not in todo and self.is_needed(index, todo)]:
             todo += more
@@ -229,7 +237,9 @@ class Scheduler:
         """Store the record (results) of a run that has ended, and update the progress bar. `index` is the position of the run
         in the list of all runs. `record` is None if another process trains this run.
         """
-        self.records[index] = record
+        for same in self.same_run[index]:
+            self.records[same] = record and replace(record, **tags(self.runs[same], self.recipe)._asdict())
+        record = self.records[index]
         self.bar.run_ended(self.runs[index], record)
         if record is not None and self.show:
             self.show(record)

@@ -50,11 +50,19 @@ def exit_with(parent: BaseProcess | None):
     os._exit(1)
 
 
-def work(tasks: list[Task], source: str | Path | None, device: str, numerics: Numerics) -> list[Record]:
+def work(
+    tasks: list[Task],
+    source: str | Path | None,
+    device: str,
+    numerics: Numerics,
+    validation_only: bool = False,
+    reads: Path | None = None,
+) -> list[Record]:
     """Train one run, or several runs that differ only in their seed, and return the list of their records (results). `tasks`
     has the settings and the folder of each run. `source` is the path of the recipe file, or None.
 
-    The recipe file is needed if it defines components that the runs use.
+    The recipe file is needed if it defines components that the runs use. With `validation_only=True` the test images are not
+    read; otherwise each read is written to the file `reads`.
 
     An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
     """
@@ -67,6 +75,7 @@ def work(tasks: list[Task], source: str | Path | None, device: str, numerics: Nu
         load_recipe(source, tuned=False)
     runs, tags, folders, dependencies = zip(*tasks)
     options = {"tags": tags, "device": device, "watch": watch, "dependencies": dependencies, "numerics": numerics}
+    options |= {name: value for name, value in (("validation_only", validation_only), ("reads", reads)) if value}
     try:
         return fit_stacked([rebuild(run) for run in runs], folders, **options)
     except Exception as error:
