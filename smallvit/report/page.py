@@ -3,38 +3,58 @@
 import html as entities
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
-from statistics import fmean
 from typing import Any
 
-from smallvit.record import Record, format_labels
+from smallvit.record import Record
 
 from . import figures, format
-from .compare import Comparison, Row, compare
-from .format import BUDGETS, REDUCED, cost, interval, mean_sd, p_value, percent, points
-from .provenance import changes, hyperparameters, provenance, warnings
+from .answer import answer
+from .compare import compare
+from .comparison import Comparison
+from .drawing import DARK, LIGHT, styles
+from .format import mean_sd
+from .provenance import provenance, warnings
+from .settings import changes, hyperparameters, tuning_curves
+from .tables import FOLDED, LENGTHS, TUNED, Table, tables
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
+EXPLAINED = {  # heading -> a paragraph below its tables
+    TUNED: "Settings were chosen by trials on validation images, with equally many trials for each arm. The verdicts are about "
+    "the chosen settings: other trials would have chosen others. The expected loss is the accuracy that chance in the trials "
+    "costs.",
+    LENGTHS: "Holds: the last verdict is that of the first. Fades: it is gone, or the difference has fallen below half. Turns: "
+    "it is the opposite. Appears: only the last one is better or worse.",
+}
 
-def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
+
+def markdown(
+    records: Sequence[Record],
+    *,
+    title: str,
+    doc: str,
+    options: str = "",
+    earlier: int = 0,
+    explored: Mapping[str, int] | None = None,
+) -> str:
     """Return the report of a comparison as Markdown text. `records` are the results of its runs. The options `title` and `doc`
     are the name and the docstring of the recipe file (the Python file that lists the runs).
 
     `options` are the command-line options of the runs, such as " --scale-steps 2". `earlier` is the number of finished
-    comparisons whose arms were removed from the recipe.
+    comparisons whose arms were removed from the recipe. `explored` is a dict from the name of an arm (variant) to the number of
+    its runs by `smallvit explore`.
     """
-    page = content(records, title, doc, options, earlier)
+    page = content(records, title, doc, options, earlier, explored)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
     if page["comparison"]:
         for heading, found in page["tables"].items():
-            folded = heading == "Accuracy of every seed"
+            folded = heading in FOLDED
             parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
             parts += [part for table in found for part in (f"### {_md(table.title)}", _table(table))]
+            parts += [_md(page["explained"][heading])] if heading in page["explained"] else []
             parts += ["</details>"] if folded else []
-            parts += [_md(page["how_it_was_timed"])] if heading == "Costs" else []
         failures = [text for text, _ in page["failures"]]
         for heading, lines in (("Warnings", page["warnings"]), ("Failures", failures)):
             parts += [f"## {heading}", _list(lines)] if lines else []
@@ -49,7 +69,15 @@ def markdown(records: Sequence[Record], *, title: str, doc: str, options: str = 
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", earlier: int = 0) -> str:
+def html(
+    records: Sequence[Record],
+    *,
+    title: str,
+    doc: str,
+    options: str = "",
+    earlier: int = 0,
+    explored: Mapping[str, int] | None = None,
+) -> str:
     """Return the report of a comparison as the text of one HTML page, with tables and figures. `records` are the results of its
     runs. The page needs no scripts and no other files.
 
@@ -64,11 +92,14 @@ def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", 
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters["zip"] = zip
     template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
-    page = content(records, title, doc, options, earlier) | {"light": figures.LIGHT, "dark": figures.DARK, "prose": prose}
+    page = content(records, title, doc, options, earlier, explored)
+    page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED}
     if comparison := page["comparison"]:
         shown = reported(records)
         draw: dict[str, Callable[[Comparison], str]] = {
             "forest": figures.forest,
+            "length": figures.by_length,
+            "tuning": lambda part: figures.by_tuning(part, tuning_curves(part, shown)),
             "macs": figures.by_macs,
             "labels": figures.by_labels,
             "hyperparameters": lambda part: figures.by_hyperparameter(part, hyperparameters(part, shown)),
@@ -77,7 +108,7 @@ def html(records: Sequence[Record], *, title: str, doc: str, options: str = "", 
         }
         parts = comparison.parts()
         page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
-        page["looks"] = {arm: look for part in parts for arm, look in figures.styles(part).items()}
+        page["styles"] = {arm: look for part in parts for arm, look in styles(part).items()}
         pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}
         page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in comparison.arms if arm in pictures}
     return template.render(page)
@@ -87,20 +118,27 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
     """Return a short report for the terminal: the mean accuracy of every arm (variant), then one line for each verdict.
     `records` are the results of the runs. `earlier` is the number of finished comparisons that were removed from the recipe
     file.
+
+    Only the main conditions are shown: tuned settings if there are any, and the longest training.
     """
     comparison = compare(records, earlier)
-    rows = [row for row in comparison.rows if row.values]
-    if not rows:
+    if not any(row.values for row in comparison.rows):
         return "no run has finished, so there is nothing to compare"
-    width = max(len(row.arm) for row in rows)
+    rows = [row for row in comparison.main_rows if row.values]
+    width = max((len(row.arm) for row in rows), default=0)
     lines = []
-    for labels in dict.fromkeys(row.labels for row in rows):
-        lines.append(f"{format_labels(labels)}: test accuracy, mean and SD over seeds")
-        lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.labels == labels]
-    return "\n".join([*lines, "", *(format.sentence(comparison, row) for row in rows if row.role == "technique")])
+    for condition in dict.fromkeys(row.condition for row in rows):
+        lines.append(f"{condition.title}: test accuracy, mean and SD over seeds")
+        lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.condition == condition]
+    lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
+    if others := len(comparison.conditions) - len(comparison.main):
+        lines.append(f"The report also shows {others} other condition{'s' * (others > 1)} (common settings, shorter training).")
+    return "\n".join(lines)
 
 
-def content(records: Sequence[Record], title: str, doc: str, options: str, earlier: int) -> dict[str, Any]:
+def content(
+    records: Sequence[Record], title: str, doc: str, options: str, earlier: int, explored: Mapping[str, int] | None
+) -> dict[str, Any]:
     """Return everything that a report shows as a dict, such as the question, the tables and the warnings. `records` are the
     results of the runs, `title` and `doc` are the name and the docstring of the recipe file.
 
@@ -112,19 +150,19 @@ def content(records: Sequence[Record], title: str, doc: str, options: str, earli
     shown = reported(records)
     if not shown:
         return page
-    comparison, warned = compare(records, earlier), warnings(shown)
+    comparison, warned = compare(records, earlier), warnings(shown, explored)
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
-        "answer": format.answer(comparison),
+        "answer": answer(comparison),
         "notes": format.notes(comparison, warned),
         "tables": tables(comparison, shown),
-        "how_it_was_timed": format.how_it_was_timed(shown) if comparison.reduced else "",
+        "explained": EXPLAINED | ({"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}),
         "warnings": warned,
         "failures": format.failures(comparison, shown),
         "unavailable": format.unavailable(comparison),
         "changes": changes(comparison, shown),
-        "provenance": provenance(shown, options),
+        "provenance": provenance(shown, options, explored),
         "how_to_read": format.how_to_read(comparison),
     }
 
@@ -153,140 +191,6 @@ def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
     if found and found[0][0] in ("", "Question"):
         return found[0][1], found[1:]
     return "", found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table in a report, with one line for each arm (variant in the comparison). `rows` is a dict from the name of an arm to
-    a list of cells. A cell is a pair: a text and a list of remarks.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: dict[str, list[tuple[str, list[str]]]]
-    text: tuple[str, ...] = ("Verdict", "Accuracy, % (seed)")  # columns that are not numbers
-
-
-def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Return all tables of a report, as a dict from a heading to the list of tables below it. `records` are the results of the
-    runs. Headings without a table are left out.
-    """
-    found = {
-        "Accuracy": accuracy_tables(comparison),
-        "Costs": cost_tables(comparison),
-        "Probes of frozen features": probe_tables(records),
-        "Other measurements": other_tables(comparison, records),
-        "Accuracy of every seed": seed_tables(comparison),
-    }
-    return {heading: each for heading, each in found.items() if each}
-
-
-def each_table(comparison: Comparison) -> list[tuple[str, list[Row]]]:
-    """Return a list of pairs (title, rows), one for each table of a report. There is one table for each pair of a number
-    of labelled images and a baseline (the variant that others are compared with). A row holds the results of one arm (variant).
-
-    Arms whose external weights could not be obtained are left out.
-    """
-    found = []
-    for n in comparison.labels:
-        for part in comparison.parts():
-            title = format_labels(n).capitalize() + f", compared with {part.baseline}" * (len(comparison.baselines) > 1)
-            found += [(title, [row for row in part.at(n) if not row.unavailable])] if n in part.labels else []
-    return found
-
-
-def accuracy_tables(comparison: Comparison) -> list[Table]:
-    """Return the main tables of a report as a list. They show the test accuracy of each arm (variant), its difference from the
-    baseline, the Holm-corrected p-value and the verdict.
-    """
-    columns = ("Test accuracy, % (mean ± SD over seeds)", "Difference, points [95% CI]", "Holm p", "Verdict")
-
-    def cells(row: Row) -> list[tuple[str, list[str]]]:
-        d = row.difference
-        return [
-            (mean_sd(row), []),
-            (f"{points(d.mean)} {interval(d)}", [f"n = {len(d.values)}"] * (d.seeds != row.seeds)) if d else ("–", []),
-            (p_value(d and d.p_holm), []),
-            (row.verdict or row.role, [row.reason] * bool(row.reason) + [f"by {row.score}"] * (row.score != "accuracy")),
-        ]
-
-    found = [(title, {row.arm: cells(row) for row in rows}) for title, rows in each_table(comparison)]
-    return [Table(title=title, columns=columns, rows=rows) for title, rows in found]
-
-
-def cost_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables with the costs of each arm (variant) as a list, such as parameters, multiply-adds (MACs) and training
-    seconds.
-
-    If the evaluator `cost` has measured token reductions, they begin with tokens, MACs, time and speed-up.
-    """
-    columns = (REDUCED if comparison.reduced else {}) | BUDGETS
-    cells = [
-        (title, {row.arm: [cost(row, name) for name in columns] for row in rows}) for title, rows in each_table(comparison)
-    ]
-    return [Table(title=title, columns=tuple(columns.values()), rows=rows) for title, rows in cells]
-
-
-def seed_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables with the test accuracy of every seed as a list. They also show the range of these accuracies and the
-    p-value before the Holm correction, for each arm (variant).
-    """
-
-    def cells(row: Row) -> list[tuple[str, list[str]]]:
-        seeds = [f"{percent(value)} ({seed})" for seed, value in zip(row.seeds, row.values)]
-        extent = f"{percent(min(row.values))} to {percent(max(row.values))}"
-        return [(extent, []), (p_value(row.difference and row.difference.p), []), (", ".join(seeds), [])]
-
-    columns = ("Range", "p, not corrected", "Accuracy, % (seed)")
-    found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison)]
-    return [Table(title=title, columns=columns, rows=rows) for title, rows in found if rows]
-
-
-def probe_tables(records: Sequence[Record]) -> list[Table]:
-    """Return the tables with the mean accuracy of each probe (a classifier on frozen features) as a list, in percent. `records`
-    are the results of the runs.
-
-    A number of labelled images has a table only if an arm other than the references was probed.
-    """
-    labels = {r.labels for r in records if r.finished and r.probes and r.role != "reference"}
-    return measurement_tables([r for r in records if r.labels in labels], lambda r: r.probes or (), percent)
-
-
-def other_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
-    """Return the tables with all measured numbers that no other table of the report shows, as a list. The numbers are means
-    over the seeds. `records` are the results of the runs.
-
-    Scores, probes and the numbers in the tables of costs are left out, because other tables show them.
-    """
-    shown = {"macs", "macs_sd"} | (set(REDUCED) if comparison.reduced else set())
-
-    def others(r: Record) -> list[str]:
-        return [name for name in r.test or () if name not in {r.score, *(r.probes or ()), *shown}]
-
-    return measurement_tables(records, others, lambda x: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}")
-
-
-def measurement_tables(
-    records: Sequence[Record], names_of: Callable[[Record], Iterable[str]], form: Callable[[float], str]
-) -> list[Table]:
-    """Return a list of tables, one for each number of labelled images. They show means over the seeds of measured numbers. The
-    function `names_of` returns the names of these numbers for the results of a run, and `form` converts a mean to text.
-
-    A record holds the results of one run, and the numbers are those in its field `test`.
-    """
-    tables = []
-    for labels in dict.fromkeys(r.labels for r in records):
-        found: dict[str, dict[str, list[float]]] = {}
-        for r in records:
-            for name in names_of(r) if r.finished and r.labels == labels else ():
-                found.setdefault(r.arm, {}).setdefault(name, []).append((r.test or {})[name])
-        columns = tuple(dict.fromkeys(name for numbers in found.values() for name in numbers))
-        rows = {
-            arm: [(form(fmean(numbers[name])) if name in numbers else "–", []) for name in columns]
-            for arm, numbers in found.items()
-        }
-        tables += [Table(title=format_labels(labels).capitalize(), columns=columns, rows=rows)] if columns else []
-    return tables
 
 
 def _table(table: Table) -> str:

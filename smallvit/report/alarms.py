@@ -1,0 +1,224 @@
+"""Alarms of a report: arms that were probably trained too briefly, that only guess, or that lose to a simpler model."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+
+from smallvit.record import RANDOM, Record, format_labels
+
+from .comparison import Condition, condition_of
+from .format import join_names
+from .settings import option_name
+from .statistics import MIN_PAIRS, TIE, spread
+
+PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
+RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm
+FALL, MEMORISED = 0.02, 0.01  # of the training loss: smallest relative fall, and a loss from which nothing is left to learn
+LONGER = "Try more steps, such as --scale-steps 4"
+
+
+def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Record]]:
+    """Return the finished runs of each baseline and technique, as a dict from the pair (condition, arm) to a list of records
+    (results of a run). Only the conditions that the answer of a report is about are used.
+
+    These are tuned settings if there are any, and the longest training: a shorter training is short on purpose.
+    """
+    shown = [r for r in records if r.finished and r.role in ("baseline", "technique")]
+    tuned, longest = any(r.tuning for r in shown), max((r.length or 0 for r in shown), default=0)
+    cells: dict[tuple[Condition, str], list[Record]] = {}
+    for r in shown:
+        if bool(r.tuning) == tuned and (r.length or 0) == longest:
+            cells.setdefault((condition_of(r), r.arm), []).append(r)
+    return cells
+
+
+def named(cells: Iterable[tuple[Condition, str]], among: Iterable[tuple[Condition, str]]) -> str:
+    """Return arms (variants) under their conditions as text: `A and B at 100 labels; all 4 arms at 1,000 labels`. `cells` are
+    the pairs (condition, arm) to name, and `among` are all pairs. The number of labels is left out if there is only one.
+    """
+    found: dict[Condition, list[str]] = {}
+    for condition, arm in cells:
+        found.setdefault(condition, []).append(arm)
+    total = Counter(condition for condition, _ in among)
+    names = {
+        condition: f"all {len(arms)} arms" if len(arms) == total[condition] > 2 else join_names(arms)
+        for condition, arms in found.items()
+    }
+    several = len({condition.labels for condition in total}) > 1
+    return "; ".join(text + f" at {format_labels(condition.labels)}" * several for condition, text in names.items())
+
+
+def undertrained(records: Sequence[Record]) -> list[str]:
+    """Return a warning if some arms (variants in the comparison) were probably trained too briefly. `records` are the results
+    of the runs.
+
+    This is the case if both hold for the last quarter of the training steps. The validation accuracy rose by at least 0.3
+    points on average over the seeds, and by more than twice the standard error of this mean. The training loss fell by at least
+    2%, and it is not yet below 0.01. A cosine schedule raises the accuracy at the end of any training, but only a little once
+    the model has learned what it can.
+    """
+    cells = main_cells(records)
+    rises = {cell: rise for cell, runs in cells.items() if (rise := late_rise(runs)) is not None}
+    if not rises:
+        return []
+    extent = f"{100 * min(rises.values()):.1f}" + f" to {100 * max(rises.values()):.1f}" * (len(rises) > 1)
+    return [
+        f"Probably not trained long enough: {named(rises, cells)}. Over the last quarter of the steps, the validation "
+        f"accuracy still rose by {extent} points, and the training loss still fell. {LONGER}"
+    ]
+
+
+def late_rise(runs: Sequence[Record]) -> float | None:
+    """Return by how much the validation accuracy of an arm (variant) rose over the last quarter of training, as a mean over its
+    runs, if the arm was probably trained too briefly. Otherwise return None. `runs` are the results of its runs.
+
+    The rule is that of `undertrained`.
+    """
+    ends = [(r.curve[-1 - len(r.curve) // 4], r.curve[-1]) for r in runs if r.curve and len(r.curve) >= 4]
+    ends = [(before, last) for before, last in ends if None not in (*before, *last)]
+    if len(ends) < 2:
+        return None
+    rises = [last[2] - before[2] for before, last in ends]
+    loss_before, loss = (fmean(point[1] for point in points) for points in zip(*ends))
+    rise, error = fmean(rises), stdev(rises) / math.sqrt(len(rises))
+    falls = MEMORISED < loss <= (1 - FALL) * loss_before
+    return rise if falls and rise >= RISE and rise > 2 * error else None
+
+
+def below_raw_pixels(records: Sequence[Record]) -> list[str]:
+    """Return a warning if some arms (variants in the comparison) are less accurate on average than logistic regression or the
+    nearest neighbour on raw pixels, with the same number of labelled images. `records` are the results of the runs.
+    """
+    pixels: dict[int | None, dict[str, list[float]]] = {}
+    for r in records:
+        if r.finished and (r.run.get("model") or {}).get("call") == PIXELS:
+            pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(r.result)
+    best = {labels: max(map(fmean, arms.values())) for labels, arms in pixels.items()}
+    cells = main_cells(records)
+    lost = [
+        cell for cell, runs in cells.items() if fmean(r.result for r in runs) < best.get(cell[0].labels, 0.0) - TIE
+    ]
+    if not lost:
+        return []
+    return [
+        "Less accurate than a simple classifier of raw pixels (logistic regression or the nearest neighbour): "
+        f"{named(lost, cells)}. {LONGER}"
+    ]
+
+
+def at_the_edge(records: Sequence[Record]) -> list[str]:
+    """Return a list of warnings, one for each tuned option whose best value lies at the edge of its range, with the names of
+    the arms (variants) for which this holds. `records` are the results of the runs.
+    """
+    cells = main_cells(records)
+    found: dict[str, list[tuple[Condition, str]]] = {}
+    for cell, runs in cells.items():
+        for option in (runs[0].tuning or {}).get("edge") or ():
+            found.setdefault(option, []).append(cell)
+    return [
+        f"The best {option_name(option)} lies at the edge of its range, so a better one may lie outside, for "
+        f"{named(edge, cells)}. Widen the range and tune again"
+        for option, edge in found.items()
+    ]
+
+
+def one_token(records: Sequence[Record]) -> list[str]:
+    """Return a warning if the images of some arms (variants in the comparison) become a single token, because attention between
+    patches is then impossible. `records` are the results of the runs.
+    """
+    arms = list(dict.fromkeys(r.arm for r in records if r.tokens == 1))
+    return [f"The image is a single token, so attention has nothing to compare, in: {join_names(arms)}"] if arms else []
+
+
+def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
+    """Return a list of warnings, one for each arm (variant) that may be no better than guessing. The comparison is with a model
+    that always predicts the most frequent class. `records` are the results of the runs.
+
+    The accuracy must exceed the share of this class by more than the chance of the seeds and of the test images explain. The
+    part of the test images is the 95% interval of a binomial proportion.
+    """
+    cells: dict[tuple[Condition, str], list[Record]] = {}
+    for r in records:
+        if r.finished and r.test_majority and r.role != "reference" and r.score == "accuracy":
+            cells.setdefault((condition_of(r), r.arm), []).append(r)
+    out = []
+    for (condition, arm), runs in cells.items():
+        mean, _, low, _ = spread([r.result for r in runs])
+        share, images = runs[0].test_majority or 0.0, runs[0].test_images
+        if mean is None:
+            continue
+        over_seeds = mean - low if low is not None and len(runs) >= MIN_PAIRS else 0.0
+        over_images = 1.96 * math.sqrt(share * (1 - share) / images) if images else 0.0
+        if mean - math.hypot(over_seeds, over_images) <= share + TIE:
+            out.append(
+                f"{arm} at {condition.title}: accuracy {100 * mean:.2f}%, not shown to be better than always naming the "
+                f"most frequent class ({100 * share:.2f}%). Check the learning rate and the number of steps"
+            )
+    return out
+
+
+def no_better_than_random(records: Sequence[Record]) -> list[str]:
+    """Return a list of warnings, one for each arm (variant) and each probe (a classifier on frozen features) that is not shown
+    to be better than the same probe of an untrained model. `records` are the results of the runs.
+
+    Runs with the same condition and the same seed are compared.
+    """
+    finished = {(r.arm, condition_of(r), r.seed): r for r in records if r.finished}
+    cells = dict.fromkeys((r.arm, condition_of(r)) for r in finished.values() if r.role != "reference")
+    probes = dict.fromkeys(name for r in finished.values() for name in r.probes or ())
+    out = []
+    for arm, condition in cells:
+        pairs = [
+            (r.test or {}, finished[RANDOM, condition, seed].test or {})
+            for (name, c, seed), r in finished.items()
+            if (name, c) == (arm, condition) and (RANDOM, c, seed) in finished
+        ]
+        for probe in probes:
+            gains = [trained[probe] - random[probe] for trained, random in pairs if probe in trained and probe in random]
+            mean, _, low, _ = spread(gains)
+            if mean is not None and (mean if low is None else low) <= 0:
+                bound = "" if low is None else f" (95% interval from {100 * low:+.2f})"
+                gain = f"{100 * mean:+.2f} points{bound}".replace("-", "−")
+                out.append(f"{arm} at {condition.title}, {probe}: not shown to be better than an untrained model, {gain}")
+    return out
+
+
+def unequal_trials(records: Sequence[Record], explored: Mapping[str, int]) -> list[str]:
+    """Return warnings about unfair numbers of trials: arms (variants) that were tried out more often than others, and arms of
+    which settings that are not on the page were scored on the test images. `records` are the results of the runs.
+
+    `explored` is a dict from the name of an arm to the number of its runs by `smallvit explore`.
+    """
+    out = []
+    trials = trials_of(records, explored)
+    judged = {r.arm for r in records if r.role in ("baseline", "technique")}
+    if len({sum(counts) for arm, counts in trials.items() if arm in judged}) > 1:
+        counted = [f"{arm}: {sum(counts)}" for arm, counts in trials.items() if arm in judged]
+        out.append(
+            "The arms had different numbers of trials on validation images, so one arm may have better settings than another: "
+            + "; ".join(counted)
+        )
+    shown: dict[str, set[tuple]] = {}
+    for r in records:
+        shown.setdefault(r.arm, set()).add((r.length, r.tuning is not None))
+    scored = {r.arm: max(x.test_settings or 0 for x in records if x.arm == r.arm) for r in records}
+    if more := [f"{arm}: {count}" for arm, count in scored.items() if count > len(shown[arm])]:
+        out.append(
+            "More settings of an arm were scored on the test images than this page shows, so the best may be here by luck: "
+            + "; ".join(more)
+        )
+    return out
+
+
+def trials_of(records: Sequence[Record], explored: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return how often each arm (variant) was tried out on validation images, as a dict from its name to the pair (trials of
+    the tuning, runs by `smallvit explore`). `records` are the results of the runs.
+
+    The parameter `explored` is that of `unequal_trials`. The dict is empty if there were no trials.
+    """
+    tuned: dict[str, int] = {}
+    for r in records:
+        tuned[r.arm] = max(tuned.get(r.arm, 0), (r.tuning or {}).get("trials", 0))
+    found = {arm: (tuned.get(arm, 0), explored.get(arm, 0)) for arm in dict.fromkeys([*tuned, *explored])}
+    return found if any(map(sum, found.values())) else {}

@@ -1,0 +1,198 @@
+"""Parts of the figures of a report: the look of each arm, panels, accuracy axes and the conversion to SVG.
+
+Colors are CSS variables (`--arm-0` ..., `--ink`, `--faint`), so a figure follows a light or dark page, and text uses the page's
+font. Accuracy axes are stretched towards 100%: halving the error is a step of about the same length everywhere.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .comparison import Comparison, Condition, Difference, Row
+
+# Eight hues that can be distinguished from each other and from the ink with any kind of color blindness.
+LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")
+DARK = ("#5891ff", "#ff937f", "#38706c", "#b41eab", "#f0cb59", "#12d7ff", "#fc0017", "#6845ef")
+GLYPHS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★", "p": "⬟"}
+INK, FAINT, PAGE, ARM = "#0a0a0a", "#0b0b0b", "#0d0d0d", "#0c0c{:02x}"  # replaced by the CSS variables when the SVG is written
+STYLE = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True, "grid.linewidth": 0.5, "grid.color": FAINT, "grid.alpha": 0.35, "axes.facecolor": "none",
+    "figure.facecolor": "none", "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK,
+    "ytick.color": INK, "lines.markersize": 6, "lines.linewidth": 1.5,
+}  # fmt: skip
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Context manager and decorator that applies the matplotlib settings of the report while a figure is drawn."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+def styles(comparison: Comparison) -> dict[str, dict]:
+    """Return the look of each arm (variant) as a dict from its name to a dict. Its keys are `color` and `marker` (for
+    matplotlib), `css` (the color as a CSS variable) and `glyph` (the marker as a character).
+
+    The baseline has the color of the text, and references are gray.
+
+    Nine markers and eight hues distinguish 72 techniques.
+    """
+    counts, looks = {"baseline": 0, "technique": 0, "reference": 0}, {}
+    for arm, role in comparison.arms.items():
+        count = counts[role]
+        counts[role] += 1
+        color = {"baseline": INK, "reference": FAINT, "technique": ARM.format(count % len(LIGHT))}[role]
+        marker = "o" if role == "baseline" else list(GLYPHS)[(count + 1) % len(GLYPHS)]
+        looks[arm] = {"color": color, "css": css(color), "marker": marker, "glyph": GLYPHS[marker]}
+    return looks
+
+
+def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, columns: int = 3) -> tuple[Any, dict[Any, Any]]:
+    """Create a matplotlib figure with one panel (axes) for each name. Return the figure and a dict from name to panel. A name
+    is a text or a `Condition`. The vertical axis shows the names in `arms`.
+
+    At most `columns` panels stand side by side. `height` (of one row of panels) and `width` (of the figure) are in inches.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(len(names), columns)
+    lines = math.ceil(len(names) / max(columns, 1))
+    size = (width or (0, 7.5, 11, 11)[columns], lines * (height or 0.9 + 0.34 * len(arms)))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = {}
+    for place, name in enumerate(names):
+        ax = panels[name] = figure.add_subplot(lines, columns, place + 1)
+        ax.set(title=name.title if isinstance(name, Condition) else name)
+        if arms:
+            first = place % columns == 0
+            ax.set_yticks(range(len(arms)), arms if first else [""] * len(arms))
+            ax.set_ylim(len(arms) - 0.4, -0.6)
+    return figure, panels
+
+
+def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
+    """Draw the results of one arm (variant) into the matplotlib axes `ax` at height `y`: a dot for each seed, the mean and its
+    95% interval. `look` is a dict with color and marker. All values are multiplied by `scale`.
+    """
+    values = [scale * v for v in result.values]
+    ax.plot(values, [y + 0.2] * len(values), "o", color=look["color"], alpha=0.45, markersize=3.5)
+    if result.low is not None and result.high is not None:
+        ax.plot([scale * result.low, scale * result.high], [y - 0.08] * 2, color=look["color"], linewidth=2)
+    ax.plot([scale * (result.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
+
+
+def draw_mean(ax, x: float, result: Row | Difference, look: dict, *, scale: int = 1, hollow: bool = False, **options):
+    """Draw the mean of the results of one arm (variant) into the matplotlib axes `ax` at the position `x`, with its 95%
+    interval as a vertical bar. `look` is a dict with color and marker, and all values are multiplied by `scale`.
+
+    `hollow=True` fills the marker with the color of the page.
+    """
+    ends = (result.mean, result.mean) if result.low is None or result.high is None else (result.low, result.high)
+    ax.plot([x, x], [scale * (end or 0.0) for end in ends], color=look["color"], **options)
+    fill = {"markerfacecolor": PAGE} if hollow else {}
+    ax.plot([x], [scale * (result.mean or 0.0)], look["marker"], color=look["color"], **fill)
+
+
+def stretch_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int):
+    """Scale the accuracy axis of a plot by the logarithm of the error, so that accuracies near 100% are further apart. `axis`
+    is "x" or "y", `values` are the accuracies, and about `max_ticks` ticks are drawn at most.
+    """
+    import numpy as np
+
+    def forward(a):
+        return -np.log10(np.maximum(1.003 - np.asarray(a, float), 1e-4))  # finite at 100%, which small test sets reach
+
+    known = [v for v in values if v is not None] or [0.0, 1.0]
+    low, high = forward(min(known)), forward(min(1.0, max(known)))
+    low, high = (low - 0.06 * (high - low) - 0.005), (high + 0.06 * (high - low) + 0.005)
+    bottom, top = float(1.003 - 10**-low), float(1.003 - 10**-high)
+    ticks = round_ticks(bottom, min(top, 1.0), lambda a, b: bool(abs(forward(a) - forward(b)) > (high - low) / max_ticks))
+    getattr(ax, f"set_{axis}scale")("function", functions=(forward, lambda t: 1.003 - 10.0 ** -np.asarray(t, float)))
+    getattr(ax, f"set_{axis}ticks")(ticks, [f"{100 * t:.4g}" for t in ticks])
+    getattr(ax, f"set_{axis}lim")(bottom, top)
+
+
+def round_ticks(bottom: float, top: float, far_apart: Callable[[float, float], bool]) -> list[float]:
+    """Return round numbers from `bottom` to `top` as the ticks of an accuracy axis. The function `far_apart(a, b)` returns
+    whether two ticks are far enough apart to be readable.
+
+    Fine ticks are chosen only near 100%, where the axis is stretched. If this gives fewer than three ticks, fine ticks are
+    allowed everywhere.
+    """
+    kept: list[float] = []
+    for reach in (10, math.inf):
+        for unit in (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005):
+            for k in range(math.floor(top / unit + 1e-9), math.ceil(bottom / unit) - 1, -1):
+                if 1 - k * unit <= reach * unit + 1e-9 and all(far_apart(k * unit, t) for t in kept):
+                    kept.append(k * unit)
+        if len(kept) >= 3:
+            break
+    return kept
+
+
+def set_log_ticks(ax, low: float, high: float):
+    """Put ticks at 1, 2 and 5 times powers of ten on the logarithmic x axis of a plot, between `low` and `high`."""
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    ticks = [k * 10.0**power for power in powers for k in (1, 2, 5)]
+    inside = [tick for tick in ticks if 0.999 * low <= tick <= 1.001 * high]
+    ax.set_xticks(inside, [f"{tick:g}" for tick in inside])
+    ax.minorticks_off()
+
+
+def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, dict], words: Mapping[str, str] | None = None):
+    """Write the name of each arm (variant) beside the right end of its line in a plot, without overlap. `ends` is a dict from
+    arm to the last point (x, y) of its line, and `looks` is a dict from arm to color and marker. `words` are further texts.
+    """
+    gap = 0.042  # between two names, as a fraction of the axis
+    place = ax.transScale + ax.transLimits
+    heights = {arm: float(place.transform(end)[1]) for arm, end in ends.items()}
+    order, text_heights = sorted(heights, key=heights.__getitem__), {}
+    for rank, arm in enumerate(order):
+        highest = 1.0 - gap * (len(order) - 1 - rank)
+        text_heights[arm] = min(highest, max(heights[arm], text_heights[order[rank - 1]] + gap if rank else 0.0))
+    for arm, (x, _) in ends.items():
+        start = float(place.transform((x, 0.5))[0]) + 0.008, heights[arm]
+        line = {"arrowstyle": "-", "color": looks[arm]["color"], "linewidth": 0.8, "relpos": (0, 0.5), "shrinkB": 0}
+        text = ": ".join(filter(None, (arm, (words or {}).get(arm))))
+        ax.annotate(text, xy=start, xytext=(1.06, text_heights[arm]), xycoords="axes fraction", va="center", arrowprops=line)
+
+
+def shifted(x: float, values: Sequence[float], fraction: float, log: bool) -> float:
+    """Return the position `x`, moved to the right by a fraction of the axis length. The axis reaches from the smallest to the
+    largest of `values`. `log` says whether the axis is logarithmic.
+    """
+    return x * (max(values) / min(values)) ** fraction if log else x + (max(values) - min(values)) * fraction
+
+
+def css(color: str) -> str:
+    """Return the name of the CSS variable that replaces a matplotlib color in an SVG text, such as `var(--ink)` for the color
+    of text.
+    """
+    return {INK: "var(--ink)", FAINT: "var(--faint)", PAGE: "var(--page)"}.get(color) or f"var(--arm-{int(color[-2:], 16)})"
+
+
+def svg(figure, name: str, label: str) -> str:
+    """Return a matplotlib figure as SVG text. `name` makes the ids inside the SVG unique, and `label` describes the figure for
+    screen readers.
+
+    The colors are CSS variables. Equal figures give equal texts. A figure without panels gives an empty text.
+    """
+    import matplotlib
+
+    if not figure.axes:
+        return ""
+    page = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(page, format="svg", metadata={"Date": None})
+    text = page.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
+    text = re.sub(f"(?<=: )({INK}|{FAINT}|{PAGE}|#0c0c[0-9a-f]{{2}})", lambda match: css(match[0]), text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

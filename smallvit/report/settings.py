@@ -1,0 +1,161 @@
+"""Settings of the arms: how each differs from its baseline, which hyperparameter was varied, and what was tuned."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from smallvit.components import describe_value, differences
+from smallvit.record import Record
+
+from .comparison import Comparison, condition_of
+
+MIN_VALUES = 3  # values of a hyperparameter that are worth a figure; two are shown better as a paired difference
+NAMES = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}
+
+
+def option_name(path: str) -> str:
+    """Return the name of an option for readers: `lr` becomes "learning rate", and `model.mlp_ratio` becomes "MLP ratio"."""
+    last = path.rpartition(".")[2]
+    return NAMES.get(last, last.replace("_", " "))
+
+
+def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return a dict from the name of each arm (variant) to a list of the settings in which it differs from its baseline, such
+    as `tokenizer: PatchEmbed → ConvStem`. `records` are the results of the runs.
+
+    The runs that are compared have the same condition (number of labelled images and training length) and the same seed. Tuned
+    runs are left out if there are others, because each arm has its own tuned settings.
+    """
+    records = [r for r in records if r.tuning is None] or records
+    sources = initial_weights(records)
+    count: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = {}
+    for r, base in with_baselines(comparison, records):
+        count[r.arm] += 1
+        lines = found.setdefault(r.arm, Counter())
+        for path, values in changed_options(base.run, r.run).items():
+            texts = [describe_value(value) for value in values]
+            if path == "init":
+                texts = [sources.get(run.arm, text) for run, text in zip((base, r), texts)]
+            if path == "model":  # the options of the baseline's model are no difference
+                texts[0] = texts[0].partition("(")[0]
+            lines[f"{path.removeprefix('model.')}: {' → '.join(texts)}"] += 1
+    return {
+        arm: [line + f" (in {k} of {count[arm]} runs)" * (k < count[arm]) for line, k in lines.items()] or ["nothing"]
+        for arm, lines in found.items()
+    }
+
+
+def with_baselines(comparison: Comparison, records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return a list of pairs (run, run of its baseline) with the same condition (number of labelled images, training length,
+    tuned or not) and the same seed. Each item is a record (the results of a run). Runs without such a partner are left out.
+
+    Runs of the baselines themselves are left out, too.
+    """
+    baseline_of = {row.arm: row.baseline for row in comparison.rows}
+    found = {(r.arm, condition_of(r), r.seed): r for r in records if r.run}
+    techniques = {key: r for key, r in found.items() if r.role != "baseline"}
+    pairs = [(r, found.get((baseline_of.get(arm, ""), c, seed))) for (arm, c, seed), r in techniques.items()]
+    return [(r, base) for r, base in pairs if base]
+
+
+def changed_options(base: dict, run: dict) -> dict[str, tuple[Any, Any]]:
+    """Return the options in which two runs differ, as a dict from the name of an option to the tuple (value in `base`, value in
+    `run`). Both arguments are dicts with all settings of a run.
+
+    All differences inside an earlier run (`init` or `teacher`) count as one.
+    """
+    found = differences(base, run)
+    for name in ("init", "teacher"):
+        if len(inside := [path for path in found if path.startswith(f"{name}.")]) > 1:
+            found = {path: values for path, values in found.items() if path not in inside} | {name: (base[name], run[name])}
+    return found
+
+
+def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Return the values of the hyperparameters that were varied, as a nested dict: `result[name][arm]` is the value in an arm
+    (variant). Only arms that differ from the baseline in one numeric option are used. `records` are the results of the runs.
+
+    The baseline comes first. Options with fewer than three values are left out.
+
+    The comparison must have one baseline. Where the records have the number of tokens and it differs, `tokens` is a further
+    hyperparameter.
+    """
+    (baseline,) = comparison.baselines
+    records = [r for r in records if r.tuning is None] or records
+    found: dict[str, dict[str, float]] = {}
+    for r, base in with_baselines(comparison, records):
+        changed = changed_options(base.run, r.run)
+        numbers = {path: values for path, values in changed.items() if all(type(value) in (int, float) for value in values)}
+        path = next(iter(numbers), "")
+        if len(changed) != 1 or not numbers or path.startswith(("init", "teacher")):
+            continue
+        if comparison.arms.get(r.arm) != "technique":
+            continue
+        pairs = {option_name(path): numbers[path]}
+        if base.tokens and r.tokens and base.tokens != r.tokens:
+            pairs["tokens"] = base.tokens, r.tokens
+        for name, (before, after) in pairs.items():
+            found.setdefault(name, {baseline: before})[r.arm] = after
+    return {name: values for name, values in found.items() if len(set(values.values())) >= MIN_VALUES}
+
+
+class Trial(NamedTuple):
+    """One trial of the tuning of an arm (variant in the comparison), seen along one of the options that were tuned.
+
+    value     value of the option
+    accuracy  mean accuracy on the validation images
+    seeds     number of seeds; trials that were stopped early have fewer
+    chosen    whether these are the settings that were chosen
+    """
+
+    value: float
+    accuracy: float
+    seeds: int
+    chosen: bool
+
+
+def tuning_of(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[int | None, str], dict]:
+    """Return how each arm (variant) was tuned, as a dict from the pair (number of labelled images, arm) to the field `tuning`
+    of its records. `records` are the results of the runs.
+
+    The arms are those of the comparison, under its main conditions.
+    """
+    shown = [r for r in records if r.tuning and r.arm in comparison.arms and condition_of(r) in comparison.main]
+    return {(r.labels, r.arm): r.tuning for r in shown if r.tuning}
+
+
+def tuning_curves(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[int | None, str], dict[str, list[Trial]]]:
+    """Return the trials of the tuning for a figure, as a nested dict: `result[labels, option][arm]` is the list of the trials
+    of an arm (variant), sorted by the value of the option. `records` are the results of the runs.
+
+    Options that are no numbers, and options with a single value, are left out.
+    """
+    found: dict[tuple[int | None, str], dict[str, list[Trial]]] = {}
+    for (labels, arm), tuning in tuning_of(comparison, records).items():
+        for option, chosen in tuning["settings"].items():
+            trials = [
+                Trial(settings[option], accuracy, seeds, settings == tuning["settings"])
+                for settings, accuracy, seeds in tuning.get("curve") or ()
+                if type(settings.get(option)) in (int, float) and accuracy is not None
+            ]
+            if type(chosen) in (int, float) and len({trial.value for trial in trials}) > 1:
+                found.setdefault((labels, option), {})[arm] = sorted(trials)
+    return found
+
+
+def initial_weights(records: Sequence[Record]) -> dict[str, str]:
+    """Return a dict from the name of an arm (variant) to the origin of its initial weights as text, such as `weights of A`. The
+    origin is another arm or a file of pretrained weights. `records` are the results of the runs.
+
+    Arms without such an origin are left out.
+    """
+    arms = {r.fingerprint: r.arm for r in records}
+    found: dict[str, str] = {}
+    for r in records:
+        init, earlier = r.run.get("init") or {}, (r.pretraining or {}).get("fingerprint")
+        if "make" in init:
+            found[r.arm] = init["name"]
+        elif init and earlier in arms:
+            found[r.arm] = arms[earlier]
+    return {arm: f"weights of {name}" for arm, name in found.items()}

@@ -1,0 +1,294 @@
+"""Tables of a report, which both pages show: accuracies and verdicts, tuned against common settings, costs, measurements."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from smallvit.record import Record
+
+from .comparison import Comparison, Condition, Difference, Row, condition_of
+from .contrasts import Trend, trends, tuned_pairs
+from .format import BUDGETS, REDUCED, cost, interval, mean_sd, p_value, percent, points
+from .settings import option_name, tuning_of
+
+EVERY_SEED, COMMON, OTHER_COSTS = "Accuracy of every seed", "Accuracy with common settings", "Costs under other conditions"
+TUNED, LENGTHS = "Tuned against common settings", "Difference and training length"
+FOLDED = (COMMON, OTHER_COSTS, EVERY_SEED)  # headings whose tables are shown on request
+Cell = tuple[str, list[str]]  # text and remarks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table in a report, with one line for each arm (variant in the comparison). `rows` is a dict from the name of an arm to
+    a list of cells. A cell is a pair: a text and a list of remarks.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: dict[str, list[Cell]]
+    # columns that are not numbers
+    text: tuple[str, ...] = (
+        "Verdict", "Verdict, common", "Verdict, tuned", "Chosen settings", "Accuracy, % (seed)", "With longer training",
+    )  # fmt: skip
+
+
+def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
+    """Return all tables of a report, as a dict from a heading to the list of tables below it. `records` are the results of the
+    runs. Headings without a table are left out.
+
+    The tables of the main conditions, which the answer is about, come first.
+    """
+    main = comparison.main
+    tuned = any(condition.tuned for condition in main)
+    others = [condition for condition in comparison.conditions if condition not in main]
+    common = [condition for condition in others if tuned and not condition.tuned]
+    found = {
+        "Accuracy": accuracy_tables(comparison, main),
+        TUNED: tuning_tables(comparison, records),
+        LENGTHS: length_tables(comparison),
+        "Accuracy after shorter training": accuracy_tables(comparison, [c for c in others if c not in common]),
+        COMMON: accuracy_tables(comparison, common),
+        "Costs": cost_tables(comparison, main),
+        OTHER_COSTS: cost_tables(comparison, others),
+        "Probes of frozen features": probe_tables(comparison, records),
+        "Other measurements": other_tables(comparison, records),
+        EVERY_SEED: seed_tables(comparison),
+    }
+    return {heading: each for heading, each in found.items() if each}
+
+
+def each_table(comparison: Comparison, conditions: Sequence[Condition]) -> list[tuple[str, list[Row]]]:
+    """Return a list of pairs (title, rows), one for each table of a report. There is one table for each of the conditions and
+    each baseline (the variant that others are compared with). A row holds the results of one arm (variant).
+
+    Arms whose external weights could not be obtained are left out.
+    """
+    found = []
+    for condition in conditions:
+        for part in comparison.parts():
+            rows = [row for row in part.at(condition) if not row.unavailable]
+            title = condition.title.capitalize() + f", compared with {part.baseline}" * (len(comparison.baselines) > 1)
+            found += [(title, rows)] if rows else []
+    return found
+
+
+def accuracy_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
+    """Return the main tables of a report as a list, for some conditions. They show the test accuracy of each arm (variant), its
+    difference from the baseline, the Holm-corrected p-value and the verdict.
+
+    Below the interval on new test images stands the narrower one over seeds alone, on the test images that were used.
+    """
+    columns = (
+        "Test accuracy, % (mean ± SD over seeds)", "Difference, points [95% CI on new images]", "Holm p", "Verdict",
+    )  # fmt: skip
+
+    def cells(row: Row) -> list[Cell]:
+        d = row.difference
+        return [
+            (mean_sd(row), []),
+            (f"{points(d.mean)} {interval(d)}", difference_remarks(row, d)) if d else ("–", []),
+            (p_value(d and d.p_holm), []),
+            (row.verdict or row.role, verdict_remarks(row)),
+        ]
+
+    found = [(title, {row.arm: cells(row) for row in rows}) for title, rows in each_table(comparison, conditions)]
+    return [Table(title=title, columns=columns, rows=rows) for title, rows in found]
+
+
+def difference_remarks(row: Row, d: Difference) -> list[str]:
+    """Return remarks on a difference as a list of texts: the arm that it is measured from if this is not the baseline, the
+    interval on the same test images, and the number of seeds if some are not used. `row` holds the results of the arm
+    (variant).
+    """
+    remarks = [f"from {row.baseline}"] if row.baseline != row.group else []
+    if d.seeds_low is not None and d.seeds_high is not None:
+        over_seeds = f"[{100 * d.seeds_low:.2f}, {100 * d.seeds_high:.2f}]".replace("-", "−")
+        remarks.append(f"{over_seeds} on these test images")
+    return remarks + [f"n = {len(d.values)}"] * (d.seeds != row.seeds)
+
+
+def verdict_remarks(row: Row) -> list[str]:
+    """Return remarks on a verdict as a list of texts: its reason, how often it would come out again, and at which numbers of
+    seeds it was looked for. `row` holds the results of the arm (variant).
+    """
+    d = row.difference
+    remarks = [row.reason] if row.reason else []
+    if d and d.replication is not None:
+        again = f"again in {100 * d.replication:.0f} of 100" + ", fragile" * d.fragile
+        more = d.seeds_for_90 if d.replication < 0.9 else None
+        remarks.append(again + (f"; {more} seeds: in 90" if more else ""))
+    if d and d.looks:
+        remarks.append(f"look{'s' * (len(d.looks) > 1)} at {', '.join(map(str, d.looks))} seeds")
+    return remarks + [f"by {row.score}"] * (row.score != "accuracy")
+
+
+def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
+    """Return tables that compare tuned with common settings, as a list: for each arm (variant) the chosen settings, both
+    accuracies, both verdicts, the number of trials and the expected loss by chance in the trials. `records` are the results of
+    the runs.
+
+    The list is empty if no arm was tuned, or if no arm was run with common settings of the same training length.
+    """
+    columns = (
+        "Chosen settings", "Accuracy, common, %", "Accuracy, tuned, %", "Verdict, common", "Verdict, tuned", "Trials",
+        "Expected loss, points",
+    )  # fmt: skip
+    tuning = tuning_of(comparison, records)
+    settings = {(condition_of(r), r.arm): r.run for r in records}
+    common = {(row.condition, row.arm): before for before, row in tuned_pairs(comparison)}
+    found = []
+    for title, rows in each_table(comparison, comparison.main):
+        cells: dict[str, list[Cell]] = {}
+        for row in rows:
+            before, how = common.get((row.condition, row.arm)), tuning.get((row.labels, row.arm))
+            if before and how:
+                cells[row.arm] = [
+                    chosen_settings(how, settings.get((before.condition, row.arm), {})),
+                    ("–" if before.mean is None else percent(before.mean), []),
+                    ("–" if row.mean is None else percent(row.mean), []),
+                    verdict_of(before),
+                    verdict_of(row),
+                    (str(how.get("trials", "–")), []),
+                    (f"{100 * how['loss']:.2f}" if how.get("loss") is not None else "–", []),
+                ]
+        found += [Table(title=title.replace(", tuned", ""), columns=columns, rows=cells)] if cells else []
+    return found
+
+
+def length_tables(comparison: Comparison) -> list[Table]:
+    """Return tables that show the difference of each arm (variant) from its baseline after each training length, and what
+    becomes of its verdict, as a list. There is one table for each number of labelled images, and for common and tuned settings.
+
+    The list is empty if there is only one length.
+    """
+    found = []
+    for part in comparison.parts():
+        groups: dict[tuple, list[Trend]] = {}
+        for trend in trends(part):
+            groups.setdefault((trend.labels, trend.tuned), []).append(trend)
+        for (labels, tuned), each in groups.items():
+            lengths = sorted({row.length or 0 for trend in each for row in trend.rows})
+            title = Condition(labels, None, tuned).title.capitalize()
+            rows = {}
+            for trend in each:
+                cells = {row.length: length_cell(row) for row in trend.rows}
+                what = trend.outcome or "no verdict at either end"
+                rows[trend.arm] = [*(cells.get(n, ("–", [])) for n in lengths), (what, [])]
+            columns = *(f"{n:,} steps" for n in lengths), "With longer training"
+            title += f", compared with {part.baseline}" * (len(comparison.baselines) > 1)
+            found.append(Table(title=title, columns=columns, rows=rows))
+    return found
+
+
+def length_cell(row: Row) -> Cell:
+    """Return the difference of an arm (variant) from its baseline as text, with its interval and the verdict as remarks. `row`
+    holds the results of the arm.
+    """
+    d = row.difference
+    return (points(d.mean), [interval(d), row.verdict or row.role]) if d else ("–", [row.verdict or row.role])
+
+
+def chosen_settings(tuning: dict, common: dict) -> Cell:
+    """Return the settings that were chosen for an arm (variant) as text, and remarks: the common values, and the options whose
+    best value lies at the edge of its range. `common` is a dict with all settings of the run with common settings.
+    """
+
+    def form(value) -> str:
+        return f"{value:.3g}" if isinstance(value, float) else f"{value}"
+
+    chosen = [f"{option_name(option)} {form(value)}" for option, value in tuning["settings"].items()]
+    before = [f"{option_name(option)} {form(common[option])}" for option in tuning["settings"] if option in common]
+    remarks = ["common: " + ", ".join(before)] if before else []
+    return ", ".join(chosen), remarks + [f"{option_name(option)} at the edge of its range" for option in tuning.get("edge") or
+    ()]
+
+
+def verdict_of(row: Row) -> Cell:
+    """Return the verdict on an arm (variant) as text, with the difference from its baseline as a remark. `row` holds the
+    results of the arm. Arms without a verdict have their role as text.
+    """
+    d = row.difference
+    return row.verdict or row.role, [f"{points(d.mean)} {interval(d)}"] if d else []
+
+
+def cost_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
+    """Return the tables with the costs of each arm (variant) as a list, such as parameters, multiply-adds (MACs) and training
+    seconds, for some conditions.
+
+    If the evaluator `cost` has measured token reductions, they begin with tokens, MACs, time and speed-up.
+    """
+    columns = (REDUCED if comparison.reduced else {}) | BUDGETS
+    cells = [
+        (title, {row.arm: [cost(row, name) for name in columns] for row in rows})
+        for title, rows in each_table(comparison, conditions)
+    ]
+    return [Table(title=title, columns=tuple(columns.values()), rows=rows) for title, rows in cells]
+
+
+def seed_tables(comparison: Comparison) -> list[Table]:
+    """Return the tables with the test accuracy of every seed as a list. They also show the range of these accuracies and the
+    p-value before the Holm correction, for each arm (variant).
+    """
+
+    def cells(row: Row) -> list[Cell]:
+        seeds = [f"{percent(value)} ({seed})" for seed, value in zip(row.seeds, row.values)]
+        extent = f"{percent(min(row.values))} to {percent(max(row.values))}"
+        return [(extent, []), (p_value(row.difference and row.difference.p), []), (", ".join(seeds), [])]
+
+    columns = ("Range", "p, not corrected", "Accuracy, % (seed)")
+    conditions = [*comparison.main, *(c for c in comparison.conditions if c not in comparison.main)]
+    found = [
+        (title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison, conditions)
+    ]
+    return [Table(title=title, columns=columns, rows=rows) for title, rows in found if rows]
+
+
+def probe_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
+    """Return the tables with the mean accuracy of each probe (a classifier on frozen features) as a list, in percent. `records`
+    are the results of the runs.
+
+    A condition has a table only if it is a main one and an arm other than the references was probed.
+    """
+    probed = {condition_of(r) for r in records if r.finished and r.probes and r.role != "reference"}
+    conditions = [condition for condition in comparison.main if condition in probed]
+    return measurement_tables(conditions, records, lambda r: r.probes or (), percent)
+
+
+def other_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
+    """Return the tables with all measured numbers that no other table of the report shows, as a list. The numbers are means
+    over the seeds, under the main conditions. `records` are the results of the runs.
+
+    Scores, probes and the numbers in the tables of costs are left out, because other tables show them.
+    """
+    shown = {"macs", "macs_sd"} | (set(REDUCED) if comparison.reduced else set())
+
+    def others(r: Record) -> list[str]:
+        return [name for name in r.test or () if name not in {r.score, *(r.probes or ()), *shown}]
+
+    return measurement_tables(comparison.main, records, others, lambda x: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}")
+
+
+def measurement_tables(
+    conditions: Sequence[Condition],
+    records: Sequence[Record],
+    names_of: Callable[[Record], Iterable[str]],
+    form: Callable[[float], str],
+) -> list[Table]:
+    """Return a list of tables, one for each of the conditions. They show means over the seeds of measured numbers. The function
+    `names_of` returns the names of these numbers for the results of a run, and `form` converts a mean to text.
+
+    A record holds the results of one run, and the numbers are those in its field `test`.
+    """
+    tables = []
+    for condition in conditions:
+        found: dict[str, dict[str, list[float]]] = {}
+        for r in records:
+            for name in names_of(r) if r.finished and condition_of(r) == condition else ():
+                found.setdefault(r.arm, {}).setdefault(name, []).append((r.test or {})[name])
+        columns = tuple(dict.fromkeys(name for numbers in found.values() for name in numbers))
+        rows: dict[str, list[Cell]] = {
+            arm: [(form(fmean(numbers[name])) if name in numbers else "–", []) for name in columns]
+            for arm, numbers in found.items()
+        }
+        tables += [Table(title=condition.title.capitalize(), columns=columns, rows=rows)] if columns else []
+    return tables
