@@ -4,8 +4,22 @@ A recipe states the ranges with `ablate(..., tune=Tune({"lr": (3e-4, 6e-3)}))`. 
 `launch/tune.py`) and writes the choice to `R.tuned.json` beside the recipe. `apply` then returns the tuned runs.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smallvit.components import check_option, options
+from smallvit.record import format_labels, write_text
+from smallvit.run import Run, fingerprint
+
+if TYPE_CHECKING:
+    from smallvit.ablation import ArmRun
+
+FORMAT = 1  # of the file R.tuned.json
+FIRST_SEED = 2_000  # trials use the seeds from this one on, which no comparison may use
 
 # settings of a run that may be tuned, besides the options of its model
 TUNABLE = ("batch", "lr", "warmup", "schedule", "weight_decay", "layer_decay", "clip", "ema")
@@ -27,6 +41,10 @@ class Tune:
     val     number of validation images on which the trials are scored
     own     a dict from the name of an arm to ranges that only this arm has, or that replace those in `ranges` for this arm.
             A list with one value fixes a hyperparameter. The number of trials stays the same
+
+    A technique that differs from its baseline in nothing but tuned hyperparameters keeps them, because they are what the arm
+    asks about. An option that the model of an arm does not have is not tuned in this arm. Runs that are trained before an arm,
+    such as pretraining, keep the settings of the recipe.
 
     Raises  ValueError for an invalid range, or a setting of a run that cannot be tuned.
     """
@@ -52,13 +70,22 @@ class Tune:
             for name, values in ranges.items():
                 check_range(name, values, fewest=1)
 
+    def plain(self) -> dict[str, Any]:
+        """Return these options as JSON data, as the file with the chosen values holds them. The ends of a range become a dict
+        with the keys "from" and "to".
+        """
+
+        def write(ranges: dict[str, Range]) -> dict[str, Any]:
+            return {n: {"from": r[0], "to": r[1]} if isinstance(r, tuple) else r for n, r in ranges.items()}
+
+        own = {arm: write(ranges) for arm, ranges in self.own.items()}
+        return {"ranges": write(self.ranges), "trials": self.trials, "seeds": self.seeds, "val": self.val, "own": own}
+
 
 def check_range(name: str, values: Any, fewest: int):
     """Raise ValueError if a hyperparameter cannot be tuned or if its range is invalid. A list of values must have at least
     `fewest` of them.
     """
-    from smallvit.run import Run
-
     if name in Run.__dataclass_fields__ and name not in TUNABLE:
         raise ValueError(f"{name!r} cannot be tuned; expected {', '.join(TUNABLE)}, or an option of the model")
     if isinstance(values, list):
@@ -70,3 +97,237 @@ def check_range(name: str, values: Any, fewest: int):
     numbers = numbers and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     if not numbers or not values[0] < values[1]:
         raise ValueError(f"the range of {name} is {values!r}; expected (low, high) with low < high, or a list of values")
+
+
+# Which runs are tuned, and in what
+
+
+def runs_to_tune(runs: Iterable["ArmRun"]) -> list["ArmRun"]:
+    """Return the runs of a comparison of which there is a tuned copy, as a list: the runs at the longest training length, of
+    arms (variants) with a `Tune`.
+
+    Raises ValueError if there are none, if they have different `Tune` options, or if one uses a seed of the trials.
+    """
+    common = [entry for entry in runs if entry.tune is not None and entry.tuning is None]
+    longest = max((entry.length for entry in common if entry.length is not None), default=None)
+    common = [entry for entry in common if entry.length == longest]
+    if not common:
+        raise ValueError("this recipe has nothing to tune; pass tune=Tune({'lr': (3e-4, 6e-3)}) to ablate")
+    tune = common[0].tune
+    if any(entry.tune != tune for entry in common):
+        raise ValueError("the runs have different Tune(...); expected the same one for the whole recipe")
+    trial_seeds = range(FIRST_SEED, FIRST_SEED + tune.seeds)
+    if used := sorted({entry.seed for entry in common} & set(trial_seeds)):
+        raise ValueError(f"the comparison uses seed {used[0]}, which the trials use; expected seeds below {FIRST_SEED}")
+    return common
+
+
+def one_per_cell(runs: Iterable["ArmRun"]) -> dict[tuple[str, int | None], "ArmRun"]:
+    """Return one run of each arm (variant) at each number of labels, as a dict. Its keys are pairs (arm, labels)."""
+    first: dict[tuple[str, int | None], ArmRun] = {}
+    for entry in runs:
+        first.setdefault((entry.arm, entry.labels), entry)
+    return first
+
+
+def arm_ranges(runs: Sequence["ArmRun"]) -> dict[str, dict[str, Range]]:
+    """Return the hyperparameters that are tuned in each arm (variant) with their ranges, as a dict from arm to a dict. `runs`
+    are the runs of `runs_to_tune`. The dict of an arm without anything to tune is empty.
+
+    Raises ValueError for a name that no arm has.
+    """
+    tune = runs[0].tune
+    assert tune is not None
+    first = {entry.arm: entry for entry in reversed(runs)}
+    for arm, ranges in tune.own.items():
+        check_option(arm, first, "own of Tune")
+        for name in ranges:
+            check_option(name, hyperparameters(first[arm].run), f"arm {arm!r}")
+    found = {arm: ranges_of(entry, first.get(entry.baseline, entry)) for arm, entry in first.items()}
+    known = sorted({name for entry in first.values() for name in hyperparameters(entry.run)})
+    for name in tune.ranges:
+        check_option(name, known, "no arm of this recipe")
+    return found
+
+
+def ranges_of(entry: "ArmRun", baseline: "ArmRun") -> dict[str, Range]:
+    """Return the hyperparameters that are tuned in the arm (variant) of one run, with their ranges, as a dict. `baseline` is a
+    run of its baseline.
+
+    A run without training steps has none.
+    """
+    if not entry.run.steps:
+        return {}
+    own = entry.tune.own.get(entry.arm, {})
+    mine = hyperparameters(entry.run)
+    shared = {name: values for name, values in entry.tune.ranges.items() if name in mine and name not in own}
+    if entry.role == "technique":
+        theirs = hyperparameters(baseline.run)
+        differing = {name: theirs[name] for name in shared if name in theirs and theirs[name] != mine[name]}
+        if entry.run.vary(**differing).at_seed(0) == baseline.run.at_seed(0):
+            shared = {name: values for name, values in shared.items() if name not in differing}
+    return shared | own
+
+
+def hyperparameters(run: Run) -> dict[str, Any]:
+    """Return all hyperparameters of a run that may be tuned, as a dict from name to value: settings of the run, and options of
+    its model.
+    """
+    of_model = {name: parameter.default for name, parameter in options(run.model).items()}
+    return of_model | {name: getattr(run, name) for name in TUNABLE}
+
+
+# The file with the chosen values
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedArm:
+    """The result of tuning one arm (variant) at one number of labels: the chosen values, all trials with their scores, and what
+    the trials cost.
+
+    arm, labels  the arm and the number of labelled images (None: all)
+    fingerprint  the hash of the settings of the arm before tuning, with seed 0
+    settings     the chosen values, from name to value; empty if there was nothing to tune
+    accuracy     mean validation accuracy with the chosen values; None without trials
+    edge         names of the hyperparameters whose chosen value lies at the edge of its range
+    loss         expected loss of accuracy, as a fraction, because the trials are scored with noise; None if it is unknown
+    cost         what all trials together took: numbers of different labelled images ("labels"), of images seen and of runs,
+                 and seconds of training
+    trials       for each trial a dict with its "settings" and its "scores", one validation accuracy for each seed
+    note         why there are no trials
+    """
+
+    arm: str
+    labels: int | None
+    fingerprint: str
+    settings: dict = field(default_factory=dict)
+    accuracy: float | None = None
+    edge: list = field(default_factory=list)
+    loss: float | None = None
+    cost: dict = field(default_factory=lambda: {"labels": 0, "images_seen": 0, "runs": 0, "seconds": 0.0})
+    trials: list = field(default_factory=list)
+    note: str = ""
+
+    def tuning(self) -> dict[str, Any]:
+        """Return the field `tuning` of the record (results) of a tuned run, as a dict: the chosen values, the cost of the
+        trials, and all trials as a curve of settings, mean validation accuracy and number of seeds.
+        """
+        scored = [(trial["settings"], trial["scores"]) for trial in self.trials if None not in trial["scores"]]
+        return {
+            "settings": self.settings,
+            "trials": len(self.trials),
+            **{name: self.cost[name] for name in ("labels", "images_seen", "seconds")},
+            "loss": self.loss,
+            "edge": self.edge,
+            "curve": [[settings, sum(scores) / len(scores), len(scores)] for settings, scores in scored],
+        }
+
+
+def tuned_file(recipe: str | Path) -> Path:
+    """Return the path of the file with the chosen values of a recipe: `R.tuned.json` beside the recipe file `R.py`."""
+    return Path(recipe).with_suffix(".tuned.json")
+
+
+def write(path: Path, tune: Tune, arms: Sequence[TunedArm]):
+    """Write the chosen values of all arms (variants) to the file `R.tuned.json`. `tune` holds the ranges and the number of
+    trials.
+    """
+    plain = {"format": FORMAT, **tune.plain(), "arms": [asdict(arm) for arm in arms]}
+    text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
+    for inside in (r"[^\[\]{}]*", r"\n[^\n]*\n[^\n]*\n\s*"):  # innermost lists and dicts, and then trials, in one line each
+        text = re.sub(rf"[\[{{]{inside}[\]}}]", lambda found: re.sub(r"\n\s*", " ", found[0]), text)
+    write_text(path, text + "\n")
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[TunedArm]]:
+    """Read the file `R.tuned.json`. Return its options of `Tune` as JSON data, and the list of its arms (variants) with the
+    chosen values.
+
+    Raises ValueError, with the name of the file, if it is damaged or was written by another version.
+    """
+    command = f"delete it and run smallvit tune {path.name.partition('.')[0]} again"
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged or is not JSON ({error}); {command}") from error
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+        found = plain.get("format") if isinstance(plain, dict) else None
+        raise ValueError(f"{path} has format {found!r:.20}, and this version of smallvit reads format {FORMAT}; {command}")
+    arms = plain.pop("arms", None)
+    names = {f.name for f in fields(TunedArm)}
+    if not isinstance(arms, list) or not all(isinstance(arm, dict) and arm.keys() == names for arm in arms):
+        raise ValueError(f"{path} is not a list of tuned arms as smallvit wrote it; {command}")
+    tuned = [TunedArm(**arm) for arm in arms]
+    for arm in tuned:
+        if problem := damage(arm):
+            raise ValueError(f"{path}, arm {arm.arm!r}: {problem}; {command}")
+    return {name: value for name, value in plain.items() if name != "format"}, tuned
+
+
+def damage(arm: TunedArm) -> str:
+    """Return what is wrong with the result of tuning one arm (variant) that was read from a file, as text, or an empty text."""
+    types = {"settings": dict, "edge": list, "cost": dict, "trials": list, "fingerprint": str}
+    for name, expected in types.items():
+        if not isinstance(getattr(arm, name), expected):
+            return f"{name} is {getattr(arm, name)!r:.60}"
+    if any(not isinstance(arm.cost.get(name), int | float) for name in ("labels", "images_seen", "runs", "seconds")):
+        return f"cost is {arm.cost}"
+    for trial in arm.trials:
+        scores = trial.get("scores") if isinstance(trial, dict) else None
+        if not isinstance(scores, list) or not scores or not isinstance(trial.get("settings"), dict):
+            return f"a trial is {trial!r:.60}"
+        if any(not (s is None or (isinstance(s, int | float) and 0 <= s <= 1)) for s in scores):
+            return f"the scores of a trial are {scores!r:.60}"
+    if arm.trials and arm.settings not in [trial["settings"] for trial in arm.trials]:
+        return f"the chosen settings {arm.settings} are those of no trial"
+    return ""
+
+
+def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:
+    """Return whether the options of `Tune` that a file holds, as JSON data, are those of the recipe."""
+    return tune is not None and plain == json.loads(json.dumps(tune.plain()))
+
+
+def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
+    """Return the runs of a comparison, followed by their tuned copies if the file `R.tuned.json` lies beside the recipe file.
+    `recipe` is the path of the recipe file. Raises ValueError as `apply` does.
+    """
+    path = tuned_file(recipe)
+    return [*runs, *apply(runs, path)] if path.exists() else list(runs)
+
+
+def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
+    """Return a tuned copy of each run of a comparison, at the longest training length, with the settings that the file
+    `R.tuned.json` gives. `runs` are the untuned runs, and `path` is the path of this file.
+
+    The copies have the field `tuning`, with the chosen values and the cost of the trials. An arm (variant) with nothing to tune
+    has a copy with unchanged settings and 0 trials.
+
+    Raises ValueError if the file is damaged, if a setting, a range or an arm has changed since it was written, if it lacks an
+    arm, and if two arms have equal settings after tuning.
+    """
+    path = Path(path)
+    again = f"run smallvit tune {path.name.partition('.')[0]} again"
+    plain, arms = read(path)
+    common = runs_to_tune(runs)
+    if not same_options(plain, common[0].tune):
+        raise ValueError(f"{path.name} was made with other ranges, trials, seeds or validation images of Tune; {again}")
+    chosen = {(arm.arm, arm.labels): arm for arm in arms}
+    fingerprints: dict[str, str] = {}
+    for (arm, labels), entry in one_per_cell(common).items():
+        found, place = chosen.get((arm, labels)), f"arm {arm!r} at {format_labels(labels)}"
+        if found is None:
+            raise ValueError(f"{path.name} has no settings for {place}; {again}")
+        if found.fingerprint != fingerprint(entry.run.at_seed(0)):
+            raise ValueError(f"{path.name}: the settings of {place} have changed since it was tuned; {again}")
+        other = fingerprints.setdefault(fingerprint(entry.run.vary(**found.settings).at_seed(0)), arm)
+        if other != arm:
+            raise ValueError(
+                f"{path.name}: {other!r} and {arm!r} have equal settings after tuning; fix what they differ in, for example "
+                f"with Tune(..., own={{{arm!r}: {{'depth': [4]}}}}), and {again}"
+            )
+    copies = []
+    for entry in common:
+        found = chosen[entry.arm, entry.labels]
+        copies.append(replace(entry, run=entry.run.vary(**found.settings), tuning=found.tuning()))
+    return copies

@@ -1,0 +1,130 @@
+"""smallvit tune: choose the settings of each arm on validation images, with equally many trials for all arms."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smallvit.ablation import ArmRun
+from smallvit.launch.local import check_device
+from smallvit.launch.tune import Candidates, candidates, run_count, tune_arms
+from smallvit.numerics import Numerics, parse_numerics
+from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.record import format_labels
+from smallvit.run import fingerprint
+from smallvit.tuning import Tune, TunedArm, apply, one_per_cell, read, runs_to_tune, same_options, tuned_file, write
+
+LARGE_LOSS = 0.002  # the page recommends more validation images or seeds above this expected loss
+
+
+def main(options: argparse.Namespace) -> int:
+    """Tune the arms of a recipe file (a Python file that lists the runs of a comparison), and write the chosen settings to
+    `R.tuned.json` beside it. `options` are the arguments of the command line. Return the exit status 0.
+
+    Arms that this file already contains with unchanged settings are not tuned again.
+    """
+    check_device(options.device)
+    check_optuna()
+    path = find_recipe(options.recipe)
+    module = load_recipe(path, tuned=False)
+    common = runs_to_tune(module.RUNS)
+    tune: Tune = common[0].tune  # type: ignore[assignment]
+    selected = one_per_cell(only(common, options.only))
+    todo, left_out = candidates(common, selected)
+    known = still_valid(tuned_file(path), common, tune, todo)
+    todo = [arm for arm in todo if (arm.entry.arm, arm.entry.labels) not in known]
+    if options.dry_run:
+        print(plan(todo, left_out, tune, len(known)))
+        return 0
+    for arm in left_out:
+        print(f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}")
+    tuned = tune_arms(
+        todo,
+        options.out,
+        recipe=path.stem,
+        source=path,
+        jobs=options.jobs,
+        stack=options.stack or 1,
+        device=options.device,
+        numerics=Numerics(**parse_numerics(options.numerics)),
+    )
+    found = known | {(arm.arm, arm.labels): arm for arm in (*tuned, *left_out)}
+    in_order = [found[cell] for cell in one_per_cell(common) if cell in found]
+    write(tuned_file(path), tune, in_order)
+    print(table(in_order))
+    print(f"written: {tuned_file(path)}; smallvit run {options.recipe} now trains the tuned runs, too")
+    if len(in_order) == len(one_per_cell(common)):
+        apply(common, tuned_file(path))
+    return 0
+
+
+def check_optuna():
+    """Raise ValueError if Optuna, which suggests the trials, is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("optuna") is None:
+        raise ValueError("smallvit tune needs Optuna, which is not installed; run pip install 'smallvit[tune]'")
+
+
+def still_valid(
+    path: Path, common: Sequence[ArmRun], tune: Tune, todo: Sequence[Candidates]
+) -> dict[tuple[str, int | None], TunedArm]:
+    """Return the arms (variants) that were tuned before and need not be tuned again, as a dict from arm and number of labels.
+    `path` is the file `R.tuned.json`, `common` are the untuned runs, and `todo` are the trials of the selected arms.
+
+    The ranges, the settings of the arm in the recipe and the suggested trials must be the same as before.
+    """
+    if not path.exists():
+        return {}
+    plain, arms = read(path)
+    if not same_options(plain, tune):
+        print(f"note: Tune has changed since {path.name} was written; all arms are tuned again", file=sys.stderr)
+        return {}
+    current = {cell: fingerprint(entry.run.at_seed(0)) for cell, entry in one_per_cell(common).items()}
+    settings = {(arm.entry.arm, arm.entry.labels): arm.settings for arm in todo}
+    return {
+        cell: arm
+        for arm in arms
+        if current.get(cell := (arm.arm, arm.labels)) == arm.fingerprint
+        and (cell not in settings or [trial["settings"] for trial in arm.trials] == settings[cell])
+    }
+
+
+def plan(todo: Sequence[Candidates], left_out: Sequence[TunedArm], tune: Tune, known: int) -> str:
+    """Return a text about the planned trials: how many there are for each arm (variant), and their settings. `left_out` are the
+    arms without trials, and `known` is the number of those that are tuned already.
+    """
+    lines = [f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}" for arm in left_out]
+    for arm in todo:
+        lines.append(f"{arm.place}: {tune.trials} trials, {run_count(tune)} runs of {arm.entry.run.steps} steps")
+        lines += [f"    {format_settings(settings)}" for settings in arm.settings]
+    runs = run_count(tune) * len(todo)
+    text = f"{runs} runs with up to {tune.seeds} seeds, scored on {tune.val:,} validation images"
+    return "\n".join([*lines, text + f"; {known} arms are tuned already" * bool(known)])
+
+
+def format_settings(settings: dict) -> str:
+    """Return chosen values as text: `lr=0.002, depth=4`."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def table(arms: Sequence[TunedArm]) -> str:
+    """Return a table of the tuned arms (variants) as text: chosen values, validation accuracy in percent, and expected loss by
+    tuning noise in points. Warnings follow, where a value lies at the edge of its range or the loss is large.
+    """
+    header = ("arm", "labels", "chosen", "validation", "expected loss")
+    rows, warnings = [], []
+    for arm in (arm for arm in arms if arm.trials):
+        loss = "unknown" if arm.loss is None else f"{100 * arm.loss:.2f}"
+        labels = "all" if arm.labels is None else f"{arm.labels:,}"
+        rows.append((arm.arm, labels, format_settings(arm.settings), f"{100 * (arm.accuracy or 0):.2f}", loss))
+        place = f"{arm.arm}, {format_labels(arm.labels)}"
+        if arm.edge:
+            names = " and ".join(f"{name}={arm.settings[name]}" for name in arm.edge)
+            warnings.append(f"warning: {place}: {names} at the edge of the range; a wider range may be better")
+        if arm.loss is not None and arm.loss > LARGE_LOSS:
+            warnings.append(f"warning: {place}: {loss} points may be lost by tuning noise; more seeds or images lower this")
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
+    cost = [sum(arm.cost[name] for arm in arms) for name in ("runs", "seconds")]
+    return "\n".join([*lines, f"{cost[0]} runs, {cost[1]:,.0f} seconds of training", *warnings])

@@ -1,0 +1,80 @@
+"""The settings of the trials of `smallvit tune`: points of a Sobol sequence by Optuna, the same for all arms."""
+
+import warnings
+from typing import Any
+
+from smallvit.tuning import Range, Tune
+
+LOG_RATIO = 10  # a range whose ends have at least this ratio is sampled on a logarithmic scale
+EDGE = 0.1  # a value in the outer tenth of its range, on its scale, lies at the edge
+POINTS_SEED = 19  # of the Sobol points
+
+
+def suggestions(tune: Tune, ranges: dict[str, Range], recipe_values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of all trials of an arm (variant), as a list of dicts from name to value. `ranges` are the
+    hyperparameters that are tuned in this arm. `recipe_values` are the values that the recipe sets.
+
+    The settings are points of a Sobol sequence, which covers the ranges evenly. All arms get the same points; only the values
+    of an arm's own ranges come from a second sequence. The first trial has the values of the recipe if they lie in the ranges.
+    """
+    own = [name for name in ranges if tune.ranges.get(name) != ranges[name]]
+    columns = dict(zip(tune.ranges, zip(*sobol(len(tune.ranges), tune.trials, POINTS_SEED))))
+    columns |= dict(zip(own, zip(*sobol(len(own), tune.trials, POINTS_SEED + 1))))
+    found = [{name: value_at(ranges[name], columns[name][i]) for name in ranges} for i in range(tune.trials)]
+    if all(contains(ranges[name], recipe_values[name]) for name in ranges):
+        found[0] = {name: recipe_values[name] for name in ranges}
+    return found
+
+
+def sobol(dimensions: int, count: int, seed: int) -> list[list[float]]:
+    """Return the first `count` points of a scrambled Sobol sequence by Optuna, as lists of numbers from 0 to 1."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    unit: Any = {f"{index:03}": optuna.distributions.FloatDistribution(0.0, 1.0) for index in range(dimensions)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.QMCSampler(scramble=True, seed=seed)
+    study = optuna.create_study(sampler=sampler)
+    study.enqueue_trial(dict.fromkeys(unit, 0.5))  # Optuna learns the names from the first trial, which is not used
+    study.tell(study.ask(unit), 0.0)
+    return [list(study.ask(unit).params.values()) for _ in range(count)]
+
+
+def value_at(values: Range, position: float) -> Any:
+    """Return the value at a position from 0 (lowest) to 1 (highest) of a range. Numbers are rounded to three digits."""
+    if isinstance(values, list):
+        return values[min(int(position * len(values)), len(values) - 1)]
+    low, high = values
+    whole = isinstance(low, int) and isinstance(high, int)
+    if whole:
+        low, high = low - 0.5, high + 0.5  # so that the lowest and the highest value are as probable as the others
+    value = low * (high / low) ** position if is_logarithmic(values) else low + (high - low) * position
+    return min(max(round(value) if whole else float(f"{value:.3g}"), values[0]), values[1])
+
+
+def is_logarithmic(values: tuple[float, float]) -> bool:
+    """Return whether a range is sampled on a logarithmic scale: its lower end is positive and its upper end 10 times as large
+    or more.
+    """
+    return values[0] > 0 and values[1] >= LOG_RATIO * values[0]
+
+
+def contains(values: Range, value: Any) -> bool:
+    """Return whether a value lies in a range: between its ends, or in its list."""
+    if isinstance(values, list):
+        return value in values
+    return isinstance(value, int | float) and values[0] <= value <= values[1]
+
+
+def at_edge(values: Range, value: Any) -> bool:
+    """Return whether a value lies at the edge of its range. This is the outer tenth of the range, on its scale, or the smallest
+    or largest of a list of at least three numbers.
+    """
+    if isinstance(values, list):
+        numbers = [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+        return len(numbers) == len(values) >= 3 and value in (min(numbers), max(numbers))
+    low, high = values
+    if is_logarithmic(values):
+        return value <= low * (high / low) ** EDGE or value >= high / (high / low) ** EDGE
+    return value <= low + EDGE * (high - low) or value >= high - EDGE * (high - low)

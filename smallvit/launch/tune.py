@@ -1,0 +1,370 @@
+"""Equal tuning: the loop over the trials of all arms, which `smallvit tune` runs.
+
+Every arm (variant) gets the same trials. They are compared by successive halving over seeds: all trials are trained with one
+seed, the better half with two seeds, the better quarter with four, and so on; the last two get all seeds. With 8 trials and 4
+seeds these are 16 runs in place of 32. Each stage waits until all its runs have ended, so the choice depends neither on the
+number of workers nor on a kill. Optuna's own `SuccessiveHalvingPruner` compares a trial with those that happened to end before
+it, so its choice would depend on the order in which runs end; therefore only the states that follow are reported to Optuna.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from smallvit.ablation import ArmRun
+from smallvit.data import Dataset
+from smallvit.record import Record, format_labels
+from smallvit.run import Run, fingerprint
+from smallvit.tuning import FIRST_SEED, Range, Tune, TunedArm, arm_ranges, hyperparameters, one_per_cell, runs_to_tune
+
+from .local import launch
+from .scheduler import unavailable_weights
+from .suggest import at_edge, is_logarithmic, suggestions
+
+HALVING = 1.16  # loss by halving, divided by the loss if all trials had all seeds: 0.50 / 0.43, the largest of a simulation
+
+
+@dataclass(eq=False)
+class Candidates:
+    """All trials of one arm (variant) at one number of labels: their settings, and their scores so far.
+
+    entry     a run of the arm
+    ranges    the hyperparameters to tune
+    settings  the values of each trial
+    runs      the run of each trial, for any seed
+    scores    for each trial its validation accuracies, one for each seed; None for a run whose loss became infinite
+    records   the records (results) of all runs of these trials, by fingerprint
+    trials    the trials in Optuna's study
+    """
+
+    entry: ArmRun
+    ranges: dict[str, Range]
+    settings: list[dict]
+    runs: list[Run]
+    scores: list[list[float | None]]
+    records: dict[str, Record] = field(default_factory=dict)
+    trials: list[Any] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        """The name of the arm and its number of labels, as text."""
+        return f"{self.entry.arm}, {format_labels(self.entry.labels)}"
+
+    def best(self, count: int) -> list[int]:
+        """Return the positions of the `count` trials with the largest mean validation accuracy so far, best first. Of equal
+        trials the earlier one comes first. Only trials that were trained with the largest number of seeds count.
+        """
+        most = max(map(len, self.scores))
+        trained = [index for index, scores in enumerate(self.scores) if len(scores) == most]
+        return sorted(trained, key=lambda index: (-mean(self.scores[index]), index))[:count]
+
+
+def mean(scores: Sequence[float | None]) -> float:
+    """Return the mean of the validation accuracies of a trial. It is minus infinity if a run of the trial had an infinite loss,
+    and 0 without any accuracy.
+    """
+    known = [score for score in scores if score is not None]
+    return fmean(known or [0.0]) if len(known) == len(scores) else float("-inf")
+
+
+def stages(trials: int, seeds: int) -> list[tuple[int, int]]:
+    """Return the stages of successive halving, as a list of pairs: the number of trials that are left, and the number of seeds
+    with which each of them is trained.
+    """
+    found = [(trials, 1)]
+    while found[-1][1] < seeds:
+        left, used = found[-1]
+        found.append((max(2, -(-left // 2)), min(2 * used, seeds)))
+    return found
+
+
+def run_count(tune: Tune) -> int:
+    """Return the number of runs that tuning one arm (variant) at one number of labels takes."""
+    steps = stages(tune.trials, tune.seeds)
+    return sum(left * (used - earlier) for (left, used), earlier in zip(steps, [0, *(used for _, used in steps)]))
+
+
+def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]]) -> tuple[list[Candidates], list[TunedArm]]:
+    """Return the trials of the selected arms (variants), and a list of those arms that have no trials, with the reason. `runs`
+    are all runs of the comparison. `selected` are pairs of arm and number of labels.
+
+    Arms without training steps or without a hyperparameter to tune have no trials, and neither have arms whose pretrained
+    weights are unavailable.
+
+    Raises ValueError for wrong ranges, and if the data set has too few validation images.
+    """
+    common = runs_to_tune(runs)
+    ranges, cells = arm_ranges(common), one_per_cell(common)
+    entries = [cells[cell] for cell in cells if cell in set(selected)]
+    unavailable = unavailable_weights(entry.run for entry in entries if ranges[entry.arm])
+    found, left_out = [], []
+    for entry in entries:
+        run, tune = entry.run.at_seed(FIRST_SEED), entry.tune
+        note = "" if ranges[entry.arm] else "nothing to tune"
+        note = f"left as it is: {unavailable[run.init]}" if run.init in unavailable else note
+        if note:
+            left_out.append(TunedArm(arm=entry.arm, labels=entry.labels, fingerprint=fingerprint(run.at_seed(0)), note=note))
+            continue
+        check_validation_images(run, tune)
+        settings = suggestions(tune, ranges[entry.arm], hyperparameters(run))
+        trials = [run.vary(**values, val=tune.val) for values in settings]
+        found.append(Candidates(entry, ranges[entry.arm], settings, trials, [[] for _ in settings]))
+    return found, left_out
+
+
+def check_validation_images(run: Run, tune: Tune):
+    """Raise ValueError, with the largest possible number, if the data set of a run has fewer validation images than `tune` asks
+    for.
+    """
+
+    def possible(val: int) -> bool:
+        with suppress(ValueError):
+            return bool(trial_images(run.data, run.labels, val, tune.seeds))
+        return False
+
+    if possible(tune.val):
+        return
+    data = run.data()
+    low, high = 0, min(tune.val, len(data.train if data.val is None else data.val))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle - 1)
+    raise ValueError(
+        f"Tune has val={tune.val}, but {data.spec.name} has at most {low} validation images besides "
+        f"{format_labels(run.labels)}; set val={low} or less"
+    )
+
+
+@functools.cache
+def trial_images(load: Callable[[], Dataset], labels: int | None, val: int, seeds: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the positions of the labelled training images and of the validation images for each seed of the trials. `load`
+    loads the data set. Raises ValueError if it has too few images.
+    """
+    subsets = (load().subset(labels=labels, val=val, seed=seed) for seed in range(FIRST_SEED, FIRST_SEED + seeds))
+    return [(subset.index, subset.val_index) for subset in subsets]
+
+
+# Trials
+
+
+def tune_arms(
+    todo: Sequence[Candidates],
+    out: str | Path,
+    *,
+    recipe: str,
+    source: str | Path | None = None,
+    jobs: int | None = None,
+    show: Callable[[Record], None] | None = None,
+    **options: Any,
+) -> list[TunedArm]:
+    """Train the trials of several arms (variants), and return a list with the chosen settings of each. The runs lie in the
+    folder `out/tuning/recipe`. Runs that have finished there are not trained again.
+
+    The trials are also written to a file of Optuna, `journal.log` in this folder, with one study for each arm and number of
+    labels. The test images are not read.
+
+    todo     the trials, as `candidates` returns them
+    options  `stack`, `device` and `numerics`, as for `launch`; so are `recipe`, `source`, `jobs` and `show`
+
+    Raises   ValueError if a run fails for another reason than an infinite loss, if all trials of an arm have an infinite loss,
+             and if another process tunes this recipe.
+    """
+    folder = Path(out, "tuning")
+    options |= {"recipe": recipe, "source": source, "jobs": jobs, "show": show}
+    with open_journal(folder / recipe) as storage:
+        for arm in todo:
+            arm.trials = new_study(storage, arm)
+        for left, seeds in stages(todo[0].entry.tune.trials, todo[0].entry.tune.seeds) if todo else ():
+            alive = [(arm, arm.best(left)) for arm in todo]
+            train(alive, range(FIRST_SEED, FIRST_SEED + seeds), folder, options)
+            for arm, trained in alive:
+                report_trials(arm, trained, seeds)
+        for arm in todo:
+            close_study(arm)
+    return [result(arm) for arm in todo]
+
+
+def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path, options: dict[str, Any]):
+    """Train some trials of several arms (variants) with several seeds, and add their scores. `alive` has pairs: an arm, and the
+    positions of those of its trials that are trained. Equal runs are trained once.
+    """
+    runs: dict[str, ArmRun] = {}
+    for arm, trained in alive:
+        for index in trained:
+            for seed in seeds:
+                run = arm.runs[index].at_seed(seed)
+                runs.setdefault(fingerprint(run), replace(arm.entry, run=run))
+    records = launch(list(runs.values()), out, validation_only=True, retry=True, **options)
+    found = {record.fingerprint: record for record in records}
+    if missing := len(runs) - len(found):
+        raise ValueError(f"{missing} trials are being trained by another process; start the command again when it has ended")
+    failed = [record for record in records if not record.finished and not has_infinite_loss(record)]
+    if failed:
+        raise ValueError(
+            f"{len(failed)} trials failed; the first is of {failed[0].arm!r}: {failed[0].error}; correct the ranges or the "
+            "cause, and start the command again"
+        )
+    for arm, trained in alive:
+        for index in trained:
+            mine = [found[fingerprint(arm.runs[index].at_seed(seed))] for seed in seeds]
+            arm.scores[index] = [record.val_result if record.finished else None for record in mine]
+            arm.records |= {record.fingerprint: record for record in mine}
+        if all(None in arm.scores[index] for index in trained):
+            raise ValueError(f"all trials of {arm.place} had an infinite loss; lower the learning rates in Tune")
+
+
+def has_infinite_loss(record: Record) -> bool:
+    """Return whether a run has failed because its loss was infinite or not a number. `record` holds its results."""
+    return str(record.error).startswith("FloatingPointError")
+
+
+def result(arm: Candidates) -> TunedArm:
+    """Return the chosen settings of an arm (variant), with all its trials and their cost."""
+    (best,) = arm.best(1)
+    tune, settings = arm.entry.tune, arm.settings[best]
+    costs = {
+        key: cost
+        for record in arm.records.values()
+        for key, cost in {
+            **((record.pretraining or {}).get("runs") or {}),
+            record.fingerprint: {"images_seen": record.images_seen, "seconds": record.seconds},
+        }.items()
+    }
+    return TunedArm(
+        arm=arm.entry.arm,
+        labels=arm.entry.labels,
+        fingerprint=fingerprint(arm.entry.run.at_seed(0)),
+        settings=settings,
+        accuracy=mean(arm.scores[best]),
+        edge=[name for name, value in settings.items() if at_edge(arm.ranges[name], value)],
+        loss=expected_loss(arm),
+        cost={
+            "labels": label_count(arm.runs[0], tune),
+            "images_seen": sum(cost["images_seen"] or 0 for cost in costs.values()),
+            "runs": len(arm.records),
+            "seconds": round(sum(cost["seconds"] or 0 for cost in costs.values()), 1),
+        },
+        trials=[{"settings": values, "scores": scores} for values, scores in zip(arm.settings, arm.scores)],
+    )
+
+
+def label_count(run: Run, tune: Tune) -> int:
+    """Return how many different labelled images the trials with all seeds use, for training and for validation. `run` is any of
+    these trials.
+    """
+    drawn = zip(*trial_images(run.data, run.labels, tune.val, tune.seeds))
+    train, validation = ({i for one in indices for i in one.tolist()} for indices in drawn)
+    return len(train | validation) if run.data().val is None else len(train) + len(validation)
+
+
+def expected_loss(arm: Candidates) -> float | None:
+    """Return the expected difference in accuracy, as a fraction, between the best trial of an arm (variant) and the chosen one.
+    It comes from the noise of the scores, and is estimated from the trials that were trained with all seeds.
+
+    The result is None if it cannot be estimated: with a single seed, or if it is not known which images a run classified
+    correctly.
+
+    Departs  from the loss when all trials have all seeds: successive halving loses 1.16 times as much, which was simulated for
+             8 trials and 4 seeds.
+    """
+    from smallvit.report.statistics import tuning_loss
+
+    run, tune = arm.runs[0], arm.entry.tune
+    seeds, tables = range(FIRST_SEED, FIRST_SEED + tune.seeds), []
+    orders = [drawn.argsort().numpy() for _, drawn in trial_images(run.data, run.labels, tune.val, tune.seeds)]
+    for index in arm.best(tune.trials):
+        bits = [arm.records[fingerprint(arm.runs[index].at_seed(seed))].correct_bits for seed in seeds]
+        if None not in arm.scores[index] and all(one is not None for one in bits):
+            tables.append([one[order].astype(float) for one, order in zip(bits, orders)])  # type: ignore[index]
+    pairs = [
+        [one - other for one, other in zip(first, second)] for number, first in enumerate(tables) for second in tables[:number]
+    ]
+    return HALVING * tuning_loss(pairs) if pairs and tune.seeds > 1 else None
+
+
+# Optuna's file of the trials
+
+
+@contextmanager
+def open_journal(folder: Path) -> Iterator[Any]:
+    """Context manager that opens Optuna's file of the trials in a folder, and yields it as an Optuna storage. It locks the
+    folder. An incomplete last line, which a kill leaves, is removed.
+
+    Raises ValueError if another process has locked the folder.
+    """
+    from filelock import FileLock, Timeout
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path, lock = folder / "journal.log", FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"another process is tuning in {folder}; wait until it has ended, or choose another --out") from None
+    try:
+        if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+            path.write_bytes(content[: content.rfind(b"\n") + 1])
+        Path(f"{path}.lock").unlink(missing_ok=True)  # left by a kill
+        yield JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path))))
+    finally:
+        lock.release()
+
+
+def new_study(storage: Any, arm: Candidates) -> list[Any]:
+    """Create the Optuna study of one arm (variant) at one number of labels, and return its trials. An earlier study of this
+    name is replaced: its trials are recalled from the records of their runs.
+    """
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    def distribution(values: Range) -> Any:
+        if isinstance(values, list):
+            return CategoricalDistribution(values)
+        kind = IntDistribution if all(isinstance(end, int) for end in values) else FloatDistribution
+        return kind(*values, log=is_logarithmic(values))  # type: ignore[arg-type]
+
+    with suppress(KeyError):
+        optuna.delete_study(study_name=arm.place, storage=storage)
+    study = optuna.create_study(study_name=arm.place, storage=storage, direction="maximize", pruner=optuna.pruners.NopPruner())
+    for settings in arm.settings:
+        study.enqueue_trial(settings)
+    space = {name: distribution(values) for name, values in arm.ranges.items()}
+    return [study.ask(space) for _ in arm.settings]
+
+
+def report_trials(arm: Candidates, trained: Sequence[int], seeds: int):
+    """Report the mean validation accuracies of the trained trials to Optuna. The step is the number of seeds. All other trials
+    that are not yet closed are marked as pruned.
+    """
+    import optuna
+
+    for index, trial in enumerate(arm.trials):
+        if index in trained and None not in arm.scores[index]:
+            trial.report(mean(arm.scores[index]), step=seeds)
+        elif index not in trained and not is_closed(trial):
+            state = optuna.trial.TrialState
+            trial.study.tell(trial, state=state.FAIL if None in arm.scores[index] else state.PRUNED)
+
+
+def close_study(arm: Candidates):
+    """Mark the trials that were trained with all seeds as complete in Optuna, or as failed if their loss was infinite."""
+    import optuna
+
+    for index, trial in enumerate(arm.trials):
+        if not is_closed(trial):
+            if None in arm.scores[index]:
+                trial.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            else:
+                trial.study.tell(trial, mean(arm.scores[index]))
+
+
+def is_closed(trial: Any) -> bool:
+    """Return whether an Optuna trial is complete, pruned or failed."""
+    return trial.study.trials[trial.number].state.is_finished()
