@@ -55,8 +55,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
             found.append(count_disagreements(c, arm, other, bits))
     if not found:
         raise ValueError(
-            f"the records of {arm!r} and {other!r} do not say which test images were right; records of earlier versions keep no "
-            "such data: run the recipe again"
+            f"the records of {arm!r} and {other!r} do not say which test images were right; records of earlier versions keep "
+            "no such data: run the recipe again"
         )
     return found
 
@@ -65,11 +65,13 @@ def count_disagreements(condition: Condition, arm: str, other: str, bits: dict) 
     """Return on which test images two arms (variants) disagree under one condition. `bits` is a dict from a seed to two boolean
     arrays, which say for each test image whether the first and the second arm are right.
     """
+    import numpy as np
+
     seeds = {
         s: (int((a & b).sum()), int((a & ~b).sum()), int((~a & b).sum()), int((~a & ~b).sum())) for s, (a, b) in bits.items()
     }
-    first = sum((a & ~b).astype(int) for a, b in bits.values())
-    second = sum((~a & b).astype(int) for a, b in bits.values())
+    first = np.sum([a & ~b for a, b in bits.values()], axis=0)
+    second = np.sum([~a & b for a, b in bits.values()], axis=0)
     order = sorted(range(len(first)), key=lambda i: (-abs(first[i] - second[i]), -first[i] - second[i], i))
     images = [(i, int(first[i]), int(second[i])) for i in order[:SHOWN] if first[i] + second[i]]
     return Disagreement(condition=condition, arm=arm, other=other, seeds=seeds, images=tuple(images))

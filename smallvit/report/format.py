@@ -1,13 +1,17 @@
 """Numbers, tables and sentences of a report, for both pages and the terminal."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from smallvit.record import Record, format_labels, user_line
+from smallvit.record import Record, user_line
 
-from .compare import Comparison, Difference, Row, format_seeds
-from .statistics import LEVEL, MIN_PAIRS
+from . import contrasts
+from .compare import format_seeds
+from .comparison import Comparison, Difference, Row, condition_of
+from .statistics import EQUIVALENCE, LEVEL, MIN_PAIRS, collapse_rate
 
 BUDGETS = {
     "params": "Parameters",
@@ -16,6 +20,7 @@ BUDGETS = {
     "seconds": "Seconds",
     "extra_labels": "Extra labels",
 }
+TUNING = {"trials": "Trials", "tuning_seconds": "Seconds of tuning"}  # shown if settings were tuned
 COST = "smallvit.evaluate.cost"
 REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "ms": "ms per batch", "speedup": "Speed-up"}
 NAMED = 3  # arms named in one sentence; more are counted
@@ -32,8 +37,8 @@ def points(x: float) -> str:
 
 
 def interval(difference: Difference) -> str:
-    """Return the 95% interval of a difference from the baseline as text, in percentage points: `[−0.10, 0.35]`. With a single
-    seed there is no interval, and the text is `[no interval]`.
+    """Return the 95% interval of a difference from the baseline on new test images as text, in percentage points: `[−0.10,
+    0.35]`. With a single seed there is no interval, and the text is `[no interval]`.
     """
     if difference.low is None or difference.high is None:
         return "[no interval]"
@@ -84,6 +89,7 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     forms = {
         "macs": f"{value / 1e6:,.2f} M",
         "seconds": f"{value:,.1f}",
+        "tuning_seconds": f"{value:,.1f}",
         "tokens": f"{value:,.1f}",
         "ms": f"{value:,.1f}",
         "speedup": f"{value:.2f}×",
@@ -108,75 +114,93 @@ def sentence(comparison: Comparison, row: Row) -> str:
     """Return the verdict on one arm (variant) as one line of text: `+SPT at 1,000 labels: better by 0.42 points [0.20, 0.64]`.
     `row` holds the results of the arm.
 
-    The line names the baseline only if the comparison has several baselines.
+    The line names the arm it is compared with only if this is not the only baseline. It ends with how often the verdict would
+    come out again, or with the reason why there is none.
     """
     d, reason = row.difference, f" ({row.reason})" if row.reason else ""
-    certain = row.verdict in ("better", "worse")
-    start = f"{row.arm} at {format_labels(row.labels)}: {row.verdict}"
-    start += f" {'than' if certain else 'compared with'} {row.baseline}" if len(comparison.baselines) > 1 else ""
+    start = f"{row.arm} at {row.condition.title}: {row.verdict}"
+    if len(comparison.baselines) > 1 or row.baseline != row.group:
+        start += f" {'than' if row.decided else 'compared with'} {row.baseline}"
     if d is None:
         return start + reason
-    if certain:
-        return f"{start} by {percent(abs(d.mean))} points {interval(d)}"
-    return f"{start}, {points(d.mean)} points {interval(d)}{reason}"
+    if not row.decided:
+        return f"{start}, {points(d.mean)} points {interval(d)}{reason}"
+    again = f"; again in {often(d)} of 100 repetitions" if d.replication is not None else ""
+    return f"{start} by {percent(abs(d.mean))} points {interval(d)}{again}{', fragile' * d.fragile}"
 
 
-def answer(comparison: Comparison) -> str:
-    """Return the main result of a comparison as one or two sentences. They say which arms (variants) are better or worse than
-    their baseline, and for which arms no difference was shown.
+def seeds_interval(difference: Difference) -> str:
+    """Return the interval of a difference over seeds alone as text, in percentage points: `[−0.10, 0.35] on these test images`.
+    Without such an interval the text is empty.
     """
-    judged = [row for row in comparison.rows if row.verdict]
-    if not judged:
-        return f"No technique has been compared with {baselines(comparison.rows, 'its own baseline')}."
-    better, worse, undecided = ([row for row in judged if row.verdict == word] for word in ("better", "worse", "inconclusive"))
-    place = f"At {format_labels(comparison.labels[0])}, no" if len(comparison.labels) == 1 else "No"
-    first = f"{place} technique was shown to be better than {baselines(judged, 'its own baseline')}"
-    if better:
-        first = place[:-2] + decided_arms(comparison, better, baselines(better, "their own baselines"))
-    elif not worse and not undecided:
-        first = "No verdict is possible yet"
-    first += f", and {decided_arms(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
-    second = [f"no difference was shown for {undecided_arms(comparison, judged, undecided)}"] if undecided else []
-    for verdict, problem in (
-        ("not enough seeds", f"fewer than the {MIN_PAIRS} seeds that a verdict needs"),
-        ("no verdict", "no verdict, for the reasons in the table"),
-    ):
-        if count := sum(row.verdict == verdict for row in judged):
-            every = "all " if 1 < count == len(judged) else ""
-            second += [f"{every}{count} comparison{'s have' if count > 1 else ' has'} {problem}"]
-    return " ".join(f"{text[0].upper()}{text[1:]}." for text in (first, "; ".join(second)) if text)
+    if difference.seeds_low is None or difference.seeds_high is None:
+        return ""
+    return f"[{100 * difference.seeds_low:.2f}, {100 * difference.seeds_high:.2f}] on these test images".replace("-", "−")
 
 
-def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
-    """Return a part of a sentence about arms (variants) with the same verdict: `“A” (+2.30 points) and “B” (+1.00 points) are
-    better than “vit”`. `rows` are the results of these arms, and `baseline` is the text after "than".
+def often(difference: Difference) -> str:
+    """Return in how many of 100 repetitions a verdict would come out again, as text: `about 78`. The text is `at least 78` if
+    the records allow only an upper bound of the variance over test images.
     """
-    arms: dict[str, list[str]] = {}
-    for row in sorted(rows, key=lambda row: -abs(row.difference.mean) if row.difference else 0):
-        arms.setdefault(row.arm, [])
-    for row in rows:
-        value = points(row.difference.mean) if row.difference else ""
-        value += " points" if not arms[row.arm] else ""
-        place = at_labels([row.labels]) if not arms[row.arm] or row.labels is None else f"at {row.labels:,}"
-        arms[row.arm] += [value + f" {place}" * (len(comparison.labels) > 1)]
-    names = [f"“{arm}” ({', '.join(values)})" for arm, values in arms.items()]
-    verb = "is" if len(names) == 1 else "are"
-    return f"{join_names(names, NAMED, 'more arm' + 's' * (len(names) > NAMED + 1))} {verb} {rows[0].verdict} than {baseline}"
+    count = round(100 * (difference.replication or 0))
+    return "more than 99" if count > 99 else f"{'at least' if difference.bound else 'about'} {count}"
 
 
-def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
-    """Return a text that names the arms (variants) in `rows`, for which no difference from the baseline was shown: `“A” at 100
-    labels and any of the 3 arms at 1,000 labels`. `judged` are the results of all arms that have a verdict.
+def certainty(comparison: Comparison, row: Row) -> list[str]:
+    """Return sentences that say how sure the verdict on an arm (variant) is, as a list. `row` holds the results of the arm.
+
+    For better and worse: how often the verdict would come out again, and how rare a collapse of the training must be if no seed
+    shows one. For inconclusive: the effect that would have been found, and what would help.
     """
-    found: dict[str, list[int | None]] = {}
-    for n in comparison.labels:
-        arms, total = [row.arm for row in rows if row.labels == n], sum(row.labels == n for row in judged)
-        names = join_names([f"“{arm}”" for arm in arms])
-        which = names if len(arms) <= 2 else f"{'any' if len(arms) == total else len(arms)} of the {total} arms"
-        if arms:
-            found.setdefault(which, []).append(n)
-    several = len(comparison.labels) > 1
-    return join_names([which + f" {at_labels(labels)}" * several for which, labels in found.items()], len(found))
+    d = row.difference
+    if d is None or d.variance is None:
+        return []
+    n = len(d.values)
+    if d.replication is not None:
+        text = f"Run again with {n} fresh seeds and new test images, this verdict would come out again in {often(d)}"
+        text += " of 100 repetitions"
+        if d.replication < 0.9:
+            text += (
+                f"; {d.seeds_for_90} seeds would make it about 90"
+                if d.seeds_for_90
+                else "; more seeds alone would not make it 90"
+            )
+        return [f"{text}." + " It is fragile." * d.fragile, collapse(n)]
+    if d.detectable is None:
+        return []
+    found = f"A difference of {percent(d.detectable)} points would have been found with 80% probability."
+    return [found, *([advice] if (advice := what_helps(comparison, row)) else [])]
+
+
+def collapse(seeds: int) -> str:
+    """Return a sentence that says which rates of collapse (failed training) are excluded if no seed of `seeds` has collapsed."""
+    return f"No collapse in {seeds} seeds excludes only collapse rates above {100 * collapse_rate(seeds):.0f}%."
+
+
+def what_helps(comparison: Comparison, row: Row) -> str:
+    """Return a sentence that says whether more seeds or more test images would help an inconclusive verdict, with the command.
+    The text is empty if nothing is known to help. `row` holds the results of the arm (variant).
+    """
+    d = row.difference
+    if d is None or row.stopped:
+        return ""
+    return {
+        "seeds": "" if row.looks and row.next_look is None else f"More seeds would help: {until_decided(comparison)}",
+        "images": "More test images would help, not more seeds.",
+        "records": "Run it again: the interval is wide because earlier records do not say which test images were right.",
+    }.get(d.needs, "")
+
+
+def until_decided(comparison: Comparison) -> str:
+    """Return the command that adds seeds to a recipe until its verdicts are decided, as text."""
+    return f"smallvit run {comparison.recipe} --until-decided"
+
+
+def trends(comparison: Comparison) -> dict[tuple[int | None, str], str]:
+    """Return what becomes of each verdict with longer training at common settings, as a dict from (number of labels, arm) to
+    `holds`, `fades`, `turns`, `appears` or an empty text.
+    """
+    return {(trend.labels, trend.arm): trend.outcome for trend in contrasts.trends(comparison) if not trend.tuned}
 
 
 def baselines(rows: Sequence[Row], several: str) -> str:
@@ -200,40 +224,112 @@ def superseded(records: Sequence[Record]) -> str:
 
 
 def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
-    """Return sentences for the reader of a report: how many comparisons were removed from the recipe file, how many runs have
-    no result, and how many warnings there are. `warnings` are the texts of the warnings.
+    """Return sentences for the reader of a report: what becomes of the verdicts with longer training, what would help
+    inconclusive ones, what the intervals leave out, and how many runs have no result. `warnings` are the texts of the warnings.
     """
     lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
     total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
     removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
-    out = [f"The family counts {removed}."] if comparison.earlier else []
+    out = [longer(comparison), *help_for_undecided(comparison), *limits(comparison)]
+    out += [f"The family counts {removed}."] if comparison.earlier else []
     out += [f"{lost} of {total} runs have no result; see Failures."] if lost else []
     if warnings:
         out.append("There is 1 warning below." if len(warnings) == 1 else f"There are {len(warnings)} warnings below.")
-    return " ".join(out)
+    return " ".join(filter(None, out))
+
+
+def longer(comparison: Comparison) -> str:
+    """Return a sentence that says which verdicts hold, fade, turn or appear with longer training. The text is empty if the
+    comparison has a single training length.
+    """
+    lengths = sorted({c.length for c in comparison.conditions if c.length is not None and not c.tuned})
+    several = len({c.labels for c in comparison.conditions}) > 1
+    found: dict[str, list[str]] = {}
+    for (labels, arm), outcome in trends(comparison).items():
+        found.setdefault(outcome, []).append(f"“{arm}”" + f" {at_labels([labels])}" * several)
+    words = [word for word in ("holds", "fades", "turns", "appears") if word in found]
+    texts = [f"{word} for {join_names(found[word])}" for word in words]
+    return f"From {lengths[0]:,} to {lengths[-1]:,} training steps, the difference {'; it '.join(texts)}." if texts else ""
+
+
+def help_for_undecided(comparison: Comparison) -> list[str]:
+    """Return sentences that say whether more seeds, more test images or new runs would help the inconclusive verdicts of the
+    main conditions, as a list.
+    """
+    count = Counter(row.difference.needs for row in comparison.main_rows if row.difference and what_helps(comparison, row))
+    forms = {
+        "seeds": f"more seeds would help: {until_decided(comparison)}",
+        "images": "more test images would help, not more seeds",
+        "records": "new runs would help, because earlier records do not say which test images were right",
+    }
+    return [f"For {count[k]} inconclusive comparison{'s' * (count[k] > 1)}, {text}." for k, text in forms.items() if count[k]]
+
+
+def limits(comparison: Comparison) -> list[str]:
+    """Return sentences about what the intervals of a comparison leave out, as a list: records without data on single test
+    images, and training images that all seeds share.
+    """
+    differences = [(row.condition, row.difference) for row in comparison.rows if row.verdict and row.difference]
+    out = []
+    if any(d.bound for _, d in differences):
+        out.append(
+            "Records of an earlier version keep no data on single test images; their intervals use an upper bound of the "
+            "variance over images."
+        )
+    fixed = list(dict.fromkeys(c.labels for c, d in differences if d.pool == "fixed"))
+    if fixed:
+        out.append(
+            f"All seeds {at_labels(fixed)} share their training images, so the verdicts hold with these training images."
+        )
+    if any(d.pool == "unknown" for _, d in differences):
+        out.append("It is not recorded from how many images each seed drew its training images; the intervals do not count it.")
+    return out
 
 
 def how_to_read(comparison: Comparison) -> list[str]:
     """Return paragraphs of text for a reader who does not know the code. They explain the terms of a report, such as intervals,
     p-values, verdicts and costs.
     """
+    judged = [row.difference for row in comparison.rows if row.verdict and row.difference]
+    seeds = max((len(d.values) for d in judged), default=MIN_PAIRS)
+    looks = next((row.looks for row in comparison.rows if row.looks), ())
     text = f"""
-    Differences are paired: runs with the same seed are trained on the same images in the same order. Brackets are the 95% t
-    interval of the mean paired difference, in percentage points of test accuracy. This interval is not corrected for the number
-    of comparisons.
+    Differences are paired: runs with the same seed are trained on the same images in the same order. Each difference has two
+    95% intervals, in percentage points of test accuracy. The first one is about new test images: it covers the chance in the
+    seeds and in the choice of the test images. The second one, over seeds alone, is about these test images. It says what
+    training again would give, and nothing about other images. Neither is corrected for the number of comparisons.
 
-    p-values are Holm-corrected for the number of comparisons ({comparison.family} in this recipe). A verdict of better or worse
-    needs a corrected p below {LEVEL}, at least {MIN_PAIRS} seeds and no missing run. Inconclusive means that no difference was
-    shown. It does not mean that the arms are equal. References are rows for orientation and get no verdict.
+    The verdict answers whether the arm is better on new images. p-values are Holm-corrected for the number of comparisons
+    ({comparison.family} in this recipe). A verdict of better or worse needs a corrected p below {LEVEL}, at least {MIN_PAIRS}
+    seeds and no missing run. Inconclusive means that no difference was shown. It does not mean that the arms are equal.
+    References are rows for orientation and get no verdict.
 
-    All intervals and standard deviations (SD) are over seeds, on one fixed set of test images. They do not tell how much the
-    results would change with other test images.
+    If each seed draws its training images from the same pool, two seeds share some of them. The first interval is widened for
+    this share. Standard deviations (SD) are over seeds.
 
-    Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
-    Extra labels are validation labels that were used to choose something, and labels of an earlier run that the arm starts
-    from.
+    “Again in 78 of 100” means: if the comparison is run again with as many fresh seeds and as many new test images, the verdict
+    comes out again in about 78 of 100 repetitions. It is an upper estimate if effects are small. Below 80 the verdict is
+    fragile. {collapse(seeds)}
     """
-    return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+    if looks:
+        text += f"""
+    Seeds are added until a comparison is decided. It is tested at {join_names([str(n) for n in looks], len(looks))} seeds and
+    at no other number. The p-values and intervals stay valid with all these looks. An arm stops when it is better or worse,
+    when a difference of {100 * EQUIVALENCE:g} points is excluded, or when a verdict is unlikely even with {looks[-1]} seeds, so
+    arms can have fewer seeds than their baseline.
+    """
+    if any(condition.tuned for condition in comparison.conditions):
+        text += """
+    Tuned means that each arm has its own settings, chosen on validation images by the same number of trials over the same
+    ranges, with seeds that the comparison does not use. The verdict is about the arms at their chosen settings. Common means
+    that all arms have the settings of the recipe.
+    """
+    text += """
+    Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
+    Extra labels are validation labels that were used to choose something, labels of the trials that tuned the settings, and
+    labels of an earlier run that the arm starts from.
+    """
+    return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
 
 
 def how_it_was_timed(records: Sequence[Record]) -> str:
@@ -259,15 +355,15 @@ def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[st
 
     The text also names the line of the recipe that raised the error. Seeds with equal errors share one pair.
     """
-    tracebacks = {(r.arm, r.labels, r.seed): r.traceback or "" for r in records}
+    tracebacks = {(r.arm, condition_of(r), r.seed): r.traceback or "" for r in records}
     out = []
     for row in comparison.rows:
         reasons = {} if row.unavailable else row.failures
         for reason, group in groupby(sorted(reasons, key=reasons.__getitem__), key=reasons.__getitem__):
             seeds = list(group)
-            traceback = next((text for s in seeds if (text := tracebacks.get((row.arm, row.labels, s)))), "")
+            traceback = next((text for s in seeds if (text := tracebacks.get((row.arm, row.condition, s)))), "")
             line = user_line(traceback)
-            text = f"{row.arm} at {format_labels(row.labels)}, {format_seeds(seeds)}: {reason}"
+            text = f"{row.arm} at {row.condition.title}, {format_seeds(seeds)}: {reason}"
             out.append((text + f" ({line})" * bool(line), traceback))
     return out
 

@@ -1,0 +1,139 @@
+"""The main result of a comparison in a few sentences: verdicts of the main conditions, and how the small CNN compares."""
+
+from collections.abc import Sequence
+
+from smallvit.record import format_labels
+
+from .comparison import Comparison, Row
+from .contrasts import tuned_pairs
+from .format import NAMED, at_labels, baselines, join_names, percent, points
+from .statistics import MIN_PAIRS
+
+CNN = "small CNN"  # the reference that is trained like the baseline
+
+
+def answer(comparison: Comparison) -> str:
+    """Return the main result of a comparison in a few sentences. They say which arms (variants) are better or worse than their
+    baseline, how the small CNN compares, and for which arms no difference was shown.
+
+    Only the main conditions count: tuned settings if there are any, and the longest training. If a verdict differs with common
+    settings, the last sentence says so.
+    """
+    judged = [row for row in comparison.main_rows if row.verdict]
+    if not judged:
+        return f"No technique has been compared with {baselines(comparison.rows, 'its own baseline')}."
+    better, worse, undecided = ([row for row in judged if row.verdict == word] for word in ("better", "worse", "inconclusive"))
+    place = setting(comparison)
+    first = f"{place}{'no' if place else 'No'} technique was shown to be better than {baselines(judged, 'its own baseline')}"
+    if better:
+        first = place + decided_arms(comparison, better, baselines(better, "their own baselines"))
+    elif not worse and not undecided:
+        first = "No verdict is possible yet"
+    first += f", and {decided_arms(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
+    second = [f"no difference was shown for {undecided_arms(comparison, judged, undecided)}"] if undecided else []
+    for verdict, problem in (
+        ("not enough seeds", f"fewer than the {MIN_PAIRS} seeds that a verdict needs"),
+        ("no verdict", "no verdict, for the reasons in the table"),
+    ):
+        if count := sum(row.verdict == verdict for row in judged):
+            every = "all " if 1 < count == len(judged) else ""
+            second += [f"{every}{count} comparison{'s have' if count > 1 else ' has'} {problem}"]
+    texts = (first, small_cnn(comparison), "; ".join(second), common_settings(comparison))
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in texts if text)
+
+
+def setting(comparison: Comparison) -> str:
+    """Return the beginning of a sentence that names what the main conditions have in common: `At 1,000 labels with tuned
+    settings, `. The text is empty if they have nothing in common that must be said.
+    """
+    one = comparison.main[0]
+    label = f"at {format_labels(one.labels)}" if len(comparison.main) == 1 else ""
+    others = ["tuned settings"] * one.tuned + ([f"{one.length:,} training steps"] if one.length else [])
+    text = " ".join(filter(None, (label, f"with {' and '.join(others)}" if others else "")))
+    return f"{text[0].upper()}{text[1:]}, " if text else ""
+
+
+def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> str:
+    """Return a part of a sentence about arms (variants) with the same verdict: `“A” (+2.30 points) and “B” (+1.00 points) are
+    better than “vit”`. `rows` are the results of these arms, and `baseline` is the text after "than".
+
+    A verdict that would often not come out again is marked as fragile.
+    """
+    arms: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: -abs(row.difference.mean) if row.difference else 0):
+        arms.setdefault(row.arm, [])
+    for row in rows:
+        value = points(row.difference.mean) if row.difference else ""
+        value += " points" if not arms[row.arm] else ""
+        place = at_labels([row.labels]) if not arms[row.arm] or row.labels is None else f"at {row.labels:,}"
+        fragile = " but fragile" if row.difference and row.difference.fragile else ""
+        arms[row.arm] += [value + f" {place}" * (len(comparison.main) > 1) + fragile]
+    names = [f"“{arm}” ({', '.join(values)})" for arm, values in arms.items()]
+    verb = "is" if len(names) == 1 else "are"
+    return f"{join_names(names, NAMED, 'more arm' + 's' * (len(names) > NAMED + 1))} {verb} {rows[0].verdict} than {baseline}"
+
+
+def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Return a text that names the arms (variants) in `rows`, for which no difference from the baseline was shown: `“A” at 100
+    labels and any of the 3 arms at 1,000 labels`. `judged` are the results of all arms that have a verdict.
+    """
+    found: dict[str, list[int | None]] = {}
+    for n in (condition.labels for condition in comparison.main):
+        arms, total = [row.arm for row in rows if row.labels == n], sum(row.labels == n for row in judged)
+        names = join_names([f"“{arm}”" for arm in arms])
+        which = names if len(arms) <= 2 else f"{'any' if len(arms) == total else len(arms)} of the {total} arms"
+        if arms:
+            found.setdefault(which, []).append(n)
+    several = len(comparison.main) > 1
+    return join_names([which + f" {at_labels(labels)}" * several for which, labels in found.items()], len(found))
+
+
+def small_cnn(comparison: Comparison) -> str:
+    """Return a sentence, without its period, that compares the mean accuracy of the small CNN, a reference, with the best arm
+    (variant) under each main condition. The text is empty if the comparison has no results of this reference.
+    """
+    behind, ahead = [], []
+    for condition in comparison.main:
+        rows = comparison.at(condition)
+        cnn = next((row for row in rows if row.arm == CNN and row.role == "reference" and row.mean is not None), None)
+        arms = [row for row in rows if row.role != "reference" and row.mean is not None]
+        if cnn is None or not arms:
+            continue
+        best = max(arms, key=lambda row: row.mean or 0)
+        place = at_labels([condition.labels])
+        if cnn.mean == best.mean:
+            continue
+        if (cnn.mean or 0) > (best.mean or 0):
+            behind.append(f"{place}: {percent(cnn.mean or 0)}% against {percent(best.mean or 0)}%")
+        else:
+            ratio = cost_ratio(best, cnn)
+            cost = f", at {ratio} times its multiply-adds" if ratio else ""
+            ahead.append(f"“{best.arm}” {place}: {percent(best.mean or 0)}% against {percent(cnn.mean or 0)}%{cost}")
+    texts = [f"the {CNN} (a reference) has a higher mean than every arm {'; '.join(behind)}"] if behind else []
+    texts += [f"the {CNN} (a reference) has a lower mean than {'; '.join(ahead)}"] if ahead else []
+    return ". ".join(text if place == 0 else text[0].upper() + text[1:] for place, text in enumerate(texts))
+
+
+def cost_ratio(row: Row, other: Row) -> str:
+    """Return how many times more multiply-adds one arm (variant) needs than another one, as text. The text is empty if this is
+    not known.
+    """
+    macs, reference = row.budget["macs"], other.budget["macs"]
+    if not macs or not reference:
+        return ""
+    ratio = macs / reference
+    return f"{ratio:,.0f}" if ratio >= 9.5 else f"{ratio:.1f}"
+
+
+def common_settings(comparison: Comparison) -> str:
+    """Return a sentence, without its period, about the verdicts that differ with common settings from those with tuned
+    settings. The text is empty if there are none.
+    """
+    changed: dict[str, list[str]] = {}
+    for before, row in tuned_pairs(comparison):
+        if row.condition in comparison.main and before.verdict and row.verdict and before.verdict != row.verdict:
+            difference = f", {points(before.difference.mean)} points" if before.difference else ""
+            place = f" {at_labels([row.labels])}" if len(comparison.main) > 1 else ""
+            changed.setdefault(row.arm, []).append(f"{before.verdict}{place}{difference}")
+    names = [f"“{arm}” ({'; '.join(texts)})" for arm, texts in changed.items()]
+    return f"with common settings, the verdict differs for {join_names(names, NAMED)}" if names else ""
