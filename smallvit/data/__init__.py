@@ -9,12 +9,13 @@ Every loader returns a `Dataset` and reads the files once per process, so that m
 values only, so that a record can store the call.
 """
 
-from .images import Dataset, DataSpec, HeldOut, Images, Subset
+from .images import Dataset, DataSpec, HeldOut, Images, Subset, sealed_test_images
 from .own import arrays, folder
 from .preprocess import Preprocess
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
 
 __all__ = [
     "DataSpec", "Dataset", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
-    "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
+    "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images",
+    "svhn",
 ]  # fmt: skip

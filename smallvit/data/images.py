@@ -10,6 +10,8 @@ Shapes: n images in a data set, b in a batch, c channels, h x w pixels, k classe
 import functools
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,6 +125,21 @@ class Images:
             yield self.spec.normalise(self.pixels(index, device)), self.labels[index].to(device)
 
 
+SEALED: ContextVar[str | None] = ContextVar("SEALED", default=None)
+
+
+@contextmanager
+def sealed_test_images(reason: str | None):
+    """Context manager inside which the test images of all data sets cannot be read: every call of `HeldOut.open` raises
+    ValueError. `reason` is a text for the error message. With `reason=None`, an inner context allows reading again.
+    """
+    token = SEALED.set(reason)
+    try:
+        yield
+    finally:
+        SEALED.reset(token)
+
+
 class HeldOut:
     """A set of test images that can only be read by calling the method `open`, so that training code cannot use them by
     mistake.
@@ -139,9 +156,18 @@ class HeldOut:
         """Return the SHA-256 hash of the pixels and labels of the test images, as a hexadecimal string."""
         return self.__images.sha256
 
+    @property
+    def count(self) -> int:
+        """The number of test images. This does not count as reading them."""
+        return len(self.__images)
+
     def open(self) -> Images:
         """Return the test images. Each call adds 1 to the attribute `reads`, which counts how often the test images were read.
+
+        Raises ValueError inside the context manager `sealed_test_images`.
         """
+        if reason := SEALED.get():
+            raise ValueError(f"the test images are sealed: {reason}; use the training or validation images instead")
         self.reads += 1
         return self.__images
 

@@ -34,6 +34,7 @@ def save(training: "Training", path: Path):
         "ema": training.ema_model and training.ema_model.state_dict(),
         "best": training.best,
         "stacked": training.stacked,
+        "trace": [training.trace.batches, training.trace.losses],
         "numerics": [*training.numerics],
     }
     state = with_own_storage(state) if training.stacked else state
@@ -61,6 +62,7 @@ def resume(training: "Training", path: Path):
         return
     training.step, training.seconds, training.loss = state["step"], state["seconds"], state["loss"]
     training.curve, training.best, training.stacked = state["curve"], state["best"], state["stacked"]
+    training.trace.batches, training.trace.losses = state["trace"]
     training.health, training.monitor.in_a_row = state["health"], state["in_a_row"]
     training.numerics = Numerics(*state["numerics"])  # as it began, whatever was asked for this time
     training.objective.load_state_dict(state["objective"])

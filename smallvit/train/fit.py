@@ -11,7 +11,7 @@ from torch import nn
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.data import Dataset, DataSpec, HeldOut, Images, Subset
+from smallvit.data import Dataset, DataSpec, HeldOut, Images, Subset, sealed_test_images
 from smallvit.evaluate import PerImage, Splits, cached_features, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics
@@ -20,6 +20,7 @@ from smallvit.run import Run, describe, fingerprint
 
 from .loop import Training, Watch, train
 from .stack import NotStackable, Stack
+from .test_reads import log_test_read
 from .trained_model import save_weights
 
 
@@ -52,6 +53,8 @@ def fit(
     init: str | Path | None = None,
     teacher: str | Path | None = None,
     numerics: Numerics = DEFAULT,
+    validation_only: bool = False,
+    reads: str | Path | None = None,
 ) -> Record:
     """Train and evaluate a run, and return its record (settings, results and costs). The record and the trained weights are
     also saved in `folder`.
@@ -65,13 +68,19 @@ def fit(
     init       the folder of the finished run that `run.init` names; None trains that run first, in `folder/init`
     teacher    the same for `run.teacher`
     numerics   precision, attention kernel and compilation; a resumed run keeps those it began with
+    validation_only  True: score the run on the validation images only, for tuning and exploring. `test` of the record is then
+               None. Earlier runs that must be trained first are scored in the same way.
+    reads      path of a file to which each read of the test images is appended. The record then says how many settings of this
+               arm have been scored on these test images (`test_settings`).
 
-    Raises     ValueError for settings that do not fit the data, for a folder that holds another run, and for a full disk;
-               FloatingPointError if the loss is not finite; filelock.Timeout if another process trains this run.
+    Raises     ValueError for settings that do not fit the data, for a folder that holds another run, for a full disk, and if
+               anything but the final scoring of a run reads the test images; FloatingPointError if the loss is not finite;
+               filelock.Timeout if another process trains this run.
     """
-    if done := finished_record(run, Path(folder)):
+    if done := finished_record(run, Path(folder), validation_only):
         return done
-    with prepare_training(run, Path(folder), tags, device, init, teacher, numerics) as (training, close):
+    options = numerics, validation_only, reads
+    with prepare_training(run, Path(folder), tags, device, init, teacher, *options) as (training, close):
         if training is not None:
             train([training], training.train_step, watch)
         return close()
@@ -86,6 +95,8 @@ def fit_stacked(
     watch: Watch = lambda step, accuracy: None,
     dependencies: Sequence[dict[str, Path]] = (),
     numerics: Numerics = DEFAULT,
+    validation_only: bool = False,
+    reads: str | Path | None = None,
 ) -> list[Record]:
     """Train several runs that differ only in their seed at the same time, as one model. Return the list of their records
     (settings, results and costs). Each run has its own folder in `folders`.
@@ -97,10 +108,11 @@ def fit_stacked(
     each run depends on, by field ("init", "teacher"); see `fit` for the other parameters.
     """
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
+    options = numerics, validation_only, reads
     with ExitStack() as stack:
         opened_runs = [
             stack.enter_context(
-                prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), numerics)
+                prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), *options)
             )
             for run, folder, tag, places in zip(runs, folders, tags, dependencies)
         ]
@@ -122,6 +134,8 @@ def prepare_training(
     init: str | Path | None,
     teacher: str | Path | None,
     numerics: Numerics = DEFAULT,
+    validation_only: bool = False,
+    reads: str | Path | None = None,
 ) -> Iterator[tuple[Training | None, Callable[[], Record]]]:
     """Context manager that prepares the training of a run in `folder` and locks this folder. Earlier runs that the run needs,
     such as pretraining, are trained first. If there is a checkpoint, the training resumes from it.
@@ -135,8 +149,9 @@ def prepare_training(
 
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / records.CHECKPOINT
-    with FileLock(folder / ".lock", timeout=0):
-        if done := finished_record(run, folder):
+    reason = "this run is scored on validation images only" if validation_only else "a run reads them only when it is scored"
+    with FileLock(folder / ".lock", timeout=0), sealed_test_images(reason):
+        if done := finished_record(run, folder, validation_only):
             yield None, lambda: done
             return
         for unfinished in folder.glob(".*.new"):  # left by a kill during writing
@@ -147,27 +162,32 @@ def prepare_training(
             if field in run.dependencies:
                 places[field] = Path(place or folder / field)
                 dependency_tags = Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline)
-                trained.append(
-                    fit(run.dependencies[field], places[field], tags=dependency_tags, device=device, numerics=numerics)
-                )
+                options = {"numerics": numerics, "validation_only": validation_only, "reads": reads}
+                trained.append(fit(run.dependencies[field], places[field], tags=dependency_tags, device=device, **options))
             elif place is not None:
                 raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
         record = new_record(run, tags)  # first, so that it names the code that is running
         data, subset = load_data(run)
         check_evaluation(run, subset)
+        if validation_only and not len(subset.val):
+            raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
         training.resume(checkpoint, "".join([records.code()["sha256"], data.sha256, *training.init_hashes]))
 
         def close() -> Record:
+            test = None if validation_only else data.test
+            settings = log_test_read(Path(reads), run, tags.arm, data.test.sha256) if test is not None and reads else None
             done = replace(
                 record,
                 **training.facts(),
-                **evaluate(run, training.model, subset, data.test),
+                **evaluate(run, training.model, subset, test),
+                test_settings=settings,
                 pretraining=pretraining_cost(list(run.dependencies.values()), trained) if trained else None,
                 picture=reduction_picture(training.model, subset),
                 subset_sha256=subset.sha256,
+                drawn_share=drawn_share(run, data, subset),
                 data_sha256=data.sha256,
-                test_repeats=data.repeats,
+                test_repeats=None if validation_only else data.repeats,
                 **save_weights(folder / records.WEIGHTS, training.model, run, data.spec),
                 status="finished",
             )
@@ -185,6 +205,18 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
     data = run.data()
     check_transforms(run, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
+
+
+def drawn_share(run: Run, data: Dataset, subset: Subset) -> float:
+    """Return the share of the training images of a class that the run uses as labelled images. The classes may differ; the
+    largest share is returned. It is 1 if the run uses all images (`labels=None`).
+
+    The labelled images of two seeds overlap by this share, so results over seeds vary less than over new images.
+    """
+    if run.labels is None:
+        return 1.0
+    drawn, all_images = (images.labels.bincount(minlength=len(data.spec.classes)) for images in (subset.train, data.train))
+    return (drawn / all_images.clamp(min=1).double()).max().item()
 
 
 def check_transforms(run: Run, spec: DataSpec):
@@ -210,10 +242,11 @@ def check_evaluation(run: Run, subset: Subset):
             needs(Splits(subset.train, subset.val, subset.val), **getattr(evaluator, "keywords", {}))
 
 
-def finished_record(run: Run, folder: Path) -> Record | None:
+def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Record | None:
     """Return the record (settings, results and costs) of a run from its folder if the run has finished, otherwise None.
+    `validation_only` says whether a record without test results is expected, or one with test results.
 
-    Raises ValueError if the folder holds another run, or if the record or the weights are damaged.
+    Raises ValueError if the folder holds another run, a run that was scored on other images, or damaged files.
     """
     done = records.read_record(folder)
     if done is None:
@@ -222,6 +255,12 @@ def finished_record(run: Run, folder: Path) -> Record | None:
         raise ValueError(f"{folder} holds run {done.fingerprint}, not {fingerprint(run)}; use another folder for each run")
     if done.finished and (problem := records.damaged_weights(folder, done)):
         raise ValueError(f"{problem}; delete the folder and train the run again")
+    if done.finished and (done.test is None) != validation_only:
+        found, expected = ("validation", "test") if done.test is None else ("test", "validation")
+        raise ValueError(
+            f"{folder} holds this run scored on {found} images, and it is now to be scored on {expected} images; use another "
+            "folder"
+        )
     return done if done.finished else None
 
 
@@ -242,14 +281,12 @@ def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
         return {"error": str(error)}
 
 
-def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
+def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -> dict:
     """Measure a trained model with all evaluators of its run, on the validation images in `subset` and then on the test images
-    in `test`. Return the results as a dict.
+    in `test`. Return the results as a dict. If `test` is None, only the validation images are used.
 
     Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first is not between 0 and 1.
     """
-    reads = test.reads
-    test_images = test.open()
     probes: dict[str, None] = {}
 
     def measure(images: Images) -> tuple[dict[str, float], str | None]:
@@ -268,21 +305,24 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut) -> dict:
                     probes[name] = None
         return numbers, correct
 
+    on_test: dict = {"test": None, "test_reads": 0}
     with cached_features():
-        (val_numbers, _), (test_numbers, correct) = measure(subset.val), measure(test_images)
+        numbers, correct = val_numbers, _ = measure(subset.val)
+        if test is not None:
+            with sealed_test_images(None):
+                reads, images = test.reads, test.open()
+            numbers, correct = measure(images)
+            majority = images.labels.bincount().max().item() / len(images)
+            on_test = {"test": numbers, "test_images": len(images), "test_majority": majority, "test_reads": test.reads - reads}
     chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
     return {
-        "score": next(iter(test_numbers)),
+        "score": next(iter(numbers)),
         "val": val_numbers,
         "val_images": len(subset.val),
-        "test": test_numbers,
         "probes": list(probes),
         "correct": correct,
-        "test_reads": test.reads - reads,
-        "test_images": len(test_images),
-        "test_majority": test_images.labels.bincount().max().item() / len(test_images),
         "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
-    }
+    } | on_test
 
 
 def packed(score: PerImage, count: int, source: str) -> str | None:

@@ -26,6 +26,7 @@ from smallvit.vit import ViT
 
 from . import checkpoint
 from .initialize import initial_objective
+from .trace import Trace, digest, distance
 
 CHECKS = 12  # validations of a run, evenly spaced; the last one after the last step
 CHECKPOINT_SECONDS = 10.0
@@ -91,6 +92,7 @@ class Training:
         self.device = accelerator or torch.device("cpu")
         objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
+        self.trace = Trace(digest(self.objective.model.state_dict().items()))
         self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
         self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
         self.optimizer = None
@@ -192,7 +194,9 @@ class Training:
         normalise = self.spec.normalise
         batch = batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
         with self.computing():
-            return self.objective.prepare(batch)
+            batch = self.objective.prepare(batch)
+        self.trace.add_batch(step, batch)
+        return batch
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer):
         """Set the learning rate of each parameter group of an optimizer to the value for the current step."""
@@ -230,6 +234,7 @@ class Training:
         """
         self.step += 1
         self.loss += loss
+        self.trace.add_loss(self.step, loss)
 
     @functools.cached_property
     def checks(self) -> set[int]:
@@ -288,9 +293,18 @@ class Training:
             "kernel": self.numerics.kernel or "rule",
             "compiled": self.numerics.compiled,
             "stacked": self.stacked,
+            "trace": self.trace.to_dict(self.model, self.ema_distance()),
             "init_weights": self.init_weights,
             "tokens": self.model.layer_contexts(1, self.spec.size)[0].tokens if isinstance(self.model, ViT) else None,
         } | self.footprint()
+
+    def ema_distance(self) -> float | None:
+        """Return the relative distance between the weights that are evaluated, which are an exponential moving average (EMA), and
+        the last weights. 0 means that the average is not used. None if the run uses no EMA, or averages over a single step.
+        """
+        if self.ema_model is None or min(self.step, self.run.ema * self.run.steps) <= 1:
+            return None
+        return distance(self.objective.model, self.model)  # the model that is evaluated: 0 if that is not the average
 
     def footprint(self) -> dict:
         """Return the number of parameters and the multiply-adds (MACs) of the model, as a dict. The dict is empty for a model

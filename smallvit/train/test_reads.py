@@ -1,0 +1,59 @@
+"""The file that lists all reads of the test images, over all processes and days. It counts how many settings each arm tried.
+
+Each line is one read: the hash of the test images, the arm, the number of labels, the seed, the fingerprint of the run, and the
+fingerprint of its settings, in which the seed and the number of labels do not count.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from smallvit import record as records
+from smallvit.run import Run, fingerprint
+
+
+def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
+    """Append one read of the test images to the file at `path`. Return how many different settings of this arm (variant) have
+    been scored on these test images, this one included.
+
+    `arm` is the name of the arm, and `test_sha256` the hash of the test images. Several processes may use the file at the same
+    time.
+
+    Raises ValueError if the file is damaged or cannot be written.
+    """
+    from filelock import FileLock
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    read = {
+        "data": test_sha256,
+        "arm": arm,
+        "labels": run.labels,
+        "seed": run.seed,
+        "fingerprint": fingerprint(run),
+        "settings": fingerprint(without_seed_and_labels(run)),
+    }
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        reads = [parse_read(line, f"{path}, line {number}") for number, line in enumerate(text.splitlines(), 1)]
+        records.write_text(path, "".join(json.dumps(each) + "\n" for each in [*reads, read]))
+    return len({each["settings"] for each in [*reads, read] if (each["data"], each["arm"]) == (test_sha256, arm)})
+
+
+def parse_read(line: str, source: str) -> dict:
+    """Return one read of the test images from a line of the file. `source` names the line in error messages. Raises ValueError
+    if the line is damaged.
+    """
+    try:
+        read = json.loads(line)
+        return {name: read[name] for name in ("data", "arm", "labels", "seed", "fingerprint", "settings")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{source} is damaged; expected a line as smallvit wrote it; delete this line") from error
+
+
+def without_seed_and_labels(run: Run) -> Run:
+    """Return a copy of a run with seed 0 and all labels, also in the earlier runs that it depends on. Runs that differ only in
+    their seed and number of labelled images become equal.
+    """
+    dependencies = {name: without_seed_and_labels(earlier) for name, earlier in run.dependencies.items()}
+    return replace(run, seed=0, labels=None, **dependencies)
