@@ -96,22 +96,20 @@ def small_cnn(comparison: Comparison) -> str:
     for condition in comparison.main:
         rows = comparison.at(condition)
         cnn = next((row for row in rows if row.arm == CNN and row.role == "reference" and row.mean is not None), None)
-        arms = [row for row in rows if row.role != "reference" and row.mean is not None]
-        if cnn is None or not arms:
+        best = max((row for row in rows if row.role != "reference"), key=lambda row: row.mean or 0, default=None)
+        if cnn is None or cnn.mean is None or best is None or best.mean is None or cnn.mean == best.mean:
             continue
-        best = max(arms, key=lambda row: row.mean or 0)
-        place = at_labels([condition.labels])
-        if cnn.mean == best.mean:
-            continue
-        if (cnn.mean or 0) > (best.mean or 0):
-            behind.append(f"{place}: {percent(cnn.mean or 0)}% against {percent(best.mean or 0)}%")
+        place, numbers = at_labels([condition.labels]), f"{percent(cnn.mean)}% against {percent(best.mean)}%"
+        if cnn.mean > best.mean:
+            behind.append((place, numbers))
         else:
             ratio = cost_ratio(best, cnn)
-            cost = f", at {ratio} times its multiply-adds" if ratio else ""
-            ahead.append(f"“{best.arm}” {place}: {percent(best.mean or 0)}% against {percent(cnn.mean or 0)}%{cost}")
-    texts = [f"the {CNN} (a reference) has a higher mean than every arm {'; '.join(behind)}"] if behind else []
-    texts += [f"the {CNN} (a reference) has a lower mean than {'; '.join(ahead)}"] if ahead else []
-    return ". ".join(text if place == 0 else text[0].upper() + text[1:] for place, text in enumerate(texts))
+            ahead.append((place, numbers + f" with {ratio} times the multiply-adds" * bool(ratio)))
+    form = "{}: {}" if len(behind + ahead) == 1 else "{} ({})"
+    texts = []
+    for found, words in ((behind, "a higher mean than every arm"), (ahead, "a lower mean than the best arm")):
+        texts += [f"{words} {join_names([form.format(*each) for each in found], len(found))}"] if found else []
+    return f"the {CNN} (a reference) has {', and '.join(texts)}" if texts else ""
 
 
 def cost_ratio(row: Row, other: Row) -> str:

@@ -173,7 +173,7 @@ def certainty(comparison: Comparison, row: Row) -> list[str]:
 
 
 def collapse(seeds: int) -> str:
-    """Return a sentence that says which rates of collapse (failed training) are excluded if no seed of `seeds` has collapsed."""
+    """Return a sentence about the rates of collapse (failed training) that are excluded if none of `seeds` seeds collapsed."""
     return f"No collapse in {seeds} seeds excludes only collapse rates above {100 * collapse_rate(seeds):.0f}%."
 
 

@@ -99,12 +99,12 @@ def needs(d: Difference, level: float) -> str:
     """Return what would help an inconclusive comparison most: "records", "images" or "seeds". `d` are its differences, and
     `level` is the level that a verdict needs.
 
-    "records": the interval uses an upper bound, which only new runs can replace. "images": no number of seeds would tell a
-    difference of this size from zero on these test images.
+    "images": on these test images, no number of seeds would tell a difference of this size, or of 0.5 points if it is smaller,
+    from zero. "records": this is so only by an upper bound, which new runs would replace.
     """
     if d.variance is None:
         return ""
-    images = more_images_needed(d.variance, d.mean, level=level)
+    images = more_images_needed(d.variance, max(abs(d.mean), EQUIVALENCE), level=level)
     return "seeds" if not images else "records" if d.bound else "images"
 
 
@@ -123,8 +123,8 @@ def partial_evidence(d: Difference) -> str:
     p = two_part_p(d.mean, d.variance)
     if p is not None and p < d.level:
         return f"{word} with these training images; the seeds share too many of them to say so of others"
-    images = f"{d.variance.images:,} test images"
-    return f"{word} on these {images} in every retraining; too few images to say so of new ones"
+    problem = "earlier records cannot say so of new ones" if d.bound else "too few images to say so of new ones"
+    return f"{word} on these {d.variance.images:,} test images in every retraining; {problem}"
 
 
 def excludes_zero(low: float | None, high: float | None) -> bool:
