@@ -10,25 +10,29 @@ from types import ModuleType
 from smallvit.ablation import ArmRun
 from smallvit.launch.progress import error_text
 from smallvit.launch.scheduler import Damaged, recall, tags
+from smallvit.looks import read_looks, with_looks
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import RECORD, Record, one_picture_per_arm, read_record, read_records, write_records, write_text
 from smallvit.report import html, markdown, text
+from smallvit.report.disagreements import disagreement_text, disagreements
 from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.train.fit import new_record
+from smallvit.trials import trials
 
 
 def main(options: argparse.Namespace) -> int:
     """Write the report of a recipe file, which lists the runs of a comparison, and print the verdicts. `options` are the
     arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
 
-    With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of the
-    committed records.
+    With `--disagreements A B`, also prints on which test images the arms A and B disagree. With `--publish`, writes records and
+    report beside the recipe file. If no run has finished, the report is that of the committed records.
     """
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     runs, out = scaled(module.RUNS, options)
+    runs = with_looks(runs, read_looks(out / path.stem))
     records, earlier = collect(runs, out, path.stem), removed_comparisons(runs, out, path.stem)
     published = path.with_suffix(".jsonl")
     if options.publish:
@@ -50,10 +54,14 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(f"no runs of {path.stem} in {out}; start them with: {command}")
         records = read_records(published)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
-        current = {fingerprint(entry.run) for entry in module.RUNS}
+        seeds = {record.seed for record in records}  # --until-decided may have added some
+        templates = {entry.cell: entry.run for entry in module.RUNS}.values()
+        current = {fingerprint(run.at_seed(seed)) for run in templates for seed in seeds}
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
     write_report(path, module, records, out / path.stem / "report", options.scale_steps, earlier)
+    if options.disagreements:
+        print("\n" + disagreement_text(disagreements(records, *options.disagreements)))
     return status(records)
 
 
@@ -98,7 +106,7 @@ def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
     """Return how many comparisons have finished although their arm (variant) was later removed from the recipe file. `runs` are
     the current runs, `out` is the folder of all results, and `recipe` is the name of the file.
 
-    A comparison is an arm at one number of labelled images.
+    A comparison is an arm in one condition: number of labelled images, training length, tuned or not.
 
     They still count for the Holm correction: otherwise an arm could be deleted after its result was seen.
     """
@@ -110,7 +118,7 @@ def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
         except (OSError, ValueError):  # damaged, or of another version
             continue
         if record and record.finished and (record.role, record.recipe) == ("technique", recipe):
-            removed |= {(record.arm, record.labels)} if record.arm not in arms and record.fingerprint not in current else set()
+            removed |= {(record.arm, record.labels, record.length, record.tuning is not None)} if record.arm not in arms and record.fingerprint not in current else set()
     return len(removed)
 
 
@@ -128,12 +136,12 @@ def write_report(
 
     `earlier` is the number of comparisons whose arms were removed from the recipe. `show_warnings=False` prints no warnings.
     """
+    options, tried = scale_option(scale_steps), trials(path, target.parent)
     for suffix, page in ((".md", markdown), (".html", html)):
-        options = scale_option(scale_steps)
-        content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, earlier=earlier)
+        content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, earlier=earlier, trials=tried)
         write_text(target.with_suffix(suffix), content)
     print(text(records, earlier=earlier))
-    for warning in warnings(reported(records)) if show_warnings else ():
+    for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")
 

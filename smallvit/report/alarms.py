@@ -34,15 +34,15 @@ def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Re
 
 
 def named(cells: Iterable[tuple[Condition, str]], among: Iterable[tuple[Condition, str]]) -> str:
-    """Return arms (variants) under their conditions as text: `A and B at 100 labels; all 4 arms at 1,000 labels`. `cells` are
-    the pairs (condition, arm) to name, and `among` are all pairs. The number of labels is left out if there is only one.
+    """Return arms (variants) under their conditions as text: `“A” and “B” at 100 labels; all 4 arms at 1,000 labels`. `cells`
+    are the pairs (condition, arm) to name, and `among` are all pairs. The number of labels is left out if there is only one.
     """
     found: dict[Condition, list[str]] = {}
     for condition, arm in cells:
         found.setdefault(condition, []).append(arm)
     total = Counter(condition for condition, _ in among)
     names = {
-        condition: f"all {len(arms)} arms" if len(arms) == total[condition] > 2 else join_names(arms)
+        condition: f"all {len(arms)} arms" if len(arms) == total[condition] > 2 else join_names([f"“{arm}”" for arm in arms])
         for condition, arms in found.items()
     }
     several = len({condition.labels for condition in total}) > 1
@@ -89,13 +89,15 @@ def late_rise(runs: Sequence[Record]) -> float | None:
 def below_raw_pixels(records: Sequence[Record]) -> list[str]:
     """Return a warning if some arms (variants in the comparison) are less accurate on average than logistic regression or the
     nearest neighbour on raw pixels, with the same number of labelled images. `records` are the results of the runs.
+
+    Arms without training steps of their own are left out.
     """
     pixels: dict[int | None, dict[str, list[float]]] = {}
     for r in records:
         if r.finished and (r.run.get("model") or {}).get("call") == PIXELS:
             pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(r.result)
     best = {labels: max(map(fmean, arms.values())) for labels, arms in pixels.items()}
-    cells = main_cells(records)
+    cells = {cell: runs for cell, runs in main_cells(records).items() if runs[0].steps}  # an untrained arm cannot train longer
     lost = [
         cell for cell, runs in cells.items() if fmean(r.result for r in runs) < best.get(cell[0].labels, 0.0) - TIE
     ]
@@ -184,26 +186,24 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
     return out
 
 
-def unequal_trials(records: Sequence[Record], explored: Mapping[str, int]) -> list[str]:
+def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> list[str]:
     """Return warnings about unfair numbers of trials: arms (variants) that were tried out more often than others, and arms of
-    which settings that are not on the page were scored on the test images. `records` are the results of the runs.
-
-    `explored` is a dict from the name of an arm to the number of its runs by `smallvit explore`.
+    which settings that are not on the page were scored on the test images. `records` are the results of the runs, and `trials`
+    is a parameter of `trials_of`.
     """
     out = []
-    trials = trials_of(records, explored)
     judged = {r.arm for r in records if r.role in ("baseline", "technique")}
-    if len({sum(counts) for arm, counts in trials.items() if arm in judged}) > 1:
-        counted = [f"{arm}: {sum(counts)}" for arm, counts in trials.items() if arm in judged]
+    fixed = {r.arm for r in records if r.tuning and not r.tuning.get("trials")}  # arms with nothing to tune
+    counts = {arm: n for arm, n in trials_of(records, trials).items() if arm in judged and (n or arm not in fixed)}
+    if len(set(counts.values())) > 1:
         out.append(
             "The arms had different numbers of trials on validation images, so one arm may have better settings than another: "
-            + "; ".join(counted)
+            + "; ".join(f"{arm}: {count}" for arm, count in counts.items())
         )
-    shown: dict[str, set[tuple]] = {}
+    shown: dict[str, set[str]] = {}
     for r in records:
-        shown.setdefault(r.arm, set()).add((r.length, r.tuning is not None))
-    scored = {r.arm: max(x.test_settings or 0 for x in records if x.arm == r.arm) for r in records}
-    if more := [f"{arm}: {count}" for arm, count in scored.items() if count > len(shown[arm])]:
+        shown.setdefault(r.arm, set()).add(f"{r.length} {(r.tuning or {}).get('settings')}")
+    if more := [f"{arm}: {count}" for arm, count in scored_settings(records).items() if count > len(shown[arm])]:
         out.append(
             "More settings of an arm were scored on the test images than this page shows, so the best may be here by luck: "
             + "; ".join(more)
@@ -211,14 +211,28 @@ def unequal_trials(records: Sequence[Record], explored: Mapping[str, int]) -> li
     return out
 
 
-def trials_of(records: Sequence[Record], explored: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return how often each arm (variant) was tried out on validation images, as a dict from its name to the pair (trials of
-    the tuning, runs by `smallvit explore`). `records` are the results of the runs.
+def trials_of(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return how many settings of each arm (variant) were tried on validation images, as a dict from its name to this number.
+    `records` are the results of the runs. `trials` is such a dict, which also counts the runs of `smallvit explore`; without it
+    only the trials that the records name are counted.
 
-    The parameter `explored` is that of `unequal_trials`. The dict is empty if there were no trials.
+    The dict is empty if there were no trials.
     """
-    tuned: dict[str, int] = {}
+    tuned: dict[tuple[str, int | None], int] = {}
     for r in records:
-        tuned[r.arm] = max(tuned.get(r.arm, 0), (r.tuning or {}).get("trials", 0))
-    found = {arm: (tuned.get(arm, 0), explored.get(arm, 0)) for arm in dict.fromkeys([*tuned, *explored])}
-    return found if any(map(sum, found.values())) else {}
+        tuned[r.arm, r.labels] = max(tuned.get((r.arm, r.labels), 0), (r.tuning or {}).get("trials", 0))
+    arms = dict.fromkeys(r.arm for r in records)
+    counted = {arm: sum(n for (name, _), n in tuned.items() if name == arm) for arm in arms}
+    found = {arm: max(n, (trials or {}).get(arm, 0)) for arm, n in counted.items()}
+    return found if any(found.values()) else {}
+
+
+def scored_settings(records: Sequence[Record]) -> dict[str, int]:
+    """Return how many different settings of each arm (variant) were scored on the test images, as a dict from its name to this
+    number. `records` are the results of the runs. Arms whose records do not say it are left out.
+    """
+    found: dict[str, int] = {}
+    for r in records:
+        if r.test_settings is not None:
+            found[r.arm] = max(found.get(r.arm, 0), r.test_settings)
+    return found

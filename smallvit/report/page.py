@@ -37,16 +37,16 @@ def markdown(
     doc: str,
     options: str = "",
     earlier: int = 0,
-    explored: Mapping[str, int] | None = None,
+    trials: Mapping[str, int] | None = None,
 ) -> str:
     """Return the report of a comparison as Markdown text. `records` are the results of its runs. The options `title` and `doc`
     are the name and the docstring of the recipe file (the Python file that lists the runs).
 
     `options` are the command-line options of the runs, such as " --scale-steps 2". `earlier` is the number of finished
-    comparisons whose arms were removed from the recipe. `explored` is a dict from the name of an arm (variant) to the number of
-    its runs by `smallvit explore`.
+    comparisons whose arms were removed from the recipe. `trials` is a dict from the name of an arm (variant) to the number of
+    its settings that were tried on validation images.
     """
-    page = content(records, title, doc, options, earlier, explored)
+    page = content(records, title, doc, options, earlier, trials)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
     if page["comparison"]:
         for heading, found in page["tables"].items():
@@ -76,7 +76,7 @@ def html(
     doc: str,
     options: str = "",
     earlier: int = 0,
-    explored: Mapping[str, int] | None = None,
+    trials: Mapping[str, int] | None = None,
 ) -> str:
     """Return the report of a comparison as the text of one HTML page, with tables and figures. `records` are the results of its
     runs. The page needs no scripts and no other files.
@@ -92,7 +92,7 @@ def html(
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters["zip"] = zip
     template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
-    page = content(records, title, doc, options, earlier, explored)
+    page = content(records, title, doc, options, earlier, trials)
     page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED}
     if comparison := page["comparison"]:
         shown = reported(records)
@@ -137,7 +137,7 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
 
 
 def content(
-    records: Sequence[Record], title: str, doc: str, options: str, earlier: int, explored: Mapping[str, int] | None
+    records: Sequence[Record], title: str, doc: str, options: str, earlier: int, trials: Mapping[str, int] | None
 ) -> dict[str, Any]:
     """Return everything that a report shows as a dict, such as the question, the tables and the warnings. `records` are the
     results of the runs, `title` and `doc` are the name and the docstring of the recipe file.
@@ -150,7 +150,7 @@ def content(
     shown = reported(records)
     if not shown:
         return page
-    comparison, warned = compare(records, earlier), warnings(shown, explored)
+    comparison, warned = compare(records, earlier), warnings(shown, trials)
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
@@ -162,7 +162,7 @@ def content(
         "failures": format.failures(comparison, shown),
         "unavailable": format.unavailable(comparison),
         "changes": changes(comparison, shown),
-        "provenance": provenance(shown, options, explored),
+        "provenance": provenance(shown, options, trials),
         "how_to_read": format.how_to_read(comparison),
     }
 

@@ -12,6 +12,7 @@ from .alarms import (
     no_better_than_guessing,
     no_better_than_random,
     one_token,
+    scored_settings,
     trials_of,
     undertrained,
     unequal_trials,
@@ -22,11 +23,11 @@ from .settings import initial_weights
 MACHINE = ("device", "precision", "threads", "kernel", "compiled")  # fields of a record
 
 
-def warnings(records: Sequence[Record], explored: Mapping[str, int] | None = None) -> list[str]:
+def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> list[str]:
     """Return a list of warnings about a comparison, one sentence each. For example, runs used different machines, or an arm
     was probably trained too briefly. `records` are the results of the runs.
 
-    `explored` is a dict from the name of an arm (variant) to the number of its runs by `smallvit explore`.
+    `trials` is a dict from the name of an arm (variant) to the number of its settings that were tried on validation images.
     """
     facts: dict[str, dict[str, dict]] = {}
     for r in records:
@@ -52,16 +53,16 @@ def warnings(records: Sequence[Record], explored: Mapping[str, int] | None = Non
     out += [f"Baseline and techniques are judged by different numbers: {', '.join(scores)}"] if len(scores) > 1 else []
     out += [f"Runs of code with uncommitted changes, which the commit does not identify: {uncommitted}"] if uncommitted else []
     out += [f"Runs that read the test images more than once: {reads}"] if reads else []
-    out += undertrained(records) + below_raw_pixels(records) + at_the_edge(records) + unequal_trials(records, explored or {})
+    out += undertrained(records) + below_raw_pixels(records) + at_the_edge(records) + unequal_trials(records, trials)
     return out + one_token(records) + no_better_than_guessing(records) + no_better_than_random(records)
 
 
-def provenance(records: Sequence[Record], options: str, explored: Mapping[str, int] | None = None) -> dict[str, str]:
+def provenance(records: Sequence[Record], options: str, trials: Mapping[str, int] | None = None) -> dict[str, str]:
     """Return where the results come from, as a dict from a heading to a text. Headings are, for example, code, versions and
     machine. `records` are the results of the runs, and `options` are their command-line options as text.
 
     The dict also names pretrained weights, trials on validation images and the commands that repeat the runs. The parameter
-    `explored` is that of `warnings`.
+    `trials` is that of `warnings`.
     """
     sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 
@@ -91,16 +92,15 @@ def provenance(records: Sequence[Record], options: str, explored: Mapping[str, i
     for r in records:
         count = max(r.unlabelled or 0, (r.pretraining or {}).get("unlabelled") or 0)
         unlabelled[r.arm] = max(unlabelled.get(r.arm, 0), count)
-    trials = trials_text(trials_of(records, explored or {}))
-    settings = {r.arm: max(x.test_settings or 0 for x in records if x.arm == r.arm) for r in records}
-    scored = "; ".join(f"{arm}: {count}" for arm, count in settings.items() if count > 1)
+    tried = by_number(trials_of(records, trials))
+    scored = by_number({arm: count for arm, count in scored_settings(records).items() if count > 1})
     return {
         "Records": each(r.status for r in records),
         "Code": each(map(code, records)),
         "Versions": each(", ".join(f"{name} {version}" for name, version in (r.versions or {}).items()) for r in records),
         "Machine": each(map(machine, records)),
         "Chosen on validation images": each(chosen(r.chosen_on_val) for r in records if r.chosen_on_val) or "nothing",
-        **({"Trials on validation images": trials} if trials else {}),
+        **({"Settings tried on validation images": tried} if tried else {}),
         **({"Settings scored on the test images": scored} if scored else {}),
         "Images used without labels": "; ".join(f"{arm}: {count:,}" for arm, count in unlabelled.items() if count) or "none",
         "Pretrained weights": each(loaded(r) for r in records if r.init_weights) or "none",
@@ -109,14 +109,11 @@ def provenance(records: Sequence[Record], options: str, explored: Mapping[str, i
     }
 
 
-def trials_text(trials: Mapping[str, tuple[int, int]]) -> str:
-    """Return the numbers of trials as text: `8 by smallvit tune: A, B; 3 by smallvit explore: A`. `trials` is a dict from the
-    name of an arm (variant) to the pair (trials of the tuning, runs by `smallvit explore`).
+def by_number(counts: Mapping[str, int]) -> str:
+    """Return numbers of arms (variants) as text, with equal numbers together: `8 of A, B and C; 3 of D`. `counts` is a dict
+    from the name of an arm to its number.
     """
-    texts = []
-    for place, command in enumerate(("tune", "explore")):
-        arms: dict[int, list[str]] = {}
-        for arm, counts in trials.items():
-            arms.setdefault(counts[place], []).append(arm)
-        texts += [f"{count} by smallvit {command}: {', '.join(names)}" for count, names in arms.items() if count]
-    return "; ".join(texts)
+    arms: dict[int, list[str]] = {}
+    for arm, count in counts.items():
+        arms.setdefault(count, []).append(arm)
+    return "; ".join(f"{count} of {join_names(names, len(names))}" for count, names in arms.items())

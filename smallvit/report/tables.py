@@ -8,7 +8,7 @@ from smallvit.record import Record
 
 from .comparison import Comparison, Condition, Difference, Row, condition_of
 from .contrasts import Trend, trends, tuned_pairs
-from .format import BUDGETS, REDUCED, cost, interval, mean_sd, p_value, percent, points
+from .format import BUDGETS, REDUCED, cost, interval, mean_sd, often, p_value, percent, points, seeds_interval
 from .settings import option_name, tuning_of
 
 EVERY_SEED, COMMON, OTHER_COSTS = "Accuracy of every seed", "Accuracy with common settings", "Costs under other conditions"
@@ -101,9 +101,7 @@ def difference_remarks(row: Row, d: Difference) -> list[str]:
     (variant).
     """
     remarks = [f"from {row.baseline}"] if row.baseline != row.group else []
-    if d.seeds_low is not None and d.seeds_high is not None:
-        over_seeds = f"[{100 * d.seeds_low:.2f}, {100 * d.seeds_high:.2f}]".replace("-", "−")
-        remarks.append(f"{over_seeds} on these test images")
+    remarks += filter(None, [seeds_interval(d)])
     return remarks + [f"n = {len(d.values)}"] * (d.seeds != row.seeds)
 
 
@@ -114,7 +112,7 @@ def verdict_remarks(row: Row) -> list[str]:
     d = row.difference
     remarks = [row.reason] if row.reason else []
     if d and d.replication is not None:
-        again = f"again in {100 * d.replication:.0f} of 100" + ", fragile" * d.fragile
+        again = f"again in {often(d)} of 100" + ", fragile" * d.fragile
         more = d.seeds_for_90 if d.replication < 0.9 else None
         remarks.append(again + (f"; {more} seeds: in 90" if more else ""))
     if d and d.looks:
