@@ -1,0 +1,194 @@
+"""Reads of the test images: only the final scoring of a run reads them, or nothing does; a file counts the settings that did."""
+
+import json
+import multiprocessing
+
+import pytest
+from toys import TINY_VIT
+
+from smallvit import Run, augment, digits, fit, knn, linear_probe, load, load_recipe
+from smallvit.data import sealed_test_images
+from smallvit.record import RECORD, read_record
+from smallvit.train import fit_stacked
+from smallvit.train.fit import Tags
+from smallvit.train.loop import Training
+from smallvit.train.test_reads import log_test_read
+
+SHORT = Run(model=TINY_VIT, labels=50, val=40, steps=12, batch=8, augment=augment.digits())
+
+
+LEAKY = """
+from smallvit import Run, ablate, accuracy, digits
+
+def score(model, splits):
+    yield from accuracy(model, splits._replace(test=digits().test.open()))  # also when it is to score validation images
+
+def transform(batch, generator):
+    return batch._replace(images=digits().test.open().pixels(slice(len(batch.images))))
+
+RUNS = ablate({"scratch": Run(steps=10)}, labels=[50], seeds=[0], references=False)
+"""
+
+
+@pytest.mark.parametrize("validation_only", [True, False])
+@pytest.mark.parametrize("leak", ["augment", "evaluators"])
+def test_read_of_the_test_images_by_a_component_of_a_recipe_fails(leak, validation_only, tmp_path):
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    recipe = load_recipe(tmp_path / "leaky.py")
+    run = SHORT.vary(**{leak: ({"augment": recipe.transform, "evaluators": recipe.score}[leak],)})
+    with pytest.raises(ValueError, match=r"test images are sealed: .*scored"):
+        fit(run, tmp_path / "run", validation_only=validation_only)
+    assert read_record(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_training_on_the_test_images_fails(stacked, tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "training_images", lambda self, data: data.test.open())
+    with pytest.raises(ValueError, match="test images are sealed"):
+        if stacked:
+            fit_stacked([SHORT, SHORT.at_seed(1)], [tmp_path / "0", tmp_path / "1"], validation_only=True)
+        else:
+            fit(SHORT, tmp_path)
+
+
+def test_test_images_can_be_read_again_after_a_run_and_after_its_failure(tmp_path):
+    fit(SHORT, tmp_path / "1", validation_only=True)
+    assert len(digits().test.open()) == 500
+    with pytest.raises(ValueError):
+        fit(SHORT.vary(heads=3), tmp_path / "2", validation_only=True)
+    assert len(digits().test.open()) == 500
+    with sealed_test_images("a reason"), pytest.raises(ValueError, match="sealed: a reason; use the training or validation"):
+        digits().test.open()
+
+
+# Runs that are scored on validation images only
+
+
+def test_validation_only_run_is_the_same_training_without_test_results(tmp_path):
+    reads = digits().test.reads
+    validated = fit(SHORT, tmp_path / "validated", validation_only=True)
+    assert digits().test.reads == reads
+    assert (validated.test, validated.test_reads, validated.test_images, validated.test_repeats) == (None, 0, None, None)
+    assert validated.finished and validated.score == "accuracy" and validated.val_images == 40
+    scored = fit(SHORT, tmp_path / "scored")
+    assert validated.val == scored.val and validated.val_result == scored.val_result == scored.val["accuracy"]
+    assert validated.weights_sha256 == scored.weights_sha256 and validated.trace == scored.trace
+    val, trained = digits().subset(labels=50, val=40, seed=0).val, load(tmp_path / "validated")
+    assert validated.correct_bits.tolist() == (trained.predict_proba(val.images).argmax(1) == val.labels).tolist()
+    assert len(scored.correct_bits) == 500
+    with pytest.raises(ValueError, match="test has no 'accuracy'"):
+        validated.result  # noqa: B018
+
+
+def test_dependencies_of_a_validation_only_run_are_validation_only_too(tmp_path):
+    reads = digits().test.reads
+    tuned = SHORT.vary(init=SHORT, lr=5e-4)
+    fit(tuned, tmp_path / "a", validation_only=True)
+    stacked = fit_stacked([tuned, tuned.at_seed(1)], [tmp_path / "b", tmp_path / "c"], validation_only=True)
+    assert digits().test.reads == reads and [r.test for r in stacked] == [None, None]
+    for folder in "abc":
+        earlier = read_record(tmp_path / folder / "init")
+        assert earlier.finished and earlier.test is None and earlier.test_reads == 0
+    with pytest.raises(ValueError, match="init holds this run scored on validation images, and it is now to be scored on test"):
+        fit(tuned, tmp_path / "d", init=tmp_path / "a" / "init")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_run_that_was_scored_on_other_images_is_refused(first, tmp_path):
+    fit(SHORT, tmp_path, validation_only=first)
+    before = (tmp_path / RECORD).read_bytes()
+    assert fit(SHORT, tmp_path, validation_only=first, watch=lambda *_: pytest.fail("it was trained again")).finished
+    kinds = ("validation", "test") if first else ("test", "validation")
+    with pytest.raises(ValueError, match="scored on {} images, and .* scored on {} images; use another folder".format(*kinds)):
+        fit(SHORT, tmp_path, validation_only=not first)
+    with pytest.raises(ValueError, match="use another folder"):
+        fit_stacked([SHORT, SHORT.at_seed(1)], [tmp_path, tmp_path / "1"], validation_only=not first)
+    assert (tmp_path / RECORD).read_bytes() == before
+
+
+def test_validation_only_run_needs_validation_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "train_step", lambda self: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match=r"val=0 leaves no validation images .*set val > 0"):
+        fit(SHORT.vary(val=0), tmp_path, validation_only=True)
+
+
+def test_probes_of_a_validation_only_run_are_recorded(tmp_path):
+    record = fit(SHORT.vary(steps=0, evaluators=(linear_probe, knn)), tmp_path, validation_only=True)
+    assert record.probes[:2] == ["linear_probe", "knn_1"] and record.chosen_on_val["labels"] == 40
+    assert record.correct_bits.mean() == pytest.approx(record.val_result)
+
+
+# The file of all reads
+
+
+def test_settings_of_an_arm_are_counted_over_all_runs_on_these_test_images(tmp_path):
+    reads = tmp_path / "out" / "test_reads.jsonl"
+
+    def settings(arm="a", **changes):
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        return fit(SHORT.vary(**changes), place, tags=Tags(arm=arm), reads=reads).test_settings
+
+    assert settings() == 1
+    assert settings(seed=1) == settings(labels=60) == 1, "another seed and more labels are no other settings"
+    assert settings(lr=2e-3) == 2 and settings(arm="b", lr=2e-3) == 1
+    assert settings(lr=2e-3, seed=4) == 2 and settings(steps=6) == 3
+    assert settings(init=SHORT.vary(seed=3)) == 4 and settings(init=SHORT.vary(seed=4, labels=20), seed=4) == 4
+    lines = [json.loads(line) for line in reads.read_text().splitlines()]
+    assert len(lines) == 11 and {line["data"] for line in lines} == {digits().test.sha256}, "9 runs, 2 of which train another"
+    assert lines[2]["labels"] == 60 and [line["seed"] for line in lines[:2]] == [0, 1]
+    assert {line["arm"] for line in lines} == {"a", "b", "init of a"}
+
+
+def test_without_the_file_and_without_a_read_nothing_is_counted(tmp_path):
+    assert fit(SHORT, tmp_path / "1").test_settings is None
+    assert fit(SHORT, tmp_path / "2", validation_only=True, reads=tmp_path / "reads.jsonl").test_settings is None
+    assert not (tmp_path / "reads.jsonl").exists()
+    stacked = fit_stacked([SHORT, SHORT.at_seed(1)], [tmp_path / "3", tmp_path / "4"], reads=tmp_path / "reads.jsonl")
+    assert [record.test_settings for record in stacked] == [1, 1]
+    assert len((tmp_path / "reads.jsonl").read_text().splitlines()) == 2
+    fit(SHORT, tmp_path / "3", reads=tmp_path / "reads.jsonl")  # it has finished, and reads nothing
+    assert len((tmp_path / "reads.jsonl").read_text().splitlines()) == 2
+
+
+def log_many(path, worker):
+    for seed in range(20):
+        log_test_read(path, SHORT.vary(seed=seed, lr=1e-3 * (worker + 1)), "a", "ab")
+
+
+def test_several_processes_lose_no_read(tmp_path):
+    path = tmp_path / "reads.jsonl"
+    workers = [multiprocessing.get_context("fork").Process(target=log_many, args=(path, worker)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(path.read_text().splitlines()) == 60
+    assert log_test_read(path, SHORT, "a", "ab") == 3 and log_test_read(path, SHORT, "a", "other images") == 1
+
+
+@pytest.mark.parametrize("line", ['{"data": "ab", "arm"', "3", '{"data": "ab"}'])
+def test_damaged_file_of_reads_is_refused_by_line_and_kept(line, tmp_path):
+    path = tmp_path / "reads.jsonl"
+    log_test_read(path, SHORT, "a", "ab")
+    path.write_text(path.read_text() + line)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"reads\.jsonl, line 2 is damaged"):
+        log_test_read(path, SHORT, "a", "ab")
+    assert path.read_bytes() == before
+
+
+# The share of the training images that a seed draws
+
+
+def test_drawn_share_is_the_largest_of_a_class(tmp_path):
+    train = digits().train
+    record = fit(SHORT.vary(labels=95), tmp_path / "95")
+    subset = digits().subset(labels=95, val=40, seed=0)
+    shares = [(subset.train.labels == k).sum().item() / (train.labels == k).sum().item() for k in range(10)]
+    assert record.drawn_share == pytest.approx(max(shares)) and max(shares) > min(shares)
+    assert fit(SHORT.vary(labels=None), tmp_path / "all").drawn_share == 1.0
+
+
+def test_number_of_test_images_is_known_without_a_read():
+    reads = digits().test.reads
+    assert digits().test.count == 500 and digits().test.reads == reads
