@@ -25,13 +25,21 @@ SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
-    "commands": {"__init__", "ablation", "numerics", "launch", "recipe", "record", "report", "run", "train"},
-    "launch": {"ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "train"},
+    "commands": {
+        "__init__", "ablation", "launch", "looks", "numerics", "recipe", "record", "report", "run", "train", "trials", "tuning",
+    },
+    "launch": {
+        "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "report", "run", "train",
+        "tuning",
+    },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "pretrained", "record",
         "rng", "run", "vit",
     },
-    "recipe": {"ablation"},
+    "recipe": {"ablation", "tuning"},
+    "looks": {"ablation", "record"},
+    "trials": {"record", "tuning"},
+    "tuning": {"ablation", "components", "record", "run"},
     "ablation": {
         "augment", "components", "evaluate", "match", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
     },

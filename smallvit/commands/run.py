@@ -4,7 +4,9 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
@@ -12,22 +14,32 @@ from smallvit.launch.autotune import autotune
 from smallvit.launch.local import check_device
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.scheduler import Damaged, recall
+from smallvit.looks import read_looks, with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 
 from .report import collect, removed_comparisons, scaled, status, write_report
+from .until_decided import begin, check_options, train_until_decided
 
 
 def main(options: argparse.Namespace) -> int:
     """Train the runs of a recipe file (a Python file that lists the runs of a comparison), and write the report. `options` are
     the arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
 
-    Runs that have finished earlier are not trained again.
+    Runs that have finished earlier are not trained again. `--until-decided` adds seeds to arms without a verdict.
     """
     check_device(options.device)
+    check_options(options)
     path = find_recipe(options.recipe)
     module = load_recipe(path)
+    if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
+        advice = f"run `smallvit tune {options.recipe}` first; only the common settings are trained now"
+        print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
     recipe_runs, out = scaled(module.RUNS, options)
+    looks = read_looks(out / path.stem)
+    if options.until_decided:
+        looks = begin(recipe_runs, looks, options, out, path)
+    declared, recipe_runs = recipe_runs, with_looks(recipe_runs, looks)
     runs = only(recipe_runs, options.only)
     if options.smoke:
         runs = recipe_runs = smoke_test_runs(runs)
@@ -42,6 +54,8 @@ def main(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         print(plan(runs, options.jobs, options.device, finished, recipe_runs, time.perf_counter() - options.started))
+        if options.until_decided and looks:
+            print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")
         return 0
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -51,29 +65,49 @@ def main(options: argparse.Namespace) -> int:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # a smoke test trains again each time
     for arm, tokens in tokens_left(runs).items():
         print(f"{arm}: {tokens}")
-    numerics, stack = Numerics(**given), options.stack or 1
-    if options.fast:
-        given |= {"stack": options.stack} if options.stack else {}
-        print("fast: measuring a few steps with each kernel, precision and stack size", file=sys.stderr)
-        numerics, stack, reason = autotune(recipe_runs, out / path.stem, options.jobs, options.device, given)
-        print(f"fast: {reason}")
-    launch(
-        runs,
-        out,
-        recipe=path.stem,
-        recipe_runs=recipe_runs,
-        source=path,
-        jobs=options.jobs,
-        stack=stack,
-        device=options.device,
-        numerics=numerics,
-        retry=options.retry,
-        fail_fast=options.fail_fast,
-    )
+    train = trainer(options, out, path, recipe_runs, given)
+    if options.until_decided and looks:
+        recipe_runs = train_until_decided(declared, runs, looks, train, options, out, path.stem)
+        runs = only(recipe_runs, options.only)
+    else:
+        train(runs, recipe_runs)
     records, earlier = collect(recipe_runs, out, path.stem), removed_comparisons(recipe_runs, out, path.stem)
     target = out / path.stem / "report"
     write_report(path, module, records, target, options.scale_steps, earlier, show_warnings=not options.smoke)
     if options.smoke:
         print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
-    requested = {(entry.arm, entry.labels, entry.seed) for entry in runs}
-    return status([record for record in records if (record.arm, record.labels, record.seed) in requested])
+    requested = {(entry.cell, entry.seed) for entry in runs}
+    return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
+
+
+def trainer(
+    options: argparse.Namespace, out: Path, recipe: Path, recipe_runs: Sequence[ArmRun], given: dict
+) -> Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]:
+    """Return the function that trains runs, as the options of the command line say. It is called with the runs to train and
+    with all runs of the recipe. With `--fast`, the fastest settings for this machine are measured here, once.
+
+    `out` is the folder of all results, `recipe` is the path of the recipe file, and `given` are the options of `--numerics`.
+    """
+    numerics, stack = Numerics(**given), options.stack or 1
+    if options.fast:
+        given |= {"stack": options.stack} if options.stack else {}
+        print("fast: measuring a few steps with each kernel, precision and stack size", file=sys.stderr)
+        numerics, stack, reason = autotune(recipe_runs, out / recipe.stem, options.jobs, options.device, given)
+        print(f"fast: {reason}")
+
+    def train(runs: Sequence[ArmRun], recipe_runs: Sequence[ArmRun]):
+        launch(
+            runs,
+            out,
+            recipe=recipe.stem,
+            recipe_runs=recipe_runs,
+            source=recipe,
+            jobs=options.jobs,
+            stack=stack,
+            device=options.device,
+            numerics=numerics,
+            retry=options.retry,
+            fail_fast=options.fail_fast,
+        )
+
+    return train

@@ -75,7 +75,7 @@ def work(
         load_recipe(source, tuned=False)
     runs, tags, folders, dependencies = zip(*tasks)
     options = {"tags": tags, "device": device, "watch": watch, "dependencies": dependencies, "numerics": numerics}
-    options |= {name: value for name, value in (("validation_only", validation_only), ("reads", reads)) if value}
+    options |= {"validation_only": validation_only, "reads": reads}
     try:
         return fit_stacked([rebuild(run) for run in runs], folders, **options)
     except Exception as error:

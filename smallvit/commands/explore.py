@@ -1,0 +1,116 @@
+"""smallvit explore: try arms out on validation images, with seeds of their own, and keep a list of what was tried."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import fmean
+
+from smallvit.ablation import ArmRun
+from smallvit.launch import launch
+from smallvit.launch.local import check_device
+from smallvit.looks import seed_list
+from smallvit.numerics import Numerics, parse_numerics
+from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.record import Record, code
+from smallvit.run import fingerprint
+from smallvit.trials import add_trial, trials, trials_file
+
+SEEDS = 1_000  # an exploration seed is a seed of the recipe plus this number
+MOST_SEEDS = 32  # `--until-decided` may add seeds up to this number
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train arms of a recipe file (a Python file that lists the runs of a comparison) with seeds that the comparison does not
+    use, and print their scores on validation images. `options` are the arguments of the command line. Return the exit status:
+    0 if all runs have finished, otherwise 1.
+
+    The test images are not read. Each setting of an arm that was tried is written to `R.trials.jsonl`.
+    """
+    check_device(options.device)
+    path = find_recipe(options.recipe)
+    module = load_recipe(path)
+    if any(text.startswith("seed=") for text in options.only):
+        raise ValueError("--only seed=... cannot be used here: smallvit explore uses seeds of its own; use --seeds N")
+    chosen = only(module.RUNS, options.only) if options.only else [e for e in module.RUNS if e.role != "reference"]
+    runs = exploration_runs(chosen, module.RUNS, options.seeds)
+    out = Path(options.out) / "explore"
+    records = launch(
+        runs,
+        out,
+        recipe=path.stem,
+        recipe_runs=runs,
+        source=path,
+        jobs=options.jobs,
+        stack=options.stack or 1,
+        device=options.device,
+        numerics=Numerics(**parse_numerics(options.numerics)),
+        retry=True,
+        validation_only=True,
+    )
+    found = {(record.fingerprint, record.arm): record for record in records if record.finished}
+    cells: dict[tuple, list[ArmRun]] = {}
+    for entry in runs:
+        cells.setdefault(entry.cell, []).append(entry)
+    left = 0
+    for entries in cells.values():
+        done = [record for e in entries if (record := found.get((fingerprint(e.run), e.arm)))]
+        left += len(entries) - len(done)
+        name = f"{entries[0].arm}, {entries[0].condition}"
+        if not done:
+            print(f"{name}: no run has finished")
+            continue
+        note = write_trial(path, Path(options.out) / path.stem, entries[0], done)
+        score = 100 * fmean(record.val_result for record in done)
+        print(f"{name}: {score:.2f}% of the validation images ({len(done)} seed{'s' * (len(done) > 1)}){note}")
+    counts = trials(path, Path(options.out) / path.stem)
+    arms = dict.fromkeys(entry.arm for entry in runs)
+    print("trials of each arm so far: " + ", ".join(f"{arm} {counts.get(arm, 0)}" for arm in arms))
+    if left:
+        print(f"{left} of {len(runs)} runs have not finished; start the command again to train them")
+    return int(left > 0)
+
+
+def exploration_runs(chosen: Sequence[ArmRun], runs: Sequence[ArmRun], count: int) -> list[ArmRun]:
+    """Return the runs with which arms are explored: each arm and condition in `chosen`, with `count` seeds that the comparison
+    does not use. `runs` are all runs of the recipe.
+
+    Raises ValueError if the recipe itself uses these seeds.
+    """
+    declared = sorted({entry.seed for entry in runs})
+    seeds = [SEEDS + seed for seed in seed_list(declared, count)]
+    if taken := sorted(set(seeds) & set(seed_list(declared, max(len(declared), MOST_SEEDS)))):
+        raise ValueError(f"the recipe uses the seeds {taken}, with which smallvit explore would train; use smaller seeds")
+    first = {entry.cell: entry for entry in reversed(chosen)}
+    return [replace(first[cell], run=first[cell].run.at_seed(seed)) for seed in seeds for cell in reversed(first)]
+
+
+def write_trial(recipe: Path, folder: Path, entry: ArmRun, records: Sequence[Record]) -> str:
+    """Write a setting that was tried to the list of trials beside the recipe file. Return a note for the terminal, which may be
+    empty. `entry` is one of the runs, and `records` are the results of all its seeds.
+
+    If the folder of the recipe file cannot be written, the list lies in `folder`, the folder of the recipe's runs.
+    """
+    from filelock import FileLock
+
+    trial = {
+        "arm": entry.arm,
+        "labels": entry.labels,
+        "length": entry.length,
+        "tuned": entry.tuning is not None,
+        "fingerprint": fingerprint(entry.run.at_seed(0)),
+        "seeds": len(records),
+        "score": records[0].score,
+        "val": fmean(record.val_result for record in records),
+        "date": date.today().isoformat(),
+        "commit": code()["commit"],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = trials_file(recipe)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        path = folder / path.name
+    with FileLock(folder / ".trials.lock"):
+        added = add_trial(path, trial)
+    return ("" if added else "; this trial is in the list already") + f"; the list is {path}" * (path.parent == folder)

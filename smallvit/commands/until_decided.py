@@ -1,0 +1,139 @@
+"""`smallvit run R --until-decided`: look at the verdicts after a few seeds, and add seeds to the arms without a verdict."""
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from smallvit.ablation import ArmRun
+from smallvit.looks import Looks, choose_schedule, with_looks, write_looks
+from smallvit.recipe import only
+from smallvit.record import Record, read_records
+from smallvit.report.compare import Condition, Row, compare, next_looks, schedule
+from smallvit.report.statistics import ADDED_LOOKS, LOOKS
+from smallvit.run import fingerprint
+
+from .report import collect, removed_comparisons
+
+Train = Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]
+
+
+def check_options(options: argparse.Namespace):
+    """Raise ValueError if `--until-decided` and `--max-seeds` cannot be combined with the other options of the command line."""
+    if not options.until_decided:
+        if options.max_seeds is not None:
+            raise ValueError(f"--max-seeds {options.max_seeds} needs --until-decided; add it, or remove --max-seeds")
+        return
+    if options.smoke:
+        raise ValueError("--smoke and --until-decided cannot be combined: a smoke test has no verdicts; remove one of them")
+    if any(text.startswith("seed=") for text in options.only):
+        raise ValueError("--only seed=... and --until-decided cannot be combined: looks choose the seeds; remove one")
+    if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
+
+
+def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespace, out: Path, recipe: Path) -> Looks:
+    """Return the schedule of looks of a comparison and the numbers of seeds at present. `runs` are the runs that the recipe
+    file lists, and `looks` is what `looks.json` says, or None. A comparison whose results are known already gets the schedule
+    for added seeds.
+
+    `out` is the folder of all results, and `recipe` is the path of the recipe file. The results are known if all runs have
+    finished in this folder, or if their records are committed.
+
+    Raises ValueError if `--max-seeds` is below the first look, and if `--only` leaves out the control of a selected arm.
+    """
+    if looks is None:
+        looks = Looks(first_schedule(runs, out, recipe), {})
+    if options.max_seeds is not None and options.max_seeds < looks.schedule[0]:
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {looks.schedule[0]}, the seeds of the first look")
+    selected = {entry.cell for entry in only(runs, options.only)}
+    controls = {entry.arm: entry.baseline for entry in runs}
+    for arm, *condition in selected:
+        control = controls[arm]
+        if control and (control, *condition) not in selected and any(e.cell == (control, *condition) for e in runs):
+            raise ValueError(
+                f"--only leaves out {control!r}, the baseline of {arm!r}, without which --until-decided has no verdict; add it"
+            )
+    return looks
+
+
+def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int, ...]:
+    """Return the schedule of looks for a comparison without `looks.json`. `runs` are the runs that the recipe file lists."""
+    published = recipe.with_suffix(".jsonl")
+    current = {fingerprint(entry.run) for entry in runs}
+    committed = read_records(published) if published.exists() else []
+    if len({record.fingerprint for record in committed} & current) == len(current) and (known := schedule(committed)):
+        return known
+    seen = all_finished(collect(runs, out, recipe.stem), current) or all_finished(committed, current)
+    cells: dict[tuple, set[int]] = {}
+    for entry in runs:
+        cells.setdefault(entry.cell, set()).add(entry.seed)
+    return choose_schedule(max(map(len, cells.values())), seen, LOOKS, ADDED_LOOKS)
+
+
+def all_finished(records: Iterable[Record], fingerprints: set[str]) -> bool:
+    """Return whether each run with one of these fingerprints has a record, and none of them is still to be trained. Runs that
+    failed have been tried and count as done.
+    """
+    return fingerprints <= {record.fingerprint for record in records if record.status != "missing"}
+
+
+def train_until_decided(
+    declared: Sequence[ArmRun],
+    runs: Sequence[ArmRun],
+    looks: Looks,
+    train: Train,
+    options: argparse.Namespace,
+    out: Path,
+    recipe: str,
+) -> list[ArmRun]:
+    """Train runs, look at the verdicts, and go on with more seeds of the arms that have no verdict yet, until there are none.
+    Return all runs of the comparison with the seeds that were added.
+
+    The number of seeds of each arm is written to `looks.json` before its runs are trained, so the command can be started again
+    after an interruption.
+
+    declared  all runs that the recipe file lists
+    runs      the runs to train first; seeds are added to their arms and conditions only
+    looks     the schedule, and the numbers of seeds at present
+    train     the function that trains runs; it is called with these runs and with all runs of the recipe
+    out       the folder of all results; `recipe` is the name of the recipe file
+    """
+    cells = {entry.cell for entry in runs}
+    while True:
+        write_looks(out / recipe, looks)
+        everything = with_looks(declared, looks)
+        train([entry for entry in everything if entry.cell in cells], everything)
+        records, earlier = collect(everything, out, recipe), removed_comparisons(everything, out, recipe)
+        needed = next_looks(records, looks.schedule, max_seeds=options.max_seeds, earlier=earlier)
+        more = {cell: n for key, n in needed.items() if (cell := cell_of(*key)) in cells and n > looks.at(cell)}
+        rows = [row for row in compare(records, earlier).rows if row.role == "technique"]
+        for row in rows:
+            if (cell := cell_of(row.condition, row.arm)) in cells:
+                print(f"{row.arm}, {row.condition.title}: {progress(row, more.get(cell), options.max_seeds)}", flush=True)
+        failed = options.fail_fast and any(record.status == "failed" for record in records)
+        if not more or failed:
+            return everything
+        looks = looks._replace(seeds={entry.cell: looks.at(entry.cell) for entry in everything} | more)
+
+
+def cell_of(condition: Condition, arm: str) -> tuple:
+    """Return the cell of the runs (see `ArmRun.cell`) of an arm in a condition."""
+    return arm, condition.labels, condition.length, condition.tuned
+
+
+def progress(row: Row, more: int | None, most: int | None) -> str:
+    """Return a text that says whether a comparison is decided after a look, and why it goes on or stops. `row` is the result of
+    the arm, `more` is its number of seeds at the next look, or None, and `most` is the value of `--max-seeds`.
+    """
+    taken = row.difference.looks if row.difference else ()
+    p = f", P = {row.difference.p:.3g}" if row.difference and row.difference.p is not None else ""
+    start = f"after {taken[-1]} seeds" if taken else f"{len(row.seeds)} seeds"
+    if row.stopped == "decided":
+        return f"{start}, decided: {row.verdict}{p}"
+    if row.stopped:
+        return f"{start}, {row.stopped}: {row.reason}{p}"
+    if more:
+        return f"{start}, goes on to {more} seeds{p}"
+    if row.next_look and most is not None and row.next_look > most:
+        return f"{start}, {row.verdict}: stopped by --max-seeds {most}{p}"
+    return f"{start}, {row.verdict}" + f": {row.reason}" * bool(row.reason) + p

@@ -1,0 +1,103 @@
+"""Looks: numbers of seeds at which a comparison is tested while seeds are added, and the file that says how many each arm has.
+
+`smallvit run R --until-decided` writes `looks.json` into the folder of the runs. `smallvit run` and `smallvit report` read it,
+so that they know the seeds that were added to those of the recipe.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from smallvit.ablation import ArmRun
+from smallvit.record import write_text
+
+FILE = "looks.json"
+
+
+class Looks(NamedTuple):
+    """The schedule of a comparison to which seeds are added, and the number of seeds that each arm has at present.
+
+    schedule  the numbers of seeds at which the comparison is tested, in rising order
+    seeds     a dict from the cell of a run (see `ArmRun.cell`) to its number of seeds. A cell that is absent has the seeds of
+              the first look
+    """
+
+    schedule: tuple[int, ...]
+    seeds: Mapping[tuple, int]
+
+    def at(self, cell: tuple) -> int:
+        """Return the number of seeds of the runs with this `cell`: arm, number of labels, training length, tuned or not."""
+        return self.seeds.get(cell, self.schedule[0])
+
+
+def read_looks(folder: str | Path) -> Looks | None:
+    """Return the schedule and the numbers of seeds that the file `looks.json` in the folder of a recipe's runs holds. Return
+    None if there is no such file. Raises ValueError if the file is damaged.
+    """
+    path = Path(folder) / FILE
+    if not path.exists():
+        return None
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        cells = {(each["arm"], each["labels"], each["length"], each["tuned"]): each["seeds"] for each in plain["cells"]}
+        schedule = tuple(plain["looks"])
+        valid = schedule and all(isinstance(n, int) and n > 0 for n in (*schedule, *cells.values()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); restore it, or delete it to use the recipe's seeds only") from error
+    if not valid or list(schedule) != sorted(set(schedule)):
+        raise ValueError(f"{path} has the looks {list(schedule)}; expected increasing numbers of seeds, as smallvit wrote them")
+    return Looks(schedule, cells)
+
+
+def write_looks(folder: str | Path, looks: Looks):
+    """Write a schedule and the numbers of seeds to the file `looks.json` in the folder of a recipe's runs."""
+    names = ("arm", "labels", "length", "tuned")
+    cells = [json.dumps(dict(zip(names, cell)) | {"seeds": seeds}) for cell, seeds in looks.seeds.items()]
+    lines = ",\n  ".join(cells)
+    write_text(Path(folder) / FILE, f'{{"looks": {json.dumps(looks.schedule)}, "cells": [\n  {lines}\n]}}\n')
+
+
+def with_looks(runs: Sequence[ArmRun], looks: Looks | None) -> list[ArmRun]:
+    """Return the runs of a comparison with as many seeds for each arm and condition as `looks` says, and with its schedule.
+    Return the same runs if `looks` is None. `runs` are all runs of the recipe.
+
+    The seeds are those of the recipe in increasing order, followed by the next whole numbers.
+    """
+    if looks is None:
+        return list(runs)
+    cells: dict[tuple, list[ArmRun]] = {}
+    for entry in runs:
+        cells.setdefault(entry.cell, []).append(entry)
+    seeds = {cell: seed_list([entry.seed for entry in entries], looks.at(cell)) for cell, entries in cells.items()}
+    return [
+        replace(entries[0], run=entries[0].run.at_seed(seeds[cell][place]), looks=looks.schedule)
+        for place in range(max(map(len, seeds.values()), default=0))
+        for cell, entries in cells.items()
+        if place < len(seeds[cell])
+    ]
+
+
+def seed_list(seeds: Sequence[int], count: int) -> list[int]:
+    """Return the first `count` seeds of a comparison: the given `seeds` in increasing order, followed by the next whole
+    numbers.
+    """
+    ordered = sorted(set(seeds))
+    return [*ordered, *range(ordered[-1] + 1, ordered[-1] + 1 + count)][:count]
+
+
+def choose_schedule(declared: int, seen: bool, looks: Sequence[int], added: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of seeds at which a comparison is tested while seeds are added. `declared` is the number of seeds in
+    the recipe, and `seen` says whether the results with these seeds are known already. `looks` and `added` are the schedules
+    for new results and for results that are known with `added[0]` seeds.
+
+    A known result counts as the first look. With fewer seeds than the first of `looks` there was no verdict to see.
+
+    Raises ValueError if the known result has as many seeds as the last look.
+    """
+    if not seen or declared < looks[0]:
+        return tuple(looks)
+    if declared >= looks[-1]:
+        raise ValueError(f"the recipe has {declared} seeds with results, and the last look is at {looks[-1]}; nothing to add")
+    return tuple(added) if declared == added[0] else (declared, *(n for n in looks if n > declared))

@@ -1,0 +1,73 @@
+"""Trials: the file `R.trials.jsonl`, which lists the settings of each arm that `smallvit explore R` has tried."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smallvit.record import write_text
+
+NEEDED = ("arm", "labels", "fingerprint", "seeds", "val")
+
+
+def trials_file(recipe: str | Path) -> Path:
+    """Return the path of the file that lists the trials of a recipe. `recipe` is the path of the recipe file; the list lies
+    beside it.
+    """
+    return Path(recipe).with_suffix(".trials.jsonl")
+
+
+def trials(recipe: str | Path, folder: str | Path | None = None) -> dict[str, int]:
+    """Return how many settings of each arm (variant in the comparison) have been tried on validation images, as a dict from the
+    name of the arm to this number. `recipe` is the path of the recipe file.
+
+    They are the trials of `smallvit explore` and those of `smallvit tune`. `folder` is the folder of the recipe's runs, in
+    which the list lies if the folder of the recipe file cannot be written. Different numbers of labels, training lengths and
+    options count as different settings; seeds do not.
+
+    Raises ValueError if a file is damaged.
+    """
+    from smallvit.tuning import read, tuned_file
+
+    places = [trials_file(recipe), *([Path(folder) / trials_file(recipe).name] if folder else [])]
+    found = {(trial["arm"], trial["fingerprint"]) for path in places for trial in read_trials(path)}
+    counts = Counter(arm for arm, _ in sorted(found))
+    if tuned_file(recipe).exists():
+        for tuned in read(tuned_file(recipe))[1]:
+            counts[tuned.arm] += len(tuned.trials)
+    return {arm: count for arm, count in counts.items() if count}
+
+
+def read_trials(path: Path) -> list[dict[str, Any]]:
+    """Return the trials in a file as a list of dicts, one for each line of the file. The list is empty if there is no file.
+    Raises ValueError if a line is damaged.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            trial = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); restore it, so that all trials count") from error
+        if not isinstance(trial, dict) or not trial.keys() >= set(NEEDED):
+            raise ValueError(f"{path}, line {number} is no trial; expected {', '.join(NEEDED)}, as smallvit explore wrote them")
+        found.append(trial)
+    return found
+
+
+def add_trial(path: Path, trial: Mapping[str, Any]) -> bool:
+    """Append a trial to a file, unless the file has this trial already. Return whether it was appended. `trial` has the names
+    in `NEEDED`.
+
+    A trial is in the file already if a line has the same arm and fingerprint, and at least as many seeds.
+
+    Raises ValueError if the file is damaged or cannot be written.
+    """
+    known = read_trials(path)
+    same = [each for each in known if all(each[name] == trial[name] for name in ("arm", "fingerprint"))]
+    if any(each["seeds"] >= trial["seeds"] for each in same):
+        return False
+    write_text(path, "".join(json.dumps(each) + "\n" for each in [*known, dict(trial)]))
+    return True
