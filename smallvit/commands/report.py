@@ -117,8 +117,9 @@ def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
             record = read_record(path.parent)
         except (OSError, ValueError):  # damaged, or of another version
             continue
-        if record and record.finished and (record.role, record.recipe) == ("technique", recipe):
-            removed |= {(record.arm, record.labels, record.length, record.tuning is not None)} if record.arm not in arms and record.fingerprint not in current else set()
+        of_recipe = record and record.finished and (record.role, record.recipe) == ("technique", recipe)
+        if record and of_recipe and record.arm not in arms and record.fingerprint not in current:
+            removed.add((record.arm, record.labels, record.length, record.tuning is not None))
     return len(removed)
 
 

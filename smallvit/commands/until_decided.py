@@ -43,8 +43,9 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     """
     if looks is None:
         looks = Looks(first_schedule(runs, out, recipe), {})
-    if options.max_seeds is not None and options.max_seeds < looks.schedule[0]:
-        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {looks.schedule[0]}, the seeds of the first look")
+    first = looks.schedule[0]
+    if options.max_seeds is not None and options.max_seeds < first:
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {first}, the seeds of the first look")
     selected = {entry.cell for entry in only(runs, options.only)}
     controls = {entry.arm: entry.baseline for entry in runs}
     for arm, *condition in selected:
