@@ -97,8 +97,8 @@ class Difference:
 
     @property
     def fragile(self) -> bool:
-        """Whether the verdict would come out again in less than 80% of repetitions. False if the records allow only a lower bound
-        of this probability.
+        """Whether the verdict would come out again in less than 80% of repetitions. False if the records allow only a lower
+        bound of this probability.
         """
         return self.replication is not None and self.replication < 0.8 and not self.bound
 

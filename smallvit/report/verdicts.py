@@ -123,7 +123,10 @@ def partial_evidence(d: Difference) -> str:
     p = two_part_p(d.mean, d.variance)
     if p is not None and p < d.level:
         return f"{word} with these training images; the seeds share too many of them to say so of others"
-    problem = "earlier records cannot say so of new ones" if d.bound else "too few images to say so of new ones"
+    problem = {
+        "images": "too few images to say so of new ones",
+        "records": "earlier records cannot say so of new ones",
+    }.get(d.needs, "not shown on new ones")
     return f"{word} on these {d.variance.images:,} test images in every retraining; {problem}"
 
 

@@ -1,0 +1,363 @@
+"""Comparisons: conditions, controls, two intervals, looks while seeds are added, training lengths and disagreements."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from smallvit.record import Record, pack_bits
+from smallvit.report import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, format, next_looks
+from smallvit.report.answer import answer
+from smallvit.report.contrasts import trends, tuned_pairs
+from smallvit.report.statistics import half_width, holm, paired_variance, sequential_p, two_part_p
+
+IMAGES = 1000
+
+
+def records(
+    arms: dict[str, float], *, seeds=8, labels=100, rng=0, noise=0.01, bits=True, images=IMAGES, **fields
+) -> list[Record]:
+    """One finished record for each arm and seed. The first arm is the baseline; values are differences in accuracy from it.
+
+    An image is hard or easy for all arms, and each seed of each arm has some luck.
+    """
+    draw, out = np.random.default_rng(rng), []
+    hard = draw.uniform(size=images)
+    for place, (arm, effect) in enumerate(arms.items()):
+        for seed in range(seeds):
+            level = 0.9 + effect + noise * draw.normal()
+            right = hard + 0.05 * draw.normal(size=images) < level
+            out.append(
+                Record(
+                    recipe="demo", arm=arm, role="baseline" if place == 0 else "technique", labels=labels, seed=seed,
+                    status="finished", fingerprint="f", run={}, score="accuracy", test={"accuracy": float(right.mean())},
+                    correct=pack_bits(right) if bits else None, test_images=images, drawn_share=0.0, subset_sha256=str(seed),
+                    params=1000, macs=5_000_000,
+                )
+            )  # fmt: skip
+    return [replace(r, **fields) for r in out]
+
+
+def change(rows: list[Record], arm: str, seeds=None, **fields) -> list[Record]:
+    """The records with some fields of one arm replaced, for all seeds or for those given."""
+    return [replace(r, **fields) if r.arm == arm and (seeds is None or r.seed in seeds) else r for r in rows]
+
+
+def row_of(rows: list[Record], arm: str, condition: Condition | None = None):
+    return next(row for row in compare(rows).rows if row.arm == arm and condition in (None, row.condition))
+
+
+def table(rows: list[Record], arm: str, other: str, seeds=8) -> np.ndarray:
+    """Right minus right for each seed and test image."""
+    found = {(r.arm, r.seed): r.correct_bits.astype(int) for r in rows}
+    return np.array([found[arm, s] - found[other, s] for s in range(seeds)])
+
+
+PLAIN = records({"scratch": 0, "+A": 0.03})
+
+
+# Two intervals
+
+
+def test_the_verdict_is_that_of_the_two_part_test_and_the_interval_over_seeds_is_inside():
+    d = row_of(PLAIN, "+A").difference
+    mean, variance = paired_variance(table(PLAIN, "+A", "scratch"))
+    half = half_width(variance, 0.05)
+    assert [d.mean, d.low, d.high] == pytest.approx([mean, mean - half, mean + half])
+    assert d.p == pytest.approx(two_part_p(mean, variance)) and not d.bound and d.variance == variance
+    assert d.low <= d.seeds_low < d.mean < d.seeds_high <= d.high and d.p >= d.p_seeds
+
+
+def test_records_without_bits_use_an_upper_bound_and_the_page_says_so():
+    with_bits, old = row_of(PLAIN, "+A").difference, [replace(r, correct=None) for r in PLAIN]
+    d = row_of(old, "+A").difference
+    assert d.bound and [d.seeds_low, d.seeds_high] == pytest.approx([with_bits.seeds_low, with_bits.seeds_high])
+    assert d.high - d.low > with_bits.high - with_bits.low
+    assert "earlier version keep no data on single test images" in format.notes(compare(old), [])
+    assert "earlier version" not in format.notes(compare(PLAIN), [])
+    one_old = change(PLAIN, "+A", [3], correct=None)
+    assert row_of(one_old, "+A").difference.bound, "bits of seven pairs are not used for eight"
+    unknown = [replace(r, correct=None, test_images=None) for r in PLAIN]
+    assert row_of(unknown, "+A").difference.variance.images == 10_000
+
+
+def test_better_on_these_images_only_is_inconclusive_and_says_why():
+    wrong = {"scratch": range(12), "+A": range(12, 19)}  # of 200 images, and one more that depends on the seed
+    rows = []
+    for r in records({"scratch": 0, "+A": 0}, images=200):
+        right = np.array([i not in wrong[r.arm] and i != 50 + (r.seed * len(r.arm)) % 3 for i in range(200)])
+        right[60] = r.seed % 2 == 0 and r.arm == "+A"
+        rows.append(replace(r, correct=pack_bits(right), test={"accuracy": float(right.mean())}))
+    row = row_of(rows, "+A")
+    assert row.verdict == "inconclusive" and row.difference.low < 0 < row.difference.seeds_low
+    assert row.reason == "better on these 200 test images in every retraining; too few images to say so of new ones"
+    assert format.certainty(compare(rows), row)[1] == "More test images would help, not more seeds."
+    few = row_of(records({"scratch": 0, "+A": 0.01}, images=200, noise=0.0005, rng=2), "+A")
+    assert few.reason.endswith("in every retraining; not shown on new ones") and few.difference.needs == "seeds"
+    noisy = records({"scratch": 0, "+A": 0}, images=2000, noise=0.03, rng=1)
+    assert row_of(noisy, "+A").difference.needs == "seeds"
+    assert (
+        "More seeds would help: smallvit run demo --until-decided" in format.certainty(compare(noisy), row_of(noisy, "+A"))[1]
+    )
+
+
+def test_training_images_that_seeds_share_widen_the_interval():
+    width = {}
+    for share in (0.0, 0.1, 0.5):
+        d = row_of([replace(r, drawn_share=share) for r in PLAIN], "+A").difference
+        width[share] = d.high - d.low
+        assert d.overlap == pytest.approx(share / (1 - share)) and d.pool == "drawn"
+    assert width[0.0] < width[0.1] < width[0.5]
+    different = change([replace(r, drawn_share=0.1) for r in PLAIN], "+A", [2], drawn_share=0.5)
+    assert row_of(different, "+A").difference.overlap == 1.0, "the largest share counts"
+
+
+@pytest.mark.parametrize("fields", [{"drawn_share": 1.0}, {"labels": None, "drawn_share": None}])
+def test_shared_training_images_are_named(fields):
+    rows = [replace(r, **fields) for r in PLAIN]
+    d = row_of(rows, "+A").difference
+    assert (d.overlap, d.pool) == (0.0, "fixed") and "with these training images" in format.notes(compare(rows), [])
+
+
+@pytest.mark.parametrize("data, overlap", [("smallvit.data.mnist", 1000 / 53_210), ("smallvit.data.digits", 1000 / 260)])
+def test_old_records_of_known_data_sets_give_the_overlap(data, overlap):
+    rows = [replace(r, labels=1000, drawn_share=None, run={"data": {"call": data}}) for r in PLAIN]
+    assert row_of(rows, "+A").difference.overlap == pytest.approx(overlap)
+    unknown = [replace(r, drawn_share=None) for r in PLAIN]
+    assert row_of(unknown, "+A").difference.pool == "unknown" and "It is not recorded" in format.notes(compare(unknown), [])
+
+
+def test_a_verdict_that_shared_training_images_undo_says_so():
+    rows = [replace(r, drawn_share=0.97) for r in PLAIN]
+    assert row_of(PLAIN, "+A").verdict == "better"
+    assert row_of(rows, "+A").verdict == "inconclusive" and "better with these training images" in row_of(rows, "+A").reason
+
+
+def test_a_verdict_says_how_often_it_would_come_out_again():
+    row = row_of(PLAIN, "+A")
+    first, collapse = format.certainty(compare(PLAIN), row)
+    assert f"in about {round(100 * row.difference.replication)} of 100 repetitions" in first or "more than 99" in first
+    assert collapse == "No collapse in 8 seeds excludes only collapse rates above 31%."
+    weak = records({"scratch": 0, "+A": 0.012}, rng=3, noise=0.008)
+    row = row_of(weak, "+A")
+    assert row.verdict == "better" and row.difference.fragile and row.difference.seeds_for_90 > 8
+    text = " ".join(format.certainty(compare(weak), row))
+    assert f"{row.difference.seeds_for_90} seeds would make it about 90" in text and "It is fragile." in text
+    assert "but fragile" in answer(compare(weak)) and format.sentence(compare(weak), row).endswith("fragile")
+
+
+def test_an_inconclusive_verdict_says_what_would_have_been_found():
+    rows = records({"scratch": 0, "+A": 0})
+    row = row_of(rows, "+A")
+    assert (row.difference.high - row.difference.low) / 2 < row.difference.detectable
+    assert f"A difference of {100 * row.difference.detectable:.2f} points" in format.certainty(compare(rows), row)[0]
+
+
+# Conditions
+
+
+def conditions(effects: dict[Condition, float], **options) -> list[Record]:
+    """Records of a baseline and of +A, whose difference depends on the condition."""
+    out = []
+    for place, (c, effect) in enumerate(effects.items()):
+        tuning = {"settings": {"lr": 0.001}, "trials": 8, "labels": 3100, "seconds": 60.0} if c.tuned else None
+        fields = {"labels": c.labels, "length": c.length, "tuning": tuning}
+        out += records({"scratch": 0, "+A": effect}, rng=place, **options, **fields)
+    return out
+
+
+LONG = {Condition(100, 500): -0.1, Condition(100, 2000): -0.03, Condition(100, 2000, True): 0.0}
+
+
+def test_each_condition_is_a_comparison_of_its_own_in_one_family():
+    c = compare(conditions(LONG))
+    assert c.conditions == tuple(LONG) and c.labels == (100,) and c.family == 3
+    judged = [row.difference for row in c.rows if row.verdict]
+    assert [d.p_holm for d in judged] == pytest.approx(holm([d.p for d in judged]))
+    assert c.main == (Condition(100, 2000, True),) and [row.arm for row in c.main_rows] == ["scratch", "+A"]
+    assert [c.title for c in LONG][1:] == ["100 labels, 2,000 steps", "100 labels, 2,000 steps, tuned"]
+    assert c.at(Condition(100, 500))[1].length == 500 and c.at(Condition(5)) == ()
+
+
+def test_the_answer_speaks_of_tuned_settings_and_of_what_differs_without():
+    rows = conditions(LONG)
+    text = answer(compare(rows))
+    assert text.startswith("At 100 labels with tuned settings and 2,000 training steps, no technique was shown to be better")
+    assert "With common settings, the verdict differs for “+A” (worse, −" in text
+    ((before, row),) = [pair for pair in tuned_pairs(compare(rows)) if pair[0].arm == "+A"]
+    assert (before.verdict, row.verdict, before.length) == ("worse", "inconclusive", 2000)
+    assert row.budget["trials"] == 8 and row.budget["extra_labels"] == 3100 and before.budget["trials"] is None
+
+
+@pytest.mark.parametrize(
+    "effects, word",
+    [((-0.1, -0.09), "holds"), ((-0.1, -0.03), "fades"), ((-0.1, 0.0), "fades"), ((-0.1, 0.05), "turns"), ((0.0, 0.05), "appears"),
+     ((0.0, 0.0), "")],
+)  # fmt: skip
+def test_what_becomes_of_a_verdict_with_longer_training(effects, word):
+    rows = conditions({Condition(100, 500): effects[0], Condition(100, 2000): effects[1]})
+    (trend,) = trends(compare(rows))
+    assert (trend.arm, trend.outcome, [row.length for row in trend.rows]) == ("+A", word, [500, 2000])
+    note = f"From 500 to 2,000 training steps, the difference {word} for “+A”."
+    assert (note in format.notes(compare(rows), [])) == bool(word)
+    assert trends(compare(PLAIN)) == []
+
+
+def test_the_small_cnn_is_part_of_the_answer():
+    rows = records({"scratch": 0, "+A": 0.0, "small CNN": 0.05})
+    rows = change(rows, "small CNN", role="reference", macs=1_000_000)
+    cnn, best = row_of(rows, "small CNN").mean, max(row_of(rows, arm).mean for arm in ("scratch", "+A"))
+    numbers = f"at 100 labels: {100 * cnn:.2f}% against {100 * best:.2f}%"
+    assert f"The small CNN (a reference) has a higher mean than every arm {numbers}." in answer(compare(rows))
+    rows = change(records({"scratch": 0, "+A": 0.03, "small CNN": -0.05}), "small CNN", role="reference", macs=1_000_000)
+    assert "a lower mean than the best arm" in answer(compare(rows)) and "% with 5.0 times the multiply-adds." in answer(
+        compare(rows)
+    )
+
+
+# Controls
+
+
+def test_an_arm_can_be_compared_with_another_arm():
+    rows = records({"scratch": 0, "+A": 0.05, "+A +B": 0.05, "+A +B +C": 0.0})
+    rows = change(change(rows, "+A +B", baseline="+A"), "+A +B +C", baseline="+A +B")
+    c, row = compare(rows), row_of(rows, "+A +B")
+    assert (row.baseline, row.group, row.verdict) == ("+A", "scratch", "inconclusive") and c.baselines == ("scratch",)
+    assert row.difference.mean == pytest.approx(row_of(rows, "+A +B").mean - row_of(rows, "+A").mean)
+    assert row_of(rows, "+A +B +C").verdict == "worse" and len(c.parts()[0].rows) == 4
+    assert "+A +B +C at 100 labels: worse than +A +B by" in format.sentence(c, row_of(rows, "+A +B +C"))
+
+
+def test_controls_in_a_circle_or_unknown_are_refused():
+    rows = records({"scratch": 0, "+A": 0.05, "+B": 0.05})
+    with pytest.raises(ValueError, match="circle: \\+A -> \\+B -> \\+A"):
+        compare(change(change(rows, "+A", baseline="+B"), "+B", baseline="+A"))
+    with pytest.raises(ValueError, match="'\\+A' has the baseline '\\+X'; expected one of \\['scratch', '\\+B'\\]"):
+        compare(change(rows, "+A", baseline="+X"))
+    with pytest.raises(ValueError, match="'\\+A' has the baseline '\\+A'"):
+        compare(change(rows, "+A", baseline="+A"))
+
+
+def test_a_reference_that_was_not_run_in_a_condition_is_left_out_there():
+    rows = conditions({Condition(100, 500): 0.0, Condition(100, 2000): 0.0})
+    kept = [replace(r, arm="pixels", role="reference") for r in rows if r.arm == "+A" and r.length == 2000]
+    c = compare([*rows, *kept])
+    assert [row.length for row in c.rows if row.arm == "pixels"] == [2000] and not any(row.failures for row in c.rows)
+
+
+# Looks
+
+
+def sequential(arms: dict[str, float], *, seeds=32, looks=LOOKS, **options) -> list[Record]:
+    return records(arms, seeds=seeds, looks=list(looks), **options)
+
+
+def first(rows: list[Record], **seeds: int) -> list[Record]:
+    """The records of the first seeds of each arm."""
+    return [r for r in rows if r.seed < seeds[r.arm.strip("+")]]
+
+
+def test_an_arm_is_judged_at_the_last_look_that_it_has_reached():
+    rows = first(sequential({"scratch": 0, "+A": 0.005}), scratch=13, A=9)
+    row = row_of(rows, "+A")
+    d = row.difference
+    assert d.looks == (6, 8) and d.seeds == tuple(range(8)) and len(row.values) == 9
+    p = {n: two_part_p(*paired_variance(table(rows, "+A", "scratch", n))) for n in (6, 8)}
+    assert d.p == pytest.approx(sequential_p(p, LOOKS))
+    assert not row.failures and row.next_look == 12 and "the next look is at 12 seeds" in row.reason
+    early = row_of(first(rows, scratch=13, A=5), "+A")
+    assert early.verdict == "no verdict" and "seed 5: missing" in early.reason
+    waiting = row_of(first(rows, scratch=5, A=5), "+A")
+    assert (waiting.verdict, waiting.reason) == ("not enough seeds", "5 of the 6 pairs of the first look")
+
+
+def test_an_arm_that_has_stopped_is_complete():
+    rows = first(sequential({"scratch": 0, "+A": 0.08, "+B": 0.005}), scratch=16, A=6, B=16)
+    c = compare(rows)
+    row = row_of(rows, "+A")
+    assert (row.verdict, row.stopped, row.next_look) == ("better", "decided", None) and not any(r.failures for r in c.rows)
+    assert "have no result" not in format.notes(c, []) and len(row.difference.seeds) == 6
+    assert "An arm stops when it is better or worse" in " ".join(format.how_to_read(c))
+
+
+def test_looks_make_a_verdict_harder_than_a_single_test():
+    rows = records({"scratch": 0, "+A": 0.02})
+    fixed, looked = row_of(rows, "+A").difference, row_of([replace(r, looks=list(LOOKS)) for r in rows], "+A").difference
+    assert looked.p >= fixed.p and looked.high - looked.low > fixed.high - fixed.low and looked.level < 0.05
+
+
+def test_seeds_added_to_a_finished_recipe_change_its_test():
+    rows = records({"scratch": 0, "+A": 0.02}, seeds=10)
+    rows = [replace(r, looks=list(ADDED_LOOKS)) if r.seed >= 8 else r for r in rows]
+    assert row_of(rows, "+A").difference.looks == (8,) and row_of(rows, "+A").looks == ADDED_LOOKS
+
+
+def test_next_looks_stop_what_is_decided_and_keep_the_baseline_going():
+    rows = sequential({"scratch": 0, "+A": 0.08, "+B": 0.004}, noise=0.02)
+    c = Condition(100)
+    waiting = [replace(r, status="missing", test=None, correct=None, score=None) for r in rows if r.seed < 6]
+    assert next_looks(waiting) == {(c, "scratch"): 6, (c, "+A"): 6, (c, "+B"): 6}
+    assert next_looks(first(rows, scratch=6, A=6, B=6)) == {(c, "scratch"): 8, (c, "+B"): 8}
+    assert next_looks(first(rows, scratch=8, A=6, B=6)) == {(c, "+B"): 8}
+    assert next_looks(first(rows, scratch=6, A=6, B=6), max_seeds=6) == {}
+    failed = change(
+        first(rows, scratch=8, A=6, B=8), "+B", [7], status="failed", error="boom", test=None, correct=None, score=None
+    )
+    assert next_looks(failed) == {} and row_of(failed, "+B").failures == {7: "failed: boom"}
+    assert next_looks(first([replace(r, looks=None) for r in rows], scratch=8, A=8, B=8), ADDED_LOOKS) == {
+        (c, "scratch"): 16, (c, "+B"): 16,
+    }  # fmt: skip
+
+
+def test_the_control_of_an_undecided_arm_goes_on_too():
+    rows = first(sequential({"scratch": 0, "+A": 0.08, "+B": 0.08}, noise=0.02), scratch=6, A=6, B=6)
+    found = next_looks(change(rows, "+B", baseline="+A"))
+    assert found == dict.fromkeys([(Condition(100), arm) for arm in ("scratch", "+A", "+B")], 8)
+
+
+def test_until_decided_ends_and_no_later_look_is_asked_of_a_stopped_arm():
+    """The loop of `smallvit run --until-decided`, with three arms of which one is equal to the baseline."""
+    rows = sequential({"scratch": 0, "+A": 0.06, "+B": -0.06, "+C": 0.0}, images=4000, noise=0.004)
+    have = dict.fromkeys(("scratch", "+A", "+B", "+C"), 6)
+    for _ in range(20):
+        now = [r for r in rows if r.seed < have[r.arm]]
+        if not (more := next_looks(now)):
+            break
+        have |= {arm: n for (_, arm), n in more.items()}
+    c = compare(now)
+    assert not more and have["+A"] == have["+B"] == 6 and have["scratch"] == max(have.values())
+    assert {row.arm: row.stopped for row in c.rows if row.verdict} == {"+A": "decided", "+B": "decided", "+C": "excluded"}
+    assert "a difference of 0.5 points is excluded" in row_of(now, "+C").reason
+
+
+def test_a_hopeless_arm_stops():
+    rows = first(sequential({"scratch": 0, "+A": 0.0}, images=300), scratch=12, A=12)
+    row = row_of(rows, "+A")
+    assert row.stopped == "hopeless" and "unlikely even with 32 seeds" in row.reason and next_looks(rows) == {}
+
+
+# Disagreements
+
+
+def test_disagreements_are_counted_for_each_seed_and_image():
+    rows = records({"scratch": 0, "+A": 0.03}, seeds=3)
+    (found,) = disagreements(rows, "+A", "scratch")
+    d = table(rows, "+A", "scratch", 3)
+    for s, (both, only_first, only_second, neither) in found.seeds.items():
+        assert both + only_first + only_second + neither == IMAGES
+        assert (only_first, only_second) == ((d[s] == 1).sum(), (d[s] == -1).sum())
+    position, gained, lost = found.images[0]
+    assert abs(d.sum(0)).max() == abs(gained - lost) and d.sum(0)[position] == gained - lost
+    text = disagreement_text([found])
+    assert "100 labels: test images that “+A” (first) and “scratch” (second) classify correctly" in text
+    assert all(f"{s:>6}{counts[0]:>10,}{counts[1]:>12,}" in text for s, counts in found.seeds.items())
+    assert f"{position:>8,}{gained:>12,}{lost:>13,}" in text
+
+
+def test_disagreements_need_two_known_arms_with_bits():
+    with pytest.raises(ValueError, match="unknown arm '\\+X'; expected two of 'scratch', '\\+A'"):
+        disagreements(PLAIN, "+X", "+A")
+    with pytest.raises(ValueError, match="two different arms"):
+        disagreements(PLAIN, "+A", "+A")
+    with pytest.raises(ValueError, match="earlier versions keep no such data"):
+        disagreements(records({"scratch": 0, "+A": 0}, bits=False), "+A", "scratch")
