@@ -241,7 +241,7 @@ def result(arm: Candidates) -> TunedArm:
         labels=arm.entry.labels,
         fingerprint=fingerprint(arm.entry.run.at_seed(0)),
         settings=settings,
-        accuracy=mean(arm.scores[best]),
+        accuracy=round(mean(arm.scores[best]), 6),
         edge=[name for name, value in settings.items() if at_edge(arm.ranges[name], value)],
         loss=expected_loss(arm),
         cost={
@@ -285,7 +285,7 @@ def expected_loss(arm: Candidates) -> float | None:
     pairs = [
         [one - other for one, other in zip(first, second)] for number, first in enumerate(tables) for second in tables[:number]
     ]
-    return HALVING * tuning_loss(pairs) if pairs and tune.seeds > 1 else None
+    return round(HALVING * tuning_loss(pairs), 6) if pairs and tune.seeds > 1 else None
 
 
 # Optuna's file of the trials

@@ -1,0 +1,492 @@
+"""Equal tuning: the same trials for all arms, no test image read, and the same choice for any number of workers."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toys import TINY_VIT
+
+from smallvit import Block, LocalityAttention, Run, ablate, digits, imagenet_vit_s
+from smallvit.__main__ import main
+from smallvit.commands.tune import plan, table
+from smallvit.launch import tune as loop
+from smallvit.launch.suggest import at_edge, suggestions
+from smallvit.launch.tune import HALVING, candidates, run_count, stages, tune_arms
+from smallvit.pretrained import Unavailable
+from smallvit.recipe import load_recipe
+from smallvit.record import Record, pack_bits
+from smallvit.report.statistics import tuning_loss
+from smallvit.run import describe, fingerprint
+from smallvit.tuning import FIRST_SEED, Tune, TunedArm, apply, arm_ranges, one_per_cell, read, runs_to_tune, tuned_file, write
+
+BASE = Run(data=digits, model=TINY_VIT, steps=4, batch=8, lr=2e-3, val=20)
+ARMS = {"scratch": BASE, "+LSA": BASE.vary(attention=LocalityAttention)}
+RANGES = {"lr": (3e-4, 6e-2), "weight_decay": (0.01, 0.3), "depth": [1, 2, 4]}
+EIGHT = Tune(RANGES, trials=8, seeds=4, val=100)
+FOUR = Tune({"lr": (3e-4, 6e-2)}, trials=4, seeds=2, val=40)
+
+
+def comparison(tune: Tune = EIGHT, arms: dict[str, Run] = ARMS, **options) -> list:
+    return ablate(arms, tune=tune, **{"labels": [50], "seeds": range(2), "references": False} | options)
+
+
+def trials(runs: list) -> list:
+    found, left_out = candidates(runs, one_per_cell(runs_to_tune(runs)))
+    assert not left_out
+    return found
+
+
+def untimed(path: Path) -> dict:
+    plain = json.loads(path.read_text())
+    for arm in plain["arms"]:
+        arm["cost"]["seconds"] = 0
+    return plain
+
+
+@pytest.fixture
+def fake_launch(monkeypatch):
+    """Replace the training by a function of the settings, `score`, and collect the runs that would have been trained."""
+    launched: list = []
+
+    def launch(runs, out, *, validation_only, show, **options):
+        assert validation_only and out.name == "tuning"
+        assert len({fingerprint(entry.run) for entry in runs}) == len(runs)
+        launched.append(runs)
+        return [finished(entry) for entry in runs]
+
+    def finished(entry) -> Record:
+        score = launch.score(entry)
+        bits = np.arange(entry.run.val) < round((score or 0) * entry.run.val)
+        done = {"val": {"accuracy": float(bits.mean())}, "correct": pack_bits(np.roll(bits, entry.seed))}
+        return Record(
+            recipe="t",
+            arm=entry.arm,
+            role=entry.role,
+            labels=entry.labels,
+            seed=entry.seed,
+            fingerprint=fingerprint(entry.run),
+            run=describe(entry.run),
+            score="accuracy",
+            val_images=entry.run.val,
+            images_seen=entry.run.steps * entry.run.batch,
+            seconds=2.0,
+            **({"status": "failed", "error": "FloatingPointError: nan"} if score is None else {"status": "finished"} | done),
+        )
+
+    launch.launched, launch.score = launched, lambda entry: 0.5
+    monkeypatch.setattr(loop, "launch", launch)
+    return launch
+
+
+# What is tried
+
+
+def test_stages_halve_the_trials_and_double_the_seeds():
+    assert stages(8, 4) == [(8, 1), (4, 2), (2, 4)] and stages(8, 8) == [(8, 1), (4, 2), (2, 4), (2, 8)]
+    assert stages(3, 1) == [(3, 1)] and stages(5, 3) == [(5, 1), (3, 2), (2, 3)]
+    assert run_count(EIGHT) == 16
+
+
+def test_five_arms_are_tuned_in_twice_the_runs_of_their_own_comparison(tmp_path, fake_launch):
+    arms = {f"mlp ratio {ratio}": BASE.vary(block=partial(Block, mlp_ratio=ratio)) for ratio in (1.0, 1.5, 2.0, 3.0, 4.0)}
+    runs = comparison(arms=arms, seeds=range(8))
+    tuned = tune_arms(trials(runs), tmp_path, recipe="t")
+    trained = {fingerprint(entry.run) for launched in fake_launch.launched for entry in launched}
+    assert len(runs) == 40 and len(trained) == sum(arm.cost["runs"] for arm in tuned) == 80 < 3 * len(runs)
+
+
+def test_all_arms_get_the_same_suggestions_and_as_many_trials(tmp_path, fake_launch):
+    runs = comparison(references=True, labels=[50, 100])
+    found, left_out = candidates(runs, one_per_cell(runs_to_tune(runs)))
+    assert {arm.entry.arm for arm in found} == {"scratch", "+LSA", "small CNN"} and len(found) == 6
+    assert {arm.arm for arm in left_out} == {"pixels, logistic regression", "pixels, nearest neighbour"}
+    assert all(arm.note == "nothing to tune" for arm in left_out)
+    for arm in found:
+        shared = [{name: settings[name] for name in ("lr", "weight_decay")} for settings in arm.settings]
+        assert shared == [{name: settings[name] for name in ("lr", "weight_decay")} for settings in found[0].settings]
+        assert ("depth" in arm.settings[0]) == (arm.entry.arm != "small CNN") and len(arm.settings) == 8
+        assert {run.val for run in arm.runs} == {100}
+    tuned = tune_arms(found, tmp_path, recipe="t")
+    assert {(len(arm.trials), arm.cost["runs"]) for arm in tuned} == {(8, 16)}
+
+
+def test_suggestions_cover_the_ranges_evenly_and_begin_with_the_recipe():
+    ranges = RANGES | {"warmup": (0.0, 0.5), "batch": (8, 64)}
+    recipe = {"lr": 2e-3, "weight_decay": 0.05, "depth": 2, "warmup": 0.1, "batch": 8}
+    found = suggestions(Tune(ranges, trials=64), ranges, recipe)
+    assert found == suggestions(Tune(ranges, trials=64), ranges, recipe) and found[0] == recipe
+    assert 28 <= sum(s["lr"] < math.sqrt(3e-4 * 6e-2) for s in found) <= 36  # on a logarithmic scale
+    assert 28 <= sum(s["warmup"] < 0.25 for s in found) <= 36  # on a linear scale
+    assert {s["depth"] for s in found} == {1, 2, 4} and all(isinstance(s["batch"], int) for s in found)
+    assert all(low <= s[name] <= high for s in found for name in s if name != "depth" for low, high in [ranges[name]])
+    outside = suggestions(Tune(ranges, trials=64), ranges, recipe | {"lr": 1.0})
+    assert outside[1:] == found[1:] and outside[0] != recipe and outside[0]["lr"] <= 6e-2
+
+
+def test_own_ranges_change_no_other_value():
+    own = Tune(RANGES, val=100, own={"+LSA": {"depth": [2], "heads": [1, 2]}})
+    scratch, lsa = trials(comparison(own))
+    assert [s["lr"] for s in scratch.settings] == [s["lr"] for s in lsa.settings] and "heads" not in scratch.settings[0]
+    assert {s["depth"] for s in lsa.settings} == {2} and {s["heads"] for s in lsa.settings} == {1, 2}
+    assert len(lsa.settings) == len(scratch.settings) == 8
+
+
+def test_arm_keeps_the_hyperparameter_that_it_asks_about():
+    arms = ARMS | {"depth 4": BASE.vary(depth=4), "deep +LSA": BASE.vary(depth=4, attention=LocalityAttention)}
+    ranges = arm_ranges(runs_to_tune(comparison(arms=arms)))
+    assert ranges["scratch"] == ranges["+LSA"] == ranges["deep +LSA"] == RANGES
+    assert ranges["depth 4"] == {name: RANGES[name] for name in ("lr", "weight_decay")}
+
+
+def test_external_weights_that_cannot_be_downloaded_are_left_out_with_the_reason(monkeypatch):
+    references = imagenet_vit_s(BASE, scratch=False)
+    weights = next(iter(references.values())).init
+    monkeypatch.setattr(loop, "unavailable_weights", lambda runs: {weights: Unavailable("no network")})
+    runs = comparison(FOUR, extra_references=references)
+    found, left_out = candidates(runs, one_per_cell(runs_to_tune(runs)))
+    assert [arm.entry.arm for arm in found] == ["scratch", "+LSA"]
+    assert [arm.note for arm in left_out] == ["left as it is: no network", "nothing to tune"]
+    text = plan(found, left_out, FOUR, 0)
+    assert "+LSA, 50 labels: 4 trials, 6 runs of 4 steps" in text and "12 runs with up to 2 seeds" in text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"ranges": {}}, "expected a dict"),
+        ({"ranges": {"lr": (1e-2, 1e-3)}}, "low < high"),
+        ({"ranges": {"lr": [1e-3]}}, "at least 2"),
+        ({"ranges": {"depth": [2, 2]}}, "different"),
+        ({"ranges": {"steps": (100, 200)}}, "'steps' cannot be tuned"),
+        ({"ranges": RANGES, "trials": 1}, "trials of Tune is 1"),
+        ({"ranges": RANGES, "own": {"+LSA": (1, 2)}}, "own is"),
+    ],
+)
+def test_wrong_ranges_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Tune(**options)
+
+
+@pytest.mark.parametrize(
+    "runs, message",
+    [
+        (lambda: comparison(Tune({"learning_rate": (1e-3, 1e-2)})), "no option 'learning_rate'; did you mean 'lr'"),
+        (lambda: comparison(Tune(RANGES, own={"+LSB": {"lr": [1e-3]}})), r"no option '\+LSB'; did you mean '\+LSA'"),
+        (lambda: comparison(Tune(RANGES, own={"+LSA": {"width": [16, 32]}})), "no option 'width'"),
+        (lambda: comparison(seeds=[0, FIRST_SEED + 3]), "seed 2003, which the trials use"),
+        (lambda: comparison(Tune(RANGES, val=3_000)), r"val=3000, but digits has at most 1\d\d\d .* set val=1\d\d\d or less"),
+        (lambda: ablate(ARMS, references=False), "nothing to tune; pass tune="),
+    ],
+)
+def test_tuning_that_cannot_work_is_refused_before_training(runs, message):
+    with pytest.raises(ValueError, match=message):
+        trials(runs())
+
+
+# What is chosen
+
+
+def test_best_trial_is_found_and_its_cost_counted(tmp_path, fake_launch):
+    runs = comparison()
+    fake_launch.score = lambda entry: 0.9 - 0.05 * abs(math.log(entry.run.lr / 5e-3)) + 0.01 * (entry.seed % 2)
+    (tuned, _) = tune_arms(trials(runs), tmp_path, recipe="t")
+    found = [settings["lr"] for settings in trials(runs)[0].settings]
+    assert tuned.settings["lr"] == min(found, key=lambda lr: abs(math.log(lr / 5e-3)))
+    assert sorted(len(trial["scores"]) for trial in tuned.trials) == [1, 1, 1, 1, 2, 2, 4, 4]
+    drawn = [digits().subset(labels=50, val=100, seed=FIRST_SEED + i) for i in range(4)]
+    labels = {i for one in drawn for i in [*one.index.tolist(), *one.val_index.tolist()]}
+    assert tuned.cost == {"labels": len(labels), "images_seen": 16 * 4 * 8, "runs": 16, "seconds": 32.0}
+    seeds = {entry.seed for launched in fake_launch.launched for entry in launched}
+    assert seeds == set(range(FIRST_SEED, FIRST_SEED + 4))
+    assert tuned.tuning()["curve"] == [[t["settings"], np.mean(t["scores"]), len(t["scores"])] for t in tuned.trials]
+
+
+def test_expected_loss_is_that_of_the_statistics(tmp_path, fake_launch):
+    rng = np.random.default_rng(0)
+    scores: dict = {}
+    fake_launch.score = lambda entry: scores.setdefault(fingerprint(entry.run), round(rng.uniform(0.4, 0.6), 2))
+    arm = trials(comparison())[0]
+    (tuned,) = tune_arms([arm], tmp_path, recipe="t")
+    bits = {}
+    for index in (i for i, s in enumerate(arm.scores) if len(s) == 4):
+        rows = []
+        for seed in range(FIRST_SEED, FIRST_SEED + 4):
+            order = digits().subset(labels=50, val=100, seed=seed).val_index.argsort().numpy()
+            rows.append(arm.records[fingerprint(arm.runs[index].at_seed(seed))].correct_bits[order].astype(float))
+        bits[index] = np.array(rows)
+    one, other = bits.values()
+    assert tuned.loss == pytest.approx(HALVING * tuning_loss([one - other]), abs=1e-6) and tuned.loss > 0
+
+
+def test_first_of_equal_trials_is_chosen(tmp_path, fake_launch):
+    arm = trials(comparison())[0]
+    (tuned,) = tune_arms([arm], tmp_path, recipe="t")
+    assert tuned.settings == arm.settings[0] and [len(t["scores"]) for t in tuned.trials] == [4, 4, 2, 2, 1, 1, 1, 1]
+
+
+def test_infinite_loss_ranks_last_and_is_refused_only_for_all_trials(tmp_path, fake_launch):
+    fake_launch.score = lambda entry: None if entry.run.lr < 0.02 else 0.1
+    arm = trials(comparison())[0]
+    (tuned,) = tune_arms([arm], tmp_path, recipe="t")
+    assert tuned.settings["lr"] >= 0.02 and tuned.trials[0]["scores"][0] is None
+    assert all(None not in [point[1]] for point in tuned.tuning()["curve"]) and len(tuned.tuning()["curve"]) < 8
+    fake_launch.score = lambda entry: None
+    with pytest.raises(ValueError, match="all trials of scratch, 50 labels had an infinite loss"):
+        tune_arms(trials(comparison())[:1], tmp_path, recipe="t")
+
+
+def test_optuna_shows_all_trials_also_after_a_kill_in_the_middle_of_a_line(tmp_path, fake_launch):
+    from optuna import load_study
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    journal = tmp_path / "tuning" / "t" / "journal.log"
+    for _ in range(2):
+        tune_arms(trials(comparison()), tmp_path, recipe="t")
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+        study = load_study(study_name="+LSA, 50 labels", storage=storage)
+        assert [t.state.name for t in study.trials] == ["COMPLETE"] * 2 + ["PRUNED"] * 6
+        assert study.trials[0].intermediate_values == dict.fromkeys((1, 2, 4), 0.5) and study.best_value == 0.5
+        journal.write_bytes(journal.read_bytes()[:-20])
+    with loop.open_journal(journal.parent), pytest.raises(ValueError, match="another process is tuning"):
+        tune_arms(trials(comparison()), tmp_path, recipe="t")
+
+
+@pytest.mark.parametrize(
+    "values, value, edge",
+    [
+        ((1e-4, 1e-2), 1e-4, True),
+        ((1e-4, 1e-2), 1.5e-4, True),
+        ((1e-4, 1e-2), 2e-4, False),
+        ((1e-4, 1e-2), 7e-3, True),
+        ((0.0, 0.5), 0.06, False),
+        ((0.0, 0.5), 0.46, True),
+        ([2, 4, 8], 8, True),
+        ([8, 2, 4], 4, False),
+        ([2, 4], 4, False),
+        (["cosine", "constant", "other"], "other", False),
+    ],
+)
+def test_value_at_the_edge_of_its_range(values, value, edge):
+    assert at_edge(values, value) is edge
+
+
+def test_table_shows_the_choice_and_warns_of_an_edge_and_of_a_large_loss():
+    arm = TunedArm(
+        arm="+SPT",
+        labels=1_000,
+        fingerprint="x",
+        settings={"lr": 0.006, "depth": 4},
+        accuracy=0.93123,
+        edge=["lr"],
+        loss=0.0034,
+        trials=[{"settings": {}, "scores": [0.9]}],
+    )
+    lines = table([arm, replace(arm, arm="scratch", edge=[], loss=0.001)]).splitlines()
+    assert lines[1].split("  ")[0] == "+SPT" and "lr=0.006, depth=4" in lines[1] and "93.12" in lines[1] and "0.34" in lines[1]
+    assert [line for line in lines if "lr=0.006 at the edge of the range" in line] == [line for line in lines if "edge" in line]
+    assert sum("0.34 points may be lost" in line for line in lines) == 1
+
+
+# The file
+
+
+def chosen(path: Path, runs: list, settings: dict | None = None) -> Path:
+    """Write a file in which every trained arm got these settings."""
+    settings, tune = settings or {"lr": 0.01, "depth": 4}, runs[0].tune
+    cells = one_per_cell(runs_to_tune(runs))
+    arms = [
+        TunedArm(
+            arm=arm,
+            labels=labels,
+            fingerprint=fingerprint(entry.run.at_seed(0)),
+            settings=settings,
+            accuracy=0.8,
+            edge=["depth"],
+            loss=0.001,
+            cost={"labels": 130, "images_seen": 512, "runs": 16, "seconds": 3.5},
+            trials=[{"settings": settings, "scores": [0.7, 0.9]}],
+        )
+        if entry.run.steps
+        else TunedArm(arm=arm, labels=labels, fingerprint=fingerprint(entry.run.at_seed(0)), note="nothing to tune")
+        for (arm, labels), entry in cells.items()
+    ]
+    write(path, tune, arms)
+    assert read(path)[1] == arms
+    return path
+
+
+def test_tuned_copies_have_the_chosen_settings_at_the_longest_length_and_carry_their_cost(tmp_path):
+    arms = {name: run.vary(val=30) for name, run in ARMS.items()}
+    runs = comparison(arms=arms, steps=[4, 8], labels=[50, 100])
+    copies = apply(runs, chosen(tmp_path / "t.tuned.json", runs))
+    assert [(c.arm, c.labels, c.seed) for c in copies] == [(r.arm, r.labels, r.seed) for r in runs if r.length == 8]
+    assert all((c.run.lr, c.run.steps, c.run.val, c.length) == (0.01, 8, 30, 8) for c in copies)
+    assert all(c.run.model.keywords["depth"] == 4 for c in copies)
+    assert copies[0].tuning == {
+        "settings": {"lr": 0.01, "depth": 4},
+        "trials": 1,
+        "labels": 130,
+        "images_seen": 512,
+        "seconds": 3.5,
+        "loss": 0.001,
+        "edge": ["depth"],
+        "curve": [[{"lr": 0.01, "depth": 4}, 0.8, 2]],
+    }
+
+
+def test_arm_with_nothing_to_tune_has_an_unchanged_copy_with_0_trials(tmp_path):
+    runs = comparison(Tune({"lr": (1e-3, 1e-2)}), references=True)
+    copies = apply(runs, chosen(tmp_path / "t.tuned.json", runs, {"lr": 0.01}))
+    pixels = [copy for copy in copies if copy.run.steps == 0]
+    assert len(pixels) == 4 and all(copy.tuning["trials"] == 0 and copy.tuning["curve"] == [] for copy in pixels)
+    assert all(copy.run in [entry.run for entry in runs] for copy in pixels)
+
+
+def test_changed_arm_range_or_recipe_is_refused(tmp_path):
+    runs = comparison()
+    path = chosen(tmp_path / "t.tuned.json", runs)
+    changed = comparison(arms=ARMS | {"+LSA": ARMS["+LSA"].vary(batch=9)})
+    with pytest.raises(ValueError, match=r"settings of arm '\+LSA' at 50 labels have changed .* run smallvit tune t again"):
+        apply(changed, path)
+    with pytest.raises(ValueError, match="no settings for arm 'more' at 50 labels; run smallvit tune t again"):
+        apply(comparison(arms=ARMS | {"more": BASE.vary(warmup=0.2)}), path)
+    with pytest.raises(ValueError, match="other ranges, trials"):
+        apply(comparison(Tune(RANGES, trials=9, val=100)), path)
+    equal = comparison(arms={"scratch": BASE, "deep": BASE.vary(depth=4)})
+    with pytest.raises(ValueError, match="'scratch' and 'deep' have equal settings after tuning; fix what they differ in"):
+        apply(equal, chosen(path, equal))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: text[:-50], "damaged or is not JSON"),
+        (lambda text: text.replace('"format": 1', '"format": 9'), "has format 9"),
+        (lambda text: text.replace('"edge"', '"edges"'), "not a list of tuned arms"),
+        (lambda text: text.replace("0.7, 0.9", "0.7, 9.0"), "scores of a trial"),
+        (lambda text: text.replace('"settings": { "lr": 0.01,', '"settings": { "lr": 0.02,', 1), "those of no trial"),
+        (lambda text: text.replace('"runs": 16', '"runs": "16"'), "cost is"),
+    ],
+)
+def test_damaged_file_is_refused(tmp_path, change, message):
+    path = chosen(tmp_path / "t.tuned.json", comparison())
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=rf"{message}.*delete it and run smallvit tune t again"):
+        read(path)
+
+
+def test_importing_tune_does_not_import_optuna():
+    code = "import sys, smallvit.tuning; assert 'optuna' not in sys.modules and 'sklearn' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+# Real training
+
+RECIPE = '''"""Is it tuned?"""
+
+from functools import partial
+from pathlib import Path
+
+from smallvit import PatchEmbed, Run, Supervised, ViT, ablate, digits
+from smallvit.data import HeldOut
+from smallvit.tuning import Tune
+
+read = HeldOut.open
+
+
+def counted(self):
+    with open({count!r}, "a") as file:
+        file.write("read\\n")
+    return read(self)
+
+
+HeldOut.open = counted  # also in the worker processes, which import this file
+
+
+class Cheat(Supervised):
+    def __init__(self, model):
+        super().__init__(model)
+        digits().test.open()
+
+
+vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
+base = Run(data=digits, model=vit, steps=3, batch=8, lr=2e-3, val=20)
+RUNS = ablate(
+    {{"scratch": base, "other": base.vary({other})}},
+    labels=[50],
+    seeds=range(2),
+    references=False,
+    tune=Tune({{"lr": (3e-4, 6e-2)}}, trials=4, seeds=2, val=40),
+)
+'''
+
+
+def recipe(folder: Path, name: str, other: str = "registers=1") -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(RECIPE.format(count=str(folder / "reads.txt"), other=other))
+    return path
+
+
+@pytest.fixture
+def unpatched():
+    """Undo what the recipe above does to this process."""
+    from smallvit.data import HeldOut
+
+    before = HeldOut.open
+    yield
+    HeldOut.open = before
+
+
+def test_command_tunes_all_arms_without_reading_a_test_image(tmp_path, monkeypatch, capsys, unpatched):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "tuned_recipe")
+    assert main(["tune", str(path), "--jobs", "2", "--only", "arm=scratch"]) == 0
+    first = read(tuned_file(path))[1]
+    assert [arm.arm for arm in first] == ["scratch"]
+    with pytest.raises(ValueError, match="no settings for arm 'other'"):
+        load_recipe(path)
+    assert main(["tune", str(path), "--jobs", "2"]) == 0
+    assert read(tuned_file(path))[1][0] == first[0] and not (tmp_path / "reads.txt").exists()
+    output = capsys.readouterr().out
+    assert "12 runs," in output and "smallvit run" in output and "other  " in output
+    records = [json.loads(file.read_text()) for file in tmp_path.glob("runs/tuning/tuned_recipe/50/*/*/record.json")]
+    assert len(records) == 12 and all(r["test"] is None and r["seed"] >= FIRST_SEED for r in records)
+    tuned = [entry for entry in load_recipe(path).RUNS if entry.tuning]
+    assert [(e.arm, e.seed, e.tuning["trials"]) for e in tuned] == [(a, s, 4) for s in (0, 1) for a in ("scratch", "other")]
+    monkeypatch.setattr("smallvit.commands.tune.tune_arms", lambda todo, *_, **__: pytest.fail("tuned again") if todo else [])
+    assert main(["tune", str(path)]) == 0
+
+
+def test_objective_that_opens_the_test_images_makes_tuning_fail(tmp_path, monkeypatch, capsys, unpatched):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "cheating_recipe", "objective=Cheat")
+    assert main(["tune", str(path), "--jobs", "1"]) == 2
+    message = capsys.readouterr().err
+    assert "trials failed; the first is of 'other': ValueError" in message and "test images" in message
+    assert not tuned_file(path).exists()
+
+
+def test_choice_is_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path):
+    runs = comparison(FOUR)
+    write(tmp_path / "one.json", FOUR, tune_arms(trials(runs), tmp_path / "one", recipe="t", jobs=1))
+    trained: list = []
+
+    def interrupt(record: Record):
+        trained.append(record.fingerprint)
+        if len(trained) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune_arms(trials(runs), tmp_path / "two", recipe="t", jobs=2, show=interrupt)
+    after: list = []
+    tuned = tune_arms(trials(runs), tmp_path / "two", recipe="t", jobs=2, show=lambda record: after.append(record.fingerprint))
+    write(tmp_path / "two.json", FOUR, tuned)
+    assert untimed(tmp_path / "one.json") == untimed(tmp_path / "two.json")
+    assert len(trained) == 5 and not set(trained) & set(after) and 5 + len(after) >= 11
