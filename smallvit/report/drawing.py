@@ -146,6 +146,16 @@ def set_log_ticks(ax, low: float, high: float):
     ax.minorticks_off()
 
 
+def set_difference_axis(ax):
+    """Make the y axis of a plot of differences, in percentage points, linear up to 2 points and logarithmic beyond."""
+    ticks = [0, *(sign * x for x in (1, 2, 5, 10, 20, 50) for sign in (-1, 1))]
+    low, high = ax.get_ylim()
+    ax.set_yscale("symlog", linthresh=2, linscale=1)
+    ax.set_ylim(low, high)
+    inside = sorted(x for x in ticks if low <= x <= high)
+    ax.set_yticks(inside, [f"{x:+d}".replace("-", "−") if x else "0" for x in inside])
+
+
 def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, dict], words: Mapping[str, str] | None = None):
     """Write the name of each arm (variant) beside the right end of its line in a plot, without overlap. `ends` is a dict from
     arm to the last point (x, y) of its line, and `looks` is a dict from arm to color and marker. `words` are further texts.

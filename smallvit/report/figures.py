@@ -14,6 +14,7 @@ from .drawing import (
     draw_arm,
     draw_mean,
     name_lines,
+    set_difference_axis,
     set_log_ticks,
     shifted,
     stretch_axis,
@@ -185,14 +186,14 @@ def by_length(comparison: Comparison) -> str:
     names = {f"Difference against training length, {format_labels(n)}": n for n in labels}
     figure, panels = subplots(list(names), height=4.6, width=11, columns=1)
     looks = styles(comparison)
-    apart = (max(lengths, default=1) / min(lengths, default=1)) ** 0.008  # so that no interval hides another
+    apart = (max(lengths, default=1) / min(lengths, default=1)) ** 0.007  # so that no interval hides another
     for title, ax in panels.items():
         ends, arms = {}, list(dict.fromkeys(r.arm for r in judged if r.labels == names[title]))
         ax.axhline(0, color=INK, linewidth=1)
         for place, arm in enumerate(arms):
             rows = sorted((r for r in judged if (r.labels, r.arm) == (names[title], arm)), key=lambda r: (r.tuned, r.length))
-            shift = apart ** (place - (len(arms) - 1) / 2)
-            points = [(r.length * shift * apart ** (0.4 * r.tuned), r) for r in rows if r.length and r.difference]
+            steps = {tuned: place - (len(arms) - 1) / 2 + (len(arms) + 1) * tuned for tuned in (False, True)}
+            points = [(r.length * apart ** steps[r.tuned], r) for r in rows if r.length and r.difference]
             for tuned in (False, True):
                 line = [(x, 100 * r.difference.mean) for x, r in points if r.tuned == tuned and r.difference]
                 ax.plot(*zip(*line) if line else ((), ()), color=looks[arm]["color"], linestyle=":" if tuned else "-")
@@ -203,6 +204,8 @@ def by_length(comparison: Comparison) -> str:
         ax.set(xscale="log", xlabel="training steps of the baseline", ylabel="difference, points")
         ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
         ax.minorticks_off()
+        if max(map(abs, ax.get_ylim())) > 8:  # small differences stay visible beside large ones
+            set_difference_axis(ax)
         name_lines(ax, ends, looks, {t.arm: t.outcome for t in trends(comparison) if t.labels == names[title] and not t.tuned})
     return svg(figure, "length", "difference from the baseline against training length")
 
@@ -231,7 +234,7 @@ def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Ma
             if alone:
                 ax.plot([t.value for t in full], [t.accuracy for t in full], color=look["color"], linewidth=0.9, alpha=0.7)
             for t in found:
-                size = {"markersize": 9, "markeredgecolor": INK} if t.chosen else {"markersize": 4 if t.seeds == most else 2}
+                size = {"markersize": 9, "markeredgecolor": INK} if t.chosen else {"markersize": 5 if t.seeds == most else 3}
                 ax.plot([t.value], [t.accuracy], look["marker"], color=look["color"], zorder=3 if t.chosen else 2, **size)
         ax.set(xscale="log" if log else "linear", xlabel=option_name(option))
         if log:

@@ -93,7 +93,7 @@ def html(
     env.filters["zip"] = zip
     template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
     page = content(records, title, doc, options, earlier, trials)
-    page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED}
+    page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
     if comparison := page["comparison"]:
         shown = reported(records)
         draw: dict[str, Callable[[Comparison], str]] = {
@@ -107,6 +107,7 @@ def html(
             "curves": lambda part: figures.learning_curves(part, shown),
         }
         parts = comparison.parts()
+        page["controls"] = any(row.baseline != row.group for row in comparison.rows)
         page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
         page["styles"] = {arm: look for part in parts for arm, look in styles(part).items()}
         pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}

@@ -8,7 +8,7 @@ from smallvit.record import Record
 
 from .comparison import Comparison, Condition, Difference, Row, condition_of
 from .contrasts import Trend, trends, tuned_pairs
-from .format import BUDGETS, REDUCED, cost, interval, mean_sd, often, p_value, percent, points, seeds_interval
+from .format import BUDGETS, REDUCED, TUNING, cost, interval, mean_sd, often, p_value, percent, points, seeds_interval
 from .settings import option_name, tuning_of
 
 EVERY_SEED, COMMON, OTHER_COSTS = "Accuracy of every seed", "Accuracy with common settings", "Costs under other conditions"
@@ -106,8 +106,8 @@ def difference_remarks(row: Row, d: Difference) -> list[str]:
 
 
 def verdict_remarks(row: Row) -> list[str]:
-    """Return remarks on a verdict as a list of texts: its reason, how often it would come out again, and at which numbers of
-    seeds it was looked for. `row` holds the results of the arm (variant).
+    """Return remarks on a verdict as a list of texts: its reason, how often it would come out again or which effect would
+    have been found, and at which numbers of seeds it was tested. `row` holds the results of the arm (variant).
     """
     d = row.difference
     remarks = [row.reason] if row.reason else []
@@ -115,6 +115,8 @@ def verdict_remarks(row: Row) -> list[str]:
         again = f"again in {often(d)} of 100" + ", fragile" * d.fragile
         more = d.seeds_for_90 if d.replication < 0.9 else None
         remarks.append(again + (f"; {more} seeds: in 90" if more else ""))
+    if d and d.detectable is not None:
+        remarks.append(f"80% power at {percent(d.detectable)} points")
     if d and d.looks:
         remarks.append(f"look{'s' * (len(d.looks) > 1)} at {', '.join(map(str, d.looks))} seeds")
     return remarks + [f"by {row.score}"] * (row.score != "accuracy")
@@ -194,8 +196,12 @@ def chosen_settings(tuning: dict, common: dict) -> Cell:
     def form(value) -> str:
         return f"{value:.3g}" if isinstance(value, float) else f"{value}"
 
+    if not tuning["settings"]:
+        return "nothing to tune", []
     chosen = [f"{option_name(option)} {form(value)}" for option, value in tuning["settings"].items()]
     before = [f"{option_name(option)} {form(common[option])}" for option in tuning["settings"] if option in common]
+    if len(before) == len(chosen) == 1:
+        before = [form(common[option]) for option in tuning["settings"]]
     remarks = ["common: " + ", ".join(before)] if before else []
     return ", ".join(chosen), remarks + [f"{option_name(option)} at the edge of its range" for option in tuning.get("edge") or
     ()]
@@ -213,9 +219,11 @@ def cost_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list
     """Return the tables with the costs of each arm (variant) as a list, such as parameters, multiply-adds (MACs) and training
     seconds, for some conditions.
 
-    If the evaluator `cost` has measured token reductions, they begin with tokens, MACs, time and speed-up.
+    If the evaluator `cost` has measured token reductions, they begin with tokens, MACs, time and speed-up. If settings were
+    tuned, they end with the number of trials and their training time.
     """
-    columns = (REDUCED if comparison.reduced else {}) | BUDGETS
+    tuned = any(condition.tuned for condition in conditions)
+    columns = (REDUCED if comparison.reduced else {}) | BUDGETS | (TUNING if tuned else {})
     cells = [
         (title, {row.arm: [cost(row, name) for name in columns] for row in rows})
         for title, rows in each_table(comparison, conditions)
