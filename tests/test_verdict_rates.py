@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from smallvit import PatchEmbed, Run, ViT
 from smallvit.data import arrays, mnist
+from smallvit.recipe import load_recipe
+from smallvit.report import compare
 from smallvit.report.statistics import (
     ADDED_LOOKS,
     LOOKS,
@@ -25,7 +26,8 @@ from smallvit.report.statistics import (
     stop_reason,
     two_part_p,
 )
-from smallvit.train import fit_stacked, load
+from smallvit.train import fit_stacked
+from smallvit.train.fit import Tags
 
 
 def rate(wrong) -> float:
@@ -279,61 +281,84 @@ def test_replication_on_new_seeds_and_images_agrees_with_the_promise():
 
 # Real training
 
-REPETITIONS = 60
-SEEDS = 6
-LABELS, POOL, TEST = 100, 800, 300
+REPETITIONS, SEEDS, LABELS, POOL, TEST = 40, 6, 100, 1200, 300
+RECIPE = '''"""Do ViTs learn more from the left half of a digit than from the right half?"""
+
+from functools import partial
+
+from smallvit import PatchEmbed, Run, ViT, ablate
 
 
-def write_half_digits(folder) -> dict[tuple[int, str], Path]:
-    """Write a file of arrays for each repetition and side: the left or the right half of MNIST digits that no other repetition
-    has. The right halves are mirrored, so that both have the edge of the image on the same side.
+class HalfPatches(PatchEmbed):
+    """Patches of the left half of an image, or of the left half of its mirror image."""
 
-    Every digit is mirrored at random beforehand, so the left and the right half are drawn from the same distribution.
+    def __init__(self, image, channels, dim, *, patch, mirror=False):
+        super().__init__(image, channels, dim, patch=patch)
+        self.mirror = mirror
+
+    def grid(self, image):
+        return super().grid((image[0], image[1] // 2))
+
+    def forward(self, x):
+        x = x.flip(-1) if self.mirror else x
+        return self.proj(x[..., : x.shape[-1] // 2]).flatten(2).transpose(1, 2)
+
+
+def half_vit(mirror):
+    return partial(ViT, tokenizer=partial(HalfPatches, patch=7, mirror=mirror), dim=32, depth=2, heads=2)
+
+
+LEFT = Run(model=half_vit(False), val=0, steps=100, batch=32, lr=3e-3)
+RUNS = ablate({"left": LEFT, "right": LEFT.vary(model=half_vit(True))}, labels=[100], seeds=range(6))
+'''
+
+
+def write_mirrored_digits(folder) -> list[Path]:
+    """Write a file of arrays for each repetition, with digits of MNIST that no other repetition has. Every digit is mirrored at
+    random, so the left half and the mirrored right half are drawn from the same distribution.
     """
-    data, rng, paths = mnist(), np.random.default_rng(12), {}
+    data, rng, paths = mnist(), np.random.default_rng(12), []
     parts, order = (data.train, data.test.open()), rng.permutation(70_000)
     labels = np.concatenate([part.labels.numpy() for part in parts])[order]
     pixels = np.concatenate([part.images.numpy() for part in parts])[order].reshape(-1, 28, 28)
     pixels = np.where(rng.random((70_000, 1, 1)) < 0.5, pixels, pixels[..., ::-1])
-    for repetition in range(REPETITIONS):
-        start = repetition * (POOL + TEST)
+    for start in range(0, REPETITIONS * (POOL + TEST), POOL + TEST):
         train, test = slice(start, start + POOL), slice(start + POOL, start + POOL + TEST)
-        for side, half in (("left", pixels[..., :14]), ("right", pixels[..., ::-1][..., :14])):
-            images = {"train_images": half[train], "test_images": half[test]}
-            paths[repetition, side] = folder / f"{repetition}-{side}.npz"
-            np.savez(paths[repetition, side], **images, train_labels=labels[train], test_labels=labels[test])
+        splits = {"train_images": pixels[train], "train_labels": labels[train]}
+        splits |= {"test_images": pixels[test], "test_labels": labels[test]}
+        paths.append(folder / f"{start}.npz")
+        np.savez(paths[-1], **splits)
     return paths
-
-
-HALF_VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=7), dim=32, depth=2, heads=2)
 
 
 @pytest.mark.long
 def test_equal_arms_of_real_training(tmp_path):
-    """Small ViTs see the left or the right half of digits. Each repetition has its own images, and each seed draws 100 labels
-    of its 800 images, so the two-part test corrects for images that seeds share.
+    """Small ViTs see the left or the right half of digits. Each repetition has its own images, of which each seed draws 100
+    labels, so the two-part test corrects for training images that seeds share.
     """
-    overlap, two_part, without_overlap, seeds_only, differences, accuracies = LABELS / (POOL - LABELS), [], [], [], [], []
-    paths = write_half_digits(tmp_path)
-    for repetition in range(REPETITIONS):
-        right = {}
-        for side in ("left", "right"):
-            data = partial(arrays, path=str(paths[repetition, side]))
-            run = Run(data=data, model=HALF_VIT, labels=LABELS, val=0, steps=120, batch=32, lr=3e-3)
-            folders = [tmp_path / f"{repetition}-{side}-{seed}" for seed in range(SEEDS)]
-            records = fit_stacked([run.at_seed(seed) for seed in range(SEEDS)], folders)
-            test = data().test.open()
-            guesses = [load(folder).model(test.pixels()).argmax(-1) for folder in folders]
-            right[side] = np.array([(guess == test.labels).numpy() for guess in guesses])
-            assert [r.result for r in records] == pytest.approx([*right[side].mean(1)], abs=1e-6)
-        mean, v = paired_variance(right["left"].astype(int) - right["right"])
-        two_part.append(below(two_part_p(mean, v, overlap=overlap)))
-        without_overlap.append(below(two_part_p(mean, v)))
-        seeds_only.append(below(seeds_p(mean, v)))
-        differences.append(mean)
-        accuracies.append(right["left"].mean())
-    counts = {"two-part": sum(two_part), "two-part without overlap": sum(without_overlap), "paired t": sum(seeds_only)}
-    print(f"\nfalse verdicts in {REPETITIONS} repetitions: {counts}; accuracy {np.mean(accuracies):.1%}", end="; ")
-    print(f"differences {np.mean(differences):+.2%}, SD {np.std(differences, ddof=1):.2%}")
-    assert stats.binomtest(counts["two-part"], REPETITIONS, 0.05, alternative="greater").pvalue > 0.01
+    (tmp_path / "halves.py").write_text(RECIPE)
+    entries = load_recipe(tmp_path / "halves.py").RUNS
+    found, without_overlap = [], []
+    for path in write_mirrored_digits(tmp_path):
+        records = []
+        for arm in ("left", "right"):
+            own = [entry for entry in entries if entry.arm == arm]
+            assert [(entry.run.labels, entry.run.seed) for entry in own] == [(LABELS, seed) for seed in range(SEEDS)]
+            runs = [entry.run.vary(data=partial(arrays, path=str(path))) for entry in own]
+            folders = [tmp_path / path.stem / f"{arm}-{seed}" for seed in range(SEEDS)]
+            tags = [Tags("halves", arm, entry.role, entry.baseline) for entry in own]
+            records += fit_stacked(runs, folders, tags=tags)
+        row = next(row for row in compare(records).rows if row.arm == "right")
+        found.append(row)
+        assert row.verdict in ("better", "worse", "inconclusive") and not row.difference.bound
+        assert LABELS / POOL < row.difference.overlap < 2 * LABELS / POOL
+        without_overlap.append(below(two_part_p(row.difference.mean, row.difference.variance)))
+    wrong = sum(row.verdict != "inconclusive" for row in found)
+    seeds_only = sum(below(row.difference.p_seeds) for row in found)
+    differences = [row.difference.mean for row in found]
+    print(f"\nfalse verdicts in {len(found)} repetitions: {wrong}; without overlap {sum(without_overlap)}", end="; ")
+    print(f"paired t-test {seeds_only}; accuracy {np.mean([row.mean for row in found]):.1%}", end="; ")
+    print(f"difference {np.mean(differences):+.2%}, SD {np.std(differences, ddof=1):.2%}")
+    assert len(found) == REPETITIONS
+    assert stats.binomtest(wrong, REPETITIONS, 0.05, alternative="greater").pvalue > 0.01
     assert stats.ttest_1samp(differences, 0).pvalue > 0.001, "the arms are equal by construction"
