@@ -71,7 +71,8 @@ INSTALLED_BY = {
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip
-HEAVY = sorted(set(INSTALLED_BY) - {"torch", "numpy", "einops"})
+EXTRAS = {"optuna": "tune"}  # each library that one command needs, with the extra in setup.cfg that installs it
+HEAVY = sorted({*INSTALLED_BY, *EXTRAS} - {"torch", "numpy", "einops"})
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -153,7 +154,7 @@ def test_libraries_are_imported_where_they_are_used():
                 continue
             used.add(library)
             assert when != "load" or library in AT_THE_TOP[part_of(path)], f"{path.name} imports {library} when it is loaded"
-    assert used <= set(INSTALLED_BY) and len(used) >= 12
+    assert used <= {*INSTALLED_BY, *EXTRAS} and len(used) >= 12
 
 
 def test_setup_cfg_requires_every_library_and_contains_every_folder():
@@ -162,6 +163,7 @@ def test_setup_cfg_requires_every_library_and_contains_every_folder():
         pytest.skip("needs the setup.cfg of a clone")
     required = {re.split("[><=~!]", line)[0].strip() for line in setup["options"]["install_requires"].split("\n") if line.strip()}
     assert set(INSTALLED_BY.values()) <= required
+    assert all(library in setup["options.extras_require"][extra] for library, extra in EXTRAS.items())
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in sources()}
     assert set(setup["options"]["packages"].split()) == folders | {"smallvit.recipes"} and len(folders) >= 4
 
@@ -266,7 +268,7 @@ def test_command_line_does_not_import_torch_for_help(words):
     done = python("-X", "importtime", "-m", "smallvit", *words, cwd=ROOT)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert done.returncode == 0 and done.stdout.strip() and {"argparse", "smallvit"} <= loaded
-    assert not loaded & set(INSTALLED_BY)
+    assert not loaded & {*INSTALLED_BY, *EXTRAS}
 
 
 # What public names need

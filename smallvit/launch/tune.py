@@ -106,8 +106,8 @@ def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]
     found, left_out = [], []
     for entry in entries:
         run, tune = entry.run.at_seed(FIRST_SEED), entry.tune
-        note = "" if ranges[entry.arm] else "nothing to tune"
-        note = f"left as it is: {unavailable[run.init]}" if run.init in unavailable else note
+        note = f"left as it is: {unavailable[run.init]}" if run.init in unavailable else ""
+        note = note if ranges[entry.arm] else "nothing to tune"
         if note:
             left_out.append(TunedArm(arm=entry.arm, labels=entry.labels, fingerprint=fingerprint(run.at_seed(0)), note=note))
             continue
