@@ -31,6 +31,7 @@ MODULES = {  # module -> title of its page in the API reference
     "evaluate": "Evaluators",
     "run": "Runs",
     "ablation": "Comparisons",
+    "tuning": "Tuning",
     "train": "Training and loading",
     "report": "Reports",
     "explain": "Looking inside",

@@ -32,6 +32,7 @@ NAMES = {
     "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer", "to_timm"),
     "pseudo_labels": ("label_spreading",),
     "ablation": ("ArmRun", "ablate", "imagenet_vit_s"),
+    "tuning": ("Tune",),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "recipe": ("load_recipe",),
     "train": ("TrainedModel", "fit", "load"),
