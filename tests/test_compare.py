@@ -9,7 +9,8 @@ from smallvit.record import Record, pack_bits
 from smallvit.report import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, format, next_looks
 from smallvit.report.answer import answer
 from smallvit.report.contrasts import trends, tuned_pairs
-from smallvit.report.statistics import half_width, holm, paired_variance, sequential_p, two_part_p
+from smallvit.report.sequential import sequential_p
+from smallvit.report.statistics import half_width, holm, paired_variance, two_part_p
 
 IMAGES = 1000
 

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from smallvit.report.sequential import ADDED_LOOKS, BOUNDARIES, LOOKS, nominal_level, sequential_p, stop_reason
 from smallvit.report.statistics import (
-    ADDED_LOOKS,
-    BOUNDARIES,
-    LOOKS,
     Variance,
     collapse_rate,
     detectable,
@@ -21,7 +19,6 @@ from smallvit.report.statistics import (
     half_width,
     holm,
     more_images_needed,
-    nominal_level,
     paired_variance,
     pairs_needed,
     planned,
@@ -29,8 +26,6 @@ from smallvit.report.statistics import (
     seeds_half_width,
     seeds_p,
     seeds_to_replicate,
-    sequential_p,
-    stop_reason,
     tuning_loss,
     two_part_p,
     variance_bound,

@@ -13,17 +13,13 @@ from scipy import stats
 from smallvit.data import arrays, mnist
 from smallvit.recipe import load_recipe
 from smallvit.report import compare
+from smallvit.report.sequential import ADDED_LOOKS, LOOKS, nominal_level, sequential_p, stop_reason
 from smallvit.report.statistics import (
-    ADDED_LOOKS,
-    LOOKS,
     Variance,
     holm,
-    nominal_level,
     paired_variance,
     replication,
     seeds_p,
-    sequential_p,
-    stop_reason,
     two_part_p,
 )
 from smallvit.train import fit_stacked

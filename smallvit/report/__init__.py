@@ -4,7 +4,8 @@ from .compare import Comparison, Condition, Difference, Row, compare, next_looks
 from .disagreements import disagreement_text, disagreements
 from .page import html, markdown, text
 from .reproduce import compare_with_committed
-from .statistics import ADDED_LOOKS, LOOKS, holm, pairs_needed
+from .sequential import ADDED_LOOKS, LOOKS
+from .statistics import holm, pairs_needed
 
 __all__ = [
     "ADDED_LOOKS", "LOOKS", "Comparison", "Condition", "Difference", "Row", "compare", "compare_with_committed",

@@ -14,7 +14,8 @@ from smallvit.record import Record
 from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
 from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
 from .differences import Runs, comparable, difference, images_of
-from .statistics import LOOKS, spread
+from .sequential import LOOKS
+from .statistics import spread
 from .verdicts import Verdict, judge
 
 __all__ = [

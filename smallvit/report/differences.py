@@ -7,17 +7,16 @@ from statistics import fmean
 from smallvit.record import Record
 
 from .comparison import Difference
+from .sequential import nominal_level, sequential_p
 from .statistics import (
     LEVEL,
     MIN_PAIRS,
     TIE,
     Variance,
     half_width,
-    nominal_level,
     paired_variance,
     seeds_half_width,
     seeds_p,
-    sequential_p,
     spread,
     two_part_p,
     variance_bound,

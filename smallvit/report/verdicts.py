@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .comparison import Cell, Difference
+from .sequential import stop_reason
 from .statistics import (
     EQUIVALENCE,
     LEVEL,
@@ -15,7 +16,6 @@ from .statistics import (
     pairs_needed,
     replication,
     seeds_to_replicate,
-    stop_reason,
     two_part_p,
 )
 
