@@ -83,7 +83,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
-        "recipe --out --jobs --device --seeds --labels",
+        "recipe --out --jobs --device --seeds --labels --only",
     ),
     "summary": (
         "print the output shapes, parameters and multiply-adds of a model, layer by layer",

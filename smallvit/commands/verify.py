@@ -1,19 +1,25 @@
 """smallvit verify: train some runs again and compare them with the committed records."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.local import check_device
-from smallvit.recipe import filter_value, find_recipe, load_recipe, only
-from smallvit.record import code, read_records
+from smallvit.numerics import Numerics
+from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.record import Record, code, read_records
 from smallvit.report import compare_with_committed
-from smallvit.run import fingerprint
 
 
 def main(options: argparse.Namespace) -> int:
     """Train a few published runs again, and compare the new results with the published ones. `options` are the arguments of the
     command line. Return the exit status: 0 if all results agree, otherwise 1.
+
+    By default these are the first seeds of the condition that is cheapest to train: the fewest labels, common settings and the
+    shortest training. Each run is computed as its record says: with the same precision, attention kernel and compilation, and
+    in a stack of the same size where the records contain the other members of this stack.
     """
     check_device(options.device)
     path = find_recipe(options.recipe)
@@ -22,31 +28,81 @@ def main(options: argparse.Namespace) -> int:
     if not published.exists():
         raise ValueError(f"{path.stem} has no committed records ({published.name} beside it); create them with --publish")
     committed = read_records(published)
-    names = {(record.arm, record.labels, record.seed) for record in committed if record.finished}
-    runs = [entry for entry in module.RUNS if (entry.arm, entry.labels, entry.seed) in names]
-    if not runs:
+    recorded = {key(record): record for record in committed if record.finished}
+    published_runs = [entry for entry in module.RUNS if key(entry) in recorded]
+    if not published_runs:
         raise ValueError(f"none of the committed records is of a run in {path.name}: its arms, labels or seeds have changed")
-    smallest = min(runs, key=lambda entry: (entry.labels is None, entry.labels or 0))
+    runs = only(published_runs, [*options.only, *([f"labels={options.labels}"] if options.labels else [])])
+    cheapest = min(runs, key=lambda e: (e.labels is None, e.labels or 0, e.tuning is not None, e.length or 0))
+    runs = [entry for entry in runs if key(entry)[1:-1] == key(cheapest)[1:-1]]
     seeds = sorted({entry.seed for entry in runs})[: options.seeds]
-    runs = [e for e in only(runs, [f"labels={options.labels or filter_value(smallest, 'labels')}"]) if e.seed in seeds]
-    out = Path(options.out) / "verify" / code()["sha256"][:12]  # changed code trains all runs again
-    again = launch(
-        runs,
-        out,
-        recipe=path.stem,
-        recipe_runs=module.RUNS,
-        source=path,
-        jobs=options.jobs,
-        device=options.device,
-        retry=True,
-    )
-    recorded = {record.fingerprint for record in committed}
-    if changed := sorted({entry.arm for entry in runs if fingerprint(entry.run) not in recorded}):
-        print(f"note: {', '.join(changed)}: a setting or a default has changed since the records were made")
-    lines, agree = compare_with_committed(committed, again)
+    requested = [entry for entry in runs if entry.seed in seeds]
+    again: dict[tuple, Record] = {}
+    for (numerics, stack), group in launches(requested, published_runs, recorded).items():
+        settings = f"{numerics.describe()}{f' stack {stack}' if stack > 1 else ''}".replace(", ", "-").replace(" ", "-")
+        done = launch(
+            group,
+            Path(options.out, "verify", code()["sha256"][:12], settings),  # changed code or numerics train all runs again
+            recipe=path.stem,
+            recipe_runs=module.RUNS,
+            source=path,
+            jobs=1 if stack > 1 else options.jobs,  # several workers would share the members of a stack
+            stack=stack,
+            device=options.device,
+            numerics=numerics,
+            retry=True,
+        )
+        again |= {key(record): record for record in done}
+    compared = [again[key(entry)] for entry in requested if key(entry) in again]
+    lines, agree = compare_with_committed(committed, compared)
     print("\n".join(lines))
-    if left := len(runs) - len(again):
+    if left := len(requested) - len(compared):
         print(f"{left} runs are being trained by another process; start the command again when it has ended")
         agree = False
-    print("verified: every arm agrees with its committed records" if agree else "NOT verified: see above")
+    print("verified: every run agrees with its committed record" if agree else "NOT verified: see above")
     return 0 if agree else 1
+
+
+def key(run: ArmRun | Record) -> tuple:
+    """Return a tuple that identifies a run in its recipe: arm (variant), number of labels, training length, whether its
+    settings were tuned, and seed. `run` is a run of the recipe or its record (results).
+    """
+    return run.arm, run.labels, run.length, run.tuning is not None, run.seed
+
+
+def launches(
+    requested: Sequence[ArmRun], published: Sequence[ArmRun], recorded: dict[tuple, Record]
+) -> dict[tuple[Numerics, int], list[ArmRun]]:
+    """Group runs by how their records say that they were computed. Return a dict from the numerics (precision, attention kernel
+    and compilation) and the stack size to the list of runs.
+
+    requested  the runs to verify
+    published  all runs with a published record, from which the other members of a stack are taken
+    recorded   the published record of each run, by its `key`
+
+    Runs of a stack are cut into stacks in the order of their seeds. A run whose stack is not complete in the records is trained
+    alone.
+    """
+    groups: dict[tuple[Numerics, int], dict[tuple, ArmRun]] = {}
+    for entry in requested:
+        record = recorded[key(entry)]
+        stack = record.stacked or 1
+        alike = [
+            other for other in published if key(other)[:-1] == key(entry)[:-1] and (recorded[key(other)].stacked or 1) == stack
+        ]
+        start = alike.index(entry) // stack * stack
+        members = alike[start : start + stack]
+        if len(members) < stack:
+            stack, members = 1, [entry]
+        group = groups.setdefault((recorded_numerics(entry, record), stack), {})
+        group |= {key(member): member for member in members}
+    return {settings: list(group.values()) for settings, group in groups.items()}
+
+
+def recorded_numerics(entry: ArmRun, record: Record) -> Numerics:
+    """Return how the training steps of a published run were computed: precision, attention kernel and compilation. `entry` is
+    the run, and `record` is its record (results).
+    """
+    precision = None if record.precision in (None, entry.run.precision) else record.precision
+    kernel = None if record.kernel in (None, "rule") else record.kernel
+    return Numerics(precision, kernel, bool(record.compiled))

@@ -1,58 +1,328 @@
-"""Compare runs that were trained again with the committed records."""
+"""Compare runs that were trained again with the committed records: first steps, weights, score of the same seed, and seeds.
 
+A run depends on its settings and its seed alone, so the same machine must give the same weights. Another processor or another
+version of torch rounds differently. The tolerances below are far above what rounding does and far below what an error does.
+Measured on the recipes quickstart (500 steps) and regularise (800 steps), with the instruction sets SSE, AVX2 and AVX-512, both
+attention kernels, and stacks of 8 runs; see `docs/explanation/verdicts.md`.
+"""
+
+import math
 from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean, stdev
+from typing import NamedTuple
 
-from smallvit.record import Record, format_labels
+from smallvit.record import Record
+
+from .comparison import condition_of
 
 LEVEL = 0.99  # of the prediction interval: by chance one arm in a hundred lies outside
-MAX_WIDTH = 0.6  # a wider interval contains almost any result and verifies nothing
+MAX_WIDTH = 0.6  # a wider interval contains almost any result and excludes nothing
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # relative, of the loss in each of the first steps
+NORM_TOLERANCE = {"fp32": 1e-2, "bf16": 5e-2}  # relative, of the norm of the final weights
+EMA_FACTOR = 2  # between two distances from the averaged weights to the last weights
+CURVE_TOLERANCE = 0.1  # relative to the first point of the curve, of each mean training loss
+DRIFT = 1e-3  # relative, of the mean training losses: rounding has not driven the two runs apart
+SMALL_LOSS = 0.05  # differences are relative to at least this loss
+FEWEST_IMAGES = 3  # test images by which the scores of such runs may differ
+
+# fields that decide how a run rounds, with the words of a message
+MACHINE = {
+    "cpu": "processor",
+    "device": "device",
+    "threads": "number of threads",
+    "precision": "precision",
+    "kernel": "attention kernel",
+    "compiled": "compilation",
+    "stacked": "stack size",
+}
+
+
+class Outcome(NamedTuple):
+    """The outcome of comparing a run that was trained again with its published record: a text for the user, and whether the two
+    agree.
+
+    agrees     None if the external weights of the run cannot be obtained on this machine
+    identical  whether the weights and the score are equal
+    """
+
+    text: str
+    agrees: bool | None
+    identical: bool = False
 
 
 def compare_with_committed(committed: Sequence[Record], again: Sequence[Record]) -> tuple[list[str], bool]:
     """Check whether runs that were trained again reproduce their published results. Return a list of text lines and whether all
-    results agree. `committed` are the published records (results of a run), and `again` are the new ones.
+    runs agree. `committed` are the published records (results of a run), and `again` are the new ones.
 
-    There is one line for each arm (variant) and each number of labelled images.
+    There is one line for each new run, which `compare_run` writes. Where the runs of an arm (variant) are not identical to
+    their records, one more line compares their mean with all committed seeds: it must lie in the 99% prediction interval that
+    follows from the mean and standard deviation of these seeds (t distribution).
 
-    An arm agrees if its runs are identical to the committed ones, or if their mean lies in the 99% prediction interval that
-    follows from the mean and standard deviation of the committed seeds (t distribution). It does not agree if a run failed, if
-    fewer than 2 seeds are committed, or if the interval is wider than 60 points. Arms whose weights are unavailable here are
-    skipped; at least one arm must agree.
+    Arms whose external weights are unavailable here are skipped. At least one run must agree.
     """
     lines, results = [], []
-    for arm, labels in dict.fromkeys((record.arm, record.labels) for record in again):
-        new = [r for r in again if (r.arm, r.labels) == (arm, labels)]
-        old = [r for r in committed if (r.arm, r.labels) == (arm, labels) and r.finished]
-        line, agrees = compare_arm(old, new)
-        lines.append(f"{arm} at {format_labels(labels)}: {line}")
-        results += [] if agrees is None else [agrees]
+    for condition, arm in dict.fromkeys((condition_of(record), record.arm) for record in again):
+        new = [r for r in again if (condition_of(r), r.arm) == (condition, arm)]
+        old = [r for r in committed if (condition_of(r), r.arm) == (condition, arm) and r.finished]
+        outcomes = [compare_run(old, record) for record in new]
+        lines += [f"{arm} at {condition.title}, seed {r.seed}: {outcome.text}" for r, outcome in zip(new, outcomes)]
+        results += [outcome.agrees for outcome in outcomes if outcome.agrees is not None]
+        if any(outcome.agrees and not outcome.identical for outcome in outcomes):
+            line, inside = compare_with_seeds(old, [r for r, outcome in zip(new, outcomes) if outcome.agrees])
+            lines.append(f"{arm} at {condition.title}: {line}")
+            results.append(inside)
     return lines, bool(results) and all(results)
 
 
-def compare_arm(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool | None]:
-    """Compare the new runs of one arm (variant) with its published runs. Return the outcome as text and whether they agree.
-    `old` and `new` are lists of records (results of a run).
+def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
+    """Compare a run that was trained again with the published record of the same seed, and return the `Outcome`. `committed`
+    are the published records (results of a run) of its arm, and `new` is the new record.
 
-    The second value is None if the external weights of the arm cannot be obtained on this machine.
+    These comparisons are made in this order, and the first difference is reported:
+
+    1. Settings, labelled images and data must be equal.
+    2. The first training steps, the distance to the averaged weights and the norm of the weights must agree up to rounding
+       (`trace_problems`), on every machine.
+    3. On the same machine with the same versions, the weights and the score must be equal.
+    4. On another machine, the score must agree up to rounding (`score_tolerance`), and so must the learning curve.
     """
-    if all(r.status == "unavailable" for r in new):
-        return f"left out, unavailable here ({new[0].error})", None
-    if not all(r.finished for r in new):
-        return f"not compared ({next((r.error for r in new if r.error), 'a run failed')})", False
-    mean = fmean(r.result for r in new)
-    if {(r.fingerprint, r.result) for r in new} <= {(r.fingerprint, r.result) for r in old}:
-        return f"{100 * mean:.2f}%, identical to the record", True
+    if new.status == "unavailable":
+        return Outcome(f"left out, unavailable here ({new.error})", None)
+    if not new.finished:
+        return Outcome(f"not compared ({new.error or 'the run failed'})", False)
+    old = same_seed(committed, new)
+    if old is None:
+        return Outcome("not compared (no committed record of this seed)", False)
+    if changes := input_changes(old, new):
+        return Outcome(f"not compared, this is another run than the record: {'; '.join(changes)}", False)
+    machine = machine_changes(old, new)
+    if problems := trace_problems(old, new, same_machine=not machine):
+        return Outcome(f"FAILED, the training differs: {'; '.join(problems)}", False)
+    same_weights = bool(old.weights_sha256) and old.weights_sha256 == new.weights_sha256
+    if same_weights and old.result == new.result:
+        return Outcome(f"{percent(new.result)}, identical to the record (weights and score)", True, identical=True)
+    reasons = machine or (version_changes(old, new, list(new.versions or ())) if same_weights else excuses(old))
+    if reasons:
+        return compare_scores(committed, old, new, same_weights, reasons)
+    if same_weights:
+        return Outcome(f"FAILED, the same weights score {percent(new.result)} instead of {percent(old.result)}", False)
+    score = "the same score" if new.result == old.result else f"{percent(new.result)} instead of {percent(old.result)}"
+    text = f"FAILED, {score} but other weights; the same machine and versions must give the same weights"
+    return Outcome(text + code_change(old, new), False)
+
+
+def excuses(old: Record) -> list[str]:
+    """Return a list of texts that say why a run may have other weights than its record although the machine and the versions
+    are the same. The list is empty if it must have the same weights. `old` is the record (results of the run).
+    """
+    found = [] if old.weights_sha256 else ["the record has no hash of its weights"]
+    stacked = f"the place of a run in its stack of {old.stacked} changes its rounding"
+    return found + [stacked] * bool(old.stacked and old.stacked > 1)
+
+
+def compare_scores(
+    committed: Sequence[Record], old: Record, new: Record, same_weights: bool, reasons: Sequence[str]
+) -> Outcome:
+    """Compare the score and the learning curve of a run with the record of the same seed, up to rounding, and return the
+    `Outcome`. `old` is the record, `new` is the new record, and `committed` are the records of all seeds.
+
+    same_weights  whether both have the same weights
+    reasons       why equal weights cannot be expected, as texts
+    """
+    weights = "the same weights" if same_weights else "other weights" if old.weights_sha256 else "weights unknown"
+    trace = "the first training steps agree" if old.trace else "the record has no first training steps to compare"
+    why = f"{weights}; {trace}; compared up to rounding because of: {'; '.join(reasons)}"
+    if problem := curve_problem(old, new):
+        return Outcome(f"FAILED, {problem} ({why})", False)
+    allowed, rule = score_tolerance(committed, old, new)
+    if abs(new.result - old.result) > allowed + 1e-12:
+        text = f"{percent(new.result)} instead of {percent(old.result)}; allowed are {points(allowed)}, {rule}"
+        return Outcome(f"FAILED, {text} ({why})", False)
+    record = "as in the record" if new.result == old.result else f"the record has {percent(old.result)}"
+    return Outcome(f"{percent(new.result)}, {record}; allowed are {points(allowed)}, {rule} ({why})", True)
+
+
+def same_seed(committed: Sequence[Record], new: Record) -> Record | None:
+    """Return the published record (results of a run) with the seed of a new record, or None if there is none."""
+    return next((record for record in committed if record.seed == new.seed), None)
+
+
+def input_changes(old: Record, new: Record) -> list[str]:
+    """Return a list of texts that say in which settings, labelled images or data two runs differ. The list is empty if they
+    have none of these differences. `old` and `new` are their records (results of a run).
+    """
+    changes = []
+    if old.fingerprint != new.fingerprint:
+        before, now = flatten(old.run), flatten(new.run)
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        shown = [f"{name} was {before.get(name)!r:.60} and is {now.get(name)!r:.60}" for name in names[:5]]
+        changes.append("settings: " + (", ".join(shown) or "other code in the recipe"))
+    for name, words in (("data_sha256", "the data set has other pixels or labels"), ("subset_sha256", "other labelled images")):
+        before, now = getattr(old, name), getattr(new, name)
+        if before is not None and now != before:
+            changes.append(words)
+    return changes
+
+
+def flatten(plain: dict | list, prefix: str = "") -> dict[str, object]:
+    """Return the values of nested dicts and lists as one dict without nesting. The keys are paths such as `model.depth`."""
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    flat: dict[str, object] = {}
+    for name, value in items:
+        nested = isinstance(value, dict | list) and value
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+def machine_changes(old: Record, new: Record) -> list[str]:
+    """Return a list of texts that say in what two runs differ that changes rounding: processor, number format, version of torch
+    and so on. If the list is empty, their weights must be equal. `old` and `new` are their records (results of a run).
+    """
+    changes = [
+        f"{words} {getattr(old, name)} -> {getattr(new, name)}"
+        for name, words in MACHINE.items()
+        if getattr(old, name) != getattr(new, name)
+    ]
+    return changes + version_changes(old, new, ["torch"])
+
+
+def version_changes(old: Record, new: Record, names: Sequence[str]) -> list[str]:
+    """Return a list of texts that say which of the named libraries have another version, such as `torch 2.5 -> 2.6`. `old` and
+    `new` are the records of two runs.
+    """
+    before, now = old.versions or {}, new.versions or {}
+    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+
+
+def code_change(old: Record, new: Record) -> str:
+    """Return a text, for the end of a message, that says that two runs were trained by different code of smallvit. The text is
+    empty if the code was the same. `old` and `new` are the records of the runs.
+    """
+    before, now = (old.code or {}).get("sha256"), (new.code or {}).get("sha256")
+    commit = ((old.code or {}).get("commit") or "unknown")[:10]
+    return "" if before == now else f"; the code of smallvit has changed since the record was made (commit {commit})"
+
+
+def trace_problems(old: Record, new: Record, *, same_machine: bool) -> list[str]:
+    """Return a list of texts that say in what the first training steps of two runs differ beyond rounding. `old` and `new` are
+    their records (results of a run). The list is empty if they agree, or if the old record does not keep the first steps.
+
+    The seed decides the initial weights, the batches and the augmentation, on every machine. Their hashes must be equal; these
+    hashes do not depend on rounding. The losses of the first steps must agree within `LOSS_TOLERANCE`.
+
+    The distance between the averaged (EMA) and the last weights must be 0 in both runs or in none, and agree within a factor of
+    2. The norm of the final weights must agree within `NORM_TOLERANCE`.
+
+    A run that starts from another run, or learns from one, depends on weights that round differently on another machine
+    (`same_machine=False`). There, its initial weights and losses are not compared, nor its batches if they contain pseudo
+    labels.
+    """
+    if not old.trace:
+        return []
+    if not new.trace:
+        return ["the new run does not keep its first steps"]
+    before, now, problems = old.trace, new.trace, []
+    precision = "bf16" if "bf16" in (old.precision, new.precision) else "fp32"
+    from_other_runs = bool(old.pretraining) and not same_machine
+    if before.get("initial") != now.get("initial") and not from_other_runs:
+        problems.append("other initial weights")
+    if before.get("batches") != now.get("batches") and not (from_other_runs and old.run.get("pseudo_labels")):
+        problems.append("other batches (order, augmentation, images or labels)")
+    losses = [trace.get("losses") or [] for trace in (before, now)]
+    if len(losses[0]) != len(losses[1]):
+        problems.append(f"{len(losses[1])} losses instead of {len(losses[0])}")
+    for step, (one, other) in enumerate(zip(*losses), 1):
+        if not from_other_runs and not math.isclose(one, other, rel_tol=LOSS_TOLERANCE[precision]):
+            problems.append(f"the loss of step {step} is {other:.6g} instead of {one:.6g}")
+            break
+    one, other = before.get("ema_distance"), now.get("ema_distance")
+    if (one is None) != (other is None) or (one is not None and other is not None and not within_factor(one, other)):
+        problems.append(f"the averaged (EMA) weights are {number(other)} away from the last weights instead of {number(one)}")
+    one, other = before.get("final_norm"), now.get("final_norm")
+    if one is not None and (other is None or not math.isclose(one, other, rel_tol=NORM_TOLERANCE[precision])):
+        problems.append(f"the norm of the final weights is {number(other)} instead of {number(one)}")
+    return problems
+
+
+def number(value: float | None) -> str:
+    """Return a number as text with 4 significant digits. For None the text is `not known`."""
+    return "not known" if value is None else f"{value:.4g}"
+
+
+def within_factor(one: float, other: float) -> bool:
+    """Return whether two distances are both 0, or differ by at most a factor of 2."""
+    return one == other or (min(one, other) > 0 and max(one, other) <= EMA_FACTOR * min(one, other))
+
+
+def curve_problem(old: Record, new: Record) -> str:
+    """Return a text that says where the mean training losses of two runs differ by more than rounding. The text is empty if
+    they agree. `old` and `new` are the records of the runs.
+
+    At each check the losses may differ by a tenth of the first loss of the record.
+    """
+    before, now = old.curve or [], new.curve or []
+    if [check[0] for check in before] != [check[0] for check in now]:
+        return f"validated at the steps {[check[0] for check in now]} instead of {[check[0] for check in before]}"
+    for (step, one, _), (_, other, _) in zip(before, now):
+        if abs(other - one) > CURVE_TOLERANCE * abs(before[0][1]):
+            return f"the mean training loss up to step {step} is {other:.4g} instead of {one:.4g}"
+    return ""
+
+
+def score_tolerance(committed: Sequence[Record], old: Record, new: Record) -> tuple[float, str]:
+    """Return by how much the score of a run may differ from the record of the same seed if only the rounding differs, as a
+    fraction, and a text that says why. `old` is the record, `new` is the new record, and `committed` are those of all seeds.
+
+    If the mean training losses of the two runs agree within 0.1%, their weights have stayed together, and so have their scores:
+    `FEWEST_IMAGES` test images may differ. A long training at a high learning rate amplifies rounding until the weights have
+    nothing more in common than those of two seeds. Then the scores may differ as much as those of two seeds: 99% of such
+    differences are smaller, by the standard deviation of the committed seeds (t distribution). With fewer than 2 committed
+    seeds this is not known, and nothing more is allowed.
+    """
+    from scipy.stats import t
+
+    images = FEWEST_IMAGES / old.test_images if old.test_images else 0.0
+    moved = drift(old, new)
+    if moved is not None and moved <= DRIFT:
+        return images, f"{FEWEST_IMAGES} test images, since the training losses agree"
+    values = [record.result for record in committed]
+    if len(values) < 2:
+        return images, f"{FEWEST_IMAGES} test images, since there are fewer than 2 committed seeds"
+    spread = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * sqrt(2) * stdev(values)
+    why = "" if moved is None else f", since rounding has changed the training losses by up to {100 * moved:.2g}%"
+    return max(images, spread), f"the difference of two seeds{why}"
+
+
+def drift(old: Record, new: Record) -> float | None:
+    """Return the largest relative difference between the mean training losses of two runs, over all checks. `old` and `new` are
+    the records of the runs.
+
+    It is 0 for a model that was neither trained nor loaded from a trained run. It is None if it is not known, as for a model
+    that was only loaded from a trained run.
+    """
+    if not old.curve or not new.curve:
+        return None if old.pretraining or old.steps else 0.0
+    return max(abs(other - one) / max(abs(one), SMALL_LOSS) for (_, one, _), (_, other, _) in zip(old.curve, new.curve))
+
+
+def compare_with_seeds(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool]:
+    """Compare the mean of new runs of one arm (variant) with the 99% prediction interval that follows from its published runs.
+    Return the outcome as text and whether the mean lies inside. `old` and `new` are lists of records (results of a run).
+
+    With fewer than 2 published runs there is no interval, and nothing is compared. An interval wider than 60 points excludes
+    nothing, which the text says.
+    """
+    mean = fmean(record.result for record in new)
     if len(old) < 2:
-        return "not compared (fewer than 2 committed seeds)", False
-    low, high = prediction_interval([r.result for r in old], len(new))
-    low, high, agrees = max(low, 0.0), min(high, 1.0), low - 1e-12 <= mean <= high + 1e-12
-    verdict = "inside" if agrees else "OUTSIDE"
-    if high - low > MAX_WIDTH:
-        verdict, agrees = "TOO WIDE to verify anything; commit more seeds, or verify with more labels", False
-    interval = f"interval {100 * low:.2f} to {100 * high:.2f}% (99%, {len(old)} committed seeds)"
-    return f"{100 * mean:.2f}%, {interval}: {verdict}", agrees
+        return "no interval over seeds (fewer than 2 committed seeds)", True
+    low, high = prediction_interval([record.result for record in old], len(new))
+    low, high, inside = max(low, 0.0), min(high, 1.0), low - 1e-12 <= mean <= high + 1e-12
+    verdict = "inside" if inside else "OUTSIDE"
+    if inside and high - low > MAX_WIDTH:
+        verdict = "inside, but the interval is TOO WIDE to exclude anything"
+    interval = f"interval {100 * low:.2f} to {percent(high)} (99%, {len(old)} committed seeds)"
+    return f"mean {percent(mean)}, {interval}: {verdict}", inside
 
 
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
@@ -63,3 +333,13 @@ def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float
 
     half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * stdev(values) * sqrt(1 / len(values) + 1 / new)
     return fmean(values) - half, fmean(values) + half
+
+
+def percent(share: float) -> str:
+    """Return a fraction as text in percent, such as `94.20%`."""
+    return f"{100 * share:.2f}%"
+
+
+def points(share: float) -> str:
+    """Return a difference of two fractions as text in percentage points, such as `0.60 points`."""
+    return f"{100 * share:.2f} points"
