@@ -362,3 +362,24 @@ def test_disagreements_need_two_known_arms_with_bits():
         disagreements(PLAIN, "+A", "+A")
     with pytest.raises(ValueError, match="earlier versions keep no such data"):
         disagreements(records({"scratch": 0, "+A": 0}, bits=False), "+A", "scratch")
+
+
+@pytest.mark.slow
+def test_equal_arms_are_seldom_told_apart_until_decided():
+    """The whole loop with two arms that are equal to the baseline on new images, though not on the test images of one series."""
+    wrong = []
+    for k in range(300):
+        draw = np.random.default_rng(k)
+        skill = {arm: 1.5 + 0.5 * draw.normal(size=300) for arm in ("scratch", "A", "B")}  # of each arm at each test image
+        rows = []
+        for arm, each in skill.items():
+            for seed in range(32):
+                right = each + 0.1 * draw.normal() + draw.normal(size=300) > 0
+                role = "baseline" if arm == "scratch" else "technique"
+                rows.append(replace(PLAIN[0], arm=arm, role=role, seed=seed, looks=list(LOOKS), subset_sha256=str(seed),
+                                    test={"accuracy": float(right.mean())}, correct=pack_bits(right), test_images=300))  # fmt: skip
+        have = dict.fromkeys(skill, 6)
+        while more := next_looks([r for r in rows if r.seed < have[r.arm]]):
+            have |= {arm: n for (_, arm), n in more.items()}
+        wrong.append(any(row.decided for row in compare([r for r in rows if r.seed < have[r.arm]]).rows))
+    assert np.mean(wrong) <= 0.06, "at most 5% are allowed; the standard error is 1.3 points"
