@@ -1,0 +1,180 @@
+"""Comparisons over training lengths, against named controls, at equal costs and with tuned settings."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from toys import TINY_VIT
+
+from smallvit import MAE, ArmRun, LocalityAttention, Merge, Pixels, Run, Weights, ablate, knn
+from smallvit.ablation import longest
+from smallvit.match import TOLERANCE, match_cost, model_cost
+from smallvit.recipe import check_comparable, only
+from smallvit.run import difference, fingerprint
+from smallvit.tuning import Tune
+
+BASE = Run(model=TINY_VIT, steps=1_000)
+LSA = BASE.vary(attention=LocalityAttention)
+PRETRAINED = Run(model=TINY_VIT, objective=MAE, unlabelled=True, steps=400, evaluators=(knn,))
+CONTROLS = {"a": BASE, "b": BASE.vary(depth=3), "c": BASE.vary(depth=4), "d": BASE.vary(depth=5)}
+
+
+def by_arm(entries: list[ArmRun], **condition) -> dict[str, ArmRun]:
+    return {e.arm: e for e in entries if all(getattr(e, name) == value for name, value in condition.items())}
+
+
+# Lengths
+
+
+def test_every_arm_and_its_pretraining_is_scaled_to_each_length():
+    arms = {"a": BASE, "half": BASE.vary(steps=500), "tuned": BASE.vary(steps=300, init=PRETRAINED)}
+    entries = ablate(arms, labels=[50], seeds=range(2), steps=[500, 2_000])
+    assert [entry.length for entry in entries[: len(entries) // 2]] == [500] * (len(entries) // 2)
+    short, long = by_arm(entries, length=500, seed=0), by_arm(entries, length=2_000, seed=0)
+    assert [(each["a"].run.steps, each["half"].run.steps, each["small CNN"].run.steps) for each in (short, long)] == [
+        (500, 250, 500), (2_000, 1_000, 2_000),
+    ]  # fmt: skip
+    assert [(each["tuned"].run.steps, each["tuned"].run.init.steps) for each in (short, long)] == [(150, 200), (600, 800)]
+    assert {entry.length for entry in longest(entries)} == {2_000} and longest(longest(entries)) == longest(entries)
+    check_comparable(entries, "mine.py")
+
+
+def test_untrained_reference_is_the_same_run_at_each_length():
+    entries = ablate({"a": BASE}, seeds=[0], steps=[500, 1_000, 2_000])
+    pixels = [entry for entry in entries if entry.arm == "pixels, nearest neighbour"]
+    assert [entry.length for entry in pixels] == [500, 1_000, 2_000] and len({fingerprint(e.run) for e in pixels}) == 1
+    assert {entry.run.steps for entry in pixels} == {0}
+
+
+def test_shortest_trained_run_has_one_step():
+    entries = ablate({"a": BASE, "short": BASE.vary(steps=10)}, seeds=[0], steps=[5], references=False)
+    assert [entry.run.steps for entry in entries] == [5, 1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([2_000, 500], "increase"),
+        ([500, 500], "each once"),
+        ([], "at least one"),
+        (500, "expected several values"),
+        ([0, 500], "positive"),
+        ([500.0], "whole numbers"),
+    ],
+)
+def test_lengths_that_do_not_increase_are_refused(steps, words):
+    with pytest.raises(ValueError, match=words):
+        ablate({"a": BASE}, steps=steps)
+
+
+def test_lengths_need_a_trained_baseline():
+    with pytest.raises(ValueError, match="baseline has steps=0"):
+        ablate({"a": BASE.vary(steps=0)}, steps=[500])
+
+
+def test_length_and_settings_can_be_selected():
+    entries = ablate({"a": BASE, "b": LSA}, seeds=[0], steps=[500, 2_000], references=False)
+    entries += [replace(entry, tuning={"trials": 8}) for entry in longest(entries)]
+    check_comparable(entries, "mine.py")
+    assert [entry.length for entry in only(entries, ["length=500"])] == [500, 500]
+    assert [entry.tuning for entry in only(entries, ["settings=tuned"])] == [{"trials": 8}] * 2
+    assert [(e.arm, e.length, e.tuning) for e in only(entries, ["settings=common", "length=2_000", "arm=b"])] == [("b", 2_000, None)]
+    assert [entry.condition for entry in only(entries, ["arm=a"])] == [
+        "all labels, 500 steps", "all labels, 2,000 steps", "all labels, 2,000 steps, tuned",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"has no length '700'; .*'500'"):
+        only(entries, ["length=700"])
+    with pytest.raises(ValueError, match="length=2000, tuned 2 times"):
+        check_comparable([*entries, entries[-1]], "mine.py")
+
+
+# Controls
+
+
+def test_arm_is_compared_with_its_control():
+    entries = ablate(CONTROLS, seeds=[0], baseline={"c": "b", "d": "c", "b": "small CNN"})
+    found = {arm: (entry.role, entry.baseline) for arm, entry in by_arm(entries).items()}
+    assert found["a"] == ("baseline", "a") and found["small CNN"] == ("reference", "a")
+    assert [found[arm] for arm in "bcd"] == [("technique", "small CNN"), ("technique", "b"), ("technique", "c")]
+    check_comparable(entries, "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "words"),
+    [
+        ({"x": "a"}, "names 'x', which is no arm or reference; expected one of a, b"),
+        ({"b": "x"}, "names 'x'"),
+        ({"b": "b"}, "compares 'b' with itself"),
+        ({"a": "b"}, "gives a control to 'a', the first arm"),
+        ({"b": "c", "c": "d", "d": "b"}, "circle among 'b' -> 'c' -> 'd'"),
+        ("b", "expected a dict from an arm to its control"),
+    ],
+)
+def test_impossible_control_is_refused(baseline, words):
+    with pytest.raises(ValueError, match=words):
+        ablate(CONTROLS, seeds=[0], baseline=baseline)
+
+
+def test_recipe_with_a_circle_of_controls_is_refused():
+    a, b, c, _ = ablate(CONTROLS, seeds=[0], references=False)
+    with pytest.raises(ValueError, match="'b' -> 'c' -> 'b'"):
+        check_comparable([a, replace(b, baseline="c"), replace(c, baseline="b")], "mine.py")
+    with pytest.raises(ValueError, match=r"'b'.*has the baseline 'elsewhere'"):
+        check_comparable([a, replace(b, baseline="elsewhere")], "mine.py")
+
+
+# Equal costs
+
+
+@pytest.mark.parametrize("of", ["params", "macs"])
+def test_technique_is_brought_to_the_cost_of_its_control(of):
+    arms = {"a": BASE, "deep": BASE.vary(depth=3), "deeper": BASE.vary(depth=4), "+LSA": LSA}
+    found = by_arm(ablate(arms, seeds=[0], match=of, baseline={"deeper": "deep"}, references=False))
+    costs = {arm: model_cost(entry.run, of) for arm, entry in found.items()}
+    assert model_cost(arms["deep"], of) > 1.2 * costs["a"], "the arms must differ without match"
+    assert all(abs(cost / costs["a"] - 1) <= 2 * TOLERANCE for cost in costs.values())
+    assert abs(costs["deep"] / costs["a"] - 1) <= TOLERANCE and abs(costs["deeper"] / costs["deep"] - 1) <= TOLERANCE
+    assert set(difference(BASE, found["deep"].run)) == {"model.depth", "model.block.mlp_ratio"}
+    assert set(difference(BASE, found["+LSA"].run)) == {"model.attention"}, "an equal cost needs no change"
+
+
+def test_pretraining_is_matched_with_the_run_that_uses_it():
+    deep = PRETRAINED.vary(depth=3)
+    run = match_cost(BASE.vary(depth=3, init=deep), BASE, "params")
+    assert run.init.steps == deep.steps and model_cost(run.init, "params") == model_cost(run, "params")
+
+
+@pytest.mark.parametrize(
+    ("run", "of", "words"),
+    [
+        (BASE.vary(depth=3), "time", "match is 'time'; expected 'params' or 'macs'"),
+        (BASE.vary(depth=300), "params", "mlp_ratio=0.25 comes closest with [0-9,]+, which differs by .*; expected at most 2%"),
+        (BASE.vary(model=Pixels, steps=0, evaluators=(knn,)), "params", "Pixels has no option mlp_ratio or dim"),
+        (BASE.vary(depth=3, init=Weights(name="vit_tiny_patch16_224")), "params", "pretrained weights fix the shape"),
+    ],
+)
+def test_costs_that_cannot_be_equal_are_refused_with_the_numbers(run, of, words):
+    with pytest.raises(ValueError, match=words):
+        match_cost(run, BASE, of, "deep", "plain")
+
+
+def test_matched_reduction_counts_its_own_tokens():
+    merged = BASE.vary(reduction=partial(Merge, r=4))
+    run = match_cost(merged, BASE, "macs")
+    assert model_cost(run, "macs") == pytest.approx(model_cost(BASE, "macs"), rel=TOLERANCE)
+    assert model_cost(run, "params") > model_cost(BASE, "params")
+
+
+# Tuning
+
+
+def test_runs_know_how_they_are_tuned_without_being_other_runs():
+    tune = Tune({"lr": (3e-4, 6e-3)}, trials=4)
+    entries = ablate({"a": BASE, "b": LSA}, seeds=[0], tune=tune, references=False)
+    assert all(entry.tune is tune and entry.tuning is None for entry in entries)
+    assert entries == ablate({"a": BASE, "b": LSA}, seeds=[0], references=False)
+
+
+def test_tune_of_another_type_is_refused():
+    with pytest.raises(ValueError, match=r"tune is {'lr': .*; expected a smallvit.Tune"):
+        ablate({"a": BASE}, tune={"lr": (3e-4, 6e-3)})

@@ -1,0 +1,208 @@
+"""`smallvit run --until-decided`: more seeds where a verdict is open, also after an interruption; and `smallvit explore`."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from smallvit import ArmRun, Run, ViT
+from smallvit.__main__ import main
+from smallvit.commands import explore, until_decided
+from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
+from smallvit.recipe import load_recipe
+from smallvit.record import RECORD, read_record, read_records
+from smallvit.report import ADDED_LOOKS, LOOKS
+from smallvit.trials import add_trial, read_trials, trials, trials_file
+
+# the pixels are better with every seed, and +LSA is better with some and worse with others
+RECIPE = '''
+"""Which arms need more seeds?"""
+from functools import partial
+from smallvit import LocalityAttention, PatchEmbed, Pixels, Run, ViT, ablate, knn
+
+scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=30, batch=8, lr=5e-3,
+              val=20)
+pixels = scratch.vary(model=Pixels, steps=0, ema=0.0, evaluators=(knn,))
+ARMS = {"scratch": scratch, "pixels": pixels, "+LSA": scratch.vary(attention=LocalityAttention)}
+RUNS = ablate(ARMS, labels=[40], seeds=range(2), references=False)
+'''
+UNTIL_DECIDED = ("run", "mine.py", "--until-decided", "--jobs", "1")
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory with one recipe, mine.py."""
+    monkeypatch.chdir(tmp_path)
+    write_recipe(RECIPE)
+    yield tmp_path
+    sys.modules.pop("recipes.mine", None)
+
+
+def write_recipe(text: str):
+    Path("mine.py").write_text(text)
+    sys.modules.pop("recipes.mine", None)
+
+
+def seeds_of_arms(place: Path) -> dict[str, list[int]]:
+    """The seeds of the finished runs of each arm in a folder."""
+    records = [read_record(path.parent) for path in place.rglob(RECORD)]
+    arms = sorted({record.arm for record in records})
+    return {arm: sorted(r.seed for r in records if r.arm == arm and r.finished) for arm in arms}
+
+
+def test_seeds_are_added_to_undecided_arms_only_also_after_an_interruption(workdir, capsys, monkeypatch):
+    looks, collect = 0, until_decided.collect
+
+    def interrupt(*arguments):
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # the first call is before training; the second is the first look
+            raise KeyboardInterrupt
+        return collect(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(until_decided, "collect", interrupt)
+        assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 130
+    assert seeds_of_arms(workdir / "runs") == {arm: [*range(6)] for arm in ("+LSA", "pixels", "scratch")}
+    trained = {path: path.stat().st_mtime_ns for path in workdir.rglob(RECORD)}
+    capsys.readouterr()
+
+    assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 0
+    assert seeds_of_arms(workdir / "runs") == {"+LSA": [*range(8)], "pixels": [*range(6)], "scratch": [*range(8)]}
+    assert all(path.stat().st_mtime_ns == time for path, time in trained.items()), "finished runs were trained again"
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("pixels, 40", "+LSA, 40"))]
+    assert [line.partition(",")[0] for line in lines[:4]] == ["pixels", "+LSA"] * 2
+    assert all("after 6 seeds, decided: better, P = " in line for line in (lines[0], lines[2]))
+    assert "after 6 seeds, goes on to 8 seeds" in lines[1] and "after 8 seeds" in lines[3] and "--max-seeds 8" in lines[3]
+
+    before = sorted(workdir.rglob(RECORD))
+    assert main(["run", "mine.py", "--jobs", "1"]) == 0 and sorted(workdir.rglob(RECORD)) == before
+    assert main(["report", "mine.py", "--publish"]) == 0
+    records = read_records(workdir / "mine.jsonl")
+    assert len(records) == 22 and {tuple(record.looks) for record in records} == {LOOKS}
+    assert all(record.finished for record in records)
+
+
+def test_known_result_of_all_declared_seeds_is_the_first_look(workdir, capsys):
+    write_recipe(RECIPE.replace("range(2)", "range(8)").replace('"pixels": pixels, ', ""))
+    assert main(["run", "mine.py", "--jobs", "1"]) == 0
+    count = len([*workdir.rglob(RECORD)])
+    assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 0
+    assert read_looks(workdir / "runs" / "mine").schedule == ADDED_LOOKS and len([*workdir.rglob(RECORD)]) == count == 16
+    assert "after 8 seeds, inconclusive: stopped by --max-seeds 8" in capsys.readouterr().out
+
+
+def test_dry_run_shows_the_first_look_and_trains_nothing(workdir, capsys):
+    assert main([*UNTIL_DECIDED, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "scratch: 6 runs" in out and "looks 6, 8, 12, 16, 24, 32" in out
+    assert not (workdir / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--until-decided", "--smoke"), "a smoke test has no verdicts"),
+        (("--until-decided", "--only", "seed=0"), "looks choose the seeds"),
+        (("--until-decided", "--only", "arm=+LSA"), "leaves out 'scratch', the baseline of '+LSA'"),
+        (("--until-decided", "--max-seeds", "40"), "expected at most 32"),
+        (("--until-decided", "--max-seeds", "5"), "expected at least 6"),
+        (("--max-seeds", "8"), "needs --until-decided"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(words, message, workdir, capsys):
+    assert main(["run", "mine.py", "--jobs", "1", *words]) == 2
+    assert message in capsys.readouterr().err and not (workdir / "runs").exists()
+
+
+def test_schedule_depends_on_what_is_known():
+    assert choose_schedule(8, False, LOOKS, ADDED_LOOKS) == LOOKS
+    assert choose_schedule(5, True, LOOKS, ADDED_LOOKS) == LOOKS, "five seeds have no verdict"
+    assert choose_schedule(8, True, LOOKS, ADDED_LOOKS) == ADDED_LOOKS
+    assert choose_schedule(6, True, LOOKS, ADDED_LOOKS) == LOOKS
+    assert choose_schedule(10, True, LOOKS, ADDED_LOOKS) == (10, 12, 16, 24, 32)
+    with pytest.raises(ValueError, match="32 seeds with results"):
+        choose_schedule(32, True, LOOKS, ADDED_LOOKS)
+
+
+def test_added_seeds_follow_the_declared_ones():
+    assert seed_list([5, 3], 1) == [3] and seed_list([3, 5], 4) == [3, 5, 6, 7]
+    run = Run(model=ViT, init=Run(model=ViT, labels=10), labels=10)
+    entries = [ArmRun(run=run.at_seed(seed), arm=arm, baseline="a") for seed in (5, 3) for arm in "ab"]
+    looks = Looks((3, 4), {("b", 10, None, False): 4})
+    found = with_looks(entries, looks)
+    assert [(e.arm, e.seed) for e in found] == [("a", 3), ("b", 3), ("a", 5), ("b", 5), ("a", 6), ("b", 6), ("b", 7)]
+    assert all(e.looks == (3, 4) and e.run.init.seed == e.seed and e.run == run.at_seed(e.seed) for e in found)
+    assert with_looks(entries, None) == entries
+
+
+def test_damaged_schedule_is_named(tmp_path):
+    looks = Looks((6, 8), {("a, b", None, 500, True): 8, ("c", 10, None, False): 6})
+    write_looks(tmp_path, looks)
+    assert read_looks(tmp_path) == looks and read_looks(tmp_path / "elsewhere") is None
+    for text in ('{"looks": [6', "[]", '{"looks": [8, 6], "cells": []}', '{"looks": [], "cells": []}'):
+        (tmp_path / FILE).write_text(text)
+        with pytest.raises(ValueError, match=FILE):
+            read_looks(tmp_path)
+
+
+def test_recipe_that_declares_tuning_says_that_it_was_not_tuned(workdir, capsys):
+    text = RECIPE.replace("import Loc", "import Tune, Loc").replace("references=False", "references=False, tune=TUNE")
+    write_recipe(text.replace("RUNS =", 'TUNE = Tune({"lr": (3e-4, 6e-3)}, trials=2, seeds=1, val=20)\nRUNS ='))
+    assert main(["run", "mine.py", "--dry-run"]) == 0
+    assert "the recipe declares tuning; run `smallvit tune mine.py` first" in capsys.readouterr().err
+
+
+# explore
+
+
+def test_exploring_reads_no_test_images_and_counts_each_setting_once(workdir, capsys):
+    words = ("explore", "mine.py", "--only", "arm=scratch,+LSA", "--jobs", "1")
+    assert main(list(words)) == 0
+    assert "scratch, 40 labels: " in (out := capsys.readouterr().out) and "trials of each arm so far: scratch 1, +LSA 1" in out
+    records = [read_record(path.parent) for path in workdir.rglob(RECORD)]
+    assert len(records) == 2 and all(r.test is None and r.val_result >= 0 and r.seed == 1_000 for r in records)
+    assert not {entry.seed for entry in load_recipe("mine.py").RUNS} & {record.seed for record in records}
+    (scratch, _), path = read_trials(trials_file("mine.py")), workdir / "mine.trials.jsonl"
+    assert (scratch["arm"], scratch["labels"], scratch["seeds"]) == ("scratch", 40, 1)
+    assert scratch["val"] == next(r.val_result for r in records if r.arm == "scratch")
+
+    assert main([*words, "--seeds", "2"]) == 0 and main(list(words)) == 0
+    assert len(path.read_text().splitlines()) == 4 and trials("mine.py") == {"scratch": 1, "+LSA": 1}
+    write_recipe(RECIPE.replace("steps=30", "steps=31"))
+    assert main(list(words)) == 0 and trials("mine.py") == {"scratch": 2, "+LSA": 2}
+    assert main(["report", "mine.py"]) == 2, "explored runs were reported as results"
+
+
+def test_trials_lie_with_the_runs_if_the_recipe_folder_cannot_be_written(workdir, capsys, monkeypatch):
+    monkeypatch.setattr(explore.os, "access", lambda path, mode: False)
+    assert main(["explore", "mine.py", "--only", "arm=pixels", "--jobs", "1"]) == 0
+    assert not trials_file("mine.py").exists() and "the list is runs/mine/mine.trials.jsonl" in capsys.readouterr().out
+    assert trials("mine.py", "runs/mine") == {"pixels": 1} and trials("mine.py") == {}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words", "message"),
+    [
+        ("range(2)", ("--only", "seed=0"), "uses seeds of its own"),
+        ("[0, 1_000]", (), r"the recipe uses the seeds [1000]"),
+    ],
+)
+def test_seeds_of_the_comparison_are_not_explored(seeds, words, message, workdir, capsys):
+    write_recipe(RECIPE.replace("range(2)", seeds))
+    assert main(["explore", "mine.py", "--jobs", "1", *words]) == 2
+    assert message in capsys.readouterr().err and not (workdir / "runs").exists()
+
+
+def test_damaged_list_of_trials_is_named_with_its_line(tmp_path):
+    path = tmp_path / "mine.trials.jsonl"
+    trial = {"arm": "a", "labels": None, "fingerprint": "f", "seeds": 1, "val": 0.5}
+    assert add_trial(path, trial) and not add_trial(path, trial) and add_trial(path, trial | {"seeds": 2})
+    assert trials(tmp_path / "mine.py") == {"a": 1}
+    for line, words in (("{", "line 3 is not JSON"), (json.dumps({"arm": "b"}), "line 3 is no trial")):
+        text = path.read_text()
+        path.write_text(text + line)
+        with pytest.raises(ValueError, match=words):
+            add_trial(path, trial)
+        path.write_text(text)
