@@ -6,10 +6,9 @@ import pytest
 import torch
 from toys import TINY_VIT
 
-from smallvit import MAE, Attention, Pixels, Run, ShiftedPatchEmbed, augment, digits, fit, knn
+from smallvit import MAE, Attention, Pixels, Run, ShiftedPatchEmbed, augment, fit, knn
 from smallvit.optim import ema_update
-from smallvit.record import CHECKPOINT, code
-from smallvit.train import checkpoint, fit_stacked
+from smallvit.train import fit_stacked
 from smallvit.train.loop import Training, batch_index
 from smallvit.train.trace import digest, distance, norm
 
@@ -38,17 +37,29 @@ def test_trace_describes_the_first_steps_and_the_last_weights(tmp_path):
     )
 
 
+class Killed(Exception):
+    pass
+
+
+MAE_RUN = SHORT.vary(objective=partial(MAE, decoder_dim=16, decoder_depth=1, decoder_heads=2), augment=())
+
+
 @pytest.mark.parametrize("stop", [1, 2, 5, 10])
-def test_trace_of_a_resumed_run_is_that_of_an_uninterrupted_one(stop, tmp_path):
-    training = training_of(SHORT)
-    for _ in range(stop):
-        training.train_step()
-    training.origin = code()["sha256"] + digits().sha256
-    (tmp_path / "resumed").mkdir()
-    checkpoint.save(training, tmp_path / "resumed" / CHECKPOINT)
+@pytest.mark.parametrize("run", [SHORT, SHORT.vary(early_stop=12), MAE_RUN], ids=["accuracy", "early stop", "without labels"])
+def test_trace_and_curve_of_a_resumed_run_are_those_of_an_uninterrupted_one(run, stop, tmp_path, monkeypatch):
+    def kill(step, accuracy):
+        if step > stop:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.0)
+        with pytest.raises(Killed):
+            fit(run, tmp_path / "killed", watch=kill)
     steps = []
-    resumed = fit(SHORT, tmp_path / "resumed", watch=lambda step, _: steps.append(step))
-    assert steps[0] == stop + 1 and resumed.trace == fit(SHORT, tmp_path / "whole").trace
+    resumed = fit(run, tmp_path / "killed", watch=lambda step, _: steps.append(step))
+    whole = fit(run, tmp_path / "whole")
+    assert steps[0] == stop + 1 and resumed.trace == whole.trace
+    assert (resumed.curve, resumed.health) == (whole.curve, whole.health) and resumed.correct == whole.correct
 
 
 def test_trace_of_a_stacked_run_is_that_of_the_run_alone_up_to_rounding(tmp_path):
@@ -131,9 +142,7 @@ def test_run_without_an_average_over_several_steps_has_no_distance(change, tmp_p
 def test_models_without_weights_and_objectives_without_labels_have_a_trace(tmp_path):
     pixels = fit(SHORT.vary(model=Pixels, steps=0, augment=(), evaluators=(knn,)), tmp_path / "pixels").trace
     assert pixels["final_norm"] == 0 and pixels["ema_distance"] is None
-    mae = fit(
-        SHORT.vary(objective=partial(MAE, decoder_dim=16, decoder_depth=1, decoder_heads=2), augment=()), tmp_path / "mae"
-    ).trace
+    mae = fit(MAE_RUN, tmp_path / "mae").trace
     assert len(mae["losses"]) == 8 and mae["ema_distance"] > 0
 
 

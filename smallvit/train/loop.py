@@ -259,9 +259,9 @@ class Training:
         val, score = self.subset.val, None
         splits = Splits(self.subset.train.take(slice(1_000)), val, val)
         if len(val) and accuracy in self.run.evaluators:
-            score = next(accuracy(self.model, splits))[1]
+            score = float(next(accuracy(self.model, splits))[1])
         if not self.run.reads_labels:
-            score = next(knn(self.model, splits, ks=(1,)))[1] if len(val) else None
+            score = float(next(knn(self.model, splits, ks=(1,)))[1]) if len(val) else None
             self.health.append({"step": self.step, **collapse_statistics(self.objective.observed), "knn_1": score})
         if self.run.early_stop and score is not None and all(score > check[2] for check in self.curve):
             self.best = copy.deepcopy(self.model.state_dict())
@@ -299,12 +299,14 @@ class Training:
         } | self.footprint()
 
     def ema_distance(self) -> float | None:
-        """Return the relative distance between the weights that are evaluated, which are an exponential moving average (EMA), and
-        the last weights. 0 means that the average is not used. None if the run uses no EMA, or averages over a single step.
+        """Return the relative distance between the weights that are evaluated, an exponential moving average (EMA), and the
+        last weights of the training. 0 means that the average is not used.
+
+        None if the run uses no EMA, or averages over a single step.
         """
         if self.ema_model is None or min(self.step, self.run.ema * self.run.steps) <= 1:
             return None
-        return distance(self.objective.model, self.model)  # the model that is evaluated: 0 if that is not the average
+        return distance(self.objective.model, self.model)
 
     def footprint(self) -> dict:
         """Return the number of parameters and the multiply-adds (MACs) of the model, as a dict. The dict is empty for a model
