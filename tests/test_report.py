@@ -11,10 +11,10 @@ from scipy import stats
 
 from smallvit.components import describe_value, differences
 from smallvit.record import RANDOM, Record, user_line
-from smallvit.report import compare, figures, holm, html, markdown, pairs_needed, text
+from smallvit.report import Condition, compare, figures, holm, html, markdown, pairs_needed, text
+from smallvit.report.alarms import no_better_than_random
 from smallvit.report.answer import answer
 from smallvit.report.page import sections
-from smallvit.report.alarms import no_better_than_random
 from smallvit.report.provenance import provenance, warnings
 from smallvit.report.settings import changes, hyperparameters
 
@@ -114,8 +114,8 @@ def test_differences_agree_with_scipy():
     row, base, own = row_of(rows, "+A"), accuracies(rows, "scratch"), accuracies(rows, "+A")
     expected = stats.ttest_rel(own, base)
     interval = expected.confidence_interval(0.95)
-    assert row.difference.p == expected.pvalue
-    assert [row.difference.low, row.difference.high] == pytest.approx([interval.low, interval.high], rel=1e-12)
+    assert row.difference.p_seeds == pytest.approx(expected.pvalue, rel=1e-6)
+    assert [row.difference.seeds_low, row.difference.seeds_high] == pytest.approx([interval.low, interval.high], rel=1e-9)
     assert row.sd == pytest.approx(np.std(own, ddof=1), rel=1e-12)
     assert [row.low, row.high] == pytest.approx(stats.t.interval(0.95, 7, np.mean(own), stats.sem(own)), rel=1e-12)
 
@@ -127,9 +127,9 @@ def test_no_effect_gives_a_false_verdict_in_at_most_one_recipe_in_twenty():
     assert stats.binomtest(sum(map(bool, wrong)), len(wrong), 0.05, alternative="greater").pvalue > 0.01
 
 
-def test_interval_contains_a_known_effect_in_95_percent():
+def test_interval_over_seeds_contains_a_known_effect_in_95_percent():
     found = [row_of(records({"scratch": 0, "+A": 0.004}, rng=k), "+A").difference for k in range(400)]
-    assert np.mean([d.low <= 0.004 <= d.high for d in found]) == pytest.approx(0.95, abs=0.025)
+    assert np.mean([d.seeds_low <= 0.004 <= d.seeds_high for d in found]) == pytest.approx(0.95, abs=0.025)
 
 
 # Verdicts
@@ -199,9 +199,9 @@ def test_failed_run_makes_no_other_verdict_easier():
 
 
 def test_differences_that_do_not_vary():
-    for shift, verdict in ((0.0, "inconclusive"), (0.001, "no verdict")):
+    for shift, verdict, p in ((0.0, "inconclusive", 1.0), (0.001, "no verdict", None)):
         row = row_of(differ(PLAIN, "+A", [shift] * 8), "+A")
-        assert (row.verdict, row.difference.p) == (verdict, None) and "every seed" in row.reason
+        assert (row.verdict, row.difference.p) == (verdict, p) and "every seed" in row.reason
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_unequal_costs_are_marked_with_pretraining_and_further_labels_counted():
 def test_every_arm_is_compared_with_its_own_baseline_in_one_holm_family():
     rows = two_baselines(labels=(100, 1000))
     c, alone = compare(rows), compare([r for r in rows if r.baseline == "patch 4"])
-    row, same = (next(r for r in x.at(1000) if r.arm == "ToMe, patch 4") for x in (c, alone))
+    row, same = (next(r for r in x.at(Condition(1000)) if r.arm == "ToMe, patch 4") for x in (c, alone))
     assert (row.baseline, row.verdict, c.family) == ("patch 4", "better", 4) and row.difference.values == same.difference.values
     judged = [r.difference for r in c.rows if r.verdict]
     assert [d.p_holm for d in judged] == holm([d.p for d in judged])
@@ -466,13 +466,14 @@ def test_initial_weights_of_another_run_are_one_line():
 def test_markdown_begins_with_the_answer_and_labels_every_plus_minus():
     rows = records({"scratch": 0, "+A": 0.02, "kNN": -0.1}, labels=(100, None), references=("kNN",))
     page, d = markdown(rows, **PAGE), row_of(rows, "+A").difference
-    assert f"| {100 * d.mean:+.2f} [{100 * d.low:.2f}, {100 * d.high:.2f}] | &lt; 0.001 | better |".replace("&lt;", "<") in page
-    assert f"+A at 100 labels: better by {100 * d.mean:.2f} points [{100 * d.low:.2f}, {100 * d.high:.2f}]" in text(rows)
+    new, here = f"[{100 * d.low:.2f}, {100 * d.high:.2f}]", f"[{100 * d.seeds_low:.2f}, {100 * d.seeds_high:.2f}]"
+    assert f"| {100 * d.mean:+.2f} {new} ({here} on these test images) | < 0.001 | better (again in " in page
+    assert f"+A at 100 labels: better by {100 * d.mean:.2f} points {new}; again in " in text(rows)
     assert page.startswith("# demo\n\nDoes it help?\n\n“+A”") and "smallvit report demo" in page
     order = ["is better than", "## Accuracy", "## Costs", "## Differences", "## About", "## Provenance", "## How to read"]
     assert sorted(order, key=page.index) == order
     assert all(re.match(r"± (SD over seeds|\d+\.\d\d \(SD, n = 8\))", page[at.start() :]) for at in re.finditer("±", page))
-    assert len(re.findall(r"^\| (scratch|\+A|kNN) .*(baseline|better|reference) \|$", page, re.M)) == 6 and "### All labels" in page
+    assert len(re.findall(r"^\| (scratch|\+A|kNN) .*(baseline|better \(.*\)|reference) \|$", page, re.M)) == 6 and "### All labels" in page
 
 
 def test_docstring_becomes_prose():
