@@ -309,15 +309,78 @@ RUNS = ablate({"left": LEFT, "right": LEFT.vary(model=half_vit(True))}, labels=[
 '''
 
 
-def write_mirrored_digits(folder) -> list[Path]:
-    """Write a file of arrays for each repetition, with digits of MNIST that no other repetition has. Every digit is mirrored at
-    random, so the left half and the mirrored right half are drawn from the same distribution.
+def mirrored_digits() -> tuple[np.ndarray, np.ndarray]:
+    """All 70,000 digits of MNIST with their labels, in a random order. Every digit is mirrored at random, so the left half and
+    the mirrored right half are drawn from the same distribution.
     """
-    data, rng, paths = mnist(), np.random.default_rng(12), []
+    data, rng = mnist(), np.random.default_rng(12)
     parts, order = (data.train, data.test.open()), rng.permutation(70_000)
     labels = np.concatenate([part.labels.numpy() for part in parts])[order]
     pixels = np.concatenate([part.images.numpy() for part in parts])[order].reshape(-1, 28, 28)
-    pixels = np.where(rng.random((70_000, 1, 1)) < 0.5, pixels, pixels[..., ::-1])
+    return np.where(rng.random((70_000, 1, 1)) < 0.5, pixels, pixels[..., ::-1]), labels
+
+
+@pytest.fixture(scope="module")
+def halves() -> tuple[list[np.ndarray], np.ndarray]:
+    """The left and the mirrored right halves of all digits, reduced to 14 x 7 pixels in [0, 1], and one-hot labels."""
+    pixels, labels = mirrored_digits()
+    small = pixels.reshape(-1, 14, 2, 14, 2).mean((2, 4)) / 255
+    return [side[..., :7].reshape(-1, 98) for side in (small, small[..., ::-1])], np.eye(10)[labels]
+
+
+def learn(train, targets, test, weights) -> np.ndarray:
+    """The classes that ridge regression on random features predicts for test images."""
+    hidden, new = np.maximum(train @ weights, 0), np.maximum(test @ weights, 0)
+    return (new @ np.linalg.solve(hidden.T @ hidden + 0.1 * np.eye(weights.shape[1]), hidden.T @ targets)).argmax(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", [100, 200])
+def test_seeds_that_draw_from_one_pool(halves, drawn):
+    """8 seeds draw 100 or 200 of 300 labelled images; both arms are equal."""
+    (sides, targets), rng = halves, np.random.default_rng(13)
+    found = []
+    for _ in range(200):
+        images = rng.choice(len(targets), 300 + 2000, replace=False)
+        pool, test = images[:300], images[300:]
+        answers = targets[test].argmax(1)
+        d = []
+        for _ in range(8):
+            train, weights = rng.choice(pool, drawn, replace=False), rng.standard_normal((98, 150)) / 5
+            left, right = (learn(side[train], targets[train], side[test], weights) == answers for side in sides)
+            d.append(left.astype(int) - right)
+        found.append(paired_variance(np.array(d)))
+    overlap = drawn / (300 - drawn)
+    plain, without = rate([below(seeds_p(*m)) for m in found]), rate([below(two_part_p(*m)) for m in found])
+    corrected = rate([below(two_part_p(*m, overlap=overlap)) for m in found])
+    print(f"\n{drawn} of 300: two-part {corrected:.1%}, without overlap {without:.1%}, paired t {plain:.1%}")
+    assert corrected <= 0.04 < without < plain
+
+
+@pytest.mark.slow
+def test_pooled_folds(halves):
+    """6 passes of cross-validation with 5 folds over 300 images; both arms are equal."""
+    (sides, targets), rng = halves, np.random.default_rng(14)
+    found = []
+    for _ in range(300):
+        images = rng.choice(len(targets), 300, replace=False)
+        d = np.zeros((6, 300))
+        for one_pass in d:
+            for test in np.split(rng.permutation(300), 5):
+                train, test_images = np.delete(images, test), images[test]
+                answers, weights = targets[test_images].argmax(1), rng.standard_normal((98, 150)) / 5
+                left, right = (learn(side[train], targets[train], side[test_images], weights) == answers for side in sides)
+                one_pass[test] = left.astype(int) - right
+        found.append(paired_variance(d))
+    plain, without = rate([below(seeds_p(*m)) for m in found]), rate([below(two_part_p(*m)) for m in found])
+    corrected = rate([below(two_part_p(*m, folds=1.6)) for m in found])
+    print(f"\n5 folds: two-part with factor 1.6 {corrected:.1%}, with factor 1 {without:.1%}, paired t {plain:.1%}")
+    assert corrected <= 0.06 and corrected <= without < plain
+
+
+def write_mirrored_digits(folder) -> list[Path]:
+    """Write a file of arrays for each repetition, with digits that no other repetition has."""
+    (pixels, labels), paths = mirrored_digits(), []
     for start in range(0, REPETITIONS * (POOL + TEST), POOL + TEST):
         train, test = slice(start, start + POOL), slice(start + POOL, start + POOL + TEST)
         splits = {"train_images": pixels[train], "train_labels": labels[train]}
