@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 from toys import TINY_VIT
 
-from smallvit import ArmRun, LocalityAttention, PatchEmbed, Run, ablate, arrays, augment
+from smallvit import ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit.launch import launch, progress
 from smallvit.launch.plan import parallel
 from smallvit.launch.scheduler import Damaged, Scheduler, dependencies_first, folder, recall, record_failure, tags
@@ -73,6 +73,32 @@ def test_failed_run_leaves_a_record_with_traceback_and_is_retried_only_on_reques
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
     records = launch([BROKEN, *comparison(seeds=2)], tmp_path, recipe="t", jobs=1, fail_fast=True)
     assert [r.status for r in records] == ["failed"]
+
+
+def test_run_that_several_conditions_share_is_trained_once_and_each_has_its_record(tmp_path):
+    """An untrained reference at two lengths, and an arm whose tuned settings are the common ones."""
+    arms = {"scratch": SHORT, "pixels": SHORT.vary(model=Pixels, steps=0, ema=0.0, evaluators=(knn,))}
+    entries = ablate(arms, labels=[50], seeds=range(2), steps=[6, 12], references=False)
+    entries += [replace(entry, tuning={"trials": 2}) for entry in entries if entry.length == 12]
+    new: list[Record] = []
+    records = launch(entries, tmp_path, recipe="test", jobs=2, show=new.append)
+    assert len(new) == len([*tmp_path.rglob(RECORD)]) == 2 * 2 + 2
+    assert [(r.arm, r.seed, r.length, r.tuning) for r in records] == [(e.arm, e.seed, e.length, e.tuning) for e in entries]
+    pixels = [record for record in records if record.arm == "pixels" and record.seed == 0]
+    assert len(pixels) == 3 and len({record.weights_sha256 for record in pixels}) == 1
+    again = launch(entries, tmp_path, recipe="test", jobs=1, show=new.append)
+    assert len(new) == 6 and again == records
+    assert [recall(entry, tmp_path, "test") for entry in entries] == records
+
+
+def test_run_without_test_images_has_no_test_score(tmp_path):
+    (record,) = launch([ENTRY], tmp_path, recipe="test", jobs=1, validation_only=True)
+    assert record.finished and record.test is None and 0 <= record.val_result <= 1 and record.test_reads == 0
+    (record,) = launch([ENTRY], tmp_path / "scored", recipe="test", jobs=1)
+    assert record.test and record.test_reads == 1 and record.test_settings == 1
+    other = replace(ENTRY, run=SHORT.vary(lr=2e-3))
+    (record,) = launch([other], tmp_path / "scored", recipe="test", jobs=1)
+    assert record.test_settings == 2, "another setting of the arm was scored on the same test images"
 
 
 def test_dependency_that_is_an_arm_keeps_its_folder_when_only_a_part_of_the_recipe_is_launched(tmp_path):
