@@ -3,6 +3,7 @@
 """
 
 import math
+import os
 from functools import partial
 from pathlib import Path
 
@@ -277,6 +278,8 @@ def test_replication_on_new_seeds_and_images_agrees_with_the_promise():
 
 # Real training
 
+ROOT = Path(os.environ.get("SMALLVIT_DATA") or Path(__file__).parents[2] / "shared" / "data")
+needs_mnist = pytest.mark.skipif(not (ROOT / "MNIST" / "raw").is_dir(), reason=f"needs MNIST and there is none in {ROOT}")
 REPETITIONS, SEEDS, LABELS, POOL, TEST = 40, 6, 100, 1200, 300
 RECIPE = '''"""Do ViTs learn more from the left half of a digit than from the right half?"""
 
@@ -334,6 +337,7 @@ def learn(train, targets, test, weights) -> np.ndarray:
     return (new @ np.linalg.solve(hidden.T @ hidden + 0.1 * np.eye(weights.shape[1]), hidden.T @ targets)).argmax(1)
 
 
+@needs_mnist
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", [100, 200])
 def test_seeds_that_draw_from_one_pool(halves, drawn):
@@ -357,6 +361,7 @@ def test_seeds_that_draw_from_one_pool(halves, drawn):
     assert corrected <= 0.04 < without < plain
 
 
+@needs_mnist
 @pytest.mark.slow
 def test_pooled_folds(halves):
     """6 passes of cross-validation with 5 folds over 300 images; both arms are equal."""
@@ -390,6 +395,7 @@ def write_mirrored_digits(folder) -> list[Path]:
     return paths
 
 
+@needs_mnist
 @pytest.mark.long
 def test_equal_arms_of_real_training(tmp_path):
     """Small ViTs see the left or the right half of digits. Each repetition has its own images, of which each seed draws 100
