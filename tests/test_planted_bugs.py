@@ -6,15 +6,23 @@ processor, where only the first steps and the score can be compared.
 """
 
 import importlib
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from toys import TINY_VIT
 
+import smallvit
 from smallvit import Run, ablate, augment, digits
+from smallvit.__main__ import main
 from smallvit.data import Images
+from smallvit.record import read_records
 from smallvit.report import compare_with_committed
 from smallvit.train import loop
 from smallvit.train.loop import Training
@@ -170,3 +178,47 @@ def test_correct_runs_agree(committed, tmp_path, made):
     assert agree
     words = "identical to the record (weights and score)" if made is list else "up to rounding"
     assert all(words in line for line in lines if ", seed 0: " in line)
+
+
+RECIPE = '''
+"""Does an option help a very small model?"""
+from functools import partial
+from smallvit import PatchEmbed, Run, ViT, ablate
+
+scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=20, batch=8, ema=0.2)
+RUNS = ablate({"scratch": scratch, "slow": scratch.vary(lr=5e-4)}, labels=[20], seeds=range(3), references=False)
+'''
+
+
+def test_the_command_accepts_another_machine_and_finds_an_error_in_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(RECIPE)
+    assert main(["run", "mine.py", "--jobs", "1", "--stack", "2", "--numerics", "kernel=explicit"]) == 0
+    assert main(["report", "mine.py", "--publish"]) == 0
+    records = read_records(Path("mine.jsonl"))
+    assert {(record.kernel, record.stacked) for record in records} == {("explicit", 2), ("explicit", None)}
+    capsys.readouterr()
+    assert main(["verify", "mine.py", "--jobs", "1", "--seeds", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("identical to the record (weights and score)") == 6 and "verified: every run agrees" in out
+
+    words = [sys.executable, "-m", "smallvit", "verify", "mine.py", "--jobs", "1", "--only", "seed=2"]
+    package = Path(smallvit.__file__).parent
+
+    def verify(*more, **environment):
+        """Run the command in another process and return its exit status and what it prints."""
+        done = subprocess.run([*words, *more], env=os.environ | environment, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        other = {"PYTHONPATH": str(package.parent), "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+        status, out = verify("--out", "elsewhere", **other)
+        assert status == 0 and out.count("the first training steps agree") == out.count("instruction set") == 2
+    shutil.copytree(package, "buggy/smallvit", ignore=shutil.ignore_patterns("__pycache__"))
+    path = Path("buggy/smallvit/train/loop.py")
+    update = "ema_update(self.ema_pairs, self.ema_weight)"
+    text = path.read_text()
+    assert text.count(update) == 1
+    path.write_text(text.replace(update, "pass"))
+    status, out = verify(PYTHONPATH=str(Path("buggy").resolve()))
+    assert status == 1 and out.count("FAILED, the training differs: the averaged (EMA) weights") == 2 and "NOT verified" in out

@@ -11,7 +11,14 @@ from smallvit.report import compare_with_committed
 from smallvit.report.reproduce import compare_run, compare_with_seeds, prediction_interval
 
 SCORES = (0.90, 0.92, 0.91, 0.93)
-TRACE = {"initial": "i", "batches": "b", "losses": [2.3, 2.29, 2.25], "ema_distance": 0.02, "final_norm": 48.0}
+TRACE = {
+    "initial": "i",
+    "batches": "b",
+    "losses": [2.3, 2.29, 2.25],
+    "ema_distance": 0.02,
+    "final_norm": 48.0,
+    "instructions": "AVX512",
+}
 CURVE = [[30, 2.0, 0.5], [60, 0.5, 0.9]]
 
 
@@ -161,6 +168,7 @@ def test_a_run_that_starts_from_another_one_starts_elsewhere_on_another_machine(
         ({"compiled": True}, "compilation False -> True"),
         ({"stacked": 8}, "stack size None -> 8"),
         ({"versions": {"torch": "2.6"}}, "torch 2.5 -> 2.6"),
+        ({"trace": TRACE | {"instructions": "AVX2"}}, "instruction set AVX512 -> AVX2"),
     ],
 )
 def test_the_line_says_why_weights_need_not_be_equal(change, words):

@@ -1,9 +1,17 @@
 """Compare runs that were trained again with the committed records: first steps, weights, score of the same seed, and seeds.
 
-A run depends on its settings and its seed alone, so the same machine must give the same weights. Another processor or another
-version of torch rounds differently. The tolerances below are far above what rounding does and far below what an error does.
-Measured on the recipes quickstart (500 steps) and regularise (800 steps), with the instruction sets SSE, AVX2 and AVX-512, both
-attention kernels, and stacks of 8 runs; see `docs/explanation/verdicts.md`.
+A run depends on its settings and its seed alone, so the same machine must give the same weights. Another processor, another
+version of torch, another attention kernel or a stack rounds differently. What rounding does was measured on same-seed pairs:
+
+training                          pairs  first losses  mean losses  score, points
+quickstart, 500 steps, fp32          26       2e-7         3e-5     0.2 (one image) in one pair, otherwise 0
+regularise, 800 steps, fp32           5       2e-7         0        0 of 10,000 images
+quickstart, bf16 and fp32             4       1e-4         5e-2     0.2, 0, -0.6, 0
+quickstart, 2,000 steps, lr 6e-3      3       2e-7         1e-1     -1.0, -1.0, 0 (SD over seeds: 0.3)
+
+(relative differences, the largest one; AVX-512 against AVX2 and SSE, both attention kernels, single runs against a stack of 8.)
+So a short training keeps the scores of a seed together, and `score_tolerance` allows 3 images. A long training at a high rate
+amplifies rounding; there only the first steps and the difference of two seeds can tell.
 """
 
 import math
@@ -184,6 +192,9 @@ def machine_changes(old: Record, new: Record) -> list[str]:
         for name, words in MACHINE.items()
         if getattr(old, name) != getattr(new, name)
     ]
+    before, now = [(record.trace or {}).get("instructions") for record in (old, new)]
+    if before and now and before != now:  # processors of one name may have different ones
+        changes.append(f"instruction set {before} -> {now}")
     return changes + version_changes(old, new, ["torch"])
 
 

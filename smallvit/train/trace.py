@@ -55,6 +55,7 @@ class Trace:
             "losses": self.losses,
             "ema_distance": ema_distance,
             "final_norm": norm(model.parameters()),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # processors of one name may have different ones
         }
 
 
