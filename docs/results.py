@@ -48,8 +48,8 @@ def comparison(recipe: str) -> Comparison:
 
 
 def rows_of(recipe: str, arm: str) -> list[Row]:
-    """The results of one arm, one row for each number of labels."""
-    return [row for row in comparison(recipe).rows if row.arm == arm]
+    """The results of one arm under the main conditions (tuned, longest training), one row for each number of labels."""
+    return [row for row in comparison(recipe).main_rows if row.arm == arm]
 
 
 def points(value: float) -> str:
@@ -59,7 +59,7 @@ def points(value: float) -> str:
 
 
 def cell(row: Row | None) -> str:
-    """A difference with its 95% interval, bold if the verdict is better or worse; empty if the arm was not run there."""
+    """A difference with its 95% interval on new test images, bold if the verdict is better or worse; empty without a run."""
     if row is None or row.difference is None:
         return ""
     d = row.difference
@@ -137,12 +137,14 @@ def with_block(text: str, name: str, content: str) -> str:
 def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
     """The Markdown table of a page, and a note below it: the baseline's accuracy, the differences of the arms, and their cost.
 
+    The name of an arm that is compared with another arm than the baseline says so.
+
     Raises ValueError for an arm without results in the committed records, and for arms with different baselines.
     """
     rows = {arm: {row.labels: row for row in rows_of(recipe, arm) if row.difference} for arm in arms}
     if missing := [arm for arm in arms if not rows[arm]]:
         raise ValueError(f"the records of {recipe} have no results of {missing}; expected arms with a baseline")
-    names = {row.baseline for of_arm in rows.values() for row in of_arm.values()}
+    names = {row.group for of_arm in rows.values() for row in of_arm.values()}
     if len(names) > 1:
         raise ValueError(f"{list(arms)} of {recipe} have the baselines {sorted(names)}; expected one baseline for each table")
     baseline = {row.labels: row for row in rows_of(recipe, names.pop())}
@@ -158,11 +160,12 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
         first = next(iter(of_arm.values()))
         relative = [times([1 + row.unequal.get(name, 0) for row in of_arm.values()]) for name in costs]
         speed = [f"{first.forward['speedup']:.2f}x" if first.forward["speedup"] else "–"] * faster
-        lines.append([arm, *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
+        against = f" (against {first.baseline})" * (first.baseline != first.group)
+        lines.append([arm + against, *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     note = (
         "The first row is the test accuracy of the baseline. The other rows are differences to it in percentage points, with "
-        f"95% intervals over {seeds} seeds. Bold: the verdict is better or worse. The full report is "
+        f"95% intervals on new test images, from {seeds} seeds. Bold: the verdict is better or worse. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines), note

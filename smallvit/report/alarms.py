@@ -105,7 +105,7 @@ def below_raw_pixels(records: Sequence[Record]) -> list[str]:
         return []
     return [
         "Less accurate than a simple classifier of raw pixels (logistic regression or the nearest neighbour): "
-        f"{named(lost, cells)}. {LONGER}"
+        f"{named(lost, cells)}. {LONGER}, or other settings"
     ]
 
 
