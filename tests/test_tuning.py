@@ -1,5 +1,6 @@
 """Equal tuning: the same trials for all arms, no test image read, and the same choice for any number of workers."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -17,11 +18,10 @@ from smallvit.__main__ import main
 from smallvit.commands.tune import plan, table
 from smallvit.launch import tune as loop
 from smallvit.launch.suggest import at_edge, suggestions
-from smallvit.launch.tune import HALVING, candidates, run_count, stages, tune_arms
+from smallvit.launch.tune import HALVING, candidates, on_all_images, run_count, stages, tune_arms
 from smallvit.pretrained import Unavailable
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, pack_bits
-from smallvit.report.statistics import tuning_loss
 from smallvit.run import describe, fingerprint
 from smallvit.tuning import FIRST_SEED, Tune, TunedArm, apply, arm_ranges, one_per_cell, read, runs_to_tune, tuned_file, write
 
@@ -207,21 +207,33 @@ def test_best_trial_is_found_and_its_cost_counted(tmp_path, fake_launch):
     assert tuned.tuning()["curve"] == [[t["settings"], np.mean(t["scores"]), len(t["scores"])] for t in tuned.trials]
 
 
-def test_expected_loss_is_that_of_the_statistics(tmp_path, fake_launch):
+def test_expected_loss_counts_images_that_several_seeds_draw(tmp_path, fake_launch):
+    """Variance of the mean of 4 seeds: that of 4 independent ones, and the covariance by the images that two seeds share."""
     rng = np.random.default_rng(0)
     scores: dict = {}
-    fake_launch.score = lambda entry: scores.setdefault(fingerprint(entry.run), round(rng.uniform(0.4, 0.6), 2))
-    arm = trials(comparison())[0]
+    fake_launch.score = lambda entry: scores.setdefault(fingerprint(entry.run), round(rng.uniform(0.4, 0.6), 3))
+    arm = trials(comparison(replace(EIGHT, val=800)))[0]
     (tuned,) = tune_arms([arm], tmp_path, recipe="t")
-    bits = {}
-    for index in (i for i, s in enumerate(arm.scores) if len(s) == 4):
-        rows = []
-        for seed in range(FIRST_SEED, FIRST_SEED + 4):
-            order = digits().subset(labels=50, val=100, seed=seed).val_index.argsort().numpy()
-            rows.append(arm.records[fingerprint(arm.runs[index].at_seed(seed))].correct_bits[order].astype(float))
-        bits[index] = np.array(rows)
-    one, other = bits.values()
-    assert tuned.loss == pytest.approx(HALVING * tuning_loss([one - other]), abs=1e-6) and tuned.loss > 0
+    one, other = (i for i, s in enumerate(arm.scores) if len(s) == 4)
+    deviations, means = [], []
+    for seed in range(FIRST_SEED, FIRST_SEED + 4):
+        bits = [arm.records[fingerprint(arm.runs[i].at_seed(seed))].correct_bits.astype(float) for i in (one, other)]
+        drawn = digits().subset(labels=50, val=800, seed=seed).val_index.tolist()
+        means.append((bits[0] - bits[1]).mean())
+        deviations.append(dict(zip(drawn, bits[0] - bits[1] - means[-1])))
+    shared = [
+        sum(deviations[s][i] * deviations[t][i] for i in deviations[s].keys() & deviations[t].keys()) / 800**2
+        for s, t in itertools.combinations(range(4), 2)
+    ]
+    variance = np.var(means, ddof=1) / 4 + max(0.0, np.mean(shared))
+    assert tuned.loss == pytest.approx(HALVING * 0.43 * math.sqrt(variance / 2), rel=0.02) and tuned.loss > 0
+
+
+def test_differences_on_the_same_images_in_another_order_are_only_sorted():
+    rng = np.random.default_rng(0)
+    differences, drawn = rng.integers(-1, 2, (3, 6)).astype(float), [rng.permutation(6) for _ in range(3)]
+    found = on_all_images(differences, drawn)
+    assert np.allclose(found, [row[np.argsort(order)] for row, order in zip(differences, drawn)])
 
 
 @pytest.mark.slow
