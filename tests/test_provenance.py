@@ -95,7 +95,9 @@ def test_a_best_value_at_the_edge_of_its_range_gives_one_warning_for_each_option
     edge = {"settings": {"lr": 0.006, "weight_decay": 0.1}, "trials": 8, "edge": ["lr"], "curve": []}
     rows = [*runs("A", tuning=edge), *runs("B", tuning=edge), *runs("C", tuning=edge | {"edge": ["weight_decay"]})]
     lines = at_the_edge(rows)
-    assert len(lines) == 2 and "best learning rate lies at the edge of its range" in lines[0] and "“A” and “B”. Widen" in lines[0]
+    assert (
+        len(lines) == 2 and "best learning rate lies at the edge of its range" in lines[0] and "“A” and “B”. Widen" in lines[0]
+    )
     assert "best weight decay" in lines[1] and "“C”" in lines[1]
     assert not at_the_edge(runs("A", tuning=edge | {"edge": []})) and set(lines) <= set(warnings(rows))
 

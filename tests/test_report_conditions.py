@@ -72,7 +72,12 @@ def section(page: str, heading: str) -> str:
 
 def test_tuned_settings_and_long_training_come_first_and_common_settings_are_folded(rows):
     page = markdown(rows, **PAGE)
-    order = ["## Accuracy\n", "### 100 labels, 2,000 steps, tuned", "## Tuned against common settings", "## Difference and training"]
+    order = [
+        "## Accuracy\n",
+        "### 100 labels, 2,000 steps, tuned",
+        "## Tuned against common settings",
+        "## Difference and training",
+    ]
     order += ["<summary>Accuracy with common settings</summary>", "### 100 labels, 500 steps", "## Costs"]
     assert sorted(order, key=page.index) == order
     assert section(page, "## Accuracy").count("### ") == 1 and "Accuracy after shorter training" not in page
@@ -85,7 +90,9 @@ def test_tuned_settings_and_long_training_come_first_and_common_settings_are_fol
 def test_without_tuning_shorter_training_is_not_folded(rows):
     page = markdown([r for r in rows if not r.tuning], **PAGE)
     assert "### 100 labels, 500 steps" in section(page, "## Accuracy after shorter training")
-    assert "common settings" not in page.partition("## How to read")[0] and "### 100 labels, 2,000 steps" in section(page, "## Accuracy")
+    assert "common settings" not in page.partition("## How to read")[0] and "### 100 labels, 2,000 steps" in section(
+        page, "## Accuracy"
+    )
 
 
 def test_tuned_and_common_settings_stand_side_by_side(rows):

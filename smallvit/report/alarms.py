@@ -98,9 +98,7 @@ def below_raw_pixels(records: Sequence[Record]) -> list[str]:
             pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(r.result)
     best = {labels: max(map(fmean, arms.values())) for labels, arms in pixels.items()}
     cells = {cell: runs for cell, runs in main_cells(records).items() if runs[0].steps}  # an untrained arm cannot train longer
-    lost = [
-        cell for cell, runs in cells.items() if fmean(r.result for r in runs) < best.get(cell[0].labels, 0.0) - TIE
-    ]
+    lost = [cell for cell, runs in cells.items() if fmean(r.result for r in runs) < best.get(cell[0].labels, 0.0) - TIE]
     if not lost:
         return []
     return [

@@ -203,8 +203,9 @@ def chosen_settings(tuning: dict, common: dict) -> Cell:
     if len(before) == len(chosen) == 1:
         before = [form(common[option]) for option in tuning["settings"]]
     remarks = ["common: " + ", ".join(before)] if before else []
-    return ", ".join(chosen), remarks + [f"{option_name(option)} at the edge of its range" for option in tuning.get("edge") or
-    ()]
+    return ", ".join(chosen), remarks + [
+        f"{option_name(option)} at the edge of its range" for option in tuning.get("edge") or ()
+    ]
 
 
 def verdict_of(row: Row) -> Cell:
@@ -243,9 +244,7 @@ def seed_tables(comparison: Comparison) -> list[Table]:
 
     columns = ("Range", "p, not corrected", "Accuracy, % (seed)")
     conditions = [*comparison.main, *(c for c in comparison.conditions if c not in comparison.main)]
-    found = [
-        (title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison, conditions)
-    ]
+    found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison, conditions)]
     return [Table(title=title, columns=columns, rows=rows) for title, rows in found if rows]
 
 
