@@ -183,15 +183,14 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
     for arm, times in Counter(arm for arm, _, _ in arms).items():
         if times > 1:
             raise ValueError(f"{name}: arm {arm!r} has several roles or several baselines; expected one of each")
-    controls = {arm: baseline for arm, _, baseline in arms}
+    controls = {arm: arm if role == "baseline" else baseline or baselines[0] for arm, role, baseline in arms}
     for arm, role, baseline in arms:
         others = [other for other, role, _ in arms if other != arm and role != "dependency"]
-        allowed = [arm] if role == "baseline" else others
-        if baseline not in allowed and (baseline or len(baselines) > 1):
-            shown = allowed if role == "baseline" else baselines
-            raise ValueError(f"{name}: arm {arm!r} ({role}) has the baseline {baseline!r}; expected one of {shown}")
+        allowed, suggested = ([arm], [arm]) if role == "baseline" else (others, baselines)
+        if baseline not in allowed and (baseline or len(suggested) > 1):
+            raise ValueError(f"{name}: arm {arm!r} ({role}) has the baseline {baseline!r}; expected one of {suggested}")
         chain = [arm]
-        while (control := controls[chain[-1]] or baselines[0]) != chain[-1]:
+        while (control := controls[chain[-1]]) != chain[-1]:
             if control in chain:
                 circle = " -> ".join(map(repr, [*chain, control]))
                 raise ValueError(f"{name}: the baselines of arms form a circle: {circle}; expected one that ends at a baseline")

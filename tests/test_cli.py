@@ -59,7 +59,7 @@ def test_help_imports_no_torch_and_names_every_command():
     code += "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("list", "run", "report", "verify", "summary"))
+    assert all(command in done.stdout for command in ("list", "run", "tune", "explore", "report", "verify", "summary"))
 
 
 def test_list_works_from_any_directory_and_writes_nothing(workdir):
@@ -229,7 +229,7 @@ def test_only_selects_by_arm_labels_and_seed(workdir):
         (["run", "elsewhere/recipes/quickstart.py"], "there is no recipe 'elsewhere/recipes/quickstart.py'"),
         (["run", "mine.py", "--only", "arm=+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
-        (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=... or seed=..."),
+        (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=..., seed=..., length=... or settings=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
         (["report", "mine.py", "--scale-steps", "2"], "no runs of mine in runs/scale-steps-2"),
         (["report", "mine.py", "--scale-steps", "2", "--publish"], "--publish got --scale-steps 2"),
