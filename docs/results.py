@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from smallvit.record import format_labels, read_records
-from smallvit.report import Comparison, Row, compare
 from smallvit.report import text as report_text
+from smallvit.verdicts import Comparison, Row, compare
 
 ROOT = Path(__file__).parents[1]
 

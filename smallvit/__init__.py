@@ -36,7 +36,8 @@ NAMES = {
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "recipe": ("load_recipe",),
     "train": ("TrainedModel", "fit", "load"),
-    "report": ("compare", "html", "markdown"),
+    "report": ("html", "markdown"),
+    "verdicts": ("compare",),
 }  # fmt: skip
 
 # `augment` is a module that is used by its name: augment.digits(), augment.photos()

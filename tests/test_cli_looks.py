@@ -12,8 +12,8 @@ from smallvit.commands import explore, until_decided
 from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
 from smallvit.recipe import load_recipe
 from smallvit.record import RECORD, read_record, read_records
-from smallvit.report import ADDED_LOOKS, LOOKS
 from smallvit.trials import add_trial, read_trials, trials, trials_file
+from smallvit.verdicts import ADDED_LOOKS, LOOKS
 
 # the pixels are better with every seed, and +LSA is better with some and worse with others
 RECIPE = '''

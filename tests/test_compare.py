@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from smallvit.record import Record, pack_bits
-from smallvit.report import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, format, next_looks
+from smallvit.report import format
 from smallvit.report.answer import answer
-from smallvit.report.contrasts import trends, tuned_pairs
-from smallvit.report.sequential import sequential_p
-from smallvit.report.statistics import half_width, holm, paired_variance, two_part_p
+from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
+from smallvit.verdicts.contrasts import trends, tuned_pairs
+from smallvit.verdicts.sequential import sequential_p
+from smallvit.verdicts.statistics import half_width, holm, paired_variance, two_part_p
 
 IMAGES = 1000
 

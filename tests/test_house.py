@@ -27,10 +27,11 @@ MAY_IMPORT = {
     "__main__": {"__init__", "commands"},
     "commands": {
         "__init__", "ablation", "launch", "looks", "numerics", "recipe", "record", "report", "run", "train", "trials", "tuning",
+        "verdicts",
     },
     "launch": {
-        "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "report", "run", "train",
-        "tuning",
+        "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "train", "tuning",
+        "verdicts",
     },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "pretrained", "record",
@@ -45,7 +46,8 @@ MAY_IMPORT = {
     },
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
-    "report": {"components", "explain", "record"},
+    "report": {"components", "explain", "record", "verdicts"},
+    "verdicts": {"record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "flops", "pooling", "positions", "tokenizers", "vit"},
     "objectives": {"attention", "augment", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
@@ -62,7 +64,7 @@ AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augmen
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {
     part: set()
-    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "recipe", "record", "report", "rng", "run")
+    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "recipe", "record", "report", "rng", "run", "verdicts")
 }
 # Each imported module with the library in setup.cfg that installs it.
 INSTALLED_BY = {

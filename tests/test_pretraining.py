@@ -29,8 +29,8 @@ from smallvit import (
 )
 from smallvit.ablation import at_cell, with_dependencies
 from smallvit.record import RANDOM, WEIGHTS, Record
-from smallvit.report.page import probe_tables
 from smallvit.report.provenance import no_better_than_random
+from smallvit.report.tables import probe_tables
 
 SMALL_DINO = partial(DINO, prototypes=16, hidden=16, bottleneck=8)
 SHORT = Run(model=TINY_VIT, val=50, steps=6, batch=8, augment=augment.digits(), ema=0.0)
@@ -183,7 +183,7 @@ def test_arm_that_is_no_better_than_an_untrained_model_is_warned_of():
 
 def test_every_probe_is_in_one_table_with_its_references():
     records = probe_records(one=[0.9] * 6)
-    (table,) = probe_tables(records)
+    (table,) = probe_tables(compare(records), records)
     assert table.columns == ("knn_1",) and table.rows["one"] == [("90.00", [])]
     assert set(table.rows) == {"one", "two", RANDOM, "pixels, logistic regression", "pixels, nearest neighbour"}
     page = markdown(records, title="t", doc="d")

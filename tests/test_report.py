@@ -11,12 +11,13 @@ from scipy import stats
 
 from smallvit.components import describe_value, differences
 from smallvit.record import RANDOM, Record, user_line
-from smallvit.report import Condition, compare, figures, holm, html, markdown, pairs_needed, text
+from smallvit.report import figures, html, markdown, text
 from smallvit.report.alarms import no_better_than_random
 from smallvit.report.answer import answer
 from smallvit.report.page import sections
 from smallvit.report.provenance import provenance, warnings
 from smallvit.report.settings import changes, hyperparameters
+from smallvit.verdicts import Condition, compare, holm, pairs_needed
 
 DOC = "Does it help?\n\nPaper     arXiv:0000.00000.\nExpected  <a gain>\n          of `some` size.\n\nThe end."
 # fields that a failed run does not have

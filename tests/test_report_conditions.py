@@ -10,10 +10,11 @@ import pytest
 
 from smallvit.__main__ import main
 from smallvit.record import Record, pack_bits, write_records
-from smallvit.report import compare, html, markdown, text
+from smallvit.report import html, markdown, text
 from smallvit.report.figures import by_length, by_tuning, forest
 from smallvit.report.provenance import warnings
 from smallvit.report.settings import tuning_curves
+from smallvit.verdicts import compare
 
 PAGE = {"title": "demo", "doc": "Does it help?"}
 IMAGES = 2_000

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from smallvit.report.sequential import ADDED_LOOKS, BOUNDARIES, LOOKS, nominal_level, sequential_p, stop_reason
-from smallvit.report.statistics import (
+from smallvit.verdicts.sequential import ADDED_LOOKS, BOUNDARIES, LOOKS, nominal_level, sequential_p, stop_reason
+from smallvit.verdicts.statistics import (
     Variance,
     collapse_rate,
     detectable,

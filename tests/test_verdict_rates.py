@@ -13,9 +13,11 @@ from scipy import stats
 
 from smallvit.data import arrays, mnist
 from smallvit.recipe import load_recipe
-from smallvit.report import compare
-from smallvit.report.sequential import ADDED_LOOKS, LOOKS, nominal_level, sequential_p, stop_reason
-from smallvit.report.statistics import (
+from smallvit.train import fit_stacked
+from smallvit.train.fit import Tags
+from smallvit.verdicts import compare
+from smallvit.verdicts.sequential import ADDED_LOOKS, LOOKS, nominal_level, sequential_p, stop_reason
+from smallvit.verdicts.statistics import (
     Variance,
     holm,
     paired_variance,
@@ -23,8 +25,6 @@ from smallvit.report.statistics import (
     seeds_p,
     two_part_p,
 )
-from smallvit.train import fit_stacked
-from smallvit.train.fit import Tags
 
 
 def rate(wrong) -> float:

@@ -14,12 +14,12 @@ from smallvit.looks import read_looks, with_looks
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import RECORD, Record, one_picture_per_arm, read_record, read_records, write_records, write_text
 from smallvit.report import html, markdown, text
-from smallvit.report.disagreements import disagreement_text, disagreements
 from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.train.fit import new_record
 from smallvit.trials import trials
+from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 
 def main(options: argparse.Namespace) -> int:

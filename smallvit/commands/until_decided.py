@@ -8,9 +8,9 @@ from smallvit.ablation import ArmRun
 from smallvit.looks import Looks, choose_schedule, with_looks, write_looks
 from smallvit.recipe import only
 from smallvit.record import Record, read_records
-from smallvit.report.compare import Condition, Row, compare, next_looks, schedule
-from smallvit.report.sequential import ADDED_LOOKS, LOOKS
 from smallvit.run import fingerprint
+from smallvit.verdicts.compare import Condition, Row, compare, next_looks, schedule
+from smallvit.verdicts.sequential import ADDED_LOOKS, LOOKS
 
 from .report import collect, removed_comparisons
 

@@ -275,7 +275,7 @@ def expected_loss(arm: Candidates) -> float | None:
     """
     import numpy as np
 
-    from smallvit.report.statistics import tuning_loss
+    from smallvit.verdicts.statistics import tuning_loss
 
     run, tune = arm.runs[0], arm.entry.tune
     seeds, tables = range(FIRST_SEED, FIRST_SEED + tune.seeds), []

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from smallvit.record import RANDOM, Record, format_labels
+from smallvit.verdicts.comparison import Condition, condition_of
+from smallvit.verdicts.statistics import MIN_PAIRS, TIE, spread
 
-from .comparison import Condition, condition_of
 from .format import join_names
 from .settings import option_name
-from .statistics import MIN_PAIRS, TIE, spread
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
 RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm

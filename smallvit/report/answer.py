@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from smallvit.record import format_labels
+from smallvit.verdicts.comparison import Comparison, Row
+from smallvit.verdicts.contrasts import tuned_pairs
+from smallvit.verdicts.statistics import MIN_PAIRS
 
-from .comparison import Comparison, Row
-from .contrasts import tuned_pairs
 from .format import NAMED, at_labels, baselines, join_names, percent, points
-from .statistics import MIN_PAIRS
 
 CNN = "small CNN"  # the reference that is trained like the baseline
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .comparison import Comparison, Condition, Difference, Row
+from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row
 
 # Eight hues that can be distinguished from each other and from the ink with any kind of color blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from smallvit.record import Record, format_labels
+from smallvit.verdicts.comparison import Comparison, Row, condition_of
+from smallvit.verdicts.contrasts import trends
+from smallvit.verdicts.costs import TOLERANCE
 
-from .comparison import Comparison, Row, condition_of
-from .contrasts import trends
-from .costs import TOLERANCE
 from .drawing import (
     FAINT,
     INK,

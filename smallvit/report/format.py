@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from smallvit.record import Record, user_line
-
-from . import contrasts
-from .compare import format_seeds
-from .comparison import Comparison, Difference, Row, condition_of
-from .statistics import EQUIVALENCE, LEVEL, MIN_PAIRS, collapse_rate
+from smallvit.verdicts import contrasts
+from smallvit.verdicts.compare import format_seeds
+from smallvit.verdicts.comparison import Comparison, Difference, Row, condition_of
+from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS, collapse_rate
 
 BUDGETS = {
     "params": "Parameters",

@@ -8,11 +8,11 @@ from importlib import resources
 from typing import Any
 
 from smallvit.record import Record
+from smallvit.verdicts.compare import compare
+from smallvit.verdicts.comparison import Comparison
 
 from . import figures, format
 from .answer import answer
-from .compare import compare
-from .comparison import Comparison
 from .drawing import DARK, LIGHT, styles
 from .format import mean_sd
 from .provenance import provenance, warnings

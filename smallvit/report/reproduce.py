@@ -21,8 +21,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from smallvit.record import Record
-
-from .comparison import condition_of
+from smallvit.verdicts.comparison import condition_of
 
 LEVEL = 0.99  # of the prediction interval: by chance one arm in a hundred lies outside
 MAX_WIDTH = 0.6  # a wider interval contains almost any result and excludes nothing

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from smallvit.components import describe_value, differences
 from smallvit.record import Record
-
-from .comparison import Comparison, condition_of
+from smallvit.verdicts.comparison import Comparison, condition_of
 
 MIN_VALUES = 3  # values of a hyperparameter that are worth a figure; two are shown better as a paired difference
 NAMES = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from smallvit.record import Record
+from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row, condition_of
+from smallvit.verdicts.contrasts import Trend, trends, tuned_pairs
 
-from .comparison import Comparison, Condition, Difference, Row, condition_of
-from .contrasts import Trend, trends, tuned_pairs
 from .format import BUDGETS, REDUCED, TUNING, cost, interval, mean_sd, often, p_value, percent, points, seeds_interval
 from .settings import option_name, tuning_of
 

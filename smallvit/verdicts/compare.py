@@ -1,10 +1,4 @@
-"""Compare each arm with its control, seed by seed: accuracies, differences, verdicts and costs.
-
-comparison.py   Comparison, Row, Difference, Condition: the results
-differences.py  which runs form pairs, and how sure their mean difference is
-verdicts.py     Holm's correction, verdicts and their reasons
-costs.py        medians of the costs
-"""
+"""Compare each arm with its control, seed by seed: accuracies, differences, verdicts and costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +8,9 @@ from smallvit.record import Record
 from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
 from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
 from .differences import Runs, comparable, difference, images_of
+from .judge import Verdict, judge
 from .sequential import LOOKS
 from .statistics import spread
-from .verdicts import Verdict, judge
 
 __all__ = [
     "TOLERANCE", "Comparison", "Condition", "Difference", "Row", "compare", "costs_of", "extra_labels", "format_seeds",
