@@ -39,6 +39,8 @@ class Tune:
     trials  number of settings that are tried for each arm and each number of labels
     seeds   number of random seeds with which the best settings are trained
     val     number of validation images on which the trials are scored
+    steps   length of a trial as a fraction of the training steps of its arm. Shorter trials cost less, but the best learning
+            rate may be smaller for longer training
     own     a dict from the name of an arm to ranges that only this arm has, or that replace those in `ranges` for this arm.
             A list with one value fixes a hyperparameter. The number of trials stays the same
 
@@ -53,6 +55,7 @@ class Tune:
     trials: int = 8
     seeds: int = 4
     val: int = 3_000
+    steps: float = 1.0
     own: dict[str, dict[str, Range]] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -64,6 +67,8 @@ class Tune:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} of Tune is {value!r}; expected a whole number, at least {low}")
+        if not isinstance(self.steps, int | float) or isinstance(self.steps, bool) or not 0 < self.steps <= 1:
+            raise ValueError(f"steps of Tune is {self.steps!r}; expected a fraction of the training steps, above 0 and at most 1")
         for name, values in self.ranges.items():
             check_range(name, values, fewest=2)
         for ranges in self.own.values():
@@ -78,8 +83,8 @@ class Tune:
         def write(ranges: dict[str, Range]) -> dict[str, Any]:
             return {n: {"from": r[0], "to": r[1]} if isinstance(r, tuple) else r for n, r in ranges.items()}
 
-        own = {arm: write(ranges) for arm, ranges in self.own.items()}
-        return {"ranges": write(self.ranges), "trials": self.trials, "seeds": self.seeds, "val": self.val, "own": own}
+        numbers = {name: getattr(self, name) for name in ("trials", "seeds", "val", "steps")}
+        return {"ranges": write(self.ranges), **numbers, "own": {arm: write(ranges) for arm, ranges in self.own.items()}}
 
 
 def check_range(name: str, values: Any, fewest: int):
@@ -311,7 +316,7 @@ def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
     plain, arms = read(path)
     common = runs_to_tune(runs)
     if not same_options(plain, common[0].tune):
-        raise ValueError(f"{path.name} was made with other ranges, trials, seeds or validation images of Tune; {again}")
+        raise ValueError(f"{path.name} was made with other options of Tune than the recipe has now; {again}")
     chosen = {(arm.arm, arm.labels): arm for arm in arms}
     fingerprints: dict[str, str] = {}
     for (arm, labels), entry in one_per_cell(common).items():

@@ -116,6 +116,16 @@ def test_all_arms_get_the_same_suggestions_and_as_many_trials(tmp_path, fake_lau
     assert {(len(arm.trials), arm.cost["runs"]) for arm in tuned} == {(8, 16)}
 
 
+def test_trials_may_be_shorter_than_the_runs_of_the_comparison(tmp_path, fake_launch):
+    whole, _ = candidates(comparison(), [("scratch", 50)])
+    runs = comparison(replace(EIGHT, steps=0.5))
+    short, _ = candidates(runs, [("scratch", 50)])
+    assert [2 * run.steps for run in short[0].runs] == [run.steps for run in whole[0].runs]
+    (arm,) = tune_arms(short, tmp_path, recipe="t")
+    assert all(run.steps == whole[0].runs[0].steps for run in (entry.run for entry in runs))
+    assert arm.fingerprint == fingerprint(whole[0].entry.run.at_seed(0))
+
+
 def test_suggestions_cover_the_ranges_evenly_and_begin_with_the_recipe():
     ranges = RANGES | {"warmup": (0.0, 0.5), "batch": (8, 64)}
     recipe = {"lr": 2e-3, "weight_decay": 0.05, "depth": 2, "warmup": 0.1, "batch": 8}
@@ -391,7 +401,7 @@ def test_changed_arm_range_or_recipe_is_refused(tmp_path):
         apply(changed, path)
     with pytest.raises(ValueError, match="no settings for arm 'more' at 50 labels; run smallvit tune t again"):
         apply(comparison(arms=ARMS | {"more": BASE.vary(warmup=0.2)}), path)
-    with pytest.raises(ValueError, match="other ranges, trials"):
+    with pytest.raises(ValueError, match="other options of Tune"):
         apply(comparison(Tune(RANGES, trials=9, val=100)), path)
     equal = comparison(arms={"scratch": BASE, "deep": BASE.vary(depth=4)})
     with pytest.raises(ValueError, match="'scratch' and 'deep' have equal settings after tuning; fix what they differ in"):

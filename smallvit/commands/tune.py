@@ -96,7 +96,7 @@ def plan(todo: Sequence[Candidates], left_out: Sequence[TunedArm], tune: Tune, k
     """
     lines = [f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}" for arm in left_out]
     for arm in todo:
-        lines.append(f"{arm.place}: {tune.trials} trials, {run_count(tune)} runs of {arm.entry.run.steps} steps")
+        lines.append(f"{arm.place}: {tune.trials} trials, {run_count(tune)} runs of {arm.runs[0].steps} steps")
         lines += [f"    {format_settings(settings)}" for settings in arm.settings]
     runs = run_count(tune) * len(todo)
     text = f"{runs} runs with up to {tune.seeds} seeds, scored on {tune.val:,} validation images"

@@ -113,7 +113,8 @@ def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]
             continue
         check_validation_images(run, tune)
         settings = suggestions(tune, ranges[entry.arm], hyperparameters(run))
-        trials = [run.vary(**values, val=tune.val) for values in settings]
+        short = max(1, round(run.steps * tune.steps))
+        trials = [run.vary(**values, val=tune.val, steps=short) for values in settings]
         found.append(Candidates(entry, ranges[entry.arm], settings, trials, [[] for _ in settings]))
     return found, left_out
 
