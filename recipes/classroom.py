@@ -16,17 +16,21 @@ Expected  Without the extra softmax the exercise is better by one to three point
           behind the model of width 512; both are far ahead of the exercise, which has hardly started to learn, and far behind
           LeNet-5. Written before the runs.
 
-Found     The extra softmax costs more than expected, 8.60 points [4.61, 12.59], and the accuracy varies three times as much
-          over the seeds: 75.64%, SD 4.56, from 65.47% to 81.15%, against 84.24%, SD 1.61. A likely reason: with it a confident
-          wrong answer gets almost no gradient, so a run that begins badly stays there. LeNet-5 reaches 98.69%, more than 14
-          points above both, as expected, with 31 times the parameters, 3 times the multiply-adds and less time. After 100 steps
-          ViT-S (83.80%) is behind the model of width 512 (87.89%), and the exercise has hardly started (27.95%), both as
-          expected. LeNet-5 is ahead of all (89.38%), but not far ahead, against the expectation: the model of width 512 is a
-          point and a half behind it, with 500 times the multiply-adds.
+Found     Without the extra softmax the exercise is better by 8.60 points [4.42, 12.77], more than expected. Its accuracy also
+          varies less over the seeds: 84.24%, SD 1.61, against 75.64%, SD 4.56, from 65.47% to 81.15%. A likely reason: after
+          the extra softmax a confident wrong answer gets almost no gradient, so a run that begins badly hardly improves.
+          LeNet-5 reaches 98.69%, more than 14 points above both, as expected, with 31 times the parameters, two and a half
+          times the multiply-adds and less time. After 100 steps ViT-S (83.80%) is behind the model of width 512 (87.89%) and
+          the exercise has hardly started (27.95%), both as expected. The mean of LeNet-5 is the highest (89.38%), but against
+          the expectation the model of width 512 comes within two points of it, with 500 times the multiply-adds. All three
+          are better than the exercise, by 55.85, 59.95 and 61.43 points; no test was made of the differences between them.
 
 Limits    Only the length of the exercise was chosen: 5 epochs instead of the usual 20, because 20 epochs with 8 seeds would
           take hours. The learning rates of LeNet-5 and of the two larger models, which share one, are common values and were
-          not tuned. The second part has 6 seeds.
+          not tuned. The exercise without the extra softmax, and LeNet-5 with 100 steps, were still improving at the end
+          (`smallvit report` prints an alarm), so the verdicts are about these settings and not about the models in general.
+          The second part has 6 seeds. Verdicts are about new seeds and new test images. The records do not say which images
+          each run got right, so the intervals use an upper bound and may be too wide.
 """
 
 from functools import partial
