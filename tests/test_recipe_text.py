@@ -1,7 +1,9 @@
 """The docstring of every recipe: its sections are present, and the numbers under "Found" agree with the committed records.
 
 Conventions for "Found": `95.82%` is an accuracy (the mean of an arm or of one of its probes, or its lowest or highest seed),
-`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval, and any other decimal number a difference to the baseline in points.
+`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval for new seeds and new test images, `[0.29, 1.71] on these test images`
+one for new seeds alone, and any other decimal number a difference to the baseline in points. `better by 1.00` and `worse by 1.00`
+are verdicts.
 """
 
 import ast
@@ -12,12 +14,13 @@ from statistics import fmean
 import pytest
 
 from smallvit.record import read_records
-from smallvit.report import compare
+from smallvit.verdicts import compare
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 each = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 LABELS = ("Paper", "Setup", "Expected", "Found", "Limits")
-INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
+INTERVAL = re.compile(r"(\[-?[\d.]+, -?[\d.]+\])( on these test images)?")
+VERDICT = re.compile(r"(better|worse) by (\d+\.\d+)")
 NUMBER = re.compile(r"(SD )?-?(\d+\.\d+)(%)?")
 NAMES = re.compile("learned from 0.02")  # names of arms that contain a decimal number
 
@@ -44,6 +47,9 @@ def results():
     """A function from a recipe to the numbers of its records, in percent or points, by kind."""
     known: dict[Path, dict[str, list]] = {}
 
+    def percent(intervals) -> list[tuple[float, float]]:
+        return [(100 * low, 100 * high) for low, high in intervals if low is not None and high is not None]
+
     def read(path: Path) -> dict[str, list]:
         if path not in known:
             records = read_records(path.with_suffix(".jsonl"))
@@ -58,8 +64,11 @@ def results():
                 "accuracy": [100 * x for row in rows for x in (fmean(row.values), min(row.values), max(row.values))]
                 + [100 * fmean(values) for values in probes.values()],
                 "SD": [100 * row.sd for row in rows if row.sd is not None],
-                "interval": [(100 * d.low, 100 * d.high) for d in differences if d.low is not None and d.high is not None],
+                "interval": percent((d.low, d.high) for d in differences),
+                "interval on these test images": percent((d.seeds_low, d.seeds_high) for d in differences),
                 "difference": [abs(100 * d.mean) for d in differences],
+                "better": [100 * row.difference.mean for row in rows if row.difference and row.verdict == "better"],
+                "worse": [-100 * row.difference.mean for row in rows if row.difference and row.verdict == "worse"],
             }
         return known[path]
 
@@ -67,17 +76,20 @@ def results():
 
 
 def wrong_numbers(text: str, results: dict[str, list]) -> list[str]:
-    """The decimal numbers in a "Found" section that equal no result of their kind at the precision of the text."""
+    """The decimal numbers in a "Found" section that equal no result of their kind at the precision of the text, and the verdicts
+    "better by" and "worse by" with the number of a row that has another verdict.
+    """
 
     def equal(quoted: str, values) -> bool:
         digits = len(quoted.partition(".")[2])
         return any(f"{value:.{digits}f}" == quoted for value in values)
 
     wrong = []
-    for interval in INTERVAL.findall(text):
+    for interval, here in INTERVAL.findall(text):
         low, high = interval.strip("[]").split(", ")
-        if not any(equal(low, [value[0]]) and equal(high, [value[1]]) for value in results["interval"]):
-            wrong.append(interval)
+        if not any(equal(low, [value[0]]) and equal(high, [value[1]]) for value in results[f"interval{here}"]):
+            wrong.append(interval + here)
+    wrong += [f"{verdict} by {number}" for verdict, number in VERDICT.findall(text) if not equal(number, results[verdict])]
     for sd, number, percent in NUMBER.findall(INTERVAL.sub("", text)):
         kind = "SD" if sd else "accuracy" if percent else "difference"
         if not equal(number, results[kind]):
@@ -121,3 +133,16 @@ def test_labels_of_a_docstring_are_found():
     assert sections("Is it?\n\nPaper     One\n          two.\n\nSetup     Three.\n") == {"Paper": "One two.", "Setup": "Three."}
     with pytest.raises(AssertionError):
         sections("Is it?\n\nPaper     One\n  two.\n")
+
+
+def test_interval_or_verdict_of_another_kind_is_wrong():
+    results = {
+        "interval": [(-0.13, 1.29)], "interval on these test images": [(0.39, 0.77)], "difference": [0.58, 2.85],
+        "better": [2.85], "worse": [],
+    }  # fmt: skip
+    right = "0.58 points [-0.13, 1.29], or [0.39, 0.77] on these test images; better by 2.85."
+    assert not wrong_numbers(right, results)
+    assert wrong_numbers("0.58 points [0.39, 0.77]", results) == ["[0.39, 0.77]"]
+    assert wrong_numbers("[-0.13, 1.29] on these test images", results) == ["[-0.13, 1.29] on these test images"]
+    assert wrong_numbers("better by 0.58", results) == ["better by 0.58"]
+    assert wrong_numbers("worse by 2.85", results) == ["worse by 2.85"]
