@@ -31,6 +31,7 @@ NAMES = {
     ),
     "pretrained": ("Weights", "apply", "from_timm", "like", "timm_attention", "timm_tokenizer", "to_timm"),
     "pseudo_labels": ("label_spreading",),
+    "baselines": ("mnist_baseline",),
     "ablation": ("ArmRun", "ablate", "imagenet_vit_s"),
     "tuning": ("Tune",),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),

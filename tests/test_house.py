@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "ablation": {
         "augment", "components", "evaluate", "match", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
     },
+    "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
     "report": {"components", "explain", "record", "verdicts"},
