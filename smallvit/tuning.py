@@ -68,7 +68,7 @@ class Tune:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} of Tune is {value!r}; expected a whole number, at least {low}")
         if not isinstance(self.steps, int | float) or isinstance(self.steps, bool) or not 0 < self.steps <= 1:
-            raise ValueError(f"steps of Tune is {self.steps!r}; expected a fraction of the training steps, above 0 and at most 1")
+            raise ValueError(f"steps of Tune is {self.steps!r}; expected a fraction of the training steps, above 0, at most 1")
         for name, values in self.ranges.items():
             check_range(name, values, fewest=2)
         for ranges in self.own.values():
