@@ -24,7 +24,7 @@ def mnist_baseline() -> Run:
             ViT, tokenizer=partial(PatchEmbed, patch=7), block=partial(Block, mlp_ratio=2.0), dim=64, depth=4, heads=4
         ),
         augment=augment.digits(),
-        steps=6_000,
+        steps=4_000,
         batch=32,
         lr=2e-3,
     )
