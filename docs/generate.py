@@ -24,6 +24,7 @@ MODULES = {  # module -> title of its page in the API reference
     "reduction": "Token reduction",
     "pooling": "Pooling",
     "references": "Reference models",
+    "baselines": "Baselines",
     "augment": "Augmentation",
     "data": "Data sets",
     "objectives": "Objectives",
@@ -33,13 +34,14 @@ MODULES = {  # module -> title of its page in the API reference
     "ablation": "Comparisons",
     "tuning": "Tuning",
     "train": "Training and loading",
+    "verdicts": "Verdicts",
     "report": "Reports",
     "explain": "Looking inside",
     "pretrained": "Pretrained weights and timm",
     "flops": "Multiply-adds and speed",
 }
 MORE = {  # documented names that are not public at the top level
-    "report": ("Comparison", "Difference", "Row"),
+    "verdicts": ("Comparison", "Condition", "Difference", "Row", "disagreements"),
     "flops": ("closed_form", "counted", "match_budget", "speedup", "tokens_per_layer"),
 }
 
