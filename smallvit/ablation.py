@@ -92,9 +92,9 @@ class ArmRun:
 
     def with_steps(self, change) -> "ArmRun":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
-        new one.
+        new one. It also converts the training length that is the name of the condition.
         """
-        return replace(self, run=self.run.with_steps(change))
+        return replace(self, run=self.run.with_steps(change), length=self.length and change(self.length))
 
 
 def ablate(

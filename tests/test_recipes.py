@@ -13,6 +13,7 @@ from smallvit.data.images import HeldOut
 from smallvit.launch.plan import plan
 from smallvit.recipe import load_recipe, smoke_test_runs
 from smallvit.record import read_records
+from smallvit.trials import trials
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
@@ -104,7 +105,7 @@ def test_committed_records_rebuild_to_runs_of_the_recipe(path):
 
 @each(COMMITTED, quick=("spt_lsa",))
 def test_page_of_committed_records_loads_nothing_from_the_network(path):
-    page = html(records_of(path), title=path.stem, doc=loaded(path).__doc__)
+    page = html(records_of(path), title=path.stem, doc=loaded(path).__doc__, trials=trials(path))
     assert "://" not in page.replace("http://www.w3.org", "")
 
 
