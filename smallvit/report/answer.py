@@ -104,7 +104,8 @@ def small_cnn(comparison: Comparison) -> str:
             behind.append((place, numbers))
         else:
             ratio = cost_ratio(best, cnn)
-            ahead.append((place, numbers + f" with {ratio} times the multiply-adds" * bool(ratio)))
+            needs = f", which needs {ratio} times the multiply-adds" * bool(ratio)
+            ahead.append((place, f"{numbers} for “{best.arm}”{needs}"))
     form = "{}: {}" if len(behind + ahead) == 1 else "{} ({})"
     texts = []
     for found, words in ((behind, "a higher mean than every arm"), (ahead, "a lower mean than the best arm")):
