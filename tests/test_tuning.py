@@ -136,7 +136,19 @@ def test_suggestions_cover_the_ranges_evenly_and_begin_with_the_recipe():
     assert {s["depth"] for s in found} == {1, 2, 4} and all(isinstance(s["batch"], int) for s in found)
     assert all(low <= s[name] <= high for s in found for name in s if name != "depth" for low, high in [ranges[name]])
     outside = suggestions(Tune(ranges, trials=64), ranges, recipe | {"lr": 1.0})
-    assert outside[1:] == found[1:] and outside[0] != recipe and outside[0]["lr"] <= 6e-2
+    assert [s for s in outside if s in found[1:]] == found[1:] and recipe not in outside
+    assert all(s["lr"] <= 6e-2 for s in outside)
+
+
+@pytest.mark.parametrize("value", [3e-4, 5e-4, 1e-3, 2e-3, 6e-3])
+def test_values_of_the_recipe_replace_the_nearest_trial(value):
+    ranges = {"lr": (3e-4, 6e-3)}
+    first, *others = suggestions(Tune(ranges, trials=8), ranges, {"lr": value})
+    assert first == {"lr": value}
+    eighths = sorted(int(8 * math.log(s["lr"] / 3e-4) / math.log(20)) for s in others)
+    missing = set(range(8)) - set(eighths)
+    assert len(eighths) == len(set(eighths)) == 7 and len(missing) == 1
+    assert abs(missing.pop() + 0.5 - 8 * math.log(value / 3e-4) / math.log(20)) <= 1.5
 
 
 def test_own_ranges_change_no_other_value():

@@ -1,5 +1,6 @@
 """The settings of the trials of `smallvit tune`: points of a Sobol sequence by Optuna, the same for all arms."""
 
+import math
 import warnings
 from typing import Any
 
@@ -16,14 +17,18 @@ def suggestions(tune: Tune, ranges: dict[str, Range], recipe_values: dict[str, A
 
     The settings are points of a Sobol sequence, which covers the ranges evenly. All arms get the same points; only the values
     of an arm's own ranges come from a second sequence. The first trial has the values of the recipe if they lie in the ranges.
+    These values replace the nearest point, so the other points still cover the rest of the ranges.
     """
     own = [name for name in ranges if tune.ranges.get(name) != ranges[name]]
     columns = dict(zip(tune.ranges, zip(*sobol(len(tune.ranges), tune.trials, POINTS_SEED))))
     columns |= dict(zip(own, zip(*sobol(len(own), tune.trials, POINTS_SEED + 1))))
     found = [{name: value_at(ranges[name], columns[name][i]) for name in ranges} for i in range(tune.trials)]
-    if all(contains(ranges[name], recipe_values[name]) for name in ranges):
-        found[0] = {name: recipe_values[name] for name in ranges}
-    return found
+    if not all(contains(ranges[name], recipe_values[name]) for name in ranges):
+        return found
+    recipe = {name: position_of(ranges[name], recipe_values[name]) for name in ranges}
+    distances = [sum((columns[name][i] - recipe[name]) ** 2 for name in ranges) for i in range(tune.trials)]
+    nearest = distances.index(min(distances))
+    return [{name: recipe_values[name] for name in ranges}, *found[:nearest], *found[nearest + 1 :]]
 
 
 def sobol(dimensions: int, count: int, seed: int) -> list[list[float]]:
@@ -51,6 +56,16 @@ def value_at(values: Range, position: float) -> Any:
         low, high = low - 0.5, high + 0.5  # so that the lowest and the highest value are as probable as the others
     value = low * (high / low) ** position if is_logarithmic(values) else low + (high - low) * position
     return min(max(round(value) if whole else float(f"{value:.3g}"), values[0]), values[1])
+
+
+def position_of(values: Range, value: Any) -> float:
+    """Return the position of a value in its range, from 0 (lowest) to 1 (highest), on the scale on which the range is sampled.
+    This is the inverse of `value_at` up to rounding.
+    """
+    if isinstance(values, list):
+        return (values.index(value) + 0.5) / len(values)
+    low, high = values
+    return math.log(value / low) / math.log(high / low) if is_logarithmic(values) else (value - low) / (high - low)
 
 
 def is_logarithmic(values: tuple[float, float]) -> bool:
