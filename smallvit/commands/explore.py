@@ -23,9 +23,11 @@ MOST_SEEDS = 32  # `--until-decided` may add seeds up to this number
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train arms of a recipe file (a Python file that lists the runs of a comparison) with seeds that the comparison does not
-    use, and print their scores on validation images. `options` are the arguments of the command line. Return the exit status:
-    0 if all runs have finished, otherwise 1.
+    """Try out arms (variants) of a recipe file: train them and print their scores on validation images. The random seeds are
+    others than those of the comparison, so that its results stay independent of what is tried here. `options` are the arguments
+    of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
+
+    A recipe file is a Python file that lists the runs of a comparison.
 
     The test images are not read. Each setting of an arm that was tried is written to `R.trials.jsonl`.
     """
@@ -74,8 +76,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def exploration_runs(chosen: Sequence[ArmRun], runs: Sequence[ArmRun], count: int) -> list[ArmRun]:
-    """Return the runs with which arms are explored: each arm and condition in `chosen`, with `count` seeds that the comparison
-    does not use. `runs` are all runs of the recipe.
+    """Return the runs to train when arms (variants) are tried out: each arm in each condition (number of labels, training
+    length, tuned or not) with `count` random seeds. The comparison itself does not use these seeds. `chosen` are the runs of
+    the selected arms, and `runs` are all runs of the recipe file.
 
     Raises ValueError if the recipe itself uses these seeds.
     """
@@ -88,10 +91,12 @@ def exploration_runs(chosen: Sequence[ArmRun], runs: Sequence[ArmRun], count: in
 
 
 def write_trial(recipe: Path, folder: Path, entry: ArmRun, records: Sequence[Record]) -> str:
-    """Write a setting that was tried to the list of trials beside the recipe file. Return a note for the terminal, which may be
-    empty. `entry` is one of the runs, and `records` are the results of all its seeds.
+    """Add one trial (settings of an arm, with their mean validation score) to the list of trials beside the recipe file.
+    `recipe` is the path of this file, `folder` is the folder of its runs, `entry` is one run with these settings, and `records`
+    are the results of all its seeds. Return a note for the terminal, for example that the list contains this trial already, or
+    an empty text.
 
-    If the folder of the recipe file cannot be written, the list lies in `folder`, the folder of the recipe's runs.
+    If the folder of the recipe file cannot be written, the list lies in `folder`.
     """
     from filelock import FileLock
 

@@ -7,8 +7,9 @@ from smallvit.recipe import recipe_files
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the name and the question of each available recipe file (a Python file that lists the runs of a comparison). Return
-    the exit status 0. `options` are the arguments of the command line.
+    """Print one line for each available recipe file (a Python file that lists the runs of a comparison): its name, and the
+    question that the comparison answers. Return the exit status 0. `options` are the arguments of the command line, which are
+    not used.
     """
     for path in recipe_files():
         try:

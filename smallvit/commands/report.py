@@ -23,8 +23,9 @@ from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the report of a recipe file, which lists the runs of a comparison, and print the verdicts. `options` are the
-    arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
+    """Write the report of a recipe file, which lists the runs of a comparison. Also print the verdict on each arm (variant),
+    such as "better" or "worse" than its baseline. `options` are the arguments of the command line. Return the exit status: 0 if
+    all runs have finished, otherwise 1.
 
     With `--disagreements A B`, also prints on which test images the arms A and B disagree. With `--publish`, writes records and
     report beside the recipe file. If no run has finished, the report is that of the committed records.
@@ -103,12 +104,11 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
 
 
 def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
-    """Return how many comparisons have finished although their arm (variant) was later removed from the recipe file. `runs` are
-    the current runs, `out` is the folder of all results, and `recipe` is the name of the file.
+    """Return how many finished comparisons belong to arms (variants) that were later removed from the recipe file. They still
+    count in the Holm correction of p-values: otherwise an arm could be deleted after its result was seen. `runs` are the
+    current runs, `out` is the folder of all results, and `recipe` is the name of the recipe file.
 
     A comparison is an arm in one condition: number of labelled images, training length, tuned or not.
-
-    They still count for the Holm correction: otherwise an arm could be deleted after its result was seen.
     """
     arms, current = {entry.arm for entry in runs}, {fingerprint(entry.run) for entry in runs}
     removed = set()
@@ -132,10 +132,12 @@ def write_report(
     earlier: int = 0,
     show_warnings: bool = True,
 ):
-    """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` and
-    `module` are the path and the imported module of the recipe file, which lists the runs.
+    """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the
+    recipe file, `module` is this file as an imported module, and `records` are the results of its runs. `scale_steps`
+    multiplied the training steps, `earlier` counts comparisons of arms that were removed from the recipe, and
+    `show_warnings=False` prints no warnings.
 
-    `earlier` is the number of comparisons whose arms were removed from the recipe. `show_warnings=False` prints no warnings.
+    `scale_steps` is the value of the command-line option `--scale-steps`, and `earlier` the result of `removed_comparisons`.
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent)
     for suffix, page in ((".md", markdown), (".html", html)):

@@ -83,10 +83,13 @@ def main(options: argparse.Namespace) -> int:
 def trainer(
     options: argparse.Namespace, out: Path, recipe: Path, recipe_runs: Sequence[ArmRun], given: dict
 ) -> Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]:
-    """Return the function that trains runs, as the options of the command line say. It is called with the runs to train and
-    with all runs of the recipe. With `--fast`, the fastest settings for this machine are measured here, once.
+    """Return a function that trains runs as the command line says. The function has two parameters: the runs to train, and all
+    runs of the recipe, which may contain earlier runs that they need. `options` are the command-line arguments, `out` is the
+    results folder, `recipe` is the path of the recipe file, `recipe_runs` are its runs, and `given` has the values of
+    `--numerics`, such as the precision.
 
-    `out` is the folder of all results, `recipe` is the path of the recipe file, and `given` are the options of `--numerics`.
+    With `--fast`, a few training steps of `recipe_runs` are measured here, once, to find the fastest settings for this machine.
+    The options in `given` are not changed.
     """
     numerics, stack = Numerics(**given), options.stack or 1
     if options.fast:

@@ -30,10 +30,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def timm_model(options: argparse.Namespace, error: ValueError) -> tuple[Any, tuple[int, int, int]]:
-    """Return the timm model with the name `options.model`, without weights in memory, and its image shape (channels, height,
-    width). If timm has no such model, a ValueError with the text of `error` is raised.
-
-    `error` says why the name is no recipe.
+    """Return a model of the timm library and its image shape (channels, height, width). The model has no weight values: its
+    tensors are on the device "meta" and only have shapes. `options` are the command-line arguments with the name of the model.
+    If timm has no such model, ValueError is raised with the text of `error`, which says why the name is no recipe.
 
     A plain ViT is returned as a smallvit `ViT`.
     """

@@ -18,8 +18,11 @@ LARGE_LOSS = 0.002  # the page recommends more validation images or seeds above 
 
 
 def main(options: argparse.Namespace) -> int:
-    """Tune the arms of a recipe file (a Python file that lists the runs of a comparison), and write the chosen settings to
-    `R.tuned.json` beside it. `options` are the arguments of the command line. Return the exit status 0.
+    """Choose hyperparameters for the arms (variants) of a recipe file by training several trials of each and comparing them on
+    validation images. Write them to the file `R.tuned.json` beside the recipe file `R.py`. `options` are the arguments of the
+    command line. Return the exit status 0.
+
+    A recipe file is a Python file that lists the runs of a comparison.
 
     Arms that this file already contains with unchanged settings are not tuned again.
     """
@@ -69,8 +72,10 @@ def check_optuna():
 def still_valid(
     path: Path, common: Sequence[ArmRun], tune: Tune, todo: Sequence[Candidates]
 ) -> dict[tuple[str, int | None], TunedArm]:
-    """Return the arms (variants) that were tuned before and need not be tuned again, as a dict from arm and number of labels.
-    `path` is the file `R.tuned.json`, `common` are the untuned runs, and `todo` are the trials of the selected arms.
+    """Return the arms (variants) that were tuned before and need no new tuning, as a dict from (arm, number of labels) to the
+    `TunedArm`. `path` is the file with earlier results, `common` are the untuned runs of the recipe, which must be unchanged,
+    `tune` is its `Tune` object (ranges, numbers of trials and seeds), and `todo` are `Candidates` objects with the trials that
+    would be trained.
 
     The ranges, the settings of the arm in the recipe and the suggested trials must be the same as before.
     """
@@ -91,8 +96,9 @@ def still_valid(
 
 
 def plan(todo: Sequence[Candidates], left_out: Sequence[TunedArm], tune: Tune, known: int) -> str:
-    """Return a text about the planned trials: how many there are for each arm (variant), and their settings. `left_out` are the
-    arms without trials, and `known` is the number of those that are tuned already.
+    """Return a text about the planned trials (settings to try) of each arm (variant). `todo` are `Candidates` objects with the
+    trials, and `left_out` are the arms without trials. `tune` is the `Tune` object of the recipe: ranges, number of trials and
+    seeds. `known` is the number of arms that are tuned already.
     """
     lines = [f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}" for arm in left_out]
     for arm in todo:
@@ -109,8 +115,9 @@ def format_settings(settings: dict) -> str:
 
 
 def table(arms: Sequence[TunedArm]) -> str:
-    """Return a table of the tuned arms (variants) as text: chosen values, validation accuracy in percent, and expected loss by
-    tuning noise in points. Warnings follow, where a value lies at the edge of its range or the loss is large.
+    """Return a table of the tuned arms (variants) as text: chosen values, validation accuracy in percent, and expected loss in
+    percentage points. This loss is the accuracy that may be lost because noisy scores hide the best trial. `arms` are
+    `TunedArm` objects. Warnings follow, where a value lies at the edge of its range or the loss is large.
     """
     header = ("arm", "labels", "chosen", "validation", "expected loss")
     rows, warnings = [], []

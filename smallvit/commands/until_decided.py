@@ -18,7 +18,10 @@ Train = Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]
 
 
 def check_options(options: argparse.Namespace):
-    """Raise ValueError if `--until-decided` and `--max-seeds` cannot be combined with the other options of the command line."""
+    """Raise ValueError if the options `--until-decided` (add random seeds until there is a verdict) and `--max-seeds` (use at
+    most so many seeds) cannot be combined with the other options, or if the number is too large. `options` are the arguments of
+    the command line.
+    """
     if not options.until_decided:
         if options.max_seeds is not None:
             raise ValueError(f"--max-seeds {options.max_seeds} needs --until-decided; add it, or remove --max-seeds")
@@ -32,12 +35,13 @@ def check_options(options: argparse.Namespace):
 
 
 def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespace, out: Path, recipe: Path) -> Looks:
-    """Return the schedule of looks of a comparison and the numbers of seeds at present. `runs` are the runs that the recipe
-    file lists, and `looks` is what `looks.json` says, or None. A comparison whose results are known already gets the schedule
-    for added seeds.
+    """Return the schedule of looks (numbers of seeds at which a comparison is tested) and the present number of seeds of each
+    arm (variant), as a `Looks` object. `runs` are the runs of the recipe file, `looks` is the object that an earlier command
+    saved, or None. `options` are the command-line arguments, `out` is the folder of all results, and `recipe` is the path of
+    the recipe file.
 
-    `out` is the folder of all results, and `recipe` is the path of the recipe file. The results are known if all runs have
-    finished in this folder, or if their records are committed.
+    The saved object is the content of `looks.json` in the folder of the runs. If it is None, `first_schedule` chooses the
+    schedule.
 
     Raises ValueError if `--max-seeds` is below the first look, and if `--only` leaves out the control of a selected arm.
     """
@@ -58,7 +62,14 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
 
 
 def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int, ...]:
-    """Return the schedule of looks for a comparison without `looks.json`. `runs` are the runs that the recipe file lists."""
+    """Return the numbers of seeds at which a new comparison will be tested (looks), as a tuple in rising order. They are fixed
+    before seeds are added, because each additional test can find a difference by chance. `runs` are the runs of the recipe
+    file, `out` is the folder of all results, and `recipe` is the path of the recipe file.
+
+    If the committed records contain all these runs and a schedule, this schedule stays. If the results of the recipe's own
+    seeds are known already, they count as the first look, unless there are fewer seeds than at the first look. They are known
+    if all runs have ended in the folder `out`, or if their records are committed.
+    """
     published = recipe.with_suffix(".jsonl")
     current = {fingerprint(entry.run) for entry in runs}
     committed = read_records(published) if published.exists() else []
@@ -72,8 +83,9 @@ def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int
 
 
 def all_finished(records: Iterable[Record], fingerprints: set[str]) -> bool:
-    """Return whether each run with one of these fingerprints has a record, and none of them is still to be trained. Runs that
-    failed have been tried and count as done.
+    """Return whether each run of a comparison has ended. Runs that failed count, because they have been tried. `fingerprints`
+    are the hashes of the settings of these runs, and `records` are their records (saved results). A record with the status
+    "missing" means that the run is still to be trained.
     """
     return fingerprints <= {record.fingerprint for record in records if record.status != "missing"}
 
@@ -87,15 +99,18 @@ def train_until_decided(
     out: Path,
     recipe: str,
 ) -> list[ArmRun]:
-    """Train runs, look at the verdicts, and go on with more seeds of the arms that have no verdict yet, until there are none.
-    Return all runs of the comparison with the seeds that were added.
+    """Train runs, test the comparison at each planned number of seeds (a look), and add seeds to arms (variants) without a
+    verdict, until none needs more. Return all runs with the added seeds. `declared` are all runs in the recipe file, `runs` the
+    selected ones, `looks` the schedule, `train` the training function, `options` the command-line arguments, `out` the results
+    folder and `recipe` the recipe's name.
 
     The number of seeds of each arm is written to `looks.json` before its runs are trained, so the command can be started again
     after an interruption.
 
-    declared  all runs that the recipe file lists
-    runs      the runs to train first; seeds are added to their arms and conditions only
-    looks     the schedule, and the numbers of seeds at present
+    declared  all runs that the recipe file lists, with its own seeds
+    runs      the runs to train first, which may be a part of `declared` (`--only`); seeds are added to their arms and
+              conditions only
+    looks     the schedule, and the present number of seeds of each arm in each condition
     train     the function that trains runs; it is called with these runs and with all runs of the recipe
     out       the folder of all results; `recipe` is the name of the recipe file
     """
@@ -118,13 +133,19 @@ def train_until_decided(
 
 
 def cell_of(condition: Condition, arm: str) -> tuple:
-    """Return the cell of the runs (see `ArmRun.cell`) of an arm in a condition."""
+    """Return a tuple that identifies an arm (variant) in one condition: name of the arm, number of labelled images, training
+    length, and whether the settings were tuned. All seeds of this arm share the tuple. `condition` is a `Condition` object with
+    the last three values, and `arm` is the name.
+
+    The tuple is equal to `ArmRun.cell` of these runs.
+    """
     return arm, condition.labels, condition.length, condition.tuned
 
 
 def progress(row: Row, more: int | None, most: int | None) -> str:
-    """Return a text that says whether a comparison is decided after a look, and why it goes on or stops. `row` is the result of
-    the arm, `more` is its number of seeds at the next look, or None, and `most` is the value of `--max-seeds`.
+    """Return a text about one arm (variant) after a test at a planned number of seeds (a look). It says whether the comparison
+    is decided (better or worse than the baseline), and why it goes on or stops. `row` is the result of the arm, `more` is its
+    number of seeds at the next look, or None, and `most` is the value of `--max-seeds`.
     """
     taken = row.difference.looks if row.difference else ()
     p = f", P = {row.difference.p:.3g}" if row.difference and row.difference.p is not None else ""

@@ -14,8 +14,8 @@ from smallvit.report import compare_with_committed
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train a few published runs again, and compare the new results with the published ones. `options` are the arguments of the
-    command line. Return the exit status: 0 if all results agree, otherwise 1.
+    """Train a few runs of a recipe again, and compare the results with the published ones, which are stored beside the recipe
+    file. `options` are the arguments of the command line. Return the exit status: 0 if all results agree, otherwise 1.
 
     By default these are the first seeds of the condition that is cheapest to train: the fewest labels, common settings and the
     shortest training. Each run is computed as its record says: with the same precision, attention kernel and compilation, and
@@ -73,11 +73,13 @@ def key(run: ArmRun | Record) -> tuple:
 def launches(
     requested: Sequence[ArmRun], published: Sequence[ArmRun], recorded: dict[tuple, Record]
 ) -> dict[tuple[Numerics, int], list[ArmRun]]:
-    """Group runs by how their records say that they were computed. Return a dict from the numerics (precision, attention kernel
-    and compilation) and the stack size to the list of runs.
+    """Group runs by how they must be computed, so that their published results can be repeated. Return a dict from (numerics,
+    stack size) to a list of runs. Numerics are precision, attention kernel and compilation; the stack size is the number of
+    runs that are trained as one model. `requested` are the runs to verify, `published` all published runs, and `recorded` their
+    records (results).
 
     requested  the runs to verify
-    published  all runs with a published record, from which the other members of a stack are taken
+    published  all runs with a published record; the runs that were trained as one model with a requested run are found here
     recorded   the published record of each run, by its `key`
 
     Runs of a stack are cut into stacks in the order of their seeds. A run whose stack is not complete in the records is trained

@@ -41,11 +41,10 @@ Kinds = list[tuple[Run, int]]
 def autotune(
     runs: Sequence[ArmRun], folder: Path, jobs: int | None, device: str, given: dict | None = None
 ) -> tuple[Numerics, int, str]:
-    """Find the fastest way to compute these runs on this machine by measuring a few training steps. Return the best `Numerics`
-    (attention kernel, precision, compilation), the number of runs to train together as one model, and a text with the
-    measurements.
-
-    `jobs` is the number of worker processes.
+    """Find the fastest way to train `runs` on this machine by measuring a few steps. Return the best `Numerics` (attention
+    kernel, precision, compilation), the number of runs to train as one model, and a text. `folder` stores the choice for the
+    next time, `jobs` is the number of worker processes, `device` is, for example, "cpu", and `given` has options that are
+    fixed, such as the precision.
 
     Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
     in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.
@@ -84,11 +83,13 @@ def fixed_numerics(given: dict) -> Numerics:
 
 
 def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
-    """Measure the speed of these runs with different settings. Return the fastest `Numerics` (attention kernel, precision,
-    compilation), the number of runs to train together as one model, and a text. Options in `given` are not changed.
+    """Measure the speed of training with different settings; unlike `autotune`, store nothing. Return the fastest `Numerics`
+    (attention kernel, precision, compilation), the number of runs to train as one model, and a text. `runs` are all runs. Only
+    those in `kinds` are measured: one of each group that takes equally long, with its steps. `jobs` is the number of worker
+    processes; options in `given` are fixed.
 
     First the attention kernel and the precision are measured, then the number of runs in a stack, then whether to compile.
-    `kinds` are the runs to measure, from `kinds_of`. `jobs` is the number of worker processes.
+    `kinds` is the result of `kinds_of`, and `device` is the device of the training, such as "cpu".
     """
     import torch
 
@@ -121,8 +122,9 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
 
 
 def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
-    """Return a list of all combinations of attention kernel and precision to measure. Options in the dict `given` are not
-    varied. `fp32` says whether all runs use fp32. Only then bf16 is tried as well.
+    """Return a list of all combinations of attention kernel and precision to measure, as `Numerics` objects. Options in the
+    dict `given` are fixed and not varied. `fp32` says whether all runs use the precision fp32. If not, each run keeps its own
+    precision, and bf16 is not tried.
     """
     kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
     precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if fp32 else [None]
@@ -132,11 +134,10 @@ def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
 def race(
     variants: Sequence[Numerics], begin: Callable[[Numerics], list["Training"]], counts: Sequence[int]
 ) -> tuple[dict[Numerics, float], list[str]]:
-    """Measure the time of training with several variants of `Numerics` (attention kernel, precision, compilation). Return a
-    dict from variant to seconds, and a line of text for each variant. `begin(variant)` creates the `Training` objects, and
-    `counts` are their numbers of steps.
-
-    The seconds are those of all these steps.
+    """Measure the training time with several variants of `Numerics` (attention kernel, precision, compilation). Return a dict
+    from variant to seconds, and a line of text for each variant. `begin(variant)` creates the `Training` objects to measure.
+    `counts` has the number of steps of the full training for each of them, by which the measured seconds per step are
+    multiplied.
 
     The variants take turns, so that a disturbance affects all. Variants that fail, whose first losses differ from those of the
     first variant, or that are much slower than another one have no seconds.
@@ -182,10 +183,10 @@ def race(
 
 def winner(times: dict[Numerics, float], variants: Sequence[Numerics]) -> Numerics:
     """Return the fastest of several variants of `Numerics` (attention kernel, precision, compilation). `times` is a dict from
-    variant to seconds, and `variants` are all variants. If the fastest saves less than 5% of the time, return the first
-    variant.
+    variant to seconds. `variants` are all variants; the first one has the default options. If the fastest one saves less than
+    5% of the time of the first one, return the first one.
 
-    The 5% are a part of the time of the first variant.
+    Options that the user has fixed are the same in all variants.
     """
     best = min(times, key=times.__getitem__, default=variants[0])
     return variants[0] if times.get(variants[0], float("inf")) * GAIN < times.get(best, 0) else best
@@ -225,11 +226,13 @@ def begun(run: Run, numerics: Numerics, device: str) -> "Training":
 
 
 def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: Numerics = DEFAULT) -> tuple[int, str]:
-    """Measure how many runs with different seeds are best trained together as one model on `jobs` worker processes. Return this
-    number and a text with the measurements. The number is 1 if training together is not faster.
+    """Measure whether training several seeds as one model (a stack) saves time. Return the best number of runs in a stack and a
+    text with the measurements. The number is 1 if stacks do not save at least 10%. `runs` are the runs to train, `jobs` is the
+    number of worker processes, `device` is, for example, "cpu", and `numerics` sets attention kernel, precision and
+    compilation.
 
-    The number is the same for the whole recipe. It is 1 unless a stack saves at least 10% of the time of all steps. It never
-    leaves a worker without a run. Kinds of runs that cannot be stacked count with their time alone.
+    The number is the same for the whole recipe. The 10% are a part of the time of all steps. The number never leaves a worker
+    without a run. Kinds of runs that cannot be stacked count with their time alone.
     """
     from smallvit.train.stack import Stack
 
@@ -265,10 +268,11 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
 
 
 def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
-    """Return a list of pairs (run, training steps) for a measurement of speed. Each pair stands for all runs with the same
-    model, objective and batch size, whose steps take equally long. The second number is the sum of their steps.
+    """Group runs for a measurement of speed. The runs in a group have the same model, objective and batch size, so that their
+    training steps take equally long. Return a list of pairs: one run of each group, and the total number of training steps of
+    the group. `runs` are all runs to train.
 
-    These are the groups with the most steps. References are left out.
+    At most 8 groups are returned, those with the most steps first. Reference models are left out.
     """
     found: dict[tuple, tuple[Run, int]] = {}
     for entry in with_dependencies(runs)[0]:

@@ -36,13 +36,16 @@ def plan(
     recipe_runs: Sequence[ArmRun] = (),
     startup: float = 0.0,
 ) -> str:
-    """Return a text about the planned runs: the arms (variants), how they differ from their baseline, and how long the training
-    takes. `jobs` is the number of worker processes. The function `finished` says whether a run has already finished.
+    """Return a text about the planned runs: the arms (variants), how they differ from their baseline, and the expected training
+    time. `runs` are the selected runs, `recipe_runs` all runs of the recipe. `jobs` is the number of worker processes, `device`
+    is, for example, "cpu", the function `finished` says whether a run has finished, and `startup` are the seconds that the
+    command has taken so far.
 
-    The time is that of the runs that have not finished. `recipe_runs` are all runs of the recipe.
+    The time is that of the runs that have not finished. An earlier run that is needed and is one of `recipe_runs` keeps the
+    name of its arm.
 
     The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
-    workers. `startup` are the seconds that the command itself needs. Nothing is trained to the end and nothing is downloaded.
+    workers. `startup` is added to it. Nothing is trained to the end and nothing is downloaded.
 
     Raises ValueError for a device that is not there, and, with its name, for an arm that cannot be trained.
     """
@@ -85,8 +88,8 @@ def plan(
 
 
 def kind(entry: ArmRun) -> tuple:
-    """Return the arm of a run, its training length and whether its settings were tuned, as a tuple. Runs that agree in these
-    take about equally long.
+    """Return the arm (variant) of a run, its training length, and whether its hyperparameters were tuned, as a tuple. `entry`
+    is the run. Runs with equal tuples take about equally long, so the time of one of them is measured for all.
     """
     return entry.arm, entry.length, entry.tuning is not None
 
@@ -190,8 +193,8 @@ def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
 
 
 def may_reduce(model: Callable) -> bool:
-    """Return whether a model may reduce tokens. The result is False only if the model has an option `reduction` with the value
-    None. `model` is the class or function that creates the model.
+    """Return whether a model may merge or remove tokens. `model` is the class or function that creates it. The result is False
+    only if this class has an option `reduction` with the value None. In all other cases the model must be built to know.
     """
     slot = options(model).get("reduction")
     return slot is None or slot.default is not None

@@ -38,15 +38,16 @@ class Bar:
         self.show_progress()
 
     def add_score(self, entry: ArmRun, record: Record | None):
-        """Add the validation accuracy of a run to the list of its arm (variant). `entry` is the run, and `record` holds its
-        results. Reference models and runs that have not finished are ignored.
+        """Add the validation accuracy of a run to the list of its arm (variant), whose mean is shown. `entry` is the run, and
+        `record` holds its results, or is None. Nothing is added for a run that has not finished, or for a reference model,
+        which is trained only for orientation.
         """
         if record is not None and record.finished and record.role != "reference" and record.val:
             self.scores.setdefault((record.arm, entry.condition), []).append(record.val[record.score])
 
     def run_ended(self, entry: ArmRun, record: Record | None):
-        """Count one run that has ended, and print its error if it failed. `entry` is the run, and `record` holds its results.
-        `record` is None if another process trains this run.
+        """Count one run that has ended, and print its error if it failed. `entry` is the run, and `record` is its record (saved
+        results). `record` is None if another process is training this run at the moment, so that this process leaves it out.
         """
         self.ended += 1
         self.steps += entry.run.steps
@@ -86,8 +87,8 @@ class Bar:
 
 
 def error_text(record: Record) -> str:
-    """Return the error of a failed run as text, followed by the last line of the user's own code if there is one. `record`
-    holds the results of the run.
+    """Return the error of a failed run as text. If the error occurred in code outside the library, such as a recipe file of the
+    user, the text ends with the line of this code. `record` is the record (saved results) of the run.
     """
     line = user_line(record.traceback or "")
     return f"{record.error} ({line})" if line else str(record.error)

@@ -150,8 +150,8 @@ class Scheduler:
         return [record for record in self.records[: self.requested] if record is not None]
 
     def is_needed(self, index: int, todo: Sequence[int]) -> bool:
-        """Return whether one of the runs in `todo` needs the run at position `index` to be trained first, for example for
-        pretraining. `todo` are positions in the list of all runs.
+        """Return whether a run must be trained because another run needs it first, for example for pretraining. `index` is the
+        position of the earlier run in the list of all runs. `todo` are the positions of the runs that may need it.
 
         Runs in `todo` whose external weights are unavailable do not count.
         """
@@ -160,8 +160,9 @@ class Scheduler:
         )
 
     def next_group(self, workers: int) -> list[int]:
-        """Choose the runs that a free worker process trains next, and return their positions in the list of all runs. They are
-        one run or several runs that are trained together as one model. `workers` is the number of processes.
+        """Choose the runs that a free worker process trains next, and return their positions in the list of all runs. The
+        result is one run, or several that are trained together as one model. `workers` is the number of processes: a group is
+        not larger than the share of one process, so that the others also have work.
 
         The list is empty if no run can start now.
 
@@ -199,8 +200,9 @@ class Scheduler:
         return None not in earlier.values() and not blocked_by(earlier)
 
     def dependency_records(self, index: int) -> dict[str, Record | None]:
-        """Return the records (results) of the earlier runs that a run needs, as a dict with the keys "init" (initial weights)
-        and "teacher", where they apply. `index` is the position of the run in the list of all runs.
+        """Return the records (saved results) of the earlier runs that a run needs, as a dict. The key is "init" for the run
+        that gives the initial weights, and "teacher" for a teacher. A key is absent if there is no such earlier run. `index` is
+        the position of the run in the list of all runs.
 
         A record is None if there is none.
         """
@@ -249,10 +251,11 @@ class Scheduler:
 
 
 def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
-    """Sort runs so that each run comes after the earlier runs that it needs, such as pretraining. Return the sorted positions.
-    `todo` are positions of runs. For each run, `dependencies` has a dict to the positions of the runs that it needs.
+    """Sort runs so that each run comes after the earlier runs that it needs, such as pretraining. Return the sorted positions;
+    no other run is added. `todo` are positions in the list of all runs. `dependencies` has one dict for each run of that list,
+    from "init" (initial weights) or "teacher" to the position of the earlier run.
 
-    The keys of this dict are "init" and "teacher". Otherwise the order stays.
+    Otherwise the order stays.
     """
     selected, order = set(todo), {}  # a dict keeps the order
 
@@ -298,8 +301,9 @@ def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
 
 
 def tags(entry: ArmRun, recipe: str) -> Tags:
-    """Return the names of a run in the comparison, as `Tags`: the recipe file, the arm (variant), its role (such as "baseline"
-    or "technique") and its baseline.
+    """Return the place of a run in the comparison, as a `Tags` object: the recipe, the arm (variant), its role (such as
+    "baseline" or "technique"), its baseline, the training length, the tuning, and the looks (numbers of seeds at which the
+    comparison is tested). `entry` is the run, and `recipe` is the name of the recipe file.
     """
     looks = None if entry.looks is None else list(entry.looks)
     return Tags(recipe, entry.arm, entry.role, entry.baseline, entry.length, entry.tuning, looks)
@@ -365,8 +369,8 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
 
 
 def of_another_version(path: Path) -> bool:
-    """Return whether the record (results) of a run at `path` cannot be read only because another version of smallvit has
-    written it. The result is False if the file is damaged.
+    """Return whether the record (saved results) of a run is intact, but has other fields, because another version of smallvit
+    has written it. `path` is the file of the record. The result is False if the file is damaged.
     """
     try:
         plain = json.loads(path.read_bytes())
@@ -378,8 +382,8 @@ def of_another_version(path: Path) -> bool:
 
 
 def warn_other_version(found: Iterable[Record | None]):
-    """Print how many of these records (results of a run) were made with another version of smallvit. Such records are still
-    used.
+    """Print how many runs were trained by another version of smallvit. `found` holds the records (saved results) of the runs,
+    or None for a run without results. Records of other versions are still used.
     """
     current = records.code()["sha256"]
     count = sum(record is not None and bool(record.code) and record.code["sha256"] != current for record in found)

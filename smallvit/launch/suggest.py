@@ -12,8 +12,9 @@ POINTS_SEED = 19  # of the Sobol points
 
 
 def suggestions(tune: Tune, ranges: dict[str, Range], recipe_values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of all trials of an arm (variant), as a list of dicts from name to value. `ranges` are the
-    hyperparameters that are tuned in this arm. `recipe_values` are the values that the recipe sets.
+    """Return the settings of all trials of an arm (variant), as a list of dicts from name to value. `tune` is the `Tune` object
+    of the recipe: ranges, number of trials and seeds. `ranges` has the hyperparameters that are tuned in this arm.
+    `recipe_values` are the values that the recipe sets; the first trial uses them if they lie in the ranges.
 
     The settings are points of a Sobol sequence, which covers the ranges evenly. All arms get the same points; only the values
     of an arm's own ranges come from a second sequence. The first trial has the values of the recipe if they lie in the ranges.
@@ -47,7 +48,10 @@ def sobol(dimensions: int, count: int, seed: int) -> list[list[float]]:
 
 
 def value_at(values: Range, position: float) -> Any:
-    """Return the value at a position from 0 (lowest) to 1 (highest) of a range. Numbers are rounded to three digits."""
+    """Return one value from the range of a hyperparameter. `values` is the range: a pair (low, high) or a list of values.
+    `position` goes from 0 (low end, or first in the list) to 1 (high end, or last). Positive ranges with high >= 10 * low have
+    a logarithmic scale. Numbers are rounded to three digits.
+    """
     if isinstance(values, list):
         return values[min(int(position * len(values)), len(values) - 1)]
     low, high = values
@@ -76,15 +80,18 @@ def is_logarithmic(values: tuple[float, float]) -> bool:
 
 
 def contains(values: Range, value: Any) -> bool:
-    """Return whether a value lies in a range: between its ends, or in its list."""
+    """Return whether `value` lies in the range `values` of a hyperparameter. A range is a pair (low, high), both ends included,
+    or a list, which must contain the value.
+    """
     if isinstance(values, list):
         return value in values
     return isinstance(value, int | float) and values[0] <= value <= values[1]
 
 
 def at_edge(values: Range, value: Any) -> bool:
-    """Return whether a value lies at the edge of its range. This is the outer tenth of the range, on its scale, or the smallest
-    or largest of a list of at least three numbers.
+    """Return whether `value` lies at the edge of the range `values` of a hyperparameter. In a pair (low, high), the edge is the
+    lowest and the highest tenth, measured in logarithms if the range is wide. In a list of at least three numbers, it is the
+    smallest and the largest number.
     """
     if isinstance(values, list):
         numbers = [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]

@@ -57,8 +57,9 @@ class Candidates:
         return f"{self.entry.arm}, {format_labels(self.entry.labels)}"
 
     def best(self, count: int) -> list[int]:
-        """Return the positions of the `count` trials with the largest mean validation accuracy so far, best first. Of equal
-        trials the earlier one comes first. Only trials that were trained with the largest number of seeds count.
+        """Return the positions of the `count` best trials (settings to try) of this arm, best first. The best trial has the
+        largest mean validation accuracy; of equal trials the earlier one comes first. Trials that were stopped at fewer seeds
+        than the others are left out.
         """
         most = max(map(len, self.scores))
         trained = [index for index, scores in enumerate(self.scores) if len(scores) == most]
@@ -66,16 +67,17 @@ class Candidates:
 
 
 def mean(scores: Sequence[float | None]) -> float:
-    """Return the mean of the validation accuracies of a trial. It is minus infinity if a run of the trial had an infinite loss,
-    and 0 without any accuracy.
+    """Return the mean of the validation accuracies of a trial (settings to try). `scores` has one accuracy for each seed, or
+    None where the loss became infinite; the mean is then minus infinity. The mean of an empty list is 0.
     """
     known = [score for score in scores if score is not None]
     return fmean(known or [0.0]) if len(known) == len(scores) else float("-inf")
 
 
 def stages(trials: int, seeds: int) -> list[tuple[int, int]]:
-    """Return the stages of successive halving, as a list of pairs: the number of trials that are left, and the number of seeds
-    with which each of them is trained.
+    """Return the stages of successive halving, which trains fewer and fewer trials (settings to try) with more and more seeds.
+    The result is a list of pairs: the number of trials that are left, and the number of seeds of each. `trials` is the number
+    of trials in the first stage, and `seeds` the number of seeds in the last stage.
     """
     found = [(trials, 1)]
     while found[-1][1] < seeds:
@@ -85,14 +87,17 @@ def stages(trials: int, seeds: int) -> list[tuple[int, int]]:
 
 
 def run_count(tune: Tune) -> int:
-    """Return the number of runs that tuning one arm (variant) at one number of labels takes."""
+    """Return the number of runs that are trained to tune one arm (variant) at one number of labels. `tune` is the `Tune` object
+    of the recipe: ranges, number of trials and seeds. Only the better trials are trained with all seeds.
+    """
     steps = stages(tune.trials, tune.seeds)
     return sum(left * (used - earlier) for (left, used), earlier in zip(steps, [0, *(used for _, used in steps)]))
 
 
 def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]]) -> tuple[list[Candidates], list[TunedArm]]:
-    """Return the trials of the selected arms (variants), and a list of those arms that have no trials, with the reason. `runs`
-    are all runs of the comparison. `selected` are pairs of arm and number of labels.
+    """Return the trials (settings to try) of the selected arms (variants) as a list of `Candidates`, and the arms that cannot
+    be tuned as a list of `TunedArm`, each with the reason. `runs` are all runs of the comparison. `selected` are pairs of an
+    arm and a number of labels.
 
     Arms without training steps or without a hyperparameter to tune have no trials, and neither have arms whose pretrained
     weights are unavailable.
@@ -120,8 +125,9 @@ def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]
 
 
 def check_validation_images(run: Run, tune: Tune):
-    """Raise ValueError, with the largest possible number, if the data set of a run has fewer validation images than `tune` asks
-    for.
+    """Raise ValueError if the data set of a run has too few validation images for tuning. `run` is the run. `tune` is the
+    `Tune` object of the recipe: ranges, number of trials, seeds and validation images. The error message says how many
+    validation images are possible.
     """
 
     def possible(val: int) -> bool:
@@ -144,8 +150,11 @@ def check_validation_images(run: Run, tune: Tune):
 
 @functools.cache
 def trial_images(load: Callable[[], Dataset], labels: int | None, val: int, seeds: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the positions of the labelled training images and of the validation images for each seed of the trials. `load`
-    loads the data set. Raises ValueError if it has too few images.
+    """Return which images the trials use, as a list with one pair for each seed: the positions of the labelled training images
+    and those of the validation images. The function `load` loads the data set. `labels` and `val` are the numbers of labelled
+    and of validation images (`labels=None`: all), and `seeds` is the number of seeds.
+
+    Raises ValueError if the data set has too few images.
     """
     subsets = (load().subset(labels=labels, val=val, seed=seed) for seed in range(FIRST_SEED, FIRST_SEED + seeds))
     return [(subset.index, subset.val_index) for subset in subsets]
@@ -164,8 +173,12 @@ def tune_arms(
     show: Callable[[Record], None] | None = None,
     **options: Any,
 ) -> list[TunedArm]:
-    """Train the trials of several arms (variants), and return a list with the chosen settings of each. The runs lie in the
-    folder `out/tuning/recipe`. Runs that have finished there are not trained again.
+    """Train the trials (settings to try) of several arms (variants), and return the chosen settings of each as a list of
+    `TunedArm`. `todo` is a list of `Candidates`, one for each arm and number of labels. The runs lie in the folder
+    `out/tuning/recipe`. `source` is the recipe file, `jobs` the number of worker processes, `show` is called with each new
+    record, and `options` go to `launch`.
+
+    Runs that have finished in this folder are not trained again.
 
     The trials are also written to a file of Optuna, `journal.log` in this folder, with one study for each arm and number of
     labels. The test images are not read.
@@ -192,8 +205,11 @@ def tune_arms(
 
 
 def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path, options: dict[str, Any]):
-    """Train some trials of several arms (variants) with several seeds, and add their scores. `alive` has pairs: an arm, and the
-    positions of those of its trials that are trained. Equal runs are trained once.
+    """Train trials (settings to try) of several arms (variants), and store their validation accuracies in the `Candidates`
+    objects. `alive` has pairs: the `Candidates` object of an arm, and the positions of the trials to train. `seeds` are the
+    random seeds of each trial, `out` is the results folder, and `options` go to `launch`.
+
+    If trials of different arms have equal settings, their runs are trained once.
     """
     runs: dict[str, ArmRun] = {}
     for arm, trained in alive:
@@ -226,7 +242,10 @@ def has_infinite_loss(record: Record) -> bool:
 
 
 def result(arm: Candidates) -> TunedArm:
-    """Return the chosen settings of an arm (variant), with all its trials and their cost."""
+    """Return the chosen settings of an arm (variant) as a `TunedArm` object, with all its trials and their cost. `arm` is the
+    `Candidates` object of the arm, which has its trials and their validation accuracies. Of the trials with all seeds, the one
+    with the best mean accuracy is chosen.
+    """
     (best,) = arm.best(1)
     tune, settings = arm.entry.tune, arm.settings[best]
     costs = {
@@ -256,8 +275,11 @@ def result(arm: Candidates) -> TunedArm:
 
 
 def label_count(run: Run, tune: Tune) -> int:
-    """Return how many different labelled images the trials with all seeds use, for training and for validation. `run` is any of
-    these trials.
+    """Return how many different labelled images the trials of an arm (variant) use together, for training and for validation.
+    `run` is the run of any trial, because all trials use the same images. `tune` is the `Tune` object of the recipe: ranges,
+    number of trials, seeds and validation images.
+
+    The images of all seeds are counted, each image once.
     """
     drawn = zip(*trial_images(run.data, run.labels, tune.val, tune.seeds))
     train, validation = ({i for one in indices for i in one.tolist()} for indices in drawn)
@@ -265,8 +287,9 @@ def label_count(run: Run, tune: Tune) -> int:
 
 
 def expected_loss(arm: Candidates) -> float | None:
-    """Return the expected difference in accuracy, as a fraction, between the best trial of an arm (variant) and the chosen one.
-    It comes from the noise of the scores, and is estimated from the trials that were trained with all seeds.
+    """Return how much accuracy tuning is expected to lose, as a fraction, because noise in the scores can hide the best trial
+    of an arm (variant). It is the expected difference between the best trial and the chosen one. `arm` is the `Candidates`
+    object with the trials. Only those that were trained with all seeds are used.
 
     The result is None if it cannot be estimated: with a single seed, or if it is not known which images a run classified
     correctly.
@@ -290,12 +313,14 @@ def expected_loss(arm: Candidates) -> float | None:
 
 
 def on_all_images(differences: Any, drawn: Sequence[Any]) -> Any:
-    """Return a table (seeds, all validation images) of differences between two trials. `differences` has one column for each
-    image that a seed has drawn, and `drawn` are the positions of these images for each seed.
+    """Fill a table of differences between two trials, so that seeds with different validation images can be compared. Return it
+    with shape (seeds, all images). `differences` has shape (seeds, images of a seed), with 1, -1 or 0 if only the first, only
+    the second, or neither trial is better on an image. `drawn` has the positions of each seed's images. Other images get the
+    seed's mean.
 
-    A seed draws only a part of the images. An image that it has not drawn gets the mean of the seed, and the deviations of the
-    others are enlarged by the same factor. The means over seeds and the covariances between them are then those of the drawn
-    images, so the formulas for seeds that share all images can be used.
+    All images are those that at least one seed has drawn. An image that a seed has not drawn gets the mean of the seed, and the
+    deviations of the drawn images from this mean are multiplied by (all images) / (drawn images). The means over seeds and the
+    covariances between them are then those of the drawn images, so the formulas for seeds that share all images can be used.
     """
     import numpy as np
 
@@ -312,8 +337,9 @@ def on_all_images(differences: Any, drawn: Sequence[Any]) -> Any:
 
 @contextmanager
 def open_journal(folder: Path) -> Iterator[Any]:
-    """Context manager that opens Optuna's file of the trials in a folder, and yields it as an Optuna storage. It locks the
-    folder. An incomplete last line, which a kill leaves, is removed.
+    """Context manager that opens Optuna's file of the trials in `folder`, and yields it as an Optuna storage. The folder is
+    locked, so that only one process tunes there. If an earlier process was killed while it wrote a line, this incomplete last
+    line is removed.
 
     Raises ValueError if another process has locked the folder.
     """
@@ -337,8 +363,9 @@ def open_journal(folder: Path) -> Iterator[Any]:
 
 
 def new_study(storage: Any, arm: Candidates) -> list[Any]:
-    """Create the Optuna study of one arm (variant) at one number of labels, and return its trials. An earlier study of this
-    name is replaced: its trials are recalled from the records of their runs.
+    """Create the Optuna study of one arm (variant) at one number of labels, and return its Optuna trials. `storage` is the
+    Optuna storage, and `arm` is the `Candidates` object with the settings to try. An earlier study of the same name is deleted;
+    no result is lost, because each finished run has a record (saved results).
     """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -359,8 +386,11 @@ def new_study(storage: Any, arm: Candidates) -> list[Any]:
 
 
 def report_trials(arm: Candidates, trained: Sequence[int], seeds: int):
-    """Report the mean validation accuracies of the trained trials to Optuna. The step is the number of seeds. All other trials
-    that are not yet closed are marked as pruned.
+    """Report mean validation accuracies to Optuna. `arm` is the `Candidates` object with all trials of an arm (variant),
+    `trained` are the positions of the trials that were just trained, and `seeds` is their number of seeds, which Optuna gets as
+    the step number. All other trials that are not yet closed are marked as pruned.
+
+    Trials whose loss became infinite are not reported, and are marked as failed instead of pruned.
     """
     import optuna
 

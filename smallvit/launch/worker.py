@@ -58,11 +58,12 @@ def work(
     validation_only: bool = False,
     reads: Path | None = None,
 ) -> list[Record]:
-    """Train one run, or several runs that differ only in their seed, and return the list of their records (results). `tasks`
-    has the settings and the folder of each run. `source` is the path of the recipe file, or None.
+    """Train one run, or several runs that differ only in their seed, and return their records (results). `tasks` has the
+    settings and the folder of each run, and `source` is the recipe file, or None. `device` is, for example, "cpu", and
+    `numerics` sets precision, attention kernel and compilation. `validation_only=True` reads no test images; otherwise each
+    read is counted in the file `reads`.
 
-    The recipe file is needed if it defines components that the runs use. With `validation_only=True` the test images are not
-    read; otherwise each read is written to the file `reads`.
+    The recipe file is needed if it defines components that the runs use.
 
     An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
     """

@@ -72,8 +72,9 @@ def resume(training: "Training", path: Path):
 
 
 def with_own_storage(state: Any) -> Any:
-    """Return nested dicts and lists with copies of all tensors in them. Without copies, `torch.save` would also write the large
-    tensors of which these tensors are slices.
+    """Return a copy of `state` (nested dicts and lists with tensors) in which each tensor has its own memory. Several runs that
+    are trained as one model share large tensors, and the tensors of each run are slices of them. Without copies, `torch.save`
+    would write these large tensors as a whole.
 
     Runs that are trained together share such large tensors.
     """

@@ -25,10 +25,11 @@ from .trained_model import save_weights
 
 
 class Tags(NamedTuple):
-    """The place of a run in a comparison: the recipe file, the arm (one variant in the comparison), its role (such as
-    "baseline" or "technique"), its baseline, and the condition. They do not change the training.
+    """The place of a run in a comparison: the recipe (a Python file that lists the runs), the arm (variant), its role (such as
+    "baseline" or "technique"), the arm that is its baseline, the training length, the tuning of its settings, and the looks
+    (numbers of seeds at which the comparison is tested). These values do not change the training.
 
-    The record of the run contains them; its fields `length`, `tuning` and `looks` explain the last three.
+    The record (saved results) of the run contains them; its fields `length`, `tuning` and `looks` explain the last three.
     """
 
     recipe: str = ""
@@ -98,10 +99,10 @@ def fit_stacked(
     validation_only: bool = False,
     reads: str | Path | None = None,
 ) -> list[Record]:
-    """Train several runs that differ only in their seed at the same time, as one model. Return the list of their records
-    (settings, results and costs). Each run has its own folder in `folders`.
-
-    The tensors of this model have an additional first axis, the run.
+    """Train several runs that differ only in their seed at the same time, as one model (a stack): each weight tensor has an
+    additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has one folder for
+    each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the folders of earlier runs that each
+    run needs.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that
@@ -137,13 +138,14 @@ def prepare_training(
     validation_only: bool = False,
     reads: str | Path | None = None,
 ) -> Iterator[tuple[Training | None, Callable[[], Record]]]:
-    """Context manager that prepares the training of a run in `folder` and locks this folder. Earlier runs that the run needs,
-    such as pretraining, are trained first. If there is a checkpoint, the training resumes from it.
+    """Context manager that locks `folder` and prepares the training of `run` there. It yields the `Training` object and a
+    function that evaluates the model and returns the record (results). `tags` is the place in the comparison, `init` and
+    `teacher` are folders of earlier runs, `numerics` are precision, attention kernel and compilation, `validation_only=True`
+    leaves out test images, and `reads` is the file that counts reads of test images.
 
-    The parameters are those of `fit`.
-
-    Yields the training (None if the run has already finished) and a function `close()` that evaluates the trained model, writes
-    the record and returns it.
+    Earlier runs that the run needs, such as pretraining, are trained first, unless they have finished in `init` or `teacher`;
+    see `fit` for these parameters. If there is a checkpoint, the training resumes from it. The `Training` object is None if the
+    run has already finished. The function also writes the record.
     """
     from filelock import FileLock
 
@@ -199,8 +201,9 @@ def prepare_training(
 
 
 def load_data(run: Run) -> tuple[Dataset, Subset]:
-    """Return the data set of a run and a `Subset` with the training and validation images of the run. Raises ValueError if the
-    data set contains digits and a transform would change them, such as a flip.
+    """Return the data set of a run, and a `Subset` object with the training images and validation images that the run uses.
+    Raises ValueError if the data set contains digits and an augmentation of the run would turn one digit into another, such as
+    a flip.
     """
     data = run.data()
     check_transforms(run, data.spec)
@@ -208,10 +211,13 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
 
 
 def drawn_share(run: Run, data: Dataset, subset: Subset) -> float:
-    """Return the share of the training images of a class that the run uses as labelled images. The classes may differ; the
-    largest share is returned. It is 1 if the run uses all images (`labels=None`).
+    """Return which share of the training images of a class the run draws as its labelled images, from 0 to 1. Classes may
+    differ; the largest share is returned. `run` are the settings, `data` is the data set, and `subset` holds the labelled
+    images. From this share, verdicts estimate how many labelled images two seeds have in common.
 
-    The labelled images of two seeds overlap by this share, so results over seeds vary less than over new images.
+    The share is 1 if the run uses all images (`labels=None`). The labelled images of two seeds overlap by this share, so
+    results over seeds vary less than over new images. Below 1, a larger share gives wider intervals, so the largest share is
+    the careful choice.
     """
     if run.labels is None:
         return 1.0
@@ -232,8 +238,9 @@ def check_transforms(run: Run, spec: DataSpec):
 
 
 def check_evaluation(run: Run, subset: Subset):
-    """Raise ValueError if images are missing that the evaluation or early stopping of the run needs, such as validation images.
-    `subset` holds the training and validation images. The check is made before training.
+    """Raise ValueError if images are missing that the run needs: validation images for early stopping, or enough images for its
+    evaluators (functions that score the model). `subset` holds the training and validation images. The check is made before
+    training.
     """
     if run.early_stop and not len(subset.val):
         raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
@@ -243,8 +250,9 @@ def check_evaluation(run: Run, subset: Subset):
 
 
 def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Record | None:
-    """Return the record (settings, results and costs) of a run from its folder if the run has finished, otherwise None.
-    `validation_only` says whether a record without test results is expected, or one with test results.
+    """Return the record (settings, results and costs) of a run from `folder` if the run has finished, otherwise None. Set
+    `validation_only=True` for a run that is scored on validation images only, so that its record has no test results. The
+    default False requires a record with test results.
 
     Raises ValueError if the folder holds another run, a run that was scored on other images, or damaged files.
     """
@@ -265,8 +273,9 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
 
 
 def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
-    """Return the data of a picture that shows which patches of three images a token reduction merges or removes, as a dict.
-    Return None if the model has no token reduction. `subset` holds the training and validation images.
+    """Return the data for a figure, as a dict. The figure shows for three images which patches are merged or removed by the
+    token reduction of `model`. Return None if the model has no token reduction. `subset` holds the training and validation
+    images.
 
     The images are validation images, or training images if there are no validation images.
     """
@@ -326,8 +335,11 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -
 
 
 def packed(score: PerImage, count: int, source: str) -> str | None:
-    """Return the values of a score for the single images as text, one bit for each image, or None if they are not all 0 or 1.
+    """Return which images a model classified correctly as text, one bit for each image, so that the record (results) of the run
+    stays small. `score` has one value for each image: 1 for right and 0 for wrong. With other values, the result is None.
     `count` is the number of images, and `source` names the score in error messages.
+
+    The text is the bits in base64, as `pack_bits` writes them.
 
     Raises ValueError if the number of values is not the number of images.
     """
@@ -339,7 +351,8 @@ def packed(score: PerImage, count: int, source: str) -> str | None:
 
 def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None = None, traceback: str | None = None) -> Record:
     """Return the record of a run before its training: the settings, the machine and the library versions, without results.
-    `tags` are its names in the comparison. `status` is, for example, "failed" (with `error` and `traceback`) or "missing".
+    `tags` is the place of the run in the comparison, such as its arm (variant) and baseline. `status` is, for example, "failed"
+    (with `error` and `traceback`) or "missing".
 
     For a run that failed, `error` and `traceback` say why.
     """
@@ -362,10 +375,9 @@ COSTS = ("images_seen", "steps", "seconds")
 
 
 def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
-    """Return the total cost of the earlier runs that a run needs, such as pretraining, as a dict. `runs` are these earlier
-    runs, and `trained` are their records (results and costs). Each run is counted once.
-
-    `runs` are the runs that the run needs directly. The runs that they need are found in the records.
+    """Return the total cost of all earlier runs that a run needs, such as pretraining, as a dict: images seen, training steps
+    and seconds. Each run is counted once. `runs` are the earlier runs that are needed directly, and `trained` are their records
+    (results and costs), which also contain the costs of still earlier runs.
 
     The dict also has the largest number of labels, of labels used for choices, and of unlabelled images among these runs.
     """

@@ -111,8 +111,9 @@ class Training:
         self.origin, self.checkpoint_file = "", Path()
 
     def training_images(self, data: Dataset) -> Images:
-        """Return the images on which the run is trained, moved to its device. These are its labelled images. If the run also
-        uses unlabelled images, they are all images of the data set except the validation images.
+        """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,
+        they are the labelled images of the run. With it, they are all images of the data set except the validation images;
+        these include the labelled ones.
 
         Raises ValueError for a batch that would contain each image more than 100 times.
         """
@@ -137,8 +138,8 @@ class Training:
 
     @property
     def label_mask(self) -> float:
-        """The factor by which targets are multiplied: 1 if the labels may be used, and 0 to hide the labels of unlabelled
-        images.
+        """A factor, 0 or 1, by which the targets of all training images are multiplied. It is 0 if the run uses unlabelled
+        images without pseudo-labels: this hides all labels. Otherwise it is 1.
         """
         return 0.0 if self.run.unlabelled and not self.run.pseudo_labels else 1.0
 
@@ -156,8 +157,8 @@ class Training:
 
     @property
     def ema_weight(self) -> float:
-        """The weight of the current parameters when the exponential moving average (EMA) is updated, from 0 to 1. In early
-        steps the weight is 1 / step, so that the average is the mean over all steps.
+        """The weight of the current parameters when their exponential moving average (EMA) is updated, from 0 to 1. In step n
+        of the early training it is 1 / n, so that the average is the mean over all n steps. Later it is constant.
         """
         return 1 / min(self.step, max(self.run.ema * self.run.steps, 1))
 
@@ -215,16 +216,18 @@ class Training:
 
     @contextmanager
     def computing(self):
-        """Context manager for the forward passes of training. Inside it, the chosen precision, attention kernel and compiled
-        blocks of the run are used.
+        """Context manager for the forward passes of training. Inside it, matrix products have the precision of the run ("fp32"
+        or "bf16"), and the model uses the chosen implementation of attention (kernel) and, if chosen, transformer blocks that
+        were compiled.
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.numerics_context.active():
             yield
 
     @functools.cached_property
     def numerics_context(self) -> NumericsContext:
-        """The object that switches the chosen attention kernel and the compiled blocks of the model on during forward passes,
-        and off afterwards.
+        """The `NumericsContext` object of this training. It switches the chosen implementation of attention (kernel) and the
+        compiled blocks on before a forward pass, and off after it. It does not set the precision, as the method `computing`
+        does.
         """
         return NumericsContext(self.objective, self.numerics)
 
@@ -268,8 +271,8 @@ class Training:
         self.curve.append([self.step, round(loss, 5), score])
 
     def stopped_early(self) -> bool:
-        """Return whether early stopping ends the training now. This is so if the last `run.early_stop` validation accuracies
-        are all no better than the best accuracy before them.
+        """Return whether early stopping ends the training now. This is so if the last `run.early_stop` measurements of the
+        validation accuracy brought no improvement: none of them is higher than the best one before them.
         """
         patience = self.run.early_stop
         scores = [check[2] for check in self.curve]
@@ -299,8 +302,9 @@ class Training:
         } | self.footprint()
 
     def ema_distance(self) -> float | None:
-        """Return the relative distance between the weights that are evaluated, an exponential moving average (EMA), and the
-        last weights of the training. 0 means that the average is not used.
+        """Return how far the evaluated weights, an exponential moving average (EMA), are from the last weights of the training:
+        the L2 distance divided by the norm of the last weights. The result is 0 if averaging changes nothing, and None if the
+        run does not use an average.
 
         None if the run uses no EMA, or averages over a single step.
         """
@@ -309,8 +313,8 @@ class Training:
         return distance(self.objective.model, self.model)
 
     def footprint(self) -> dict:
-        """Return the number of parameters and the multiply-adds (MACs) of the model, as a dict. The dict is empty for a model
-        without parameters, such as raw pixels.
+        """Return the number of parameters of the model and its multiply-adds (MACs) for one image, as a dict. The dict is empty
+        if there are no parameters at all, for example in the reference model that classifies raw pixels.
 
         Multiply-adds that depend on the image are the mean over 256 training images.
         """

@@ -13,11 +13,11 @@ from smallvit.run import Run, fingerprint
 
 
 def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
-    """Append one read of the test images to the file at `path`. Return how many different settings of this arm (variant) have
-    been scored on these test images, this one included.
+    """Append a line to the file at `path`, which says that a run is scored on the test images (a read). Return how many
+    settings of its arm (variant) have been scored on them, because trying many settings makes the best test score too
+    optimistic. `run` is the run, `arm` the name of its arm, and `test_sha256` the hash of the test images.
 
-    `arm` is the name of the arm, and `test_sha256` the hash of the test images. Several processes may use the file at the same
-    time.
+    The number counts different settings, this one included. Several processes may use the file at the same time.
 
     Raises ValueError if the file is damaged or cannot be written.
     """
@@ -41,8 +41,9 @@ def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
 
 
 def parse_read(line: str, source: str) -> dict:
-    """Return one read of the test images from a line of the file. `source` names the line in error messages. Raises ValueError
-    if the line is damaged.
+    """Return a dict from one line of the file that lists which runs were scored on the test images. The dict has the hash of
+    the images, the arm (variant), the number of labels, the seed and two hashes of the settings. `line` is the line, and
+    `source` says in error messages where it stands. Raises ValueError if it is damaged.
     """
     try:
         read = json.loads(line)
@@ -52,8 +53,8 @@ def parse_read(line: str, source: str) -> dict:
 
 
 def without_seed_and_labels(run: Run) -> Run:
-    """Return a copy of a run with seed 0 and all labels, also in the earlier runs that it depends on. Runs that differ only in
-    their seed and number of labelled images become equal.
+    """Return a copy of a run with seed 0 and `labels=None`. The earlier runs that it needs, such as pretraining, are changed in
+    the same way. Runs that differ only in their seed and number of labelled images become equal, so they count as one setting.
     """
     dependencies = {name: without_seed_and_labels(earlier) for name, earlier in run.dependencies.items()}
     return replace(run, seed=0, labels=None, **dependencies)

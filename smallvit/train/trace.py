@@ -21,7 +21,8 @@ BATCHES, LOSSES = 3, 8  # how many batches and losses at the beginning of a trai
 
 @dataclass
 class Trace:
-    """What is kept of the beginning of one training run, so that it can be compared with another training with equal settings.
+    """Hashes and numbers from the first steps of one training run: initial weights, batches and losses. Another training with
+    equal settings should have the same values. If not, a comparison shows where the two begin to differ.
 
     initial   hash of the initial weights of the model
     batches   hashes of the first 3 batches: images after augmentation and normalization, targets, and views
@@ -33,8 +34,8 @@ class Trace:
     losses: list[float] = field(default_factory=list)
 
     def add_batch(self, step: int, batch: Batch):
-        """Keep the hash of a training batch if it is one of the first 3. `step` is the number of steps taken before it. A batch
-        that is drawn twice counts once.
+        """Keep the hash of a training batch if it is one of the first 3. `step` is the number of training steps taken before
+        this batch. If the batch of the same step is drawn again, such as for a check before training, nothing is added.
         """
         if step == len(self.batches) < BATCHES:
             self.batches.append(digest(enumerate([batch.images, batch.targets, *batch.views])))
@@ -45,8 +46,9 @@ class Trace:
             self.losses.append(loss.item())
 
     def to_dict(self, model: nn.Module, ema_distance: float | None) -> dict:
-        """Return the trace of a finished training as a dict, as the record (results) of the run contains it. `model` is the
-        model that is evaluated, and `ema_distance` the result of the function `distance`.
+        """Return the trace of a finished training (hashes and numbers to compare it with another training) as a dict, which is
+        stored in the record (saved results) of the run. `model` is the evaluated model. `ema_distance` is the relative distance
+        between its averaged weights and the last weights, or None without an average.
         """
         batches = hashlib.sha256("".join(self.batches).encode()).hexdigest() if self.batches else None
         return {
@@ -60,8 +62,9 @@ class Trace:
 
 
 def digest(tensors: Iterable[tuple[object, Tensor]]) -> str:
-    """Return a hash of tensors, as hexadecimal digits, that does not change if their values are rounded differently. `tensors`
-    are pairs of a name and a tensor.
+    """Return a hash of tensors, as hexadecimal digits, that stays the same if their values have other rounding errors. So
+    trainings on two machines can be compared. The hash uses the name, the shape and two rounded numbers of each tensor.
+    `tensors` are pairs of a name and a tensor.
 
     Only the first digits of two numbers for each tensor are hashed; see the top of this file.
     """
@@ -70,8 +73,9 @@ def digest(tensors: Iterable[tuple[object, Tensor]]) -> str:
 
 
 def summary(tensor: Tensor) -> str:
-    """Return two numbers about a tensor as text: its root mean square with 4 significant digits, and the cosine of the angle to
-    a fixed vector with 3 decimals.
+    """Return two rounded numbers as text that tell different tensors apart, in spite of rounding errors. They are the root mean
+    square of the values, with 4 significant digits, and the cosine of the angle to a fixed vector, with 3 decimals. The fixed
+    vector has values spread evenly from -0.5 to 0.5, in an irregular order.
     """
     values = tensor.detach().cpu().double().flatten()
     count = max(len(values), 1)
@@ -89,8 +93,8 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 @torch.no_grad()
 def distance(model: nn.Module, other: nn.Module) -> float | None:
-    """Return the L2 distance between the parameters of two models of the same architecture, divided by the norm of the first
-    one's. None if this norm is 0.
+    """Return the L2 distance between the parameters of `model` and those of `other`, divided by the L2 norm of the parameters
+    of `model`. Both models have the same architecture. The result is None if the norm is 0.
     """
     size = norm(model.parameters())
     return norm(p - q for p, q in zip(model.parameters(), other.parameters())) / size if size else None

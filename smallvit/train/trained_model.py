@@ -92,8 +92,9 @@ def load(folder: str | Path) -> TrainedModel:
 
 
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:
-    """Save the weights of a model to a safetensors file, together with the preprocessing of its images. Return a dict with the
-    preprocessing and the hash of the file. `spec` describes the data set.
+    """Save the weights of `model` to the safetensors file at `path`, together with the preprocessing of its images and the hash
+    of the settings of its run. `run` is the `Run` object with these settings, and `spec` describes the data set. Return a dict
+    with the preprocessing and the hash of the file.
 
     The metadata of the file contain the fingerprint of the run and the preprocessing. The dict holds fields of the record.
 
