@@ -76,8 +76,8 @@ class Tune:
                 check_range(name, values, fewest=1)
 
     def plain(self) -> dict[str, Any]:
-        """Return these options as JSON data, as the file with the chosen values holds them. The ends of a range become a dict
-        with the keys "from" and "to".
+        """Return the options of this object (ranges, number of trials and so on) as JSON data, for the file with the chosen
+        values. The ends of a range become a dict with the keys "from" and "to".
         """
 
         def write(ranges: dict[str, Range]) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def check_range(name: str, values: Any, fewest: int):
 
 
 def runs_to_tune(runs: Iterable["ArmRun"]) -> list["ArmRun"]:
-    """Return the runs of a comparison of which there is a tuned copy, as a list: the runs at the longest training length, of
-    arms (variants) with a `Tune`.
+    """Return the runs of a comparison that are tuned, as a list. These are the runs with the longest training of all arms
+    (variants) that have a `Tune` (the hyperparameters to tune and their ranges). `runs` are all runs of the comparison.
 
     Raises ValueError if there are none, if they have different `Tune` options, or if one uses a seed of the trials.
     """
@@ -128,7 +128,10 @@ def runs_to_tune(runs: Iterable["ArmRun"]) -> list["ArmRun"]:
 
 
 def one_per_cell(runs: Iterable["ArmRun"]) -> dict[tuple[str, int | None], "ArmRun"]:
-    """Return one run of each arm (variant) at each number of labels, as a dict. Its keys are pairs (arm, labels)."""
+    """Return the first run of each arm (variant) at each number of labels, as a dict with keys (arm, labels). `runs` are the
+    runs that are tuned. Runs with the same key differ only in their seed, and all seeds get the same tuned settings, so one of
+    them is enough.
+    """
     first: dict[tuple[str, int | None], ArmRun] = {}
     for entry in runs:
         first.setdefault((entry.arm, entry.labels), entry)
@@ -136,8 +139,9 @@ def one_per_cell(runs: Iterable["ArmRun"]) -> dict[tuple[str, int | None], "ArmR
 
 
 def arm_ranges(runs: Sequence["ArmRun"]) -> dict[str, dict[str, Range]]:
-    """Return the hyperparameters that are tuned in each arm (variant) with their ranges, as a dict from arm to a dict. `runs`
-    are the runs of `runs_to_tune`. The dict of an arm without anything to tune is empty.
+    """Return which hyperparameters are tuned in each arm (variant), as a nested dict: `result[arm][name]` is the range of a
+    hyperparameter. The dict of an arm without anything to tune is empty. `runs` are the runs that are tuned, and each of them
+    has a `Tune` with the ranges.
 
     Raises ValueError for a name that no arm has.
     """
@@ -156,8 +160,9 @@ def arm_ranges(runs: Sequence["ArmRun"]) -> dict[str, dict[str, Range]]:
 
 
 def ranges_of(entry: "ArmRun", baseline: "ArmRun") -> dict[str, Range]:
-    """Return the hyperparameters that are tuned in the arm (variant) of one run, with their ranges, as a dict. `baseline` is a
-    run of its baseline.
+    """Return which hyperparameters are tuned in one arm (variant), as a dict from name to range. `entry` is a run of this arm,
+    and `baseline` is a run of its baseline. If the two differ only in hyperparameters that could be tuned, these are left out,
+    because the comparison is about them.
 
     A run without training steps has none.
     """
@@ -214,8 +219,9 @@ class TunedArm:
     note: str = ""
 
     def tuning(self) -> dict[str, Any]:
-        """Return the field `tuning` of the record (results) of a tuned run, as a dict: the chosen values, the cost of the
-        trials, and all trials as a curve of settings, mean validation accuracy and number of seeds.
+        """Return how this arm (variant) was tuned, as a dict for the field `tuning` of the records (results of a run): the
+        chosen values, the cost of the trials, and a list of all trials. An item of this list contains the settings, the mean
+        validation accuracy and the number of seeds.
         """
         scored = [(trial["settings"], trial["scores"]) for trial in self.trials if None not in trial["scores"]]
         return {
@@ -245,8 +251,9 @@ def write(path: Path, tune: Tune, arms: Sequence[TunedArm]):
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[TunedArm]]:
-    """Read the file `R.tuned.json`. Return its options of `Tune` as JSON data, and the list of its arms (variants) with the
-    chosen values.
+    """Read the file `R.tuned.json` at `path`. Return a dict and a list. The dict holds the options with which the file was
+    made, such as the ranges and the number of trials. The list holds one `TunedArm` (chosen values and trials) for each arm
+    (variant) and number of labels.
 
     Raises ValueError, with the name of the file, if it is damaged or was written by another version.
     """
@@ -270,7 +277,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[TunedArm]]:
 
 
 def damage(arm: TunedArm) -> str:
-    """Return what is wrong with the result of tuning one arm (variant) that was read from a file, as text, or an empty text."""
+    """Return what is wrong with the result of tuning one arm (variant), as text, such as a field of another type or a score
+    above 1. The text is empty if nothing is wrong. `arm` is this result, as it was read from a file.
+    """
     types = {"settings": dict, "edge": list, "cost": dict, "trials": list, "fingerprint": str}
     for name, expected in types.items():
         if not isinstance(getattr(arm, name), expected):
@@ -289,13 +298,16 @@ def damage(arm: TunedArm) -> str:
 
 
 def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:
-    """Return whether the options of `Tune` that a file holds, as JSON data, are those of the recipe."""
+    """Return whether a file with tuned settings was made with the same options (ranges, number of trials and so on) as the
+    recipe has now. `plain` are the options in the file as JSON data, and `tune` is the `Tune` object of the recipe.
+    """
     return tune is not None and plain == json.loads(json.dumps(tune.plain()))
 
 
 def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
-    """Return the runs of a comparison, followed by their tuned copies if the file `R.tuned.json` lies beside the recipe file.
-    `recipe` is the path of the recipe file. Raises ValueError as `apply` does.
+    """Return the runs of a comparison, followed by copies with tuned settings if the file `R.tuned.json` lies beside the recipe
+    file. `runs` are the runs without tuning, and `recipe` is the path of the recipe file. Raises ValueError if the file is
+    damaged or does not fit the recipe.
     """
     path = tuned_file(recipe)
     return [*runs, *apply(runs, path)] if path.exists() else list(runs)

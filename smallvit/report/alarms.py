@@ -19,8 +19,10 @@ LONGER = "Try more steps, such as --scale-steps 4"
 
 
 def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Record]]:
-    """Return the finished runs of each baseline and technique, as a dict from the pair (condition, arm) to a list of records
-    (results of a run). Only the conditions that the answer of a report is about are used.
+    """Return the finished runs of baselines and techniques under the main conditions: the longest training, and tuned settings
+    if there are any. The result is a dict from (condition, arm) to a list of records (results of a run). An arm is a variant in
+    the comparison; a condition is a number of labels, a training length, and tuned or not. `records` are the results of all
+    runs.
 
     These are tuned settings if there are any, and the longest training: a shorter training is short on purpose.
     """
@@ -34,8 +36,9 @@ def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Re
 
 
 def named(cells: Iterable[tuple[Condition, str]], among: Iterable[tuple[Condition, str]]) -> str:
-    """Return arms (variants) under their conditions as text: `“A” and “B” at 100 labels; all 4 arms at 1,000 labels`. `cells`
-    are the pairs (condition, arm) to name, and `among` are all pairs. The number of labels is left out if there is only one.
+    """Return the names of some arms (variants) with their numbers of labels as text: `“A” and “B” at 100 labels; all 4 arms at
+    1,000 labels`. `cells` are the pairs (condition, arm) to name. `among` are the pairs of all arms, from which the text `all 4
+    arms` follows. The number of labels is left out if there is only one.
     """
     found: dict[Condition, list[str]] = {}
     for condition, arm in cells:
@@ -71,7 +74,8 @@ def undertrained(records: Sequence[Record]) -> list[str]:
 
 def late_rise(runs: Sequence[Record]) -> float | None:
     """Return by how much the validation accuracy of an arm (variant) rose over the last quarter of training, as a mean over its
-    runs, if the arm was probably trained too briefly. Otherwise return None. `runs` are the results of its runs.
+    runs. Return None unless this rise and the falling training loss show that the training was probably too short. `runs` are
+    the results of the runs of the arm.
 
     The rule is that of `undertrained`.
     """
@@ -185,9 +189,9 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
 
 
 def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> list[str]:
-    """Return warnings about unfair numbers of trials: arms (variants) that were tried out more often than others, and arms of
-    which settings that are not on the page were scored on the test images. `records` are the results of the runs, and `trials`
-    is a parameter of `trials_of`.
+    """Return warnings about two unfair cases: some arms (variants) were tried with more settings than others, or an arm was
+    scored on the test images with more settings than the report shows, so the shown ones may be lucky. `records` are the
+    results of the runs. `trials` is a dict from an arm to the number of its settings that were tried on validation images.
     """
     out = []
     judged = {r.arm for r in records if r.role in ("baseline", "technique")}
@@ -211,8 +215,8 @@ def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None =
 
 def trials_of(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return how many settings of each arm (variant) were tried on validation images, as a dict from its name to this number.
-    `records` are the results of the runs. `trials` is such a dict, which also counts the runs of `smallvit explore`; without it
-    only the trials that the records name are counted.
+    `records` are the results of the runs; they contain the number of trials of the tuning. `trials` is a dict of the same form
+    that also counts tries with the command `smallvit explore`. The larger number counts.
 
     The dict is empty if there were no trials.
     """

@@ -14,7 +14,8 @@ CNN = "small CNN"  # the reference that is trained like the baseline
 
 def answer(comparison: Comparison) -> str:
     """Return the main result of a comparison in a few sentences. They say which arms (variants) are better or worse than their
-    baseline, how the small CNN compares, and for which arms no difference was shown.
+    baseline, how a small convolutional network compares (a reference model for orientation), and for which arms no difference
+    was shown. `comparison` holds all results.
 
     Only the main conditions count: tuned settings if there are any, and the longest training. If a verdict differs with common
     settings, the last sentence says so.
@@ -43,8 +44,9 @@ def answer(comparison: Comparison) -> str:
 
 
 def setting(comparison: Comparison) -> str:
-    """Return the beginning of a sentence that names what the main conditions have in common: `At 1,000 labels with tuned
-    settings, `. The text is empty if they have nothing in common that must be said.
+    """Return the beginning of a sentence that names the main conditions: `At 1,000 labels with tuned settings, `. It names the
+    number of labels if there is only one, the training length if there are several, and tuned settings if there are any. The
+    text is empty if none of these applies. `comparison` holds all results.
     """
     one = comparison.main[0]
     label = f"at {format_labels(one.labels)}" if len(comparison.main) == 1 else ""
@@ -75,7 +77,8 @@ def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> 
 
 def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence[Row]) -> str:
     """Return a text that names the arms (variants) in `rows`, for which no difference from the baseline was shown: `“A” at 100
-    labels and any of the 3 arms at 1,000 labels`. `judged` are the results of all arms that have a verdict.
+    labels and any of the 3 arms at 1,000 labels`. Up to two arms are named; more are only counted. `judged` are the results of
+    all arms that have a verdict, and `comparison` holds all results.
     """
     found: dict[str, list[int | None]] = {}
     for n in (condition.labels for condition in comparison.main):
@@ -89,8 +92,9 @@ def undecided_arms(comparison: Comparison, judged: Sequence[Row], rows: Sequence
 
 
 def small_cnn(comparison: Comparison) -> str:
-    """Return a sentence, without its period, that compares the mean accuracy of the small CNN, a reference, with the best arm
-    (variant) under each main condition. The text is empty if the comparison has no results of this reference.
+    """Return a sentence, without its final period, that compares the mean accuracy of the small CNN (a convolutional network
+    for orientation) with that of the best arm (variant). It is about the main conditions: the longest training, and tuned
+    settings if there are any. The text is empty without results of this network. `comparison` holds all results.
     """
     behind, ahead = [], []
     for condition in comparison.main:
@@ -114,8 +118,8 @@ def small_cnn(comparison: Comparison) -> str:
 
 
 def cost_ratio(row: Row, other: Row) -> str:
-    """Return how many times more multiply-adds one arm (variant) needs than another one, as text. The text is empty if this is
-    not known.
+    """Return how many times as many multiply-adds one arm (variant) needs as another one, as text, such as `3.2`. `row` holds
+    the results of the first arm, and `other` holds those of the second. The text is empty if one of the two numbers is unknown.
     """
     macs, reference = row.budget["macs"], other.budget["macs"]
     if not macs or not reference:
@@ -125,8 +129,9 @@ def cost_ratio(row: Row, other: Row) -> str:
 
 
 def common_settings(comparison: Comparison) -> str:
-    """Return a sentence, without its period, about the verdicts that differ with common settings from those with tuned
-    settings. The text is empty if there are none.
+    """Return a sentence, without its final period, that names the arms (variants) whose verdict with common settings (those of
+    the recipe) is not the same as with tuned settings (chosen for each arm). The text is empty if there are none. `comparison`
+    holds all results.
     """
     changed: dict[str, list[str]] = {}
     for before, row in tuned_pairs(comparison):

@@ -55,8 +55,9 @@ def styles(comparison: Comparison) -> dict[str, dict]:
 
 
 def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, columns: int = 3) -> tuple[Any, dict[Any, Any]]:
-    """Create a matplotlib figure with one panel (axes) for each name. Return the figure and a dict from name to panel. A name
-    is a text or a `Condition`. The vertical axis shows the names in `arms`.
+    """Create a matplotlib figure with one panel (axes) for each of `names`. Return the figure and a dict from name to panel. A
+    name is a text or a `Condition`, and it becomes the title. `arms` are names of variants, which label the vertical axis of
+    each panel; without them it is a normal axis.
 
     At most `columns` panels stand side by side. `height` (of one row of panels) and `width` (of the figure) are in inches.
     """
@@ -90,7 +91,8 @@ def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
 
 def draw_mean(ax, x: float, result: Row | Difference, look: dict, *, scale: int = 1, hollow: bool = False, **options):
     """Draw the mean of the results of one arm (variant) into the matplotlib axes `ax` at the position `x`, with its 95%
-    interval as a vertical bar. `look` is a dict with color and marker, and all values are multiplied by `scale`.
+    interval as a vertical bar. `result` holds the mean and the interval, and `look` is a dict with color and marker. The option
+    `scale` multiplies all values, for example by 100.
 
     `hollow=True` fills the marker with the color of the page.
     """
@@ -101,8 +103,9 @@ def draw_mean(ax, x: float, result: Row | Difference, look: dict, *, scale: int 
 
 
 def stretch_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int):
-    """Scale the accuracy axis of a plot by the logarithm of the error, so that accuracies near 100% are further apart. `axis`
-    is "x" or "y", `values` are the accuracies, and about `max_ticks` ticks are drawn at most.
+    """Scale the accuracy axis of the matplotlib axes `ax` so that accuracies near 100% are further apart: equal distances mean
+    about equal ratios of the error (1 - accuracy). `axis` is "x" or "y", `values` are the accuracies that must be visible, and
+    `max_ticks` is the largest number of ticks, approximately.
     """
     import numpy as np
 
@@ -157,8 +160,9 @@ def set_difference_axis(ax):
 
 
 def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, dict], words: Mapping[str, str] | None = None):
-    """Write the name of each arm (variant) beside the right end of its line in a plot, without overlap. `ends` is a dict from
-    arm to the last point (x, y) of its line, and `looks` is a dict from arm to color and marker. `words` are further texts.
+    """Write the name of each arm (variant) beside the right end of its line in the plot `ax`, without overlap. `ends` is a dict
+    from an arm to the last point (x, y) of its line, `looks` is one to its color and marker, and `words` is one to a text that
+    is written after its name.
     """
     gap = 0.042  # between two names, as a fraction of the axis
     place = ax.transScale + ax.transLimits

@@ -49,8 +49,8 @@ def forest(comparison: Comparison) -> str:
 
 
 def arm_and_control(row: Row) -> str:
-    """Return the name of an arm (variant), in two lines with the arm that it is compared with if this is not the baseline of
-    its group. `row` holds the results of the arm.
+    """Return the name of an arm (variant) as a label for a figure. If the arm is compared with another arm than the baseline, a
+    second line names that arm: `against +SPT`. `row` holds the results of the arm.
     """
     return row.arm + f"\nagainst {row.baseline}" * (row.baseline != row.group)
 
@@ -213,7 +213,8 @@ def by_length(comparison: Comparison) -> str:
 @style()
 def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Mapping[str, Sequence[Trial]]]) -> str:
     """Plot the validation accuracy of all trials of the tuning against each option that was tuned. Return the figure as SVG
-    text. `curves[labels, option][arm]` holds the trials of an arm (variant).
+    text. `comparison` holds all results, and `curves` is a nested dict: `curves[labels, option][arm]` lists the trials of an
+    arm (variant) with `labels` labelled images.
 
     A large marker with an outline is the choice. Small markers are the other trials, and the smallest ones used fewer seeds.
     Trials are joined by a line if only one option was tuned.
@@ -294,8 +295,8 @@ def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
 
 
 def epoch_length(records: Sequence[Record], labels: int | None) -> str:
-    """Return a text for an axis label that says how many training steps an epoch has: `(an epoch is 15.6)`. `records` are the
-    results of the runs, and `labels` is their number of labelled images.
+    """Return a text for an axis label that says how many training steps an epoch (one pass over the labelled images) has:
+    `(an epoch is 15.6)`. `records` are the results of the runs. Only runs with `labels` labelled images are used.
 
     The text is empty if the batch sizes of the runs differ or if the number of training images is unknown.
     """
@@ -307,8 +308,9 @@ def epoch_length(records: Sequence[Record], labels: int | None) -> str:
 
 @style()
 def tokens(picture: dict) -> str:
-    """Draw which patches of a few images a token reduction merged or removed in each block. Return the figure as SVG text.
-    `picture` is a dict with the data of this figure, which the results of a run contain.
+    """Draw which patches of a few images were merged or removed by a token reduction, in each block of a model. Return the
+    figure as SVG text. `picture` is a dict with the pixels of these images and the groups of their patches; the record
+    (results) of a run contains it.
     """
     from smallvit.explain import draw_token_map
 

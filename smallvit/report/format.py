@@ -36,8 +36,9 @@ def points(x: float) -> str:
 
 
 def interval(difference: Difference) -> str:
-    """Return the 95% interval of a difference from the baseline on new test images as text, in percentage points: `[−0.10,
-    0.35]`. With a single seed there is no interval, and the text is `[no interval]`.
+    """Return the 95% confidence interval of the mean difference between an arm (variant) and its control (the arm it is
+    compared with) as text, in percentage points: `[−0.10, 0.35]`. It covers the chance in the seeds and in the choice of the
+    test images. `difference` holds the differences. With a single seed, the text is `[no interval]`.
     """
     if difference.low is None or difference.high is None:
         return "[no interval]"
@@ -101,8 +102,8 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
 
 
 def excess(fraction: float) -> str:
-    """Return a relative difference from the baseline as text: 0.2 becomes `+20%`, and 2.0 becomes `3× baseline`. For infinity
-    the text is `baseline: 0`.
+    """Return the relative difference `fraction` of a cost from that of the baseline as text. Values below 1 are in
+    percent: 0.2 becomes `+20%`. Values from 1 on are a multiple: 2.0 becomes `3× baseline`. Infinity becomes `baseline: 0`.
     """
     if fraction >= 1:
         return "baseline: 0" if math.isinf(fraction) else f"{1 + fraction:,.0f}× baseline"
@@ -129,8 +130,9 @@ def sentence(comparison: Comparison, row: Row) -> str:
 
 
 def seeds_interval(difference: Difference) -> str:
-    """Return the interval of a difference over seeds alone as text, in percentage points: `[−0.10, 0.35] on these test images`.
-    Without such an interval the text is empty.
+    """Return the confidence interval of a mean difference over new seeds on the same test images as text, in percentage points:
+    `[−0.10, 0.35] on these test images`. `difference` holds the differences between an arm (variant) and its control (the arm
+    it is compared with). Without such an interval the text is empty.
     """
     if difference.seeds_low is None or difference.seeds_high is None:
         return ""
@@ -138,18 +140,20 @@ def seeds_interval(difference: Difference) -> str:
 
 
 def often(difference: Difference) -> str:
-    """Return in how many of 100 repetitions a verdict would come out again, as text: `about 78`. The text is `at least 78` if
-    the records allow only an upper bound of the variance over test images.
+    """Return in how many of 100 repetitions, with new seeds and new test images, a verdict would come out again, as text:
+    `about 78`. The text is `at least 78` if old records do not say which test images were classified correctly. `difference`
+    holds the differences between an arm (variant) and its control (the arm it is compared with).
     """
     count = round(100 * (difference.replication or 0))
     return "more than 99" if count > 99 else f"{'at least' if difference.bound else 'about'} {count}"
 
 
 def certainty(comparison: Comparison, row: Row) -> list[str]:
-    """Return sentences that say how sure the verdict on an arm (variant) is, as a list. `row` holds the results of the arm.
+    """Return sentences about the certainty of the verdict on an arm (variant), as a list. For better and worse: in how many of
+    100 repetitions the verdict would come out again. For inconclusive: the smallest difference that would have been found, and
+    what would help. `row` holds the results of the arm, and `comparison` holds all results.
 
-    For better and worse: how often the verdict would come out again, and how rare a collapse of the training must be if no seed
-    shows one. For inconclusive: the effect that would have been found, and what would help.
+    For better and worse, they also say how rare a collapse of the training must be if no seed shows one.
     """
     d = row.difference
     if d is None or d.variance is None:
@@ -172,13 +176,16 @@ def certainty(comparison: Comparison, row: Row) -> list[str]:
 
 
 def collapse(seeds: int) -> str:
-    """Return a sentence about the rates of collapse (failed training) that are excluded if none of `seeds` seeds collapsed."""
+    """Return a sentence that says which rates of collapse (share of runs whose training fails) are excluded if none of `seeds`
+    runs collapsed: `No collapse in 8 seeds excludes only collapse rates above 31%.`
+    """
     return f"No collapse in {seeds} seeds excludes only collapse rates above {100 * collapse_rate(seeds):.0f}%."
 
 
 def what_helps(comparison: Comparison, row: Row) -> str:
-    """Return a sentence that says whether more seeds or more test images would help an inconclusive verdict, with the command.
-    The text is empty if nothing is known to help. `row` holds the results of the arm (variant).
+    """Return a sentence that says what would help to decide an inconclusive verdict: more seeds (with the command that adds
+    them), more test images or new runs. The text is empty if nothing is known to help. `row` holds the results of the arm
+    (variant), and `comparison` holds all results.
     """
     d = row.difference
     if d is None or row.stopped:
@@ -191,13 +198,17 @@ def what_helps(comparison: Comparison, row: Row) -> str:
 
 
 def until_decided(comparison: Comparison) -> str:
-    """Return the command that adds seeds to a recipe until its verdicts are decided, as text."""
+    """Return the command that trains more seeds until the verdicts are decided, as text: `smallvit run R --until-decided`.
+    `comparison` holds the results and the name R of the recipe (the file that lists the runs).
+    """
     return f"smallvit run {comparison.recipe} --until-decided"
 
 
 def trends(comparison: Comparison) -> dict[tuple[int | None, str], str]:
-    """Return what becomes of each verdict with longer training at common settings, as a dict from (number of labels, arm) to
-    `holds`, `fades`, `turns`, `appears` or an empty text.
+    """Return how each verdict changes with longer training at common settings, as a dict from (number of labels, arm) to a
+    word. An arm is a variant. The verdict holds (stays the same), fades (the difference disappears or falls below half), turns
+    (to the opposite) or appears (only the longest training shows a difference). The word is empty if neither end shows a
+    difference. `comparison` holds all results.
     """
     return {(trend.labels, trend.arm): trend.outcome for trend in contrasts.trends(comparison) if not trend.tuned}
 
@@ -211,8 +222,8 @@ def baselines(rows: Sequence[Row], several: str) -> str:
 
 
 def superseded(records: Sequence[Record]) -> str:
-    """Return a text that says how many runs come from an earlier version of the recipe file, and why they were replaced. The
-    text is empty if there are no such runs. `records` are the results of the runs.
+    """Return a text that says how many runs were made with an earlier version of the recipe (the file that lists the runs), and
+    why the recipe no longer contains them. The text is empty if there are no such runs. `records` are the results of the runs.
     """
     reasons = [r.superseded for r in records if r.superseded]
     if not reasons:
@@ -223,8 +234,9 @@ def superseded(records: Sequence[Record]) -> str:
 
 
 def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
-    """Return sentences for the reader of a report: what becomes of the verdicts with longer training, what would help
-    inconclusive ones, what the intervals leave out, and how many runs have no result. `warnings` are the texts of the warnings.
+    """Return sentences for the reader of a report: how the verdicts change with longer training, what would help to decide
+    inconclusive ones, which kinds of chance the confidence intervals leave out, and how many runs have no result. `comparison`
+    holds all results, and `warnings` are the texts of the warnings, which are counted.
     """
     lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
     total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
@@ -238,8 +250,9 @@ def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
 
 
 def longer(comparison: Comparison) -> str:
-    """Return a sentence that says which verdicts hold, fade, turn or appear with longer training. The text is empty if the
-    comparison has a single training length.
+    """Return a sentence that says for which arms (variants) the difference from the baseline holds (stays), fades (disappears
+    or falls below half), turns (to the opposite) or appears with longer training. The text is empty if there is a single
+    training length. `comparison` holds all results.
     """
     lengths = sorted({c.length for c in comparison.conditions if c.length is not None and not c.tuned})
     several = len({c.labels for c in comparison.conditions}) > 1
@@ -252,8 +265,9 @@ def longer(comparison: Comparison) -> str:
 
 
 def help_for_undecided(comparison: Comparison) -> list[str]:
-    """Return sentences that say whether more seeds, more test images or new runs would help the inconclusive verdicts of the
-    main conditions, as a list.
+    """Return sentences that say how many inconclusive verdicts more seeds, more test images or new runs would help to decide,
+    as a list. New runs help if old records do not say which test images were right. Only the main conditions count: the longest
+    training, and tuned settings if there are any. `comparison` holds all results.
     """
     count = Counter(row.difference.needs for row in comparison.main_rows if row.difference and what_helps(comparison, row))
     forms = {
@@ -265,8 +279,9 @@ def help_for_undecided(comparison: Comparison) -> list[str]:
 
 
 def limits(comparison: Comparison) -> list[str]:
-    """Return sentences about what the intervals of a comparison leave out, as a list: records without data on single test
-    images, and training images that all seeds share.
+    """Return sentences about the limits of the confidence intervals, as a list: old records do not say which test images were
+    classified correctly, all seeds have the same training images, or it is unknown how many training images two seeds share.
+    `comparison` holds all results.
     """
     differences = [(row.condition, row.difference) for row in comparison.rows if row.verdict and row.difference]
     out = []

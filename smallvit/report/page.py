@@ -117,8 +117,8 @@ def html(
 
 def text(records: Sequence[Record], earlier: int = 0) -> str:
     """Return a short report for the terminal: the mean accuracy of every arm (variant), then one line for each verdict.
-    `records` are the results of the runs. `earlier` is the number of finished comparisons that were removed from the recipe
-    file.
+    `records` are the results of the runs. `earlier` is the number of finished comparisons whose arms were removed from the
+    recipe file; they still count for the Holm correction of the p-values.
 
     Only the main conditions are shown: tuned settings if there are any, and the longest training.
     """
@@ -140,8 +140,10 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
 def content(
     records: Sequence[Record], title: str, doc: str, options: str, earlier: int, trials: Mapping[str, int] | None
 ) -> dict[str, Any]:
-    """Return everything that a report shows as a dict, such as the question, the tables and the warnings. `records` are the
-    results of the runs, `title` and `doc` are the name and the docstring of the recipe file.
+    """Return everything that a report shows as a dict. `records` are the results of the runs, and `options` are their
+    command-line options. `title` and `doc` are the name and the docstring of the recipe file. `earlier` is the number of
+    comparisons whose arms (variants) were removed from this file, but count for Holm's correction. `trials` is a dict from an
+    arm to the number of settings tried on validation images.
 
     The item `comparison` is None if no run has started. The parameters are those of `markdown`.
     """

@@ -25,9 +25,8 @@ MACHINE = ("device", "precision", "threads", "kernel", "compiled")  # fields of 
 
 def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> list[str]:
     """Return a list of warnings about a comparison, one sentence each. For example, runs used different machines, or an arm
-    was probably trained too briefly. `records` are the results of the runs.
-
-    `trials` is a dict from the name of an arm (variant) to the number of its settings that were tried on validation images.
+    (variant) was probably trained too briefly. `records` are the results of the runs. `trials` is a dict from the name of an
+    arm to the number of its settings that were tried on validation images.
     """
     facts: dict[str, dict[str, dict]] = {}
     for r in records:
@@ -58,11 +57,11 @@ def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None)
 
 
 def provenance(records: Sequence[Record], options: str, trials: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Return where the results come from, as a dict from a heading to a text. Headings are, for example, code, versions and
-    machine. `records` are the results of the runs, and `options` are their command-line options as text.
+    """Return where the results come from, as a dict from a heading, such as "Machine", to a text. `records` are the results of
+    the runs, and `options` are their command-line options as text. `trials` is a dict from the name of an arm (variant) to the
+    number of its settings that were tried on validation images.
 
-    The dict also names pretrained weights, trials on validation images and the commands that repeat the runs. The parameter
-    `trials` is that of `warnings`.
+    The dict also names pretrained weights, trials on validation images and the commands that repeat the runs.
     """
     sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 

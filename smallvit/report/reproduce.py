@@ -120,8 +120,9 @@ def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
 
 
 def excuses(old: Record) -> list[str]:
-    """Return a list of texts that say why a run may have other weights than its record although the machine and the versions
-    are the same. The list is empty if it must have the same weights. `old` is the record (results of the run).
+    """Return a list of reasons why a run that is trained again may get other weights than its published record, although the
+    machine and the versions are the same. The list is empty if the weights must be equal. `old` is the record (results of the
+    run).
     """
     found = [] if old.weights_sha256 else ["the record has no hash of its weights"]
     stacked = f"the place of a run in its stack of {old.stacked} changes its rounding"
@@ -131,8 +132,10 @@ def excuses(old: Record) -> list[str]:
 def compare_scores(
     committed: Sequence[Record], old: Record, new: Record, same_weights: bool, reasons: Sequence[str]
 ) -> Outcome:
-    """Compare the score and the learning curve of a run with the record of the same seed, up to rounding, and return the
-    `Outcome`. `old` is the record, `new` is the new record, and `committed` are the records of all seeds.
+    """Compare the score and the learning curve of a run that was trained again with its published record, up to rounding, and
+    return the `Outcome`. `committed` are the records (results of a run) of all seeds, `old` is the one of this seed, and `new`
+    is the new one. `same_weights` says whether both have the same weights, and `reasons` are texts that say why the two may
+    differ.
 
     same_weights  whether both have the same weights
     reasons       why equal weights cannot be expected, as texts
@@ -173,7 +176,9 @@ def input_changes(old: Record, new: Record) -> list[str]:
 
 
 def flatten(plain: dict | list, prefix: str = "") -> dict[str, object]:
-    """Return the values of nested dicts and lists as one dict without nesting. The keys are paths such as `model.depth`."""
+    """Return the values of the nested dicts and lists in `plain` as one dict without nesting. The keys are paths such as
+    `model.depth`, and each path begins with the text `prefix`.
+    """
     items = plain.items() if isinstance(plain, dict) else enumerate(plain)
     flat: dict[str, object] = {}
     for name, value in items:
@@ -183,8 +188,9 @@ def flatten(plain: dict | list, prefix: str = "") -> dict[str, object]:
 
 
 def machine_changes(old: Record, new: Record) -> list[str]:
-    """Return a list of texts that say in what two runs differ that changes rounding: processor, number format, version of torch
-    and so on. If the list is empty, their weights must be equal. `old` and `new` are their records (results of a run).
+    """Return a list of texts that name the differences between two runs that change rounding: processor, number format, version
+    of torch and so on. If the list is empty, the rounding should be the same. `old` and `new` are their records (results of a
+    run).
     """
     changes = [
         f"{words} {getattr(old, name)} -> {getattr(new, name)}"
@@ -215,8 +221,11 @@ def code_change(old: Record, new: Record) -> str:
 
 
 def trace_problems(old: Record, new: Record, *, same_machine: bool) -> list[str]:
-    """Return a list of texts that say in what the first training steps of two runs differ beyond rounding. `old` and `new` are
-    their records (results of a run). The list is empty if they agree, or if the old record does not keep the first steps.
+    """Return a list of texts that name differences between two runs that are too large for rounding: in the first training
+    steps or in the final weights. The list is empty if there are none. `old` and `new` are the records (results of a run), and
+    `same_machine` says whether both were trained on the same machine.
+
+    The list is also empty if the old record does not keep the first steps.
 
     The seed decides the initial weights, the batches and the augmentation, on every machine. Their hashes must be equal; these
     hashes do not depend on rounding. The losses of the first steps must agree within `LOSS_TOLERANCE`.
@@ -261,7 +270,9 @@ def number(value: float | None) -> str:
 
 
 def within_factor(one: float, other: float) -> bool:
-    """Return whether two distances are both 0, or differ by at most a factor of 2."""
+    """Return whether the numbers `one` and `other` are both 0, or differ by at most a factor of 2. They are the distances
+    between the averaged (EMA) weights and the last weights in two runs.
+    """
     return one == other or (min(one, other) > 0 and max(one, other) <= EMA_FACTOR * min(one, other))
 
 
@@ -281,8 +292,9 @@ def curve_problem(old: Record, new: Record) -> str:
 
 
 def score_tolerance(committed: Sequence[Record], old: Record, new: Record) -> tuple[float, str]:
-    """Return by how much the score of a run may differ from the record of the same seed if only the rounding differs, as a
-    fraction, and a text that says why. `old` is the record, `new` is the new record, and `committed` are those of all seeds.
+    """Return the largest allowed difference between the score of a run and that of its published record, as a fraction, and a
+    text that says why. Only rounding may differ between the two. `old` is the published record (results of the run), `new` is
+    the new record, and `committed` are the published records of all seeds.
 
     If the mean training losses of the two runs agree within 0.1%, their weights have stayed together, and so have their scores:
     `FEWEST_IMAGES` test images may differ. A long training at a high learning rate amplifies rounding until the weights have
@@ -305,8 +317,9 @@ def score_tolerance(committed: Sequence[Record], old: Record, new: Record) -> tu
 
 
 def drift(old: Record, new: Record) -> float | None:
-    """Return the largest relative difference between the mean training losses of two runs, over all checks. `old` and `new` are
-    the records of the runs.
+    """Return the largest relative difference between the training losses of two runs. Each validation during training records
+    the mean training loss since the validation before; these means are compared. `old` and `new` are the records (results) of
+    the runs.
 
     It is 0 for a model that was neither trained nor loaded from a trained run. It is None if it is not known, as for a model
     that was only loaded from a trained run.
@@ -317,8 +330,9 @@ def drift(old: Record, new: Record) -> float | None:
 
 
 def compare_with_seeds(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool]:
-    """Compare the mean of new runs of one arm (variant) with the 99% prediction interval that follows from its published runs.
-    Return the outcome as text and whether the mean lies inside. `old` and `new` are lists of records (results of a run).
+    """Compare the mean score of new runs of one arm (variant) with its published runs. Return a text, and whether the mean lies
+    inside the 99% prediction interval, which follows from the mean and the standard deviation of the published scores. `old`
+    are the published records (results of a run), and `new` are the new ones.
 
     With fewer than 2 published runs there is no interval, and nothing is compared. An interval wider than 60 points excludes
     nothing, which the text says.

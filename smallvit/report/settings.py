@@ -100,7 +100,8 @@ def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[s
 
 
 class Trial(NamedTuple):
-    """One trial of the tuning of an arm (variant in the comparison), seen along one of the options that were tuned.
+    """One trial of the tuning of an arm (variant in the comparison), as a point of a plot over one tuned option. It holds the
+    value of this option, the mean validation accuracy, the number of seeds, and whether its settings were chosen.
 
     value     value of the option
     accuracy  mean accuracy on the validation images
@@ -115,8 +116,9 @@ class Trial(NamedTuple):
 
 
 def tuning_of(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[int | None, str], dict]:
-    """Return how each arm (variant) was tuned, as a dict from the pair (number of labelled images, arm) to the field `tuning`
-    of its records. `records` are the results of the runs.
+    """Return how each arm (variant) was tuned, as a dict from the pair (number of labelled images, arm) to a dict with the
+    chosen settings, the number of trials, their cost and their scores. `records` are the results of the runs, and `comparison`
+    holds the arms to use.
 
     The arms are those of the comparison, under its main conditions.
     """
@@ -126,7 +128,8 @@ def tuning_of(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[i
 
 def tuning_curves(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[int | None, str], dict[str, list[Trial]]]:
     """Return the trials of the tuning for a figure, as a nested dict: `result[labels, option][arm]` is the list of the trials
-    of an arm (variant), sorted by the value of the option. `records` are the results of the runs.
+    of an arm (variant) with `labels` labelled images. It is sorted by the value of `option`, the name of a tuned
+    hyperparameter. `records` are the results of the runs, and `comparison` holds the arms to use.
 
     Options that are no numbers, and options with a single value, are left out.
     """

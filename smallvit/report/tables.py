@@ -96,9 +96,9 @@ def accuracy_tables(comparison: Comparison, conditions: Sequence[Condition]) -> 
 
 
 def difference_remarks(row: Row, d: Difference) -> list[str]:
-    """Return remarks on a difference as a list of texts: the arm that it is measured from if this is not the baseline, the
-    interval on the same test images, and the number of seeds if some are not used. `row` holds the results of the arm
-    (variant).
+    """Return remarks on the difference between an arm (variant) and its control (the arm it is compared with), as a list of
+    texts: the control if it is not the baseline, the interval for the same test images, and the number of seeds if some are not
+    used. `row` holds the results of the arm, and `d` holds its differences.
     """
     remarks = [f"from {row.baseline}"] if row.baseline != row.group else []
     remarks += filter(None, [seeds_interval(d)])
@@ -106,8 +106,9 @@ def difference_remarks(row: Row, d: Difference) -> list[str]:
 
 
 def verdict_remarks(row: Row) -> list[str]:
-    """Return remarks on a verdict as a list of texts: its reason, how often it would come out again or which effect would
-    have been found, and at which numbers of seeds it was tested. `row` holds the results of the arm (variant).
+    """Return remarks on the verdict about an arm (variant) as a list of texts: its reason, how often a repetition would give it
+    again, the smallest difference that would have been found with 80% probability, and at which numbers of seeds it was tested.
+    `row` holds the results of the arm.
     """
     d = row.difference
     remarks = [row.reason] if row.reason else []
@@ -123,9 +124,9 @@ def verdict_remarks(row: Row) -> list[str]:
 
 
 def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
-    """Return tables that compare tuned with common settings, as a list: for each arm (variant) the chosen settings, both
-    accuracies, both verdicts, the number of trials and the expected loss by chance in the trials. `records` are the results of
-    the runs.
+    """Return tables that compare tuned settings (chosen for each arm) with common ones (those of the recipe), as a list. They
+    show for each arm (variant) the chosen settings, both accuracies and verdicts, the number of trials, and the expected loss
+    of accuracy because trials are scored with noise. `comparison` holds all results, and `records` are the results of the runs.
 
     The list is empty if no arm was tuned, or if no arm was run with common settings of the same training length.
     """
@@ -156,8 +157,9 @@ def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Tab
 
 
 def length_tables(comparison: Comparison) -> list[Table]:
-    """Return tables that show the difference of each arm (variant) from its baseline after each training length, and what
-    becomes of its verdict, as a list. There is one table for each number of labelled images, and for common and tuned settings.
+    """Return tables that show the difference of each arm (variant) from its baseline after each training length, as a list. The
+    last column says whether the difference holds, fades (disappears or falls below half), turns (to the opposite) or appears.
+    There is one table for each number of labelled images, and for common and tuned settings. `comparison` holds all results.
 
     The list is empty if there is only one length.
     """
@@ -189,8 +191,9 @@ def length_cell(row: Row) -> Cell:
 
 
 def chosen_settings(tuning: dict, common: dict) -> Cell:
-    """Return the settings that were chosen for an arm (variant) as text, and remarks: the common values, and the options whose
-    best value lies at the edge of its range. `common` is a dict with all settings of the run with common settings.
+    """Return the settings that were chosen for an arm (variant) as text, and remarks: the common values (those of the recipe),
+    and the options whose best value lies at the edge of its range. `tuning` is a dict with the chosen settings and the result
+    of the tuning. `common` is a dict with all settings of the run with common settings.
     """
 
     def form(value) -> str:
@@ -279,8 +282,9 @@ def measurement_tables(
     names_of: Callable[[Record], Iterable[str]],
     form: Callable[[float], str],
 ) -> list[Table]:
-    """Return a list of tables, one for each of the conditions. They show means over the seeds of measured numbers. The function
-    `names_of` returns the names of these numbers for the results of a run, and `form` converts a mean to text.
+    """Return a list of tables with means over the seeds of measured numbers. There is one table for each of `conditions`
+    (number of labels, training length, tuned or not). `records` are the results of the runs. The function `names_of` takes the
+    results of one run and returns the names of the numbers to show, and `form` converts a mean to text.
 
     A record holds the results of one run, and the numbers are those in its field `test`.
     """

@@ -19,12 +19,12 @@ __all__ = [
 
 
 def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
-    """Compare each arm (variant) with its control, and return a `Comparison`. `records` are the results of all runs. `earlier`
-    is the number of finished comparisons whose arms were removed from the recipe file.
+    """Compare each arm (variant) with its control, the arm it is compared with, and return a `Comparison` with all verdicts.
+    `records` are the results of all runs. `earlier` is the number of finished comparisons whose arms were later removed from
+    the recipe file (the Python file that lists the arms). They still count for the Holm correction of the p-values.
 
     Each condition (number of labelled images, training length, tuned or not) is compared separately. Each technique gets a
-    verdict about new seeds and new test images, such as better or inconclusive. The `earlier` comparisons still count for the
-    Holm correction.
+    verdict about new seeds and new test images, such as better or inconclusive.
 
     The control of an arm is the arm that `Record.baseline` names, by default the only baseline.
 
@@ -101,8 +101,12 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
 def next_looks(
     records: Sequence[Record], looks: Sequence[int] = LOOKS, *, max_seeds: int | None = None, earlier: int = 0
 ) -> dict[Cell, int]:
-    """Return which arms (variants) need more seeds before the comparison is decided, as a dict from (condition, arm) to the
-    number of seeds that the arm needs for its next look. The dict is empty if nothing is left to do.
+    """Return which arms (variants) need more seeds before they are decided, as a dict from (condition, arm) to a number of
+    seeds. A look is a test at a planned number of seeds; `looks` lists these numbers. `records` are the results of all runs so
+    far. `earlier` is the number of comparisons whose arms were removed from the recipe file; they still count for the Holm
+    correction.
+
+    The number is that of the next look of an arm. The dict is empty if nothing is left to do.
 
     A technique needs more seeds unless it is decided (better or worse), an effect of 0.5 points is excluded, a verdict is
     hopeless, a run has failed, or all looks are taken. Its control needs as many seeds as it does, and so on up to the
@@ -133,9 +137,9 @@ def next_looks(
 
 
 def next_look(found: Verdict, runs: Runs, control: Runs, looks: Sequence[int]) -> int | None:
-    """Return the number of seeds at the next look at an arm (variant), or None if it needs no more seeds or cannot have them.
-    `found` is its verdict so far, `runs` and `control` are dicts from a seed to the results of a run, and `looks` is the
-    schedule.
+    """Return the number of seeds at the next planned test (look) of an arm (variant). None means that it needs no more seeds,
+    or that a failed run makes later tests impossible. `found` is its verdict so far. `runs` and `control` are dicts from a seed
+    to the results of a run of the arm and of the arm it is compared with. `looks` lists the planned numbers of seeds.
 
     A failed run, or a pair of runs with different images, stops an arm: no later look can be taken.
     """
@@ -152,8 +156,8 @@ def next_look(found: Verdict, runs: Runs, control: Runs, looks: Sequence[int]) -
 
 
 def schedule(records: Sequence[Record]) -> tuple[int, ...]:
-    """Return the numbers of seeds at which the comparison is tested, as the records (results of the runs) say. The tuple is
-    empty if it is tested once, with all seeds.
+    """Return the planned numbers of seeds at which a comparison is tested while seeds are added, as a tuple. `records` are the
+    results of the runs, which contain these numbers. The tuple is empty if the comparison is tested once, with all seeds.
 
     Some records may lack the schedule, because seeds were added to a recipe that had a result before. The longest schedule
     counts for all: its p-values are valid wherever the series stopped.
@@ -164,8 +168,9 @@ def schedule(records: Sequence[Record]) -> tuple[int, ...]:
 def runs_by_cell(
     records: Sequence[Record], roles: Mapping[str, str], groups: Mapping[str, str]
 ) -> dict[Cell, dict[int, Record | None]]:
-    """Return the runs of each condition and arm (variant), as a nested dict: `result[condition, arm][seed]` is the record of
-    the run, or None if there is none. `roles` and `groups` are dicts from an arm to its role and to its baseline.
+    """Return the runs of each condition (number of labels, training length, tuned or not) and arm (variant), as a nested dict:
+    `result[condition, arm][seed]` is a record (results of a run), or None if there is none. `records` are the results of all
+    runs. `roles` is a dict from an arm to its role, such as "technique", and `groups` is a dict from an arm to its baseline.
 
     Every arm is expected to have all seeds of its group. A reference without any run in a condition is left out there.
     """
@@ -225,8 +230,9 @@ def controls_of(records: Sequence[Record], roles: Mapping[str, str]) -> dict[str
 
 
 def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict from the name of each arm (variant) to its baseline, at the end of the chain of controls. `controls` and
-    `roles` are dicts from the name of an arm to the arm it is compared with, and to its role.
+    """Return a dict from the name of each arm (variant) to its baseline. `controls` is a dict from an arm to its control, the
+    arm it is compared with. A control may have a control itself; this chain is followed up to a baseline. `roles` is a dict
+    from an arm to its role, such as "baseline".
 
     The dict lists the arms of one baseline together. Raises ValueError if the controls of some arms form a circle.
     """
@@ -246,8 +252,9 @@ def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str
 
 
 def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Sequence[int] = ()) -> str:
-    """Return a text that says for which seeds an arm (variant) cannot be compared with its control, and why. The text is empty
-    if all seeds can be compared. `runs` and `control_runs` are dicts from a seed to the results of a run.
+    """Return a text that says for which seeds the arm (variant) `arm` cannot be compared with the arm `control`, and why. The
+    text is empty if all seeds can be compared. `runs` and `control_runs` are dicts from a seed to the results of a run of these
+    arms. `looks` lists the planned numbers of seeds at which they are tested; empty: one test with all seeds.
 
     A seed cannot be compared if a run is missing or failed, or if the two runs used different images. With `looks` (numbers of
     seeds at which the comparison is tested), only the seeds of the first look count, and runs that are still to come are no
@@ -270,8 +277,9 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
 
 
 def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
-    """Return a dict from each seed without a result to the status and the error of its run. `runs` is a dict from a seed to the
-    results of a run.
+    """Return a dict from each seed without a result to the status and the error of its run, as text. `runs` is a dict from a
+    seed to the results of a run of one arm (variant). With `sequential=True`, seeds are added step by step: seeds after the
+    last finished one that have not run are then left out.
 
     With `sequential=True`, seeds after the last finished one that have not run are left out: the arm has stopped, or waits for
     its next look.

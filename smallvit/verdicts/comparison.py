@@ -33,8 +33,8 @@ class Condition(NamedTuple):
 
     @property
     def order(self) -> tuple:
-        """A tuple by which conditions are sorted: common before tuned settings, few before many labels, short before long
-        training.
+        """A tuple by which conditions are sorted. Common settings (those of the recipe) come before tuned settings (chosen for
+        each arm), few labelled images before many, and short training before long training.
         """
         return self.tuned, math.inf if self.labels is None else self.labels, self.length or 0
 
@@ -49,10 +49,11 @@ Cell = tuple[Condition, str]  # condition, arm
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The differences in accuracy between an arm (one variant in the comparison) and its baseline. The object holds one
-    difference for each seed, their mean, and two confidence intervals of the mean.
+    """The differences in accuracy between an arm (one variant in the comparison) and its control, the arm it is compared with.
+    The object holds one difference for each seed, their mean, and two confidence intervals of the mean: one for new seeds and
+    new test images, and one for new seeds on the same test images.
 
-    The first interval is about new test images. The second one is about new seeds on the same test images. It is never wider.
+    The second interval is never wider than the first one.
 
     seeds        the seeds that are used; at a look, the first ones
     values       the difference of each seed, with `mean` and standard deviation `sd`
@@ -70,7 +71,7 @@ class Difference:
     replication  probability that the same verdict comes out again with as many fresh seeds and new images; None if undecided
     seeds_for_90 number of seeds for which this probability is 90%; None: more seeds alone are not enough
     detectable   the effect that would have been found with 80% probability; only for inconclusive verdicts
-    needs        what would help an inconclusive verdict: "seeds", "images" or "" (neither is known to)
+    needs        what would help an inconclusive verdict: "seeds", "images", "records" (new runs) or "" (not known)
     """
 
     seeds: tuple[int, ...]
@@ -97,8 +98,9 @@ class Difference:
 
     @property
     def fragile(self) -> bool:
-        """Whether the verdict would come out again in less than 80% of repetitions. False if the records allow only a lower
-        bound of this probability.
+        """Whether a repetition with new seeds and new test images would give the same verdict in less than 80% of cases. It is
+        False if old records do not say which test images were classified correctly, because the true percentage may then be
+        higher.
         """
         return self.replication is not None and self.replication < 0.8 and not self.bound
 
@@ -157,7 +159,9 @@ class Row:
 
     @property
     def length(self) -> int | None:
-        """The number of training steps of the baseline, in a comparison over several training lengths; None otherwise."""
+        """The number of training steps of the baseline if the comparison has several training lengths; None otherwise. The
+        steps of the other arms (variants) are scaled by the same factor, so the number of the baseline names the length.
+        """
         return self.condition.length
 
     @property
@@ -207,8 +211,9 @@ class Comparison:
 
     @property
     def main(self) -> tuple[Condition, ...]:
-        """The conditions that the answer of a report is about, as a tuple. These are tuned settings if there are any, and the
-        longest training.
+        """The main conditions as a tuple. A condition is a number of labelled images, a training length, and whether the
+        settings were tuned. The main ones have the longest training, and tuned settings if there are any. The summary of a
+        report is about them.
         """
         tuned = any(c.tuned for c in self.conditions)
         chosen = [c for c in self.conditions if c.tuned == tuned]
@@ -217,7 +222,10 @@ class Comparison:
 
     @property
     def main_rows(self) -> tuple[Row, ...]:
-        """The rows of the main conditions, which the answer of a report is about."""
+        """The results of all arms (variants) under the main conditions, as a tuple with one `Row` for each arm and condition.
+        The main conditions have the longest training, and tuned settings if there are any. The summary of a report is about
+        them.
+        """
         return tuple(row for row in self.rows if row.condition in self.main)
 
     @property
@@ -229,8 +237,8 @@ class Comparison:
 
     @property
     def reduced(self) -> bool:
-        """Whether at least one arm (variant in the comparison) has measurements of token reduction, such as the speed-up. The
-        report then also shows tokens and speed-ups.
+        """Whether the effect of token reduction was measured for at least one arm (variant in the comparison): the number of
+        tokens that are left, or the speed-up of a forward pass. The report then also shows these numbers.
 
         The evaluator `cost` makes these measurements.
         """
@@ -242,7 +250,7 @@ class Comparison:
 
     def parts(self) -> tuple["Comparison", ...]:
         """Split this comparison by baseline. Return a tuple of comparisons, each with one baseline and the arms (variants) of
-        its group: those that are compared with this baseline, directly or through their own controls.
+        its group. An arm is in this group if it is compared with the baseline or with another arm of the group.
 
         `family`, the number of comparisons for the Holm correction, stays that of the whole comparison.
         """

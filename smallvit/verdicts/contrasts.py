@@ -8,7 +8,9 @@ from .comparison import Comparison, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """What becomes of the verdict about one arm (variant in the comparison) when all arms are trained longer.
+    """How the verdict about one arm (variant in the comparison) changes when all arms are trained longer. It holds (stays the
+    same), fades (the difference disappears or falls below half), turns (to the opposite) or appears (only the longest training
+    shows a difference).
 
     arm, labels, tuned   the arm, the number of labelled images (None: all), and whether the settings were tuned
     rows                 the results of the arm, from the shortest to the longest training
@@ -23,8 +25,9 @@ class Trend:
 
 
 def trends(comparison: Comparison) -> list[Trend]:
-    """Return what becomes of each verdict when all arms (variants) are trained longer, as a list of `Trend` objects. The list
-    is empty if the comparison has a single training length.
+    """Return how the verdict about each arm (variant) changes when all arms are trained longer, as a list of `Trend` objects. A
+    `Trend` holds the results at all lengths and one word, such as "fades". `comparison` holds all results. The list is empty if
+    there is a single training length.
 
     Techniques without a verdict at one of the lengths (missing runs or too few seeds) are left out.
     """
@@ -40,8 +43,9 @@ def trends(comparison: Comparison) -> list[Trend]:
 
 
 def outcome(rows: Sequence[Row]) -> str:
-    """Return what becomes of a verdict with longer training, as one word. `rows` are the results of one arm (variant), from the
-    shortest to the longest training; only the first and the last one count.
+    """Return how a verdict changes with longer training: "holds" (stays the same), "fades" (the difference disappears or falls
+    below half), "turns" (to the opposite), "appears" (only the longest training shows a difference) or "" (neither the shortest
+    nor the longest training shows one). `rows` are the results of one arm (variant), from the shortest to the longest training.
 
     "holds": the last verdict is that of the first. "turns": it is the opposite. "fades": the last verdict is inconclusive, or
     it is the same but the difference has fallen below half and its interval leaves out the first difference. "appears": only
@@ -61,8 +65,9 @@ def outcome(rows: Sequence[Row]) -> str:
 
 
 def tuned_pairs(comparison: Comparison) -> list[tuple[Row, Row]]:
-    """Return a list of pairs (results at common settings, results at tuned settings) of each arm (variant), for the same number
-    of labelled images and the same training length.
+    """Return pairs of results of the same arm (variant) as a list of tuples of two `Row` objects: the result with common
+    settings (those of the recipe), and the one with tuned settings (chosen for this arm). Both have the same number of labelled
+    images and the same training length. `comparison` holds all results.
     """
     common = {(row.arm, row.condition): row for row in comparison.rows if not row.tuned}
     pairs = [(common.get((row.arm, row.condition._replace(tuned=False))), row) for row in comparison.rows if row.tuned]

@@ -44,8 +44,9 @@ def images_of(record: Record) -> tuple:
 
 
 def difference(runs: Runs, control: Runs, looks: Sequence[int] = ()) -> Difference | None:
-    """Return the differences between an arm (variant) and its control, with intervals and p-values, as a `Difference`. `runs`
-    and `control` are dicts from a seed to the results of a run.
+    """Return the differences between an arm (variant) and its control (the arm it is compared with), with intervals and
+    p-values, as a `Difference`. `runs` and `control` are dicts from a seed to the results of a run of these arms. `looks` lists
+    the planned numbers of seeds at which the comparison is tested; empty: one test with all seeds.
 
     Only seeds for which both runs used the same images are compared. The result is None if there is no such seed.
 
@@ -67,8 +68,9 @@ def difference(runs: Runs, control: Runs, looks: Sequence[int] = ()) -> Differen
 
 
 def leading_seeds(runs: Runs, control: Runs) -> list[int]:
-    """Return the seeds, in rising order, up to the first one for which the two arms (variants) have no pair of finished runs
-    with the same images. `runs` and `control` are dicts from a seed to the results of a run.
+    """Return the seeds, in rising order, before the first seed without a usable pair of runs. A pair is usable if the runs of
+    both arms (variants) have finished with the same images. `runs` and `control` are dicts from a seed to the results of a run
+    of these arms. Later seeds are not used, because repeated tests must add the seeds in order.
     """
     found = []
     for s in sorted(runs):
@@ -79,8 +81,9 @@ def leading_seeds(runs: Runs, control: Runs) -> list[int]:
 
 
 def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVEL) -> Difference:
-    """Return the differences between two arms (variants) for the given seeds, with intervals and p-values. `level` is 1 minus
-    the confidence of the intervals. `runs` and `control` are dicts from a seed to the results of a run.
+    """Return the differences between an arm (variant) and its control (the arm it is compared with) for the given `seeds`, with
+    intervals and p-values, as a `Difference`. `runs` and `control` are dicts from a seed to the results of a run of these arms.
+    The intervals have the confidence 1 - `level`.
 
     The p-value is None if no test is possible, as `two_part_p` says.
     """
@@ -118,8 +121,9 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
 
 
 def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float]) -> Variance | None:
-    """Return the variance of the mean difference over seeds and test images. `pairs` holds the results of the run of the arm
-    (variant) and of its control for each seed, and `values` are their differences. The result is None for fewer than two seeds.
+    """Return the estimated `Variance` of the mean difference between an arm (variant) and its control (the arm it is compared
+    with). The object has one variance over seeds and one over test images. `pairs` holds for each seed the results of both
+    runs, as a tuple (arm, control). `values` are their differences. The result is None for fewer than two seeds.
 
     Records that do not say which test images a run classified correctly give an upper bound of the part over images.
     """
@@ -135,12 +139,13 @@ def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float])
 
 
 def overlap_of(records: Sequence[Record]) -> tuple[float, str]:
-    """Return how strongly the training images of two seeds overlap, and what is known about it. `records` are the results of
-    the runs that are compared.
+    """Return how strongly the training images of two seeds overlap, as a pair (number, word). If each seed draws n of m
+    labelled images, the pair is (n / (m - n), "drawn"). If all seeds have the same images, it is (0, "fixed"). If a record does
+    not say it, the word is "unknown". `records` are the results of the runs.
 
     The first value is n / (m - n) where each seed draws n of m labelled images. The second value is "drawn" in this case. If
-    all seeds have the same training images, it is "fixed" and the overlap is 0. If a record does not say, it is "unknown" and
-    the overlap is 0, too.
+    all seeds have the same training images, it is "fixed" and the overlap is 0. If a record does not say, it is "unknown", and
+    the overlap is the largest one that the other records give, or 0.
     """
     shares = [drawn_share(r) for r in records]
     known = [share for share in shares if share is not None]
@@ -151,8 +156,9 @@ def overlap_of(records: Sequence[Record]) -> tuple[float, str]:
 
 
 def drawn_share(record: Record) -> float | None:
-    """Return which share of the training images a run draws as its labelled images: the largest over the classes, and 1 if all
-    are used. The result is None if it is unknown.
+    """Return the share of the available training images that a run uses as its labelled images: a fraction, and the largest one
+    if the classes have different shares. It is 1 if all images are used, and None if it is unknown. `record` holds the results
+    of the run.
 
     Old records do not have this number. For them it is computed for the data sets in `POOLS`.
     """

@@ -22,8 +22,9 @@ from .statistics import (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict about one arm (variant in the comparison), the reason where it is not obvious, the paired difference with its
-    corrected p-value, and why the arm needs no more seeds, as `Row.stopped` says.
+    """The verdict about one arm (variant in the comparison), such as better or inconclusive, with the reason where it is not
+    obvious. The object also holds the paired difference with its corrected p-value, and `stopped`: why the arm needs no more
+    seeds ("decided", "excluded", "hopeless" or an empty text).
     """
 
     verdict: str
@@ -35,9 +36,10 @@ class Verdict:
 def judge(
     differences: Mapping[Cell, Difference | None], gaps: Mapping[Cell, str], family: int, looks: Sequence[int] = ()
 ) -> dict[Cell, Verdict]:
-    """Decide for each arm (variant) whether it is better or worse than its control, or inconclusive. `differences` are its
-    paired differences, `gaps` are texts about missing runs, and `family` is the number of comparisons that Holm corrects for.
-    `looks` are the numbers of seeds at which the comparisons are tested; empty: once.
+    """Decide for each arm (variant) whether it is better or worse than its control (the arm it is compared with), or
+    inconclusive. Keys of dicts are pairs (condition, arm). `differences` are paired differences, `gaps` are texts about missing
+    runs, and `family` is the number of comparisons for Holm's correction. `looks` lists the planned numbers of seeds at which
+    arms are tested; empty: one test with all seeds.
 
     A key is the pair (condition, arm). Comparisons that cannot be tested count with p = 1.
 
@@ -64,8 +66,9 @@ def judge(
 
 
 def decided(d: Difference, level: float) -> Verdict:
-    """Return the verdict better or worse, with the probability that it comes out again. `level` is the level that Holm's method
-    asked of the comparison, and `d` are its differences.
+    """Return the `Verdict` better or worse for a significant difference, with the probability that a repetition gives the same
+    verdict. `d` holds the differences between an arm (variant) and its control (the arm it is compared with). `level` is the
+    significance level after Holm's correction, for example 0.05 / 5 for the smallest of five p-values.
     """
     if d.variance:
         again = replication(d.mean, d.variance, level=level, overlap=d.overlap)
@@ -75,8 +78,10 @@ def decided(d: Difference, level: float) -> Verdict:
 
 
 def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
-    """Return the verdict inconclusive, with its reason and with the effect that would have been found. `level` is the level
-    that a verdict needs, `d` are the differences, and `looks` are the numbers of seeds at which they are tested.
+    """Return the `Verdict` inconclusive, with its reason and with the smallest true difference that would have been found with
+    80% probability. `d` holds the differences between an arm (variant) and its control (the arm it is compared with). `level`
+    is the significance level after Holm's correction. `looks` lists the planned numbers of seeds at which the arm is tested;
+    empty: one test with all seeds.
     """
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE):
         return Verdict("inconclusive", "equal to the baseline for every seed; check that the technique changes anything", d)
@@ -96,8 +101,9 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
 
 
 def needs(d: Difference, level: float) -> str:
-    """Return what would help an inconclusive comparison most: "records", "images" or "seeds". `d` are its differences, and
-    `level` is the level that a verdict needs.
+    """Return what would help most to decide an inconclusive comparison: "seeds" (more seeds), "images" (more test images),
+    "records" (new runs, because old records do not say which test images were right) or "" (unknown). `d` holds the differences
+    between an arm (variant) and its control (the arm it is compared with). `level` is the significance level for a verdict.
 
     "images": on these test images, no number of seeds would tell a difference of this size, or of 0.5 points if it is smaller,
     from zero. "records": this is so only by an upper bound, which new runs would replace.
@@ -109,8 +115,9 @@ def needs(d: Difference, level: float) -> str:
 
 
 def partial_evidence(d: Difference) -> str:
-    """Return the reason why a comparison is inconclusive although a weaker test found a difference. The text is empty if none
-    did. `d` are the differences of the comparison.
+    """Return a reason to show with an inconclusive verdict if a weaker test finds a difference. Weaker tests have no Holm
+    correction, or are valid only for the same training images or the same test images. The text is empty if none finds a
+    difference. `d` holds the differences between an arm (variant) and its control (the arm it is compared with).
 
     The weaker tests are the one without Holm's correction, the one about the same training images, and the one about the same
     test images.
@@ -136,9 +143,10 @@ def excludes_zero(low: float | None, high: float | None) -> bool:
 
 
 def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int] = ()) -> tuple[str, str]:
-    """Return a verdict and its reason as two texts if no test is possible, for example with too few seeds. Otherwise return two
-    empty texts. `d` are the differences, `gaps` is a text about missing runs, `family` is the number of comparisons, and
-    `looks` are the numbers of seeds at which they are tested.
+    """Return a verdict and its reason as two texts if an arm (variant) cannot be tested, for example with too few seeds;
+    otherwise return two empty texts. `d` holds its differences, `gaps` is a text about missing runs, and `family` is the number
+    of comparisons for Holm's correction. `looks` lists the planned numbers of seeds at which it is tested; empty: one test with
+    all seeds.
     """
     if gaps or d is None:
         return "no verdict", gaps

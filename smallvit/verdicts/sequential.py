@@ -34,8 +34,9 @@ BOUNDARIES = {
 
 
 def sequential_p(p_values: Mapping[int, float | None], looks: Sequence[int] = LOOKS) -> float:
-    """Return the p-value of a comparison that was tested several times while seeds were added. It is valid at every look and
-    for any rule of stopping, and Holm's method may be applied to it.
+    """Return one p-value for a comparison that is tested several times while seeds are added. `p_values` is a dict from a
+    number of seeds to the p-value of the test with these seeds. `looks` lists all planned numbers of seeds. The result is valid
+    after every test and for any rule of stopping, and Holm's method may be applied to it.
 
     Each p-value at n seeds is multiplied by sqrt(last look / n); the smallest product is compared with boundaries that were
     simulated for the schedules in `BOUNDARIES`. Other schedules add up the error probabilities of their looks.
@@ -60,8 +61,11 @@ def sequential_p(p_values: Mapping[int, float | None], looks: Sequence[int] = LO
 
 
 def nominal_level(n: int, looks: Sequence[int], level: float = LEVEL) -> float:
-    """Return the p-value that a test at `n` seeds must reach so that all looks of the schedule together err with probability
-    `level`. The intervals at these levels cover the true difference at all looks together with probability 1 - `level`.
+    """Return the largest p-value that counts as significant in a test with `n` seeds, if a comparison is tested several times
+    while seeds are added. `looks` lists all planned numbers of seeds. Without an effect, the probability that at least one of
+    these tests is significant is at most `level`.
+
+    Confidence intervals at these levels cover the true difference in all tests together with probability 1 - `level`.
 
     Raises ValueError if `n` is not in the schedule.
     """
@@ -86,7 +90,10 @@ def stop_reason(
     overlap: float = 0.0,
     equivalence: float = EQUIVALENCE,
 ) -> str:
-    """Return why an undecided comparison needs no further seeds at the look at `n` seeds, or an empty text if it goes on.
+    """Return why an inconclusive comparison needs no more seeds after a test with `n` seeds: "excluded" (an effect as large as
+    `equivalence` is excluded), "hopeless" (a result is unlikely even with all seeds) or "" (continue). `mean` is the mean
+    difference, `v` its `Variance` (estimated variances), and `overlap` says how strongly the training images of two seeds
+    overlap. `looks` lists the planned numbers of seeds.
 
     "excluded": the interval that is valid at all looks lies within `equivalence`, so an effect of that size is excluded.
     "hopeless": from 12 seeds on, if the last look is expected neither to find a difference nor to exclude an effect.
@@ -103,12 +110,17 @@ def stop_reason(
 
 
 def _sum_of_roots(looks: Sequence[int]) -> float:
-    """Return the sum of sqrt(n / last look) over all looks: the probability that some look errs is at most this times q."""
+    """Return the sum of sqrt(n / N) over `looks`, the planned numbers n of seeds at which a comparison is tested; N is the last
+    one. It gives a Bonferroni bound: without an effect, the probability that p < q * sqrt(n / N) in at least one of the tests
+    is at most q times this sum.
+    """
     return sum(math.sqrt(n / looks[-1]) for n in looks)
 
 
 def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Return the value at x of the curve through falling points (xs, ys), straight between points in logarithms of both."""
+    """Return the value at `x` of a curve through points with the coordinates `xs` and `ys`, both in falling order. Between two
+    points, log(y) is linear in log(x).
+    """
     import numpy as np
 
     return float(np.exp(np.interp(math.log(x), np.log(xs[::-1]), np.log(ys[::-1]))))

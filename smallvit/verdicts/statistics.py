@@ -46,7 +46,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def collapse_rate(seeds: int) -> float:
-    """Return the smallest rate of collapsed runs that is excluded with 95% confidence when none of `seeds` runs collapsed."""
+    """Return the smallest rate of collapse (share of runs whose training fails) that is excluded with 95% confidence if none of
+    `seeds` runs collapsed. For 8 seeds it is 0.31.
+    """
     return 1 - 0.05 ** (1 / seeds)
 
 
@@ -55,7 +57,9 @@ def collapse_rate(seeds: int) -> float:
 
 @dataclass(frozen=True)
 class Variance:
-    """Estimated variances of the mean paired difference between two arms, over seeds and over test images.
+    """Estimated variances of the mean difference in accuracy between two arms (variants in a comparison), which are run with
+    the same seeds and tested on the same images. One part comes from the choice of the seeds, the other part from the choice of
+    the test images.
 
     The unbiased variance of the mean is `over_seeds + over_images - rest`.
 
@@ -77,7 +81,9 @@ class Variance:
 
 
 def paired_variance(d: Any) -> tuple[float, Variance]:
-    """Return the mean of a table of paired differences and its estimated variance over seeds and test images.
+    """Return the mean of a table of differences between two arms (variants) and its estimated `Variance`. `d` is an array of
+    shape (seeds, test images). Its values are 1 where only the arm classifies the image correctly, -1 where only its control
+    (the arm it is compared with) does, and 0 otherwise.
 
     The variances are the mean squares of a two-way analysis of variance without replication.
 
@@ -109,8 +115,10 @@ def paired_variance(d: Any) -> tuple[float, Variance]:
 
 
 def variance_bound(values: Sequence[float], errors: float, images: int) -> Variance:
-    """Return the variance of a mean paired difference, with an upper bound of the part over test images. It is for old records,
-    which do not say which test images a run classified correctly.
+    """Return the estimated `Variance` of the mean difference in accuracy between two arms (variants). `values` are the
+    differences of the seeds, `errors` is the sum of the mean error rates of both arms, and `images` is the number of test
+    images. The part over test images is an upper bound. It is used for old records, which do not say which images were
+    classified correctly.
 
     Two arms differ on at most as many images as both together classify wrongly, which gives the bound.
 
@@ -130,7 +138,10 @@ def variance_bound(values: Sequence[float], errors: float, images: int) -> Varia
 
 
 def half_width(v: Variance, level: float, *, overlap: float = 0.0, folds: float = 1.0) -> float:
-    """Return half the width of the confidence interval of a mean paired difference for new seeds and new test images.
+    """Return half the width of the confidence interval of the mean difference between two arms (variants), for new seeds and
+    new test images. `v` is the `Variance` (estimated variances) of the difference, and `level` is 1 minus the confidence.
+    `overlap` says how strongly the training images of two seeds overlap. `folds` multiplies the variance over test images; it
+    is 1 except for cross-validation.
 
     The interval over seeds alone is one side of a right triangle, the part over test images is the other side, and the result
     is the hypotenuse. Equal arms of accuracy 0.6 to 0.995 were told apart in 3.8 to 4.4% of simulated comparisons at level 5%.
@@ -149,8 +160,10 @@ def half_width(v: Variance, level: float, *, overlap: float = 0.0, folds: float 
 
 
 def two_part_p(mean: float, v: Variance, *, overlap: float = 0.0, folds: float = 1.0) -> float | None:
-    """Return the p-value of a mean paired difference for new seeds and new test images: the level at which the interval of
-    `half_width` just reaches zero.
+    """Return the p-value of a mean difference between two arms (variants), for new seeds and new test images. It is the level
+    at which one end of the confidence interval is zero. `mean` is the difference, and `v` is its `Variance` (estimated
+    variances). `overlap` says how strongly the training images of two seeds overlap, and `folds` is 1 except for
+    cross-validation.
 
     The result is None if no verdict is possible: fewer than six seeds, fewer than two effective test images, or the same
     difference, other than zero, for every seed. `overlap` and `folds` are those of `half_width`.
@@ -164,13 +177,17 @@ def two_part_p(mean: float, v: Variance, *, overlap: float = 0.0, folds: float =
 
 
 def seeds_half_width(v: Variance, level: float) -> float:
-    """Return half the width of the paired t interval over seeds. It speaks of the same test images only."""
+    """Return half the width of the paired t interval of a mean difference over seeds. The interval covers the chance in the
+    seeds, and not the chance in the choice of the test images. `v` is the `Variance` (estimated variances) of the difference,
+    and `level` is 1 minus the confidence.
+    """
     return critical_t(level, v.seeds - 1) * math.sqrt(v.over_seeds)
 
 
 def seeds_p(mean: float, v: Variance) -> float | None:
-    """Return the p-value of the paired t-test over seeds. It speaks of the same test images only. The result is None if all
-    seeds have the same difference, other than zero.
+    """Return the p-value of the paired t-test over seeds for a mean difference between two arms (variants). It is about new
+    seeds on the same test images. `mean` is the difference, and `v` is its `Variance` (estimated variances). The result is None
+    if all seeds have the same difference, other than zero.
     """
     from scipy.special import stdtr
 
@@ -187,7 +204,10 @@ def critical_t(level: float, df: float) -> float:
 
 
 def _crossing(value: float, falling: Callable[[float], float]) -> float:
-    """Return the level, between 1e-100 and 1, at which a falling function of the level equals `value`."""
+    """Return the significance level, between 1e-100 and 1, at which the function `falling` has the value `value`. The function
+    takes a level and returns, for example, half the width of the confidence interval at this level. It falls when the level
+    rises.
+    """
     from scipy.optimize import brentq
 
     if falling(1e-100) <= value:
@@ -201,7 +221,10 @@ def _crossing(value: float, falling: Callable[[float], float]) -> float:
 
 
 def planned(v: Variance, seeds: int, images: int | None = None) -> Variance:
-    """Return the variances that are expected for another number of seeds and, if given, of test images."""
+    """Return the `Variance` object that a mean difference would have with `seeds` seeds and `images` test images (None: as many
+    as now). `v` is its `Variance` now, an object with one variance over seeds and one over test images. Both are scaled to the
+    new numbers.
+    """
     images = images or v.images
     more_seeds, more_images = v.seeds / seeds, v.images / images
     rest = v.rest * more_seeds * more_images
@@ -217,20 +240,27 @@ def planned(v: Variance, seeds: int, images: int | None = None) -> Variance:
 
 
 def expected_variance(v: Variance, seeds: int, images: int | None = None) -> float:
-    """Return the variance of the mean paired difference that is expected for another number of seeds and, if given, of test
-    images.
+    """Return the total variance, as one number, that a mean difference would have with `seeds` seeds and `images` test images
+    (None: as many as now). `v` is its `Variance` now, an object with one variance over seeds and one over test images. Both are
+    scaled to the new numbers and combined.
     """
     p = planned(v, seeds, images)
     return p.over_seeds + p.over_images - p.rest
 
 
 def standard_error(v: Variance, overlap: float = 0.0) -> float:
-    """Return the standard error of a mean paired difference for new seeds and new test images."""
+    """Return the standard error of the mean difference between two arms (variants), for new seeds and new test images. `v` is
+    the `Variance` (estimated variances) of the difference. `overlap` says how strongly the training images of two seeds
+    overlap: n / (m - n) if each seed draws n of m labelled images, else 0.
+    """
     return math.sqrt(v.over_seeds * (1 + v.seeds * overlap) + max(0.0, v.over_images - v.rest))
 
 
 def replication(mean: float, v: Variance, *, level: float = LEVEL, seeds: int | None = None, overlap: float = 0.0) -> float:
-    """Return the probability that a repetition with fresh seeds and as many new test images gives the same verdict again.
+    """Return the probability that a repetition with `seeds` new seeds (None: as many as before) and as many new test images
+    gives the same verdict again. `mean` is the mean difference between two arms (variants), and `v` is its `Variance`
+    (estimated variances). `level` is the significance level, and `overlap` says how strongly the training images of two seeds
+    overlap.
 
     The true effect is unknown, so it is averaged over what the observed mean and its standard error make likely (a flat prior).
     This is an upper estimate if effects are small. A p-value equal to the level gives 50%.
@@ -251,8 +281,12 @@ def replication(mean: float, v: Variance, *, level: float = LEVEL, seeds: int | 
 def seeds_to_replicate(
     mean: float, v: Variance, *, level: float = LEVEL, target: float = 0.9, overlap: float = 0.0
 ) -> int | None:
-    """Return the smallest number of fresh seeds with which the same verdict comes out again with probability `target`. The
-    result is at least six, and None if more seeds alone (up to 1,000) do not reach the target.
+    """Return the smallest number of new seeds with which a repetition gives the same verdict with 90% probability (option
+    `target`), and None if 1,000 seeds are not enough. `mean` is the mean difference between two arms (variants), and `v` is its
+    `Variance` (estimated variances). `level` is the significance level, and `overlap` says how strongly the training images of
+    two seeds overlap.
+
+    The result is at least six. More seeds alone may not be enough, because the test images vary, too.
     """
 
     def enough(n: int) -> bool:
@@ -268,7 +302,9 @@ def seeds_to_replicate(
 
 
 def detectable(v: Variance, *, level: float = LEVEL, power: float = 0.8, overlap: float = 0.0) -> float:
-    """Return the smallest true difference that the two-part test would find with probability `power`.
+    """Return the smallest true difference between two arms (variants) that the test for new seeds and new test images would
+    find with 80% probability (option `power`). `v` is the `Variance` (estimated variances) of the observed difference. `level`
+    is the significance level, and `overlap` says how strongly the training images of two seeds overlap.
 
     It is an approximation: half the interval plus a quantile of the t distribution times the standard error.
     """
@@ -276,7 +312,10 @@ def detectable(v: Variance, *, level: float = LEVEL, power: float = 0.8, overlap
 
 
 def more_images_needed(v: Variance, effect: float, *, level: float = LEVEL) -> bool:
-    """Return whether no number of seeds would tell a difference of `effect` from zero on this number of test images."""
+    """Return whether more test images are needed to show a difference of the size `effect` between two arms (variants). This is
+    the case if even infinitely many seeds would not give p < `level` with the present number of test images. `v` is the
+    `Variance` (estimated variances) of the observed difference.
+    """
     between_images = max(0.0, v.over_images - v.rest)
     return critical_t(level, max(0.5, v.n_eff - 1)) * math.sqrt(between_images) >= abs(effect)
 
@@ -296,8 +335,11 @@ def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: f
 
 
 def tuning_loss(differences: Sequence[Any]) -> float:
-    """Return the accuracy, as a fraction, that a choice among about 8 trials is expected to lose at most because trials are
-    scored with noise: with few seeds, on few validation images.
+    """Return the accuracy, as a fraction, that tuning loses at most on average because trials are scored with noise, so that
+    not the best one is chosen. Each item of `differences` is for two trials: an array (seeds, validation images) of right (1)
+    or wrong (0) of the first trial minus that of the second. The formula is for 8 trials, the default of `Tune`.
+
+    The noise comes from few seeds and few validation images.
 
     The loss is largest if the true accuracies of the trials differ about as much as the noise. It is 0.43 times the standard
     deviation of the noise of one trial.
