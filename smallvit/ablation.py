@@ -77,22 +77,24 @@ class ArmRun:
 
     @property
     def cell(self) -> tuple:
-        """The arm and the condition of the run, as a tuple: arm, number of labelled images, training length, and whether the
-        settings were tuned. Runs with equal cells differ only in their seed.
+        """The arm (variant in the comparison) and the condition of the run, as a tuple: arm, number of labelled images,
+        training length, and whether the settings were tuned (chosen by `smallvit tune`). Runs with equal cells differ only in
+        their seed.
         """
         return self.arm, self.labels, self.length, self.tuning is not None
 
     @property
     def condition(self) -> str:
-        """The condition of the run as text: the number of labelled images, the training length and whether the settings were
-        tuned. For example: `1,000 labels, 2,000 steps, tuned`.
+        """The condition of the run as text: the number of labelled images, the training length, and whether the settings were
+        tuned (chosen by `smallvit tune`). For example: `1,000 labels, 2,000 steps, tuned`.
         """
         length = "" if self.length is None else f", {self.length:,} steps"
         return format_labels(self.labels) + length + ", tuned" * (self.tuning is not None)
 
     def with_steps(self, change) -> "ArmRun":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
-        new one. It also converts the training length that is the name of the condition.
+        new one. In a comparison over several training lengths, a length is identified by the steps of the baseline; this number
+        is converted too.
         """
         return replace(self, run=self.run.with_steps(change), length=self.length and change(self.length))
 
@@ -179,8 +181,9 @@ def ablate(
 
 
 def training_lengths(steps: Iterable[int] | None, baseline: Run) -> list[int | None]:
-    """Return the training lengths of a comparison as a list of numbers of steps of the baseline, or [None] if `steps` is None.
-    `baseline` is the run of the baseline.
+    """Return the training lengths of a comparison as a list. `steps` holds the numbers of training steps of the baseline, in
+    increasing order; they are checked and returned. None means that there is only one length: then return [None]. `baseline` is
+    the run with which other runs are compared.
 
     Raises ValueError if the numbers do not increase or are not positive whole numbers, and if the baseline is not trained.
     """
@@ -195,15 +198,17 @@ def training_lengths(steps: Iterable[int] | None, baseline: Run) -> list[int | N
 
 
 def scaled_steps(run: Run, length: int, steps: int) -> Run:
-    """Return a copy of a run whose number of steps is multiplied by `length / steps`, rounded, and is at least 1. A run without
-    training (`steps=0`) stays untrained. Earlier runs, such as pretraining, are changed in the same way.
+    """Return a copy of `run` whose number of training steps is multiplied by `length / steps`: the steps of the baseline at the
+    new training length, divided by its usual steps. So all runs of a comparison are scaled alike. The result is rounded, and at
+    least 1; 0 stays 0. Earlier runs, such as pretraining, are changed in the same way.
     """
     return run.with_steps(lambda old: max(1, round(old * length / steps)) if old else 0)
 
 
 def controls_of(names: list[str], given: dict[str, str]) -> dict[str, str]:
-    """Return the control of each arm, as a dict from the name of the arm to the name of its control. `names` are all arms and
-    references, with the baseline first. `given` is such a dict for some arms; the others have the baseline as their control.
+    """Return the control of each arm (variant), that is the arm with which it is compared, as a dict from name to name. `names`
+    are all arms, then the references (models for orientation only); the first is the baseline. `given` is such a dict for some
+    arms. The control of the others is the baseline.
 
     Raises ValueError for unknown names, an arm that is its own control, and controls that form a circle.
     """
@@ -224,8 +229,9 @@ def controls_of(names: list[str], given: dict[str, str]) -> dict[str, str]:
 
 
 def by_control(controls: dict[str, str]) -> list[str]:
-    """Return all arms in an order in which each arm comes after its control. `controls` is a dict from the name of an arm to
-    the name of its control; a baseline is its own control. Raises ValueError if the controls form a circle.
+    """Return all arms (variants) in an order in which each arm comes after its control, the arm with which it is compared. In
+    this order, each arm can be changed to match the cost of its control. `controls` is a dict from arm to control; a baseline
+    is its own control. Raises ValueError if the controls form a circle.
     """
     order: list[str] = []
     while len(order) < len(controls):
@@ -238,7 +244,9 @@ def by_control(controls: dict[str, str]) -> list[str]:
 
 
 def longest(entries: Iterable[ArmRun]) -> list[ArmRun]:
-    """Return the runs at the longest training length as a list. Without several lengths, these are all runs."""
+    """Return the runs with the longest training length in a comparison as a list. If the comparison has only one length, return
+    all runs. `entries` are the runs.
+    """
     entries = list(entries)
     most = max(entry.length or 0 for entry in entries)
     return [entry for entry in entries if (entry.length or 0) == most]
@@ -247,12 +255,11 @@ def longest(entries: Iterable[ArmRun]) -> list[ArmRun]:
 def with_dependencies(
     entries: Iterable[ArmRun], recipe: Iterable[ArmRun] = ()
 ) -> tuple[list[ArmRun], list[dict[str, int]]]:
-    """Add to a list of runs the earlier runs that must be trained first, such as pretraining. Return the longer list, and for
-    each run a dict from "init" or "teacher" to the position of the earlier run. `recipe` lists all known runs.
+    """Add to the list of runs `entries` the earlier runs that must be trained first, such as pretraining. Return the longer
+    list, and for each run a dict from "init" or "teacher" to the position of the earlier run. `recipe` lists all runs of the
+    recipe: an earlier run that is one of them keeps its name.
 
-    Each earlier run is added once.
-
-    `recipe` holds all runs of the recipe: a dependency that is one of them keeps the name of its arm.
+    Each earlier run is added once. An earlier run that is in `recipe` keeps the name of its arm.
     """
     entries = list(entries)
     arms = {fingerprint(entry.run): entry for entry in recipe}
@@ -269,8 +276,9 @@ def with_dependencies(
 
 
 def at_cell(run: Run, labels: int | None, seed: int) -> Run:
-    """Return a copy of a run with another number of labelled images (`labels`, where None means all) and another random seed.
-    Earlier runs that this run needs, such as pretraining, are changed in the same way.
+    """Return a copy of a run with `labels` labelled images (None means all) and the random seed `seed`. A comparison trains
+    each arm in this way for several numbers of labels and seeds. Earlier runs that this run needs, such as pretraining, are
+    changed in the same way.
 
     A dependency that sets its own number of labels keeps it. A dependency that uses no labels has `labels=None`, so it is the
     same run for all numbers of labels.
@@ -283,8 +291,9 @@ def at_cell(run: Run, labels: int | None, seed: int) -> Run:
 
 
 def depends_on_labels(run: Run) -> bool:
-    """Return whether the training images of a run depend on the number of labelled images. This is false for pretraining on
-    unlabelled images. Earlier runs that the run needs are included.
+    """Return whether the training of a run changes with the number of labelled images. This is false for pretraining on
+    unlabelled images, which uses the same images in any case. It is true if an earlier run that `run` needs depends on this
+    number.
     """
     return not run.unlabelled or run.pseudo_labels is not None or any(map(depends_on_labels, run.dependencies.values()))
 
@@ -326,8 +335,8 @@ linear_probe_of_pixels = partial(linear_probe, standardise=False)
 
 
 def probes_for_pixels(arms: list[Run]) -> tuple[partial, ...]:
-    """Return the probes (classifiers on frozen features) of these runs that can also classify raw pixels, as a tuple. Options
-    without meaning for raw pixels, such as a layer of the model, are removed.
+    """Return the probes (classifiers on frozen features) that the runs `arms` use and that can also classify raw pixels, as a
+    tuple. Options that cannot apply to raw pixels, such as a layer of the model, are removed.
     """
     found = {}
     for evaluator in (evaluator for run in arms for evaluator in run.evaluators):

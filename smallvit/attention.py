@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 
 class AttentionOutput(NamedTuple):
-    """The result of an attention module: the new tokens `x`, and three functions. The functions return the keys, the attention
-    map, and the attention that each token receives.
-
-    These values are computed only when the function is called.
+    """The result of an attention module: the new tokens `x`, and three functions that compute more when they are called.
+    `key()` returns the keys and `map()` the attention map. `saliency()` returns how much attention each token receives, as a
+    mean over heads and queries.
 
     `key()` returns the keys, averaged over heads, (b, n, e). `map()` returns the attention map, (b, h, n, n): how each query
     (row) distributes its attention over the keys. `saliency(queries)` returns the attention that each token receives, (b, n):
@@ -168,8 +167,9 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Return a boolean attention mask for `n` tokens in which no token attends to itself. Tokens of `size` 0 (removed tokens)
-    and pairs that are False in `mask` are excluded too.
+    """Return a boolean attention mask for `n` tokens in which no token attends to itself. True allows attention; the shape can
+    be broadcast to (batch, heads, n, n). Tokens of `size` 0 (removed tokens) and pairs that are False in `mask` are excluded
+    too. `size` and `mask` may be None.
 
     A token that could then attend to no token attends to itself.
     """
@@ -185,8 +185,8 @@ def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torc
 
 
 def check_mask(mask: Tensor) -> Tensor:
-    """Return a boolean attention mask with at least two axes (queries, keys). A mask with one axis gets an axis for the
-    queries. Raise ValueError if `mask` is not boolean.
+    """Return a boolean attention mask with at least two axes (queries, keys). A mask with one axis is the same for all queries:
+    its shape (keys) becomes (1, keys). Raise ValueError if `mask` is not boolean.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may attend to a key")
@@ -196,9 +196,10 @@ def check_mask(mask: Tensor) -> Tensor:
 def attend_and_project(
     module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float
 ) -> AttentionOutput:
-    """Return an `AttentionOutput`, computed from queries, keys and values (batch, heads, tokens, width) and the output
-    projection of the attention module `module`. `size` is the number of patches in each token, `mask` is True where attention
-    is allowed, and `scale` multiplies the logits.
+    """Compute attention from queries `q`, keys `k` and values `v` (batch, heads, tokens, width), and return an
+    `AttentionOutput`. The attention module `module` has the output projection, which is applied at the end. `size` is the
+    number of patches in each token; None means 1. `mask` is True where attention is allowed; None allows all. `scale`
+    multiplies the logits.
 
     The dropout rate and the choice of the kernel are attributes of `module`.
     """
@@ -226,11 +227,12 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, size: Tensor | None = None, mask: Tensor | None = None,
     dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the attention output (batch, heads, tokens, width), and the attention map (batch, heads, tokens, tokens) or None.
-    `size` is the number of patches in each token, `mask` is True where attention is allowed, `fused` selects the kernel, and
-    `scale` multiplies the logits.
+    """Return the attention output (batch, heads, tokens, width) of queries `q`, keys `k` and values `v`, and the attention map
+    or None. `size` is the number of patches in each token, `mask` is True where attention is allowed, `dropout` is a rate, and
+    `scale` multiplies the logits. `fused` is True for PyTorch's fused kernel, which gives no map, False for matrix products, or
+    None for the faster one.
 
-    The map is None if the kernel computes none.
+    The map has the shape (batch, heads, tokens, tokens). It is None if the kernel computes none.
 
     There are two kernels, which agree up to rounding. On a GPU the fused `scaled_dot_product_attention` is always used. On a
     CPU it is slower than two matrix products and a softmax while the map fits in the cache, so it is used from 128 tokens on
@@ -274,9 +276,9 @@ def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
 
 
 def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return the attention output (batch, heads, tokens, width), computed so that token sizes get a gradient, also the size 0
-    of removed tokens. Learned pruning needs this gradient. `size` is the number of patches in each token, and `mask` is True
-    where attention is allowed.
+    """Return the attention output (batch, heads, tokens, width) of queries `q`, keys `k` and values `v`. `size` is the number
+    of patches in each token, 0 for a removed token. In the backward pass, all sizes get a gradient, also those that are 0;
+    learned pruning needs this. `mask` is True where attention is allowed, and `dropout` is the dropout rate.
 
     Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
     equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no

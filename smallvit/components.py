@@ -146,7 +146,7 @@ def described_defaults(name: str) -> dict[str, Any]:
 
 def definition_hash(thing: Callable) -> dict[str, str]:
     """Return the hash of the source code of a class or function, if a recipe file defines it, as a dict with the key
-    `recipe_sha256`. For other classes and functions the dict is empty.
+    `recipe_sha256`. For other classes and functions the dict is empty. The caller adds the dict to a description of `thing`.
 
     The hash includes all definitions of the recipe that the class or function uses.
     """
@@ -252,8 +252,8 @@ def function(component: Any) -> Any:
 
 
 def added_options(component: Any) -> dict[str, Any]:
-    """Return the options of a component (such as a model) that were added after version 0.2.0, as a dict. Each value is the one
-    with which the component behaves as in that version.
+    """Return the options of a component (such as a model) that were added after version 0.2.0, as a dict from name to value.
+    With these values, the component behaves as it did before the options existed.
 
     A component declares them in its attribute `added_options`. They keep the fingerprints of older runs valid. A subclass
     inherits the declaration for those options that it accepts.
@@ -281,7 +281,9 @@ def arguments(component: Callable) -> dict[str, inspect.Parameter]:
 
 @functools.cache  # a recipe needs the same few signatures 100,000 times
 def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class or function that can be given by name, as a dict from name to `inspect.Parameter`."""
+    """Return the parameters in the signature of a class or function that can be given by name, as a dict from name to
+    `inspect.Parameter`. `component` is the class or function itself, not a `functools.partial` of it.
+    """
     parameters = inspect.signature(component).parameters
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 

@@ -63,8 +63,8 @@ def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
 
 
 def describe_tokens(model: ViT) -> str:
-    """Return a line of text with the number of tokens after each block of a model. The text also gives the cost, relative to
-    the same model without merging or pruning of tokens.
+    """Return a line of text with the number of tokens after each block of a model. The text also gives the number of
+    multiply-adds (MACs), as a fraction of those of the same model without merging or pruning of tokens.
 
     For example: `50 tokens, after the blocks 42, 35, 29, 24; 0.61 of the MACs`.
     """
@@ -81,9 +81,10 @@ def closed_form(
     model: ViT, tokens: Sequence[tuple[float, float]] | None = None,
     image: tuple[int, int] | None = None, embed: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict: tokenizer, blocks, token
-    reduction, head. Optional: `tokens` is the number of tokens in each block, `image` the image size, and `embed` the MACs of
-    the tokenizer.
+    """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict with the keys `embed`
+    (tokenizer), `blocks`, `reduction` (merging and pruning of tokens) and `head`. Optional: `tokens` holds the number of tokens
+    in the attention and in the MLP of each block, `image` is the image size (height, width), and `embed` is the MACs of the
+    tokenizer, if known already.
 
     The keys are `embed`, `blocks`, `reduction` (the cost of the reduction itself, which published figures leave out) and `head`
     (with the layers of a pool). `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the
@@ -188,15 +189,16 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def forward(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function that runs a model on images, to measure its cost. The function is the model itself or, for a model
-    without parameters, its method `features`.
+    """Return the function that runs a model on images, to measure its cost. The function is the model itself. A model without
+    parameters, such as the raw pixels as features, has no classifier; there, the function is its method `features`.
     """
     return model if next(model.parameters(), None) is not None else model.features
 
 
 def macs_of_each(model: ViT, images: Tensor, seen: Tensor | None = None) -> list[float]:
-    """Return a list with the multiply-adds (MACs) of a ViT for each of the `images`, if its number of tokens depends on the
-    image. `seen` holds the number of tokens in each block, if these were counted before.
+    """Return a list with the multiply-adds (MACs) of a ViT for each of the `images`. It is for models whose number of tokens
+    depends on the image. `seen` (optional) holds the number of tokens in each block for each image, if it was counted before;
+    otherwise it is counted here.
 
     The MACs follow the closed form, or torch's counter image by image where no closed form is known.
     """
@@ -214,8 +216,8 @@ def reduces(model: nn.Module) -> TypeGuard[ViT]:
 
 
 def has_closed_form(model: Any) -> bool:
-    """Return True if the multiply-adds (MACs) of a ViT can be computed by a formula, else False. The formula needs an output
-    projection `proj` in the attention of every block.
+    """Return True if the multiply-adds (MACs) of a ViT can be computed by a formula, else False. The formula reads the width of
+    the attention from its output projection `proj`, so the attention of every block must have this linear layer.
     """
     return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
 
@@ -240,10 +242,11 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> lis
 
 def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]:
     """Measure how much faster a model is with token reduction (merging or pruning) than without. Return the median time of a
-    forward pass on `images` in milliseconds, and the relative speed. `repeats` is the number of measurements.
+    forward pass on `images` in milliseconds, and the speedup: the time without reduction divided by the time with it. `repeats`
+    is the number of measurements.
 
-    The model without reduction uses the faster of the two attention kernels. A relative speed below 1 means that the reduction
-    makes the model slower.
+    The model without reduction uses the faster of the two attention kernels. A speedup below 1 means that the reduction makes
+    the model slower.
     """
     baselines = [unreduced(model) for _ in range(2)]
     for baseline, fused in zip(baselines, (False, True)):
@@ -259,9 +262,10 @@ def match_budget(
     model: Callable, reduction: Callable, option: str, share: float, between: tuple[float, float],
     image: tuple[int, int] = (28, 28), channels: int = 1, of: str = "macs",
 ) -> float:  # fmt: skip
-    """Return the value of an option at which token reduction lowers the cost of a model to a given fraction (`share`). `option`
-    is the name of the option, and `between` is the (lowest, highest) value to try. `of` is the kind of cost: "macs" or
-    "tokens".
+    """Return the value of an option at which token reduction lowers the cost of a model to the fraction `share`. `reduction` is
+    the class that merges or prunes tokens, such as `Merge`; `option` is the name of its option, and `between` holds the lowest
+    and highest value to try. `model` builds the model for images of size `image` (height, width) and `channels`. `of` is the
+    cost: "macs" or "tokens".
 
     `model` is called `(image, channels, classes)`, as in a `Run`, with `image` as (height, width). The result is rounded to
     three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself included; with `of="tokens"`

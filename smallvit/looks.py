@@ -17,7 +17,9 @@ FILE = "looks.json"
 
 
 class Looks(NamedTuple):
-    """The schedule of a comparison to which seeds are added, and the number of seeds that each arm has at present.
+    """The numbers of seeds of a comparison of arms (variants). It is tested at planned numbers of seeds; each test is a look.
+    Until it is decided, runs with more seeds are trained. `schedule` lists the planned numbers in rising order. `seeds` is a
+    dict from an arm and its condition, such as the number of labels, to its present number of seeds.
 
     schedule  the numbers of seeds at which the comparison is tested, in rising order
     seeds     a dict from the cell of a run (see `ArmRun.cell`) to its number of seeds. A cell that is absent has the seeds of
@@ -28,13 +30,17 @@ class Looks(NamedTuple):
     seeds: Mapping[tuple, int]
 
     def at(self, cell: tuple) -> int:
-        """Return the number of seeds of the runs with this `cell`: arm, number of labels, training length, tuned or not."""
+        """Return the present number of seeds of one arm (variant in a comparison) under one condition. `cell` is a tuple with
+        both: arm, number of labels, training length, and whether the settings were tuned. A cell that is not listed has the
+        first number of seeds in the schedule.
+        """
         return self.seeds.get(cell, self.schedule[0])
 
 
 def read_looks(folder: str | Path) -> Looks | None:
-    """Return the schedule and the numbers of seeds that the file `looks.json` in the folder of a recipe's runs holds. Return
-    None if there is no such file. Raises ValueError if the file is damaged.
+    """Read the file `looks.json` in `folder`, the folder of a recipe's runs, and return a `Looks` object, or None if there is
+    no such file. It holds the planned numbers of seeds at which the comparison is tested (each test is a look), and the present
+    number of seeds of each arm (variant). Raises ValueError if the file is damaged.
     """
     path = Path(folder) / FILE
     if not path.exists():
@@ -52,7 +58,9 @@ def read_looks(folder: str | Path) -> Looks | None:
 
 
 def write_looks(folder: str | Path, looks: Looks):
-    """Write a schedule and the numbers of seeds to the file `looks.json` in the folder of a recipe's runs."""
+    """Write `looks` to the file `looks.json` in `folder`, the folder of a recipe's runs. `looks` holds the planned numbers of
+    seeds at which a comparison is tested (each test is a look), and the present number of seeds of each arm (variant).
+    """
     names = ("arm", "labels", "length", "tuned")
     cells = [json.dumps(dict(zip(names, cell)) | {"seeds": seeds}) for cell, seeds in looks.seeds.items()]
     lines = ",\n  ".join(cells)
@@ -60,8 +68,9 @@ def write_looks(folder: str | Path, looks: Looks):
 
 
 def with_looks(runs: Sequence[ArmRun], looks: Looks | None) -> list[ArmRun]:
-    """Return the runs of a comparison with as many seeds for each arm and condition as `looks` says, and with its schedule.
-    Return the same runs if `looks` is None. `runs` are all runs of the recipe.
+    """Return the runs of a comparison with as many seeds for each arm (variant) and condition as `looks` says; missing runs are
+    added. Each run also gets the planned numbers of seeds at which the comparison is tested (each test is a look). `runs` are
+    all runs of the recipe. If `looks` is None, they are returned as they are.
 
     The seeds are those of the recipe in increasing order, followed by the next whole numbers.
     """
@@ -80,19 +89,20 @@ def with_looks(runs: Sequence[ArmRun], looks: Looks | None) -> list[ArmRun]:
 
 
 def seed_list(seeds: Sequence[int], count: int) -> list[int]:
-    """Return the first `count` seeds of a comparison: the given `seeds` in increasing order, followed by the next whole
-    numbers.
+    """Return a list of `count` random seeds of a comparison: the given `seeds` in increasing order, followed by the next whole
+    numbers if more are needed. For example, the seeds [0, 1] and a count of 4 give [0, 1, 2, 3].
     """
     ordered = sorted(set(seeds))
     return [*ordered, *range(ordered[-1] + 1, ordered[-1] + 1 + count)][:count]
 
 
 def choose_schedule(declared: int, seen: bool, looks: Sequence[int], added: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of seeds at which a comparison is tested while seeds are added. `declared` is the number of seeds in
-    the recipe, and `seen` says whether the results with these seeds are known already. `looks` and `added` are the schedules
-    for new results and for results that are known with `added[0]` seeds.
+    """Return the numbers of seeds at which a comparison is tested while seeds are added; each test is a look. `declared` is the
+    recipe's number of seeds, and `seen` is True if their results exist. Without results, return `looks`, such as (6, 8, 12).
+    Results count as the first look: then return `added` if it begins with `declared`, else `declared` and the larger numbers in
+    `looks`.
 
-    A known result counts as the first look. With fewer seeds than the first of `looks` there was no verdict to see.
+    Results with fewer seeds than the first of `looks` do not count, because there was no verdict to see: return `looks`.
 
     Raises ValueError if the known result has as many seeds as the last look.
     """

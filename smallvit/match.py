@@ -14,12 +14,13 @@ RATIOS = [number / 20 for number in range(5, 641)]  # values of mlp_ratio that a
 
 
 def match_cost(run: Run, control: Run, of: str, arm: str = "the arm", control_arm: str = "its control") -> Run:
-    """Return a copy of a run whose model has as many parameters (`of="params"`) or multiply-adds (`of="macs"`) as the model of
-    the run `control`. Only one option of the model is changed: the `mlp_ratio` of its blocks or, if it has none, its `dim`.
+    """Return a copy of `run` whose model has as many parameters (`of="params"`) or multiply-adds (`of="macs"`) as the model of
+    `control`, the run with which it is compared. One option of the model is changed: the `mlp_ratio` of its blocks or, if it
+    has none, its `dim`. `arm` and `control_arm` are the names of the two in error messages.
 
     The costs may differ by 2%. A run whose cost is already so close is returned as it is. A dependency in `init`, such as
     pretraining, is changed in the same way; a teacher is not. The data are loaded, because the cost depends on the shape of the
-    images. `arm` and `control_arm` are the names in error messages.
+    images.
 
     Raises ValueError for another `of`, for a model without these options, with weights from a file or with a cost that depends
     on the image, and if no value of the option comes within 2%.
@@ -48,8 +49,8 @@ def match_cost(run: Run, control: Run, of: str, arm: str = "the arm", control_ar
 
 
 def nearest(cost: Callable[[Any], float], target: float, values: list) -> Any:
-    """Return the value at which a cost comes closest to `target`. `cost(value)` grows with the value, and `values` are the
-    values to try, in increasing order. They are searched by bisection.
+    """Return the element of `values` whose cost is nearest to `target`. `cost` is a function from a value to its cost, which
+    grows with the value. `values` is a list in increasing order; it is searched by bisection.
     """
     low, high = 0, len(values) - 1
     while high - low > 1:
@@ -77,8 +78,8 @@ def model_cost(run: Run, of: str) -> float:
 
 
 def option_to_change(run: Run) -> tuple[str | None, list]:
-    """Return the name of the option of the model of a run that `match_cost` changes, and the values to try. The name is None if
-    the model has no such option.
+    """Return the name of an option that changes the size of a run's model, `mlp_ratio` or `dim`, and a list of values of this
+    option to try. The name is None if the model has neither. `match_cost` uses them to give two models equal cost.
     """
     if has_ratio(run.model) or has_ratio(block_of(run.model)):
         return "mlp_ratio", RATIOS
@@ -102,8 +103,9 @@ def block_of(model: Callable) -> Callable | None:
 
 
 def resized(run: Run, option: str, value: Any) -> Run:
-    """Return a copy of a run with another value of an option of its model: "mlp_ratio" of the model or of its blocks, or
-    "dim". The earlier run in `init` gets the same value, so that its weights still fit.
+    """Return a copy of a run with another `value` of an option of its model. The option is "mlp_ratio" (of the model or of its
+    blocks) or "dim", its width. The earlier run in `init`, such as pretraining, gets the same value, so that its weights still
+    fit.
     """
     model, block = run.model, block_of(run.model)
     if option in options(model):

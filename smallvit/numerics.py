@@ -45,8 +45,8 @@ DEFAULT = Numerics()
 
 
 def check_numerics(numerics: Numerics, stack: int = 1):
-    """Raise ValueError if an option in `numerics` has an unknown value, or if compilation is used with `stack` > 1. `stack` is
-    the number of runs that are trained together as one model.
+    """Raise ValueError if an option in `numerics` (how training steps are computed) has an unknown value. `stack` is the number
+    of runs, such as seeds, that are trained together as one model; compilation is an error if it is above 1.
     """
     for name, values in CHOICES.items():
         if getattr(numerics, name) not in (None, *values.values()):
@@ -75,8 +75,8 @@ def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
 
 
 class NumericsContext:
-    """An object that applies the options in a `Numerics` (attention kernel and compilation) to the models of a training
-    objective. The options have an effect only inside the context manager `active()`.
+    """An object that makes the models inside a training objective use the attention kernel and the compilation that `numerics`
+    asks for. They do so only inside its context manager `active()`.
     """
 
     def __init__(self, objective: "nn.Module", numerics: Numerics):
@@ -104,12 +104,11 @@ class NumericsContext:
 
 
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:
-    """Return a list of pairs: a transformer block of the training objective, and its forward function compiled by
-    `torch.compile`. Blocks that merge or prune tokens are left out.
+    """Return a list of pairs: each transformer block inside a training objective, and its forward function compiled by
+    `torch.compile`. Blocks that merge or prune tokens are left out, because they would be compiled again at every step.
 
-    Blocks are compiled one by one: equal blocks share one compilation, which takes seconds; a whole model takes minutes. A
-    block with a reduction is skipped: the values that a reduction is given change every step, and each change would recompile
-    it.
+    Blocks are compiled one by one: equal blocks share one compilation, which takes seconds; a whole model takes minutes. The
+    values that a reduction is given change at every step, and each change would recompile its block.
     """
     import torch
     import torch._dynamo

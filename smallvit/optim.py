@@ -14,8 +14,8 @@ def decay_groups(
     objective: Any, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict], list[LearningRate]]:
     """Return the parameter groups of an objective for the optimizer AdamW, and a list with the learning-rate function of each
-    group. Only weight matrices and kernels get `weight_decay`. If `layer_decay` is given, earlier blocks get a lower learning
-    rate.
+    group. Only the weight matrices of linear layers and convolutions get `weight_decay`. If `layer_decay` is given, the
+    learning rate of each block is that of the next block, multiplied by this factor.
 
     Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
     `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
@@ -40,7 +40,9 @@ def decay_groups(
 
 
 def scale_learning_rate(rate: LearningRate, factor: float) -> LearningRate:
-    """Return a new learning-rate function. Its values are `factor` times the values of the learning-rate function `rate`."""
+    """Return a learning-rate function whose values are `factor` times those of `rate`. Both are functions of the finished
+    fraction of the run and of the value of the run's schedule, and return a fraction of the peak learning rate.
+    """
     return lambda progress, run_rate: factor * rate(progress, run_rate)
 
 
@@ -62,13 +64,12 @@ def distances_to_head(model: Any) -> dict[int, int]:
 
 
 def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
-    """Return the learning rate as a fraction of the peak rate: a linear rise (warmup), then half a cosine down to 0. `progress`
-    is the finished fraction of the run. `warmup` and `one_step` are the fractions that the warmup and one step take.
+    """Return the learning rate as a fraction of the peak rate: a linear rise (warmup), then half a cosine down to 0. With
+    `schedule` "constant" the rate stays at the peak after the warmup. `progress` is the finished fraction of the run. `warmup`
+    and `one_step` are the fractions that the warmup and one step take; because of `one_step`, the rate of the first step is not
+    0.
 
-    progress  the share of the run that is done, from 0 to 1.
-    warmup    the share of the run that the warmup takes.
-    one_step  the share of the run that one step takes; the rate is never 0 at a step.
-    schedule  "constant" keeps the peak rate after the warmup.
+    All fractions are from 0 to 1. The rate is never 0 at a step. `schedule=None` is the cosine.
     """
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)

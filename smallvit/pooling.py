@@ -71,12 +71,11 @@ class SequencePool(nn.Module):
 
 
 class Projected(nn.Module):
-    """A pooling module that applies another pooling and then a small MLP with BatchNorm. In self-supervised learning, this MLP
-    is the first part of the projection head, and stays in the model afterwards.
+    """A pooling module that applies another pooling, `pool`, and then an MLP of `layers` layers of width `hidden` with
+    BatchNorm. In self-supervised learning, the MLP replaces the first layers of the projection head. The rest of this head is
+    dropped after training, but the MLP stays in the model.
 
-    `layers` is the number of hidden layers of the MLP. Each has a linear map, BatchNorm and GELU.
-
-    `pool` makes the pool and `hidden` is the width of the layers.
+    `pool` is a class that creates the pooling. Each layer of the MLP has a linear map, BatchNorm and GELU.
 
     Paper    Chen et al. 2020 (SimCLR v2), arXiv:2006.10029, section 2: part of the projection head stays on the backbone for
              fine-tuning and probing. Self-supervision then ends in a shallower head, `DINO(layers=1)`: together they compute
@@ -144,8 +143,8 @@ class TwoHeads(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight tensor of the head that is trained on labels. The model initializes this tensor in the same way as
-        the weight of a single linear head.
+        """Return the weight tensor of the head that is trained on labels. A single linear head (`nn.Linear`) also has an
+        attribute `weight`, so the same code of the model initializes both kinds of heads.
         """
         return self.from_labels.weight
 

@@ -98,7 +98,8 @@ class SinCos1d(nn.Module):
 
 def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
     """Return the sine and cosine encoding of the n numbers in `index`, shape (n, dim). The first dim/2 channels are sines, the
-    others cosines. The frequencies fall from 1 to almost 1 / `temperature` (10,000 if None).
+    others cosines. Sine i and cosine i have the frequency temperature^(-2 i / dim): from 1 down to almost 1 / temperature. If
+    `temperature` is None, it is 10,000.
     """
     base = 10_000 if temperature is None else temperature
     if base < 1:
@@ -125,10 +126,10 @@ def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
 
 def resample(table: Tensor, old_grid: Grid, grid: Grid) -> Tensor:
     """Return position embeddings that are resized to another patch grid by bicubic interpolation. `table` holds the old
-    embeddings, one row for each token. `old_grid` and `grid` are the old and the new number of (rows, columns).
+    embeddings: first one row for each prefix token (class token or register), which stays unchanged, then one row for each
+    patch. `old_grid` and `grid` are the old and the new number of (rows, columns) of patches.
 
-    `table` has the shape (prefix + rows * columns, d). The rows of prefix tokens (class token and registers) stay unchanged.
-    timm resizes in the same way.
+    `table` has the shape (prefix + rows * columns, d). timm resizes in the same way.
     """
     if tuple(old_grid) == tuple(grid):
         return table

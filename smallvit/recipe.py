@@ -68,7 +68,8 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
 
 def import_recipe(path: Path) -> Any:
     """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. A file that was imported
-    before is not imported again. `path` is the absolute path of the file.
+    before is not imported again. `path` is the absolute path of the file. Unlike `load_recipe`, this function adds no runs with
+    tuned settings.
 
     The module gets the list `DECLARED` of the runs that the file itself lists.
     """
@@ -112,8 +113,8 @@ def import_recipe(path: Path) -> Any:
 
 
 def definitions(text: str) -> dict[str, str]:
-    """Return a dict from each top-level name in a recipe file to a hash of its code. `text` is the source code of the file. The
-    hash includes all other definitions in the file that this code uses.
+    """Return a dict from each top-level name in a recipe file, such as a function, to a hash of its code. `text` is the source
+    code of the file. The hash also covers all other code in the file that this code uses, so it changes with that code.
 
     Comments, docstrings and unrelated parts of the file do not change a hash. A changed hash means that arms which use the name
     are trained again.
@@ -231,8 +232,9 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
 
 
 def filter_value(entry: "ArmRun", key: str) -> str:
-    """Return one property of a run as text. `key` says which one: "arm" (the variant in the comparison), "labels" (the number
-    of labelled images), "seed", "length" or "settings" (tuned or common). If the property is None, the text is `all`.
+    """Return one property of the run `entry` as text. `key` is "arm" (the variant in the comparison), "labels" (the number of
+    labelled images), "seed", "length" (of the training) or "settings": `tuned` if the settings were chosen by tuning, else
+    `common`. If the property is None, the text is `all`.
     """
     if key == "settings":
         return "common" if entry.tuning is None else "tuned"

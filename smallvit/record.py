@@ -136,8 +136,8 @@ class Record:
 
     @property
     def correct_bits(self) -> "np.ndarray | None":
-        """Which images the score counts as right, as a boolean array with one entry for each test image, in the order of the
-        test set. None if the record does not say it.
+        """Which test images were classified correctly, as a boolean array with one entry for each test image, in the order of
+        the test set. None if the record (the results of a run) does not say it.
 
         For a run that reads no test images (`test` is None), the entries are those of the validation images.
 
@@ -263,8 +263,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
-    """Return the records (results of a run) without most of their pictures, to save space. For each arm (variant) and number of
-    labelled images, only the first record keeps its field `picture`.
+    """Return the records (results of a run) without most of their pictures, to save space. The field `picture` shows which
+    patches were merged or pruned. For each arm (variant) and number of labelled images, only the first record keeps it.
     """
     seen: set[tuple] = set()
     kept = []

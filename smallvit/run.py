@@ -24,8 +24,8 @@ DEFAULT_EVALUATORS: Any = None  # replaced by those that suit the objective
 
 
 def number(default: Any, low: float, high: float) -> Any:
-    """Return a dataclass field for a setting of `Run` that is a number from `low` to `high`. The number must be whole if the
-    limits are whole. None is allowed if the default is None.
+    """Return a dataclass field for a setting of `Run` that is a number from `low` to `high`, with the default value `default`.
+    If `low` is an integer, the setting must be an integer too. None is allowed if the default is None.
     """
     return field(default=default, metadata={"low": low, "high": high})
 
@@ -147,8 +147,8 @@ class Run:
 
     @property
     def default_evaluators(self) -> tuple[Callable, ...]:
-        """The evaluators of a run for which none are set, as a tuple. They measure accuracy if the objective learns from
-        labels, otherwise kNN and a linear probe.
+        """The evaluators (functions that score a trained model) of a run for which the user sets none, as a tuple. They measure
+        accuracy if the objective learns from labels, otherwise kNN and a linear probe.
         """
         return (accuracy,) if self.reads_labels else (knn, linear_probe)
 
@@ -194,8 +194,8 @@ class Run:
 
 
 def check_value(name: str, value: Any, default: Any, limits: Any):
-    """Raise ValueError if `value` is not allowed for the setting of `Run` with this name and this default. `limits` is a dict
-    with the smallest and the largest number, or with the allowed texts.
+    """Raise ValueError if `value` is not allowed for the setting of `Run` with this `name` and this `default`. `limits` is a
+    dict with the smallest and the largest number (`low` and `high`), with the allowed strings (`allowed`), or without limits.
     """
     if "allowed" in limits and value not in limits["allowed"]:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, limits['allowed']))}")
@@ -210,8 +210,8 @@ def check_value(name: str, value: Any, default: Any, limits: Any):
 
 
 def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callable, ...]:
-    """Check that all given transforms or evaluators can be used in a run, and return them as a tuple. `name` ("augment" or
-    "evaluators") and `example` (a correct value) appear in the error message.
+    """Check that all given transforms or evaluators can be used in a run, and return them as a tuple. `name` is the setting of
+    the run, "augment" or "evaluators", and `example` is a correct value of it as text. Both appear in the error message.
 
     Raises ValueError if one of them cannot be used.
     """
@@ -225,8 +225,8 @@ def checked(parts: Iterable[Callable], name: str, example: str) -> tuple[Callabl
 
 
 def check_evaluators(evaluators: tuple[Callable, ...]):
-    """Raise ValueError if the evaluators of a run are not usable: there is none, the same one occurs twice, or the first one
-    reports no number, such as an accuracy, that can judge the run.
+    """Raise ValueError unless the evaluators of a run (functions that score a trained model) are usable. There must be at least
+    one, and none may occur twice. The first one judges the run, so it must report a number such as an accuracy.
     """
     if not evaluators:
         raise ValueError("evaluators is empty; expected at least one, such as smallvit.accuracy")

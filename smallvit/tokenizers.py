@@ -258,8 +258,9 @@ def sizes_that_fit(h: int, w: int, patch: int) -> str:
 
 
 def shift_offsets(shift: str, patch: int) -> list[tuple[int, int]]:
-    """Return how far each shifted copy of an image is moved, as a list of (down, right) in pixels. `shift` names the kind of
-    shift, for example "half-patch diagonal". `patch` is the side of a patch in pixels.
+    """Return how far each shifted copy of an image is moved, as a list of (down, right) in pixels. The image itself is not in
+    the list. `shift` is "half-patch diagonal" (four copies), "1px cardinal" (four copies, one pixel along the axes) or "none"
+    (no copies). `patch` is the side of a patch in pixels.
     """
     half = patch // 2
     offsets = {

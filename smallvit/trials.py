@@ -12,19 +12,20 @@ NEEDED = ("arm", "labels", "fingerprint", "seeds", "val")
 
 
 def trials_file(recipe: str | Path) -> Path:
-    """Return the path of the file that lists the trials of a recipe. `recipe` is the path of the recipe file; the list lies
-    beside it.
+    """Return the path of the file that lists the trials of a recipe. A trial is one choice of settings of an arm (variant in
+    the comparison) that was scored on validation images. `recipe` is the path of the recipe file; the list lies beside it.
     """
     return Path(recipe).with_suffix(".trials.jsonl")
 
 
 def trials(recipe: str | Path, folder: str | Path | None = None) -> dict[str, int]:
     """Return how many settings of each arm (variant in the comparison) have been tried on validation images, as a dict from the
-    name of the arm to this number. `recipe` is the path of the recipe file.
+    name of the arm to this number. `recipe` is the path of the recipe file; the list of tried settings lies beside it. `folder`
+    is a second folder in which the list may lie: the folder of the recipe's runs.
 
-    They are the trials of `smallvit explore` and those of `smallvit tune`. `folder` is the folder of the recipe's runs, in
-    which the list lies if the folder of the recipe file cannot be written. Different numbers of labels, training lengths and
-    options count as different settings; seeds do not.
+    They are the trials of `smallvit explore` and those of `smallvit tune`. The list lies in `folder` if the folder of the
+    recipe file cannot be written. Different numbers of labels, training lengths and options count as different settings; seeds
+    do not.
 
     Raises ValueError if a file is damaged.
     """
@@ -40,7 +41,8 @@ def trials(recipe: str | Path, folder: str | Path | None = None) -> dict[str, in
 
 
 def read_trials(path: Path) -> list[dict[str, Any]]:
-    """Return the trials in a file as a list of dicts, one for each line of the file. The list is empty if there is no file.
+    """Return the trials in the file `path` as a list of dicts, one for each line of the file. A trial is one choice of settings
+    of an arm (variant in the comparison) with its mean score on validation images. The list is empty if there is no file.
     Raises ValueError if a line is damaged.
     """
     if not path.exists():
@@ -58,8 +60,9 @@ def read_trials(path: Path) -> list[dict[str, Any]]:
 
 
 def add_trial(path: Path, trial: Mapping[str, Any]) -> bool:
-    """Append a trial to a file, unless the file has this trial already. Return whether it was appended. `trial` has the names
-    in `NEEDED`.
+    """Append a trial to the file `path`, unless the file has this trial already. Return whether it was appended. A trial is one
+    choice of settings that was scored on validation images. `trial` is a dict with these keys: `arm` (the variant), `labels`
+    (number of labelled images), `fingerprint` (hash of the settings), `seeds` (their number) and `val` (the mean score).
 
     A trial is in the file already if a line has the same arm and fingerprint, and at least as many seeds.
 

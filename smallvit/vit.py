@@ -69,8 +69,10 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A Vision Transformer (ViT) that classifies images. Its parts are options: tokenizer, position embedding, attention, token
-    reduction, pooling and block. Each option is a class that creates the part, so that the part can be replaced.
+    """A Vision Transformer (ViT) that classifies images of size `image` (height, width) with `channels` channels into `classes`
+    classes. It has `depth` blocks of width `dim` with `heads` attention heads. Its parts can be replaced: `tokenizer`,
+    `position` embedding, `attention`, token `reduction` (merging or pruning), `pool` and `block`. The value of each is a class,
+    from which the model creates the part.
 
     Images may have any height and width that the tokenizer accepts.
 
@@ -151,8 +153,9 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(token, std=0.02)
 
     def layer_contexts(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
-        """Return a list with one `LayerContext` (a description of a block) for each of `depth` blocks. The token reduction
-        (merging or pruning) of a block is created from its description. `image` is the image size (height, width) in pixels.
+        """Return a list with one `LayerContext` for each of `depth` blocks. It describes the block: its index, the width of the
+        tokens and their number. From this description, the token reduction (merging or pruning) of the block is created.
+        `image` is the image size (height, width) in pixels.
         """
         rows, columns = self.tokenizer.grid(image)
         prefix, dim = self.prefix.shape
@@ -160,11 +163,10 @@ class ViT(nn.Module):
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return all tokens after the last block (batch, tokens, width), and the number of patches that each token represents
-        (batch, tokens), or None for all 1. `x` holds the images, `mask` is True where attention is allowed, and `keep` lists
-        the patches to use.
+        (batch, tokens); None means 1 for all. `x` holds normalized images. `mask`, a boolean tensor, is True where a token may
+        attend to another. `keep` (batch, k) holds the indices of the patches to use; by default all are used.
 
-        `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column). `keep`, shape (b,
-        k), holds the indices of the selected patches; by default all patches enter.
+        `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column).
         """
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ValueError(f"got images of shape {tuple(x.shape)}; this model needs b {self.channels} h w")
@@ -238,8 +240,9 @@ class DropPath(nn.Module):
 
 
 def check_integers(**numbers: tuple[int, int]):
-    """Raise ValueError unless all given numbers are integers and not too small. For example, the keyword argument `depth=(6,
-    0)` checks that the value 6 of `depth` is an integer of at least 0.
+    """Raise ValueError unless all given numbers are integers and not too small. Each keyword argument is a pair (number,
+    smallest allowed number). For example, `depth=(6, 0)` checks that the option `depth`, which has the value 6, is an integer
+    of at least 0.
     """
     for name, (number, minimum) in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
@@ -247,8 +250,9 @@ def check_integers(**numbers: tuple[int, int]):
 
 
 def check_slots(none: bool = False, **slots):
-    """Raise ValueError if a part of the model, such as the tokenizer, is not given as a class or a function that creates a
-    module. The parts are keyword arguments. If `none` is True, a part may also be None.
+    """Raise ValueError unless each part of a model, such as the tokenizer, is given as a class or a function that creates a
+    module. The keyword arguments `slots` are these parts, for example `tokenizer=PatchEmbed`. If `none` is True, a part may
+    also be None.
 
     Strings and module instances are refused.
     """
@@ -295,7 +299,10 @@ def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
 
 
 def is_builtin(module: Any) -> bool:
-    """Return True if the class of a module is defined in smallvit or in torch, else False."""
+    """Return True if the class of `module` is defined in smallvit or in torch, else False. smallvit initializes the weights of
+    such a module. Modules of other classes, for example from a recipe file, keep the weights of their constructor, unless they
+    have a method `reset_parameters`.
+    """
     return type(module).__module__.partition(".")[0] in ("smallvit", "torch")
 
 

@@ -43,8 +43,9 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
 
 
 def check_range(transform: object, **ranges: tuple[float, float]) -> None:
-    """Raise ValueError unless options of a transform are numbers in the allowed range. For example, the keyword argument
-    `probability=(0, 1)` checks that the option `probability` is from 0 to 1.
+    """Raise ValueError unless some options of a transform are numbers in the allowed range. Each keyword argument in `ranges`
+    is the name of an option with its (lowest, highest) value. For example, `probability=(0, 1)` checks that
+    `transform.probability` is from 0 to 1.
     """
     for name, (low, high) in ranges.items():
         value = getattr(transform, name)

@@ -162,10 +162,9 @@ class Blur:
 
 
 def _change_some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """Return a new batch in which randomly chosen images are changed by the function `change`. Each image is chosen with the
-    given `probability`. `generator` is the random number generator.
-
-    `change(images, index)` gets the chosen images and their index in the batch, and returns the new images.
+    """Return a new batch in which randomly chosen images are changed. Each image is chosen with the given `probability`.
+    `change(images, index)` gets the chosen images and their positions in the batch, and returns the changed images. `generator`
+    is the random number generator.
     """
     images = batch.images
     index = (torch.rand(len(images), generator=generator) < probability).nonzero()[:, 0].to(images.device)
@@ -190,8 +189,9 @@ def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
 
 
 def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
-    """Return matrices that blur one axis of images by a Gaussian filter, shape (b, length, length). `length` is the number of
-    pixels of the axis. `sigma` (b) holds the standard deviation in pixels for each image.
+    """Return one matrix for each image, shape (images, length, length). Multiplied by the pixels along one axis of the image,
+    the matrix blurs this axis by a Gaussian filter. `length` is the number of pixels of the axis. `sigma` (images) holds the
+    standard deviation in pixels for each image.
 
     Each row of a matrix sums to 1.
     """

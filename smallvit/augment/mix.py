@@ -96,7 +96,8 @@ class SmoothLabels:
 
 def _partners(transform: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
     """Choose for each image another image of the batch to mix with. Return two tensors: the index of the other image, and the
-    weight of the original image, from 0 to 1. `transform` is the Mixup or CutMix whose options are used.
+    weight of the original image, from 0 to 1. `transform` is a `Mixup` or `CutMix` object; its options say how often and how
+    strongly images are mixed. `generator` is the random number generator.
 
     The weight is drawn from Beta(alpha, alpha) with the transform's probability, and is 1 otherwise. The partner is the next
     image in a random cyclic order. torch's Beta distribution takes no generator. This sampler is exact: Bailey's polar method

@@ -64,12 +64,12 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
 def photo_crops(
     strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
 ) -> tuple[Augmentation, ...]:
-    """Return a tuple with one transform (`MultiCrop`), which makes several random views of photos for self-supervised learning.
-    The views are cropped, flipped, changed in color, blurred and solarized, as in DINO. `strength` scales all changes but the
-    crops, from 0 (off) to 2.
+    """Return a tuple with one transform (`MultiCrop`) for self-supervised learning on photos. From each photo it makes two
+    large crops and `local` small ones of `size` pixels. The crops are flipped, changed in color, blurred and solarized, as in
+    DINO. `strength`, from 0 (off) to 2, scales these changes. Use `colour=False` for images without 3 channels.
 
     The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
-    side, or height and width). Set `colour=False` for images that do not have 3 channels.
+    side, or height and width).
 
     Paper     Caron et al. 2021, arXiv:2104.14294, with 8 local views of 96 pixels beside 224.
     Departs   Crops are resampled bilinearly, not bicubically. Blur is 0.1 to 2 pixels at 32 pixels, and scales with the size.
@@ -94,8 +94,9 @@ def photo_crops(
 
 
 def _check_strength(preset: str, strength: float, highest: float, reason: str = "") -> None:
-    """Raise ValueError unless `strength` is a number from 0 to `highest`. The error message names the function that was called,
-    `preset`. It ends with `reason`, a text that explains the limit.
+    """Raise ValueError unless `strength` is a number from 0 to `highest`. `preset` is the name of the function that was called
+    with this strength, such as "photo_crops". The error message begins with this name and ends with `reason`, a text that
+    explains the limit.
     """
     if not 0 <= strength <= highest:
         raise ValueError(f"{preset}(strength={strength}): expected a number from 0 to {highest}{reason}")

@@ -108,8 +108,9 @@ class Warp:
         return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
-        """Replace blank crops by crops around the brightest pixel of the image, in place, and return all crops. `views` holds
-        the crops of the `images`. `grid` holds the points at which the images were sampled.
+        """Replace blank crops, which show nothing bright, by crops around the brightest pixel of their image, in place. Return
+        all crops. `views` holds the crops of the `images`. `grid` (crops, 2, height, width) holds the points (x, y) at which
+        each crop was sampled. Those of a blank crop are moved, and the crop is sampled again.
 
         A view is blank if none of its pixels is half as bright as the brightest pixel of the image. The new crop keeps its size
         and deformation.
@@ -130,12 +131,13 @@ class Warp:
         return height_width(self.size) or (h, w)
 
     def draw_crops(self, images: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Draw random crops of each image. Return two tensors of shape (2, crops): the centers (x, y) and the sizes (width,
-        height) of the crops. `count` is the number of crops for each image.
+        """Draw random crops of each image. Return two tensors of shape (2, crops): the centers (x, y), in coordinates from -1
+        to 1, and the sizes (width, height), as fractions of the image. `count` is the number of crops for each image, and
+        `generator` is the random number generator.
 
         The crops are in the order (count b): first one crop of each of the b images, and so on.
 
-        Both are `2 (count b)`. Centers are in the coordinates of `F.grid_sample`, -1 to 1; extents are fractions of the image.
+        The coordinates of the centers are those of `F.grid_sample`.
         """
         b = count * len(images)
         if self.crop == (1, 1):
@@ -152,7 +154,8 @@ class Warp:
 
     def affine_grid(self, images: Tensor, center: Tensor, extent: Tensor, generator: Generator) -> Tensor:
         """Draw a random rotation, zoom, shear and shift for each crop. Return the points (x, y) at which the image is sampled,
-        shape (batch, 2, height, width). `center` is the position (x, y) of each crop, and `extent` is its size (width, height).
+        shape (crops, 2, height, width). `center` is the position (x, y) of each crop, from -1 to 1, and `extent` is its size
+        (width, height), as fractions of the image. `generator` is the random number generator.
 
         The content of the image moves by the drawn shift.
         """
@@ -192,8 +195,9 @@ class Warp:
 
 
 def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
-    """Draw random pixels of each image with a probability proportional to their brightness. Return the centers (x, y) of these
-    pixels, shape (2, pixels). `uniform` holds one random number from 0 to 1 for each pixel to draw.
+    """Draw random pixels of each image as centers of crops, with a probability proportional to their brightness, so that crops
+    show something. Return the centers (x, y) of these pixels from -1 to 1, shape (2, pixels). `uniform` holds one random number
+    from 0 to 1 for each pixel to draw: first one pixel of each of the `images`, then a second one of each, and so on.
     """
     ink = images.mean(1).flatten(1).double().cumsum(1)
     uniform = rearrange(uniform, "(count b) -> b count", b=len(images)).double()
@@ -202,8 +206,9 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
-    """Return the centers (x, y) of pixels of images, shape (2, pixels). `index` holds the number of each pixel, counted row by
-    row. The coordinates run from -1 to 1, as in torch's `grid_sample`.
+    """Return the centers (x, y) of pixels, shape (2, pixels), in coordinates from -1 to 1, as in torch's `grid_sample`. `index`
+    holds the number of each pixel: from 0, counted row by row. `images` gives the height and width, and the type and device of
+    the result.
     """
     h, w = images.shape[2:]
     x, y = index % w, index // w
@@ -211,28 +216,29 @@ def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
 
 
 def _grid_scale(h: int, w: int) -> Tensor:
-    """Return two factors (x, y) that convert lengths in an image of `h` x `w` pixels to the coordinates of torch's
-    `grid_sample`. These run from -1 to 1. The unit of the lengths is half the shorter side.
+    """Return two factors (x, y) for an image of `h` x `w` pixels. They convert a length to the coordinates of torch's
+    `grid_sample`, which run from -1 to 1 along each axis. The length is given as a multiple of half the shorter side of the
+    image.
     """
     return torch.tensor([min(h, w) / w, min(h, w) / h])
 
 
 def _axis_positions(length: int, side: float) -> Tensor:
-    """Return the coordinates of `length` pixel centers along one axis of an image. The middle of the axis is 0. The unit is
-    half of `side`, a number of pixels.
+    """Return the coordinates of the centers of `length` pixels along one axis of an image, shape (length,). The middle of the
+    axis is 0. `side` is the length of the shorter side of the image in the same pixels. Half of it is the unit, so that both
+    axes have the same unit.
     """
     return (2 * torch.arange(length) + 1 - length) / side
 
 
 @lru_cache(maxsize=64)
 def _control_weights(length: int, side: float, smooth: float, device: torch.device) -> Tensor:
-    """Return a matrix (length, n) of Gaussian weights for elastic deformation. Multiplied by random displacements at n points,
-    the matrix gives the displacement of `length` pixels along one axis. The width of the Gaussian is `smooth` times `side`, a
-    length in pixels.
+    """Return a matrix (length, n) of Gaussian weights for elastic deformation. It converts random displacements of n equally
+    spaced control points to smooth displacements of `length` pixels along one axis of an image. The Gaussian has the standard
+    deviation `smooth` times `side`, the shorter side of the image in pixels. The points are 1.5 standard deviations apart and
+    cover the axis.
 
-    `side` is the shorter side of the image, in the same pixels as `length`.
-
-    The squares of each row sum to 1, so that all pixels have the same variance.
+    `side` and `length` count the same pixels. The squares of each row sum to 1, so that all pixels have the same variance.
     """
     sigma, spacing = 2 * smooth, 3 * smooth
     n = ceil(2 * length / side / spacing) + 2

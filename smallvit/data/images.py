@@ -130,8 +130,8 @@ SEALED: ContextVar[str | None] = ContextVar("SEALED", default=None)
 
 @contextmanager
 def sealed_test_images(reason: str | None):
-    """Context manager inside which the test images of all data sets cannot be read: every call of `HeldOut.open` raises
-    ValueError. `reason` is a text for the error message. With `reason=None`, an inner context allows reading again.
+    """Context manager inside which the test images of all data sets cannot be read: the method `open` of `HeldOut` (a set of
+    test images) raises ValueError with the text `reason`. Inside an inner context with `reason=None`, they can be read again.
     """
     token = SEALED.set(reason)
     try:
@@ -158,7 +158,9 @@ class HeldOut:
 
     @property
     def count(self) -> int:
-        """The number of test images. This does not count as reading them."""
+        """The number of test images. Asking for this number does not open the images and is not counted as a use of the test
+        set.
+        """
         return len(self.__images)
 
     def open(self) -> Images:
@@ -172,8 +174,8 @@ class HeldOut:
         return self.__images
 
     def among(self, *others: Images) -> int:
-        """Return the number of test images that also occur, with exactly the same pixels, in other sets of images. The other
-        sets are the arguments.
+        """Return the number of test images that also occur, with exactly the same pixels, in other sets of images. The
+        arguments `others` are these sets, for example the training images.
 
         This does not count as reading the test images.
         """
@@ -302,9 +304,9 @@ class Dataset:
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 
     def _check_class_sizes(self, labels: int | None, order: Tensor, seed: int) -> None:
-        """Raise ValueError if a class has too few training images for a class-balanced subset. `labels` is the number of
-        labelled images. `order` holds the indices of the available training images, and `seed` is the random seed of the
-        subset.
+        """Raise ValueError if a class has too few training images for a random class-balanced subset of `labels` labelled
+        images. With `labels=None`, one image per class is enough. `order` holds the indices of the training images that the
+        subset may use. `seed` is the random seed, which decides which classes get one image more than others.
         """
         k = len(self.spec.classes)
         if labels is not None and labels < k:
@@ -323,11 +325,9 @@ class Dataset:
 
 
 def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tuple[Tensor, Tensor]:
-    """Split images at random into two parts, and return the indices of each part. The first part is ordered so that the classes
-    alternate. The second part has `held_out` images. `labels` holds all labels; `seed` and the name `stream` determine the
-    order.
-
-    The second part has images of each class in proportion to the class sizes.
+    """Split images at random into two parts, and return two tensors: the indices of each part. The second part has `held_out`
+    images, in proportion to the class sizes. In the first part the classes alternate. `labels` holds the labels of all images.
+    The number `seed` and the text `stream`, the name of a random stream, determine the order.
 
     The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
     """

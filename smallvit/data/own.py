@@ -32,8 +32,8 @@ def cached_by_path(load: Callable[..., Dataset]) -> Any:
 @cached_by_path
 def folder(path: str, size: int | tuple[int, int] | None = None, channels: int | None = None, digits: bool = False) -> Dataset:
     """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`. Images are
-    resized to `size` and converted to `channels` color channels, if given. `digits` is True if mirroring an image changes its
-    label.
+    resized to `size` pixels (one side, or height and width) and converted to `channels` color channels, if given. Set
+    `digits=True` if a mirrored image shows something else, as with digits and letters.
 
     The folders `path/val/<class>` may hold validation images.
 
@@ -98,8 +98,9 @@ def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:
 
 @cached_by_path
 def arrays(path: str, digits: bool = False) -> Dataset:
-    """Return a `Dataset` from your own .npz archive. The archive holds the arrays train_images, train_labels, test_images and
-    test_labels, and optionally val_images and val_labels. `digits` is True if mirroring an image changes its label.
+    """Return a `Dataset` from your own .npz archive at `path`. The archive holds the arrays train_images, train_labels,
+    test_images and test_labels, and optionally val_images and val_labels. Set `digits=True` if a mirrored image shows something
+    else, as with digits and letters.
 
     This is MedMNIST's layout. Images are `n h w` or `n h w c` with 1, 3 or 4 channels, uint8 or floats in [0, 1]. Labels are
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.

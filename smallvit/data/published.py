@@ -112,11 +112,10 @@ def svhn(root: str | None = None) -> Dataset:
 def _load_idx(
     name: str, root: str | None, prefixes=("train", "t10k"), label_suffix="idx1-ubyte", options: Sequence[dict] = ({},)
 ) -> dict:
-    """Load a data set from four IDX files (the format of MNIST). Return a dict that maps "train" and "test" to a pair (images,
-    labels). `name` is the torchvision class of the data set. `prefixes` and `label_suffix` are parts of the file names.
-
-    Missing files are downloaded: the torchvision class is called once for each dict of keyword arguments in `options`. File
-    names begin with the prefixes for train and test, and those of labels end with the suffix.
+    """Load a data set from four IDX files (the format of MNIST). Return a dict from "train" and "test" to a pair (images,
+    labels). If a file is missing, the torchvision class `name` downloads all to the folder `root`; it is called once with each
+    dict of keyword arguments in `options`. The two `prefixes`, for training and test, begin the file names; `label_suffix` ends
+    those of labels.
     """
     files = [f"{prefix}-{content}" for prefix in prefixes for content in ("images-idx3-ubyte", f"labels-{label_suffix}")]
     images, labels, test_images, test_labels = map(_read_idx, _find_or_download(name, root, f"{name}/raw", files, options))
@@ -142,10 +141,12 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list:
-    """Return a list of data sets that torchvision loads from `files`, after it has verified their checksums. `name` is the
-    torchvision class, which is called once for each dict of keyword arguments in `options`. The files are in `root/folder`.
+    """Return the data sets that the torchvision class `name` loads from the folder `root`, as a list. torchvision verifies the
+    checksums. The class is called once with each dict of keyword arguments in `options`, for example once for training and once
+    for test images. `files` are the names of all needed files in `root/folder`; if one is missing, the data set is downloaded
+    first.
 
-    Missing files are downloaded. Raise ValueError if a file has a wrong checksum.
+    Raise ValueError if a file has a wrong checksum.
     """
     from torchvision import datasets
 
@@ -157,10 +158,9 @@ def _load_verified(name: str, root: str | None, folder: str, files: Sequence[str
 
 
 def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[str], options: Sequence[dict]) -> list[Path]:
-    """Return a list with the paths of the files of a data set, and download the data set if a file is missing. The `files` are
-    in `root/folder`. `name` is the torchvision class that downloads the data set.
-
-    The class is called once for each dict of keyword arguments in `options`.
+    """Return the paths of the files of a data set as a list. `files` are their names in `root/folder`. If a file is missing,
+    the torchvision class `name` downloads the data set; it is called once with each dict of keyword arguments in `options`, for
+    example once for training and once for test images.
     """
     top = _root(root)
     paths = [top / folder / file for file in files]
@@ -177,8 +177,9 @@ def _find_or_download(name: str, root: str | None, folder: str, files: Sequence[
 
 
 def _download(name: str, root: Path, paths: list[Path], options: Sequence[dict]) -> None:
-    """Download a data set to the folder `root`. `name` is the torchvision class of the data set, which is called once for each
-    dict of keyword arguments in `options`. `paths` are the files that are needed.
+    """Download a data set to the folder `root`, unless all files in `paths` exist already. `name` is the torchvision class of
+    the data set. It is called once with each dict of keyword arguments in `options`, for example once for training and once for
+    test images.
 
     The files are downloaded to a temporary folder and then moved, without overwriting any file in `root`.
     """

@@ -24,12 +24,12 @@ def cached_features():
 
 
 def cached(compute: Callable[[], Any], *arguments: Any) -> Any:
-    """Return the result of the function `compute`. Inside the context manager `cached_features`, the result of an earlier call
-    with equal `arguments` is returned without computing it again.
+    """Return the result of the function `compute`. Inside the context manager `cached_features`, results are stored: if an
+    earlier call had equal `arguments`, its result is returned without computing it again. `arguments` are values of any kind
+    that together identify the result.
 
-    The arguments serve only as the key of the cache.
-
-    Arguments are the same if they are equal strings or numbers, or the same objects.
+    The arguments serve only as the key of the cache. They are equal if they are equal strings or
+    numbers, or the same objects.
     """
     cache = CACHE.get()
     if cache is None:

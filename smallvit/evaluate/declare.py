@@ -8,8 +8,9 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Declaration(NamedTuple):
-    """The properties of an evaluator (a function that scores a trained model), for example whether the evaluator trains a
-    classifier. The training loop and the reports use these properties.
+    """The properties of an evaluator (a function that scores a trained model). `probe`: it trains a classifier on features.
+    `judges`: its first number can judge an arm (variant in a comparison). `chooses`: what it chooses on the validation images.
+    `needs`: a function that checks the data. `pixel_options`: its options that also apply to raw pixels.
 
     The defaults apply to a function without a declaration.
 
@@ -37,8 +38,10 @@ def evaluator(
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Decorator for an evaluator (a function that scores a trained model). The keyword arguments are properties of the
-    evaluator. They are stored in the function as a `Declaration`.
+    """Decorator for an evaluator (a function that scores a trained model). The keyword arguments say whether it trains a
+    classifier (`probe`), whether its first number can judge a run (`judges`), what it chooses on the validation images
+    (`chooses`), how the data are checked (`needs`), and which options apply to raw pixels (`pixel_options`). They are stored in
+    the function.
 
     The training loop and the reports use these properties.
 
@@ -46,7 +49,8 @@ def evaluator(
     """
 
     def declare(function: Function) -> Function:
-        """Store the properties of an evaluator in the function itself, as the attribute `declaration`, and return the function.
+        """Store the properties that were given to the decorator `evaluator` in `function`, as its attribute `declaration`.
+        Return the function. It is an evaluator: it scores a trained model.
         """
         vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options))
         return function

@@ -70,8 +70,8 @@ class FeatureExtractor:
         return self.fit(X).transform(X)
 
     def read(self, X, limit: int | None = None) -> Array:
-        """Return the features of the images `X`, a float32 array of shape (images, features). `limit` is the largest number of
-        images to read; None reads all. Raise ValueError for invalid options of the extractor.
+        """Return the features of the images `X`, a float32 array of shape (images, features). If `limit` is given, only the
+        first `limit` images are read. Raise ValueError for invalid options of the extractor.
         """
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"the model is {self.model!r}; expected FeatureExtractor(model) with a torch.nn.Module")
@@ -142,8 +142,9 @@ class FeatureExtractor:
 
 
 def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
-    """Return images as one tensor of shape (images, channels, height, width), and a `DataSpec` with the mean and standard
-    deviation to normalize them (None if they are normalized). `X` holds the images, and `spec` says how to normalize them.
+    """Return images as one tensor (images, channels, height, width), and the `DataSpec` (a description of the data set) with
+    the mean and standard deviation to normalize them. `X` is an `Images` object, an array or a tensor. `spec` is a `DataSpec`,
+    None for that of the `Images` object, or "normalised" if `X` is normalized already; then the second result is None.
 
     Raises ValueError for anything but images, and for pixels that do not fit the spec.
     """

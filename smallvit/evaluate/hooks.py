@@ -25,7 +25,8 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
     """Return the features of images as a float32 numpy array of shape (images, features). The trained model runs in evaluation
-    mode. The options `of`, `layers` and `norm` select where in the model the features are read.
+    mode. `of` is "head" (the input of the classifier), "class token", "mean" of the patch tokens, or "both". `layers` is the
+    number of last blocks to read, and `norm` is "after" or "before" the last norm layer.
 
     of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
             "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many
@@ -46,8 +47,8 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
 
 def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Tensor], Tensor]) -> Array:
-    """Return the features of all batches of images as one numpy array. `read` is a function that maps a batch of normalized
-    images to its features, using `model`.
+    """Return the features of all `batches` of images as one numpy array. `read` is a function that maps a batch of normalized
+    images to its features, by means of `model`. During the calls, `model` is in evaluation mode and computes no gradients.
 
     Raises ValueError if they are not of shape (b, d) for each batch, or not finite.
     """
@@ -74,7 +75,8 @@ def check_features(features: Any, images: int, model: nn.Module) -> Tensor:
 
 def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
     """Return a function that maps a batch of normalized images to features of the model. `of` is the kind of features, such as
-    "class token". `layers` is the number of last blocks to use. `norm` is "after" or "before" the final norm.
+    "class token". The features of the last `layers` blocks are concatenated. `norm` is "after" or "before": they are read after
+    or before the final norm layer.
 
     Raises ValueError for an unknown name, or a name that does not apply to this model.
     """
@@ -119,8 +121,9 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 class BlockTokens(NamedTuple):
-    """The tokens after one transformer block: prefix tokens (class token and registers) and patch tokens, two tensors of shape
-    (batch, tokens, width). `size` is the number of patches that each patch token represents; None means 1.
+    """The tokens after one transformer block: `prefix` tokens (class token and registers) and `patches`, two tensors of shape
+    (batch, tokens, width). `size` (batch, patches) is the number of patches that were merged into each patch token; None means
+    1 for all.
     """
 
     prefix: Tensor
@@ -129,10 +132,9 @@ class BlockTokens(NamedTuple):
 
 
 def token_features(model: nn.Module, of: str, layers: int, apply_norm: bool, x: Tensor) -> Tensor:
-    """Return features of the images `x`, shape (batch, features), from the tokens of the last `layers` blocks. `of` selects the
-    class token, the mean of the patch tokens, or the two together. `apply_norm` says whether to apply the final norm.
-
-    The features of the blocks are put side by side.
+    """Return features of the images `x`, shape (batch, features), from the tokens of the last `layers` blocks; those of
+    different blocks are concatenated. `of` is "class token", "mean" (of the patch tokens) or "both". `apply_norm` says whether
+    to apply the final norm.
     """
     norm, norm_after_pool = final_norms(model) if apply_norm else (nn.Identity(), nn.Identity())
     mean, parts = MeanTokens(0), []
@@ -169,8 +171,8 @@ def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
 
 
 def final_norms(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Return two modules: the final norm layer before the pooling, and the final norm layer after the pooling. A norm layer
-    that the model does not have is a module that does nothing (`nn.Identity`).
+    """Return two modules: the final norm layer that `model` applies before its pooling, and the one that it applies after its
+    pooling. If the model has no norm layer at one of these places, the module is `nn.Identity`, which changes nothing.
     """
     if isinstance(model, ViT):
         return (nn.Identity(), model.norm) if model.norm_after_pool else (model.norm, nn.Identity())

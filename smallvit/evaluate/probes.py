@@ -98,8 +98,8 @@ def linear_probe(
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
 
     def fit_probe(inverse_penalty: float):
-        """Train a logistic regression on the features of the labelled images, and return it. `inverse_penalty` is the argument
-        C of scikit-learn.
+        """Train a logistic regression on the features of the labelled training images, and return it. The features were
+        computed before. `inverse_penalty` is the argument C of scikit-learn: a larger value means less regularization.
         """
         fit = partial(fit_logistic_regression, train, splits.train.labels, inverse_penalty, standardise)
         return cached(fit, "logistic", model, splits.train, of, layers, norm, inverse_penalty, standardise)
@@ -118,8 +118,8 @@ def linear_probe(
 
 
 def require_shots(splits: Splits, *, shots: int = SHOTS, **options):
-    """Raise ValueError if a class has too few labelled images for few-shot evaluation. The option `shots` is the number of
-    images needed in each class. `splits` holds the labelled images.
+    """Raise ValueError if a class has too few labelled images for few-shot evaluation, which trains a classifier on `shots`
+    images of each class. `splits` holds the labelled images. Other `options` of the evaluation are ignored.
 
     This is checked before a run starts.
     """
@@ -157,8 +157,8 @@ def few_shot(
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 
     def fit_probe(draw: int):
-        """Train a logistic regression on a few random images of each class, and return it. `draw` is the number of the random
-        choice: 0, 1 and so on.
+        """Train a logistic regression on a few randomly chosen images of each class, and return it. `draw` is the number of
+        this random choice: 0, 1 and so on.
         """
         images = splits.train.take(draw_balanced(splits.train, shots, draw))
         return fit_logistic_regression(features(model, images, of=of, layers=layers, norm=norm), images.labels, strength)

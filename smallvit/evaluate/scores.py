@@ -71,8 +71,9 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
 
 def reduced_cost(model: Any, splits: Splits, images: Tensor, repeats: int) -> dict[str, float]:
-    """Return the cost of a model that merges or prunes tokens, as a dict: multiply-adds, tokens, time and speedup. `images` is
-    the batch whose time is measured, `repeats` is the number of measurements, and `splits` holds the test images.
+    """Return the cost of a model that merges or prunes tokens, as a dict: multiply-adds, tokens, time, and speedup over the
+    same model without merging or pruning. The time is measured `repeats` times on the batch `images`. The test images in
+    `splits` are used where the number of tokens depends on the image: the result is then a mean over them.
     """
     size = (images.shape[2], images.shape[3])
     if tokens := flops.tokens_per_layer(model, size):

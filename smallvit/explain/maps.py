@@ -35,8 +35,9 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the share of each patch in each token, for a model that merges tokens: a list with one tensor of shape (batch,
-    tokens, patches) for each block. A token that was merged from two patches contains a half of each.
+    """Return which patches each token consists of, for a model that merges tokens: a list with one tensor (batch, tokens,
+    patches) for each block. A row holds the shares of all patches in one token; a token that was merged from two patches has a
+    share of 0.5 of each. `images` are normalized pixels.
 
     Rows sum to 1, or to 0 for a prefix token. `maps[i] @ shares[i]` is attention to patches, shape (batch, heads, tokens,
     patches). It divides the attention to a merged token among its patches, in proportion to how much of each it contains
@@ -50,10 +51,9 @@ def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query: Query = None) -> Tensor:
-    """Return the attention of one token (the query) to each patch, for each head of one block, as a tensor of shape (batch,
-    heads, rows, columns). The option `block` selects the block, and the option `query` selects the token.
-
-    By default the query is the class token, if the model uses one.
+    """Return the attention of one token (the query) to each patch, for each head of one block, as a tensor (batch, heads, rows,
+    columns). `block` is the number of the block, by default the last one. `query` is the (row, column) of a patch; None selects
+    the class token. `images` are normalized pixels.
 
     Rows and columns are those of the patch grid, also after merging. `block` counts from 0, or from the last block if negative.
     `query` is the (row, column) of a patch, from 0. None uses the class token; if the model does not classify by a class token,
@@ -102,8 +102,8 @@ def rollout(
 
 def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Query, heads: str, residual: float) -> Tensor:
     """Return the attention roll-out of a batch of images `x`: how much each patch contributes to the token `query`. `parts`
-    holds the attention modules of the model, `heads` says how to combine heads, and `residual` is the weight of the residual
-    connection.
+    holds the attention modules of the model. `heads` is "mean", "max" or "min": how the attention maps of the heads are
+    combined. `residual` is the weight of the residual connection.
 
     The computation starts with the query after the last block and goes back block by block to the patches.
     """
@@ -111,15 +111,17 @@ def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Que
 
     def combine_heads(weights: Tensor) -> Tensor:
         """Return one attention map (batch, tokens, tokens) for a block, from the maps of all heads (batch, heads, tokens,
-        tokens). The result is the mean, maximum or minimum over the heads, with the residual connection added.
+        tokens). The result is the mean, maximum or minimum over the heads, as the option `heads` of the roll-out says, with the
+        residual connection added.
         """
         combined = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
         combined = (1 - residual) * combined + residual * torch.eye(combined.shape[-1]).to(combined)
         return combined / combined.sum(-1, keepdim=True)
 
     def undo_reduction(weights: Tensor, after: Tensor, before: Tensor) -> Tensor:
-        """Return weights for the tokens before a merging or pruning, shape (batch, tokens), computed from `weights` for the
-        tokens after the merging or pruning. `after` and `before` say how much of each patch is in each token.
+        """Convert `weights` of the tokens after a merging or pruning to weights of the tokens before it, shape (batch, tokens).
+        The weight of a merged token is divided among the tokens that were merged. `after` and `before` (batch, tokens, patches)
+        say how much of each patch is in each token.
         """
         if after is before:
             return weights
@@ -185,7 +187,8 @@ def collect_maps(
     model: nn.Module, images: Tensor, parts: AttentionParts, convert: Callable = lambda weights: weights
 ) -> list[Tensor]:
     """Run a model on images and return a list with the attention map of each block. The function `convert` is applied to each
-    map (batch, heads, tokens, tokens). `parts` holds the attention modules of the model.
+    map (batch, heads, tokens, tokens), for example to average over the heads; by default it changes nothing. `parts` holds the
+    attention modules of the model.
 
     Raises   ValueError if a block gives no valid map, or calls its attention not exactly once.
     """
@@ -209,8 +212,9 @@ def collect_maps(
 
 
 def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
-    """Return the attention map of an attention module, shape (batch, heads, tokens, tokens), or None if this kind of module
-    gives no map. `inputs` and `output` are the inputs and the output of its forward pass.
+    """Return the attention map of an attention module, shape (batch, heads, tokens, tokens). `inputs` and `output` are the
+    inputs and the output of its forward pass. The module must return an `AttentionOutput` with a map, or be an attention module
+    of timm; otherwise, return None.
     """
     from smallvit.attention import AttentionOutput, split_heads, weights
 
@@ -258,8 +262,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> list[Tensor]:
-    """Return how much of each patch is in each token, before the first block and after each block: a list of tensors of shape
-    (batch, tokens, patches). `parts` holds the patch grid and the attention modules of the model.
+    """Return how much of each patch is in each token, before the first block and after each block: a list of tensors (batch,
+    tokens, patches). The value is 1 for the patch of an unmerged token, for all patches of a merged token, and else 0. `parts`
+    holds the patch grid and the attention modules of the model.
+
+    Where pruned patches are fused into one token, the value is in proportion to the weight of the patch.
     """
     import torch
     import torch.nn.functional as F
@@ -278,8 +285,9 @@ def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> l
 
 
 def contents_before_attention(model: nn.Module, contents: list[Tensor]) -> list[Tensor]:
-    """Return a list with one tensor for each block. The tensor says how much of each patch is in each token that enters the
-    attention of the block. `contents` is a list of such tensors, before the first block and after each block.
+    """Return a list with one tensor (batch, tokens, patches) for each block: how much of each patch is in each token that
+    enters the attention. `contents` holds such tensors before the first block and after each block. If a block merges or prunes
+    before its attention, the tensor after the block is taken, else the tensor before the block.
     """
     return [contents[block + reduces_first(model, block)] for block in range(len(contents) - 1)]
 
@@ -313,10 +321,10 @@ def divide_by_patch_sums(contents: Tensor) -> Tensor:
 
 
 def query_weights(parts: AttentionParts, contents: Tensor, query: Query, place: str) -> Tensor:
-    """Return how a query is distributed over the tokens, a tensor (batch, tokens) whose rows sum to 1. `query` is a patch (row,
-    column), or None for the class token or the mean of all patches. `place` is used in error messages.
-
-    `contents` says how much of each patch is in each token.
+    """Return the weight of each token in a query, shape (batch, tokens); each row sums to 1. The `query` is a patch (row,
+    column): its weight is on the tokens that contain it. None means the class token or, without one, the mean of all patches.
+    `contents` says how much of each patch is in each token. `place` names a block in error messages; `parts` holds the patch
+    grid.
 
     Raises   ValueError for a patch outside of the grid, and for a pruned patch.
     """

@@ -85,7 +85,9 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
     mean, std = result.image.new_tensor([spec.mean, spec.std])[..., None, None]
 
     def unnormalize(x: Tensor) -> np.ndarray:
-        """Return normalized images as an array of RGB pixels from 0 to 1."""
+        """Return the normalized images `x` as an array of RGB pixels from 0 to 1. The mean and the standard deviation are those
+        of the data set from which the figure's images come.
+        """
         return to_rgb((x * std + mean).double().cpu())
 
     image, hidden = unnormalize(result.image), result.mask.any(1).cpu().numpy()[..., None]

@@ -62,7 +62,8 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
 
 def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.ndarray, tuple[int, int]]:
     """Return the position embeddings of the patch tokens of a model, an array of shape (patches, width), and the number of
-    (rows, columns) of patches. `image` is the image size (height, width).
+    (rows, columns) of patches. `image` is the image size (height, width) in pixels; None is the size for which the model was
+    built.
 
     Raises   ValueError for a model without positions or with zeros only, and for `image` with a timm model.
     """
@@ -192,7 +193,7 @@ def class_colors(n: int) -> list:
 
 def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
     """Raise ValueError unless all `numbers` are valid class indices: integers from 0 to the number of classes - 1. `classes`
-    holds the class names. The error message calls the numbers `name`.
+    holds the class names. `name` is a text for the error message that says what the numbers are, such as "labels".
     """
     if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= len(classes):
         raise ValueError(

@@ -16,11 +16,11 @@ GONE = "#bccfea"  # color of pruned or hidden patches; differs from black, gray 
 def image_grid(
     rows: int, titles: Sequence[str], aspect: float, *, below: float = 0, title: float = TITLE
 ) -> tuple[Figure, np.ndarray]:
-    """Return an empty matplotlib figure for a grid of images, and its axes as an array of shape (rows, columns). `titles` holds
-    the title of each column. `aspect` is the image height divided by the image width.
+    """Return an empty matplotlib figure for a grid of images, and its axes as an array of shape (rows, columns). `rows` is the
+    number of rows, and `titles` holds the title of each column. `aspect` is the image height divided by the image width.
+    `below` (extra space below each image) and `title` (height of the titles) are in inches.
 
-    `below` is extra space in inches below each image, `title` the height of the titles in inches. The axes have no ticks and no
-    frame.
+    The axes have no ticks and no frame.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -38,7 +38,7 @@ def image_grid(
 
 def to_rgb(pixels: Any) -> np.ndarray:
     """Return images as an array of RGB floats from 0 to 1 for matplotlib, shape (batch, height, width, 3). `pixels` has the
-    shape (batch, channels, height, width).
+    shape (batch, channels, height, width), with bytes from 0 to 255 or floats from 0 to 1.
 
     `pixels` is a tensor or an array of bytes (uint8) or of floats; floats outside of [0, 1] are clipped. Gray images get three
     equal channels.

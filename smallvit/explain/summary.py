@@ -78,8 +78,9 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     counter = FlopCounterMode(display=False)
 
     def before_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):
-        """Forward pre-hook of a layer: store the number of operations counted so far, from which the operations of this layer
-        are computed later. `name` is the name of the layer.
+        """Forward pre-hook of a layer: store the number of operations that were counted before the layer runs. The count after
+        the layer, minus this number, is the number of operations of the layer. `name` is the name of the layer, `module` the
+        layer, and `inputs` its inputs.
 
         Also adds the table row of the prefix tokens (class token and registers), which come after the tokenizer.
         """
@@ -122,8 +123,8 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
 
 def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a model as pairs (name, module). A list of modules is replaced by its modules: each block gets its
-    own pair. `path` is a text that is put before each name.
+    """Yield the layers of a model as pairs (name, module). A list of modules, such as the blocks of a ViT, gives one pair for
+    each of its modules. `path` is a text that is put before each name, such as "blocks.".
     """
     from torch import nn
 
@@ -135,8 +136,8 @@ def find_layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def describe_class(module: nn.Module) -> str:
-    """Return the class name of a layer as text, such as "Block". If the layer merges or prunes tokens, the class that does this
-    is added, as in "Block, Merge".
+    """Return the class name of a layer as text, such as "Block". For a layer that merges or prunes tokens, the name of the
+    class that merges or prunes follows, as in "Block, Merge".
     """
     reduction = getattr(module, "reduction", None)
     return type(module).__name__ + (f", {type(reduction).__name__}" if reduction is not None else "")

@@ -68,9 +68,9 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
 
 def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run a model on images `x` and return a list with one result for each block. The function `convert` computes the result
-    from a tensor (batch, tokens, patches) that says how much of each patch is in each token. `patches` is the number of
-    patches.
+    """Run a model on images `x` and follow the patches through merging and pruning. After each block, a tensor (batch, tokens,
+    patches) says how much of each patch is in each token. Return a list with `convert(tensor)` for each block; the function
+    `convert` computes what is needed from it. `patches` is the number of patches of an image.
 
     Each reduction runs a second time, on tokens with extra channels that mark the patches.
 
@@ -133,12 +133,13 @@ def group_patches(contents: Tensor) -> Tensor:
 
 
 def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the data for a figure of merged and pruned patches, as a dict that can be saved as JSON. The option `blocks`
-    selects the blocks to show.
+    """Return the data for a figure of merged and pruned patches, as a dict that can be saved as JSON: the pixels of the images,
+    and for each block and patch the number of the group of merged patches to which the patch belongs. `blocks` holds the
+    numbers of the blocks to show, from 0; None shows all.
 
     The function `draw_token_map` draws the figure from these data, without the model.
 
-    `blocks` are the numbers of the blocks to show, from 0; None shows all. The dict has these keys: `shape`, (images, height,
+    The dict has these keys: `shape`, (images, height,
     width, channels) of the pixels; `pixels`, bytes compressed by zlib and written in base64; `grid`, rows and columns of
     patches; `blocks`; and `groups[image][block][patch]` as in `Trace`.
 
@@ -239,8 +240,9 @@ def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
     ax.imshow(painted, interpolation="none")
 
     def add_shapes(corners: np.ndarray, per_shape: int, **style: Any):
-        """Draw several shapes, such as lines or squares, over the image. `corners` holds the corner points of all shapes; the
-        unit is one patch. Each shape has `per_shape` corners.
+        """Draw several shapes, such as lines or squares, over the image in the figure. `corners` holds the corner points (x, y)
+        of all shapes, in units of patches. Each shape has `per_shape` corners. `style` holds options of matplotlib, such as the
+        color.
         """
         codes = [Path.MOVETO] + [Path.LINETO] * (per_shape - 1)
         if len(corners):
@@ -255,10 +257,11 @@ def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
 
 
 def token_borders(groups: np.ndarray) -> np.ndarray:
-    """Return the borders between groups of merged patches, as an array of points (x, y). Two successive points are the start
-    and the end of a line. The unit is one patch. `groups` holds a number for each patch, equal for merged patches.
+    """Return the borders between groups of merged patches, as an array of points (x, y) in units of patches. The first two
+    points are the ends of the first line, the next two those of the second line, and so on. `groups` (rows, columns) holds a
+    number for each patch, equal for merged patches.
 
-    Adjacent pieces are joined into one long line. `groups` has shape (rows, columns).
+    Adjacent pieces are joined into one long line.
     """
     import numpy as np
 

@@ -138,9 +138,10 @@ class DINO(Objective):
 
     def train(self, mode: bool = True):
         """Switch the student and its head to training mode (`mode` True) or evaluation mode. The teacher stays in evaluation
-        mode, except its BatchNorm layers, which get the mode of the student.
+        mode, except for its BatchNorm layers: these get the same mode as the student, so that both normalize by the batch in
+        training.
 
-        So student and teacher use batch statistics in training. The objective itself is returned.
+        The objective itself is returned.
         """
         super().train(mode)
         self.model.eval()
@@ -177,14 +178,14 @@ class DINO(Objective):
         return {"loss": loss}
 
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Return teacher logits for targets that are mixed with the targets of similar images from a memory bank. `logits` are
-        the teacher's logits, `center` is their moving mean, `temperature` is the softmax temperature, and `progress` is the
-        finished fraction of the run.
+        """Return logits of mixed targets: the teacher's target for each image, averaged with its targets for similar recent
+        images. A memory bank stores features of recent `images`. A target is softmax((logits - center) / temperature); `logits`
+        are the teacher's and `center` is their moving mean. `progress` is the finished fraction of the run; early in the run,
+        `logits` are returned unchanged.
 
-        `center` is subtracted from the logits before the softmax. Similar images are recent images whose features are nearest.
-
-        `logits`, shape (2 batch, k), are the teacher's for two views of each image; they are returned
-        unchanged until the run has settled and the bank has enough images. The images are then put into the bank.
+        Similar images are recent images whose features are nearest. `logits`, shape (2 batch, k), are those of two views of
+        each image; they are returned unchanged until the run has settled and the bank has enough images. The images are then
+        put into the bank.
         """
         feature, projected = features_before_and_after_projection(self.model, images)
         projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
@@ -207,14 +208,12 @@ class DINO(Objective):
         return mixed
 
     def mix_targets(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Return the logits of mixed targets: a weighted mean of the teacher's target for each image and its mean target for
-        similar images (neighbors). `logits` belong to the images, `projections` are features of the neighbors, and `valid` is
-        False for neighbors to ignore.
+        """Average the teacher's target for each image with its mean target for similar images (neighbors). A target is
+        softmax((logits - center) / temperature); the mean is converted back to logits, which are returned. `logits` belong to
+        the images. `projections` (batch, neighbors, width) are features of the neighbors, from which the teacher's last layer
+        computes their logits. `valid` (batch, neighbors) is False for neighbors to ignore.
 
-        The targets are softmax((logits - center) / temperature). The neighbors have the weight `share`, an option of DINO.
-
-        `projections`, (b, k, p), are the features that the last layer of the head receives; `valid` has shape (b, k). An image
-        without valid neighbors keeps its own target.
+        The neighbors have the weight `share`, an option of DINO. An image without valid neighbors keeps its own target.
         """
         neighbour_logits = as_float32(self.teacher_head.last_layer(projections))
         own, others = (((z - center) / temperature).softmax(-1) for z in (logits, neighbour_logits))
@@ -261,16 +260,17 @@ def as_float32(x: Tensor) -> Tensor:
 
 
 def image_hashes(images: Tensor) -> Tensor:
-    """Return one number for each image, computed from its pixels, shape (batch,). Equal images get equal numbers.
-
-    The numbers serve to recognize an image in the memory bank.
+    """Return one number for each image, computed from its pixels, shape (batch,). Equal images get equal numbers. By these
+    numbers DINO recognizes an image in its memory bank of recent images, so that no image is its own neighbor.
     """
     flat = images.flatten(1).double()
     return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
 
 
 def projected_pool(model: nn.Module) -> Projected | None:
-    """Return the pooling layer of a model if its class is `Projected` (a pooling followed by a trained MLP), else None."""
+    """Return the pooling layer of a model if its class is `Projected` (a pooling followed by a trained MLP), else None. DINO
+    compares images by the features before this MLP.
+    """
     pool = getattr(model, "pool", None)
     return pool if isinstance(pool, Projected) else None
 

@@ -23,8 +23,9 @@ Image = tuple[int, int]  # height, width in pixels
 
 
 class Reconstruction(NamedTuple):
-    """The result of a reconstruction by a masked autoencoder: input images, visible patches, mask of hidden pixels, and two
-    versions of the predicted images. Each tensor has the shape (batch, channels, height, width).
+    """The result of a reconstruction by a masked autoencoder: the input `image`, the input with hidden pixels set to 0
+    (`masked`), the `mask` of hidden pixels, and two predicted images. `predicted` uses the visible patches alone. `helped` also
+    uses the true mean and standard deviation of each hidden patch. Each tensor has the shape (batch, channels, height, width).
 
     Pixels are normalized as in the input.
 
@@ -257,10 +258,10 @@ def grid_and_patch(model: ViT, image: Image) -> tuple[Grid, Image]:
 
 def nearest_divisible_size(grid_of: Callable[[Image], Grid], size: int, axis: int, direction: int) -> int:
     """Return the image height (`axis` 0) or width (`axis` 1) nearest to `size` that equal patches can cover. `direction` is -1
-    to search smaller sizes and 1 to search larger sizes. The function `grid_of` maps an image size to a patch grid.
+    to search smaller sizes and 1 to search larger sizes. `grid_of` is the tokenizer's function from an image size (height,
+    width) to the number of (rows, columns) of patches.
 
-    `grid_of` is a function from an image size to the number of rows and columns of tokens. Returns `size` if no other size up
-    to four times as large is found.
+    Returns `size` if no other size up to four times as large is found.
     """
     for candidate in range(size, 0 if direction < 0 else 4 * size, direction):
         try:

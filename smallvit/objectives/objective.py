@@ -79,12 +79,11 @@ class Objective(nn.Module):
         """
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
-        """Return a list of pairs: a group of parameters, and the function that computes the learning rate of this group. By
-        default there is one group, which follows the learning-rate schedule of the run.
+        """Return a list of pairs: a group of parameters, and a function that computes the learning rate of this group.
+        `function(progress, rate)` returns a fraction of the peak rate; `progress` is the finished fraction of the run, and
+        `rate` is the value of the run's learning-rate schedule. By default there is one group, which follows this schedule.
 
-        `function(progress, rate)` returns a fraction of the peak learning rate.
-
-        `rate` is the fraction that the schedule of the run gives. By default one group of all parameters follows the run.
+        `rate` is a fraction of the peak rate too. By default the group holds all parameters.
         """
         return [(list(self.parameters()), lambda progress, rate: rate)]
 
@@ -113,8 +112,8 @@ class Objective(nn.Module):
 
     @classmethod
     def check_run(cls, run: Any):
-        """Raise ValueError if the options of a training run cannot be combined with this objective, for example if the
-        objective needs a teacher and the run has none.
+        """Raise ValueError if the settings of a training run cannot be combined with this objective, for example if the
+        objective needs a teacher and the run has none. `run` is a `Run`, the settings of a training run.
 
         Checks `init`, `teacher`, `unlabelled`, `augment` and `evaluators`. `Run` calls this when it is created.
         """

@@ -84,11 +84,9 @@ class LearnToPrune(Objective):
         return [(predictors, lambda progress, rate: rate), (others, self.backbone_learning_rate)]
 
     def backbone_learning_rate(self, progress: float, run_rate: float) -> float:
-        """Return the learning rate of all weights except the pruning networks. It is lower than that of the pruning networks.
-        All rates are fractions of the peak rate. `progress` is the finished fraction of the training run, and `run_rate` is the
-        current rate of the usual schedule.
-
-        The rate is 0 in the first sixth of the run, then `run_rate`, but at most the option `backbone`.
+        """Return the learning rate of all weights except the pruning networks, as a fraction of the peak rate. `progress` is
+        the finished fraction of the run, and `run_rate` is the value of the run's learning-rate schedule. The result is 0 in
+        the first sixth of the run, then `run_rate`, but at most the option `backbone`.
         """
         return 0.0 if progress < 1 / 6 else min(self.backbone, run_rate)
 
@@ -162,8 +160,9 @@ class LearnThresholds(Objective):
 
 
 def active_reductions(model: nn.Module, reduction_class: type, required: str) -> list[Any]:
-    """Return a list of the modules in a model that merge or prune tokens and have the class `reduction_class`. Modules whose
-    attribute with the name `required` is None do nothing and are left out.
+    """Return a list of the modules of class `reduction_class`, which merges or prunes tokens, that are active in a model.
+    `required` is the name of an attribute, such as the network that scores patches. Modules in which this attribute is None do
+    nothing and are left out.
 
     Raises ValueError if there are none.
     """

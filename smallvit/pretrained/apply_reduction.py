@@ -14,8 +14,9 @@ from .convert import from_timm
 
 
 def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None = None) -> ViT:
-    """Return a copy of a trained model that merges or prunes tokens with the class `reduction`, without training it again. If
-    images are given as `timed_on`, the reduction is left out when it makes the model slower on these images.
+    """Return a copy of a trained model that merges or prunes tokens, without training it again. `reduction` is the class that
+    does so, with its options: for example `partial(Merge, r=8)`. If images are given as `timed_on`, the reduction is left out
+    when it makes the model slower on these images.
 
     `model` is a `ViT`, or a timm Vision Transformer, which is converted by `from_timm` first. It is left unchanged. `reduction`
     is a class or a partial, such as `partial(Merge, r=8)`; it replaces a reduction that the model has. None removes the

@@ -28,8 +28,8 @@ NAMES = {  # parts of timm's names of weights -> ours
 
 
 def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """Return the name of a weight in which some parts are replaced. `name` is the old name, and `pairs` is a list of (old part,
-    new part).
+    """Return the name of a weight in which some parts are replaced, to translate between the names of timm and smallvit. `name`
+    is the old name, and `pairs` is a list of (old part, new part).
 
     An old part without a leading dot matches only at the start of the name; one without a trailing dot only at its end.
     """
@@ -40,7 +40,8 @@ def replace_parts(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with the names of weights in our `ViT`. `state` is the state dict with the names of weights in timm.
+    """Return a state dict of timm with the weights renamed for smallvit's `ViT`. `state` is the state dict (a dict from names
+    to weights) of a Vision Transformer of timm.
 
     Class token and registers are joined to `prefix`. The batch axis of these tokens and of the positions is removed.
 
@@ -117,8 +118,8 @@ def timm_on_meta(name: str) -> nn.Module:
 
 
 def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
-    """Return a function that builds a `ViT` with the same architecture as a timm model. Raise ValueError if a `ViT` cannot have
-    this architecture.
+    """Return a function that builds a `ViT` with the same architecture as `model`, a timm model that exists already. Its
+    weights are not copied. Raise ValueError if a `ViT` cannot have this architecture.
 
     The function is a `functools.partial`.
     """

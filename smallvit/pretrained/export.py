@@ -61,8 +61,8 @@ def to_timm(model: ViT) -> nn.Module:
 
 
 def timm_state(model: ViT) -> dict[str, Tensor]:
-    """Return the state dict of a `ViT`, with the names of weights in timm. The prefix tokens are split into class token and
-    registers.
+    """Return the state dict (a dict from names to weights) of a `ViT`, with the names of weights in timm. A `ViT` stores class
+    token and registers together as prefix tokens; timm stores them separately, so they are split.
     """
     own = model.state_dict()
     prefix, classes = own.pop("prefix")[None], model.pool.class_tokens

@@ -65,8 +65,8 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
 
 def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
-    """Return a class that makes one of our tokenizers usable in a timm model. Pass the class to timm as the argument
-    `embed_layer=`. `tokenizer` is the class of our tokenizer.
+    """Return a class that makes one of smallvit's tokenizers (modules that convert images to tokens) usable in a timm model.
+    Pass this class to timm as the argument `embed_layer=`. `tokenizer` is the class of the tokenizer.
 
     `tokenizer` is a class or a partial with options. timm's `patch_size` sets the option `patch` of the tokenizer, unless the
     partial sets it. A convolutional stem ignores `patch_size`, because its layers set its stride.
@@ -108,8 +108,8 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
             self.to(device=device, dtype=dtype)
 
         def feat_ratio(self, as_scalar=True):
-            """Return the patch size in pixels: the larger side as one number if `as_scalar` is True, else a pair (height,
-            width). Models of timm call this method.
+            """Return the side of a patch in pixels: one number, the larger of height and width, if `as_scalar` is True, else
+            the pair (height, width). Models of timm call this method.
             """
             return max(self.patch_size) if as_scalar else self.patch_size
 
@@ -139,8 +139,8 @@ def split_partial(component: Callable) -> tuple[Any, dict[str, Any]]:
 
 
 def refuse_options(component: Callable, options: Mapping[str, object]):
-    """Raise ValueError if timm sets an option that our class `component` does not have. `options` is a dict from option names
-    to values. Options with a false value are ignored.
+    """Raise ValueError if timm sets an option that smallvit's class `component` does not have. `options` is a dict from the
+    names of such options to timm's values. A value such as None or False counts as not set.
     """
     if names := [name for name, value in options.items() if value]:
         raise ValueError(

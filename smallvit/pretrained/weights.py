@@ -126,8 +126,8 @@ class Weights:
             ) from error
 
     def load(self, model: nn.Module, mean: Sequence[float] | float, std: Sequence[float] | float) -> dict[str, Any]:
-        """Load the pretrained weights into `model`. Return a dict that reports what was loaded or changed. `mean` and `std`
-        normalize the images of the data set.
+        """Load the pretrained weights into `model`. Return a dict that reports what was loaded or changed. `mean` and `std` are
+        the values by which the images of the data set are normalized; the weights are adapted if pretraining used other values.
 
         `mean` and `std` have one number per channel, or one for all channels. The report holds the name, the file, its sha256
         and the number of loaded weights, and lists what was resized, adapted, initialized anew or left over.
@@ -172,7 +172,8 @@ def compare_weights(
     state: dict[str, Tensor], target: dict[str, Tensor], new: Sequence[str]
 ) -> tuple[list[str], list[str], list[str]]:
     """Compare the weights in a file (`state`) with the weights of a model (`target`), by name and shape. Return three lists:
-    names that only the model has, names that only the file has, and errors. Differences in the parts `new` are no errors.
+    names that only the model has, names that only the file has, and errors. `new` lists parts of the model that may differ from
+    the file; they give no errors.
 
     A name of which the two shapes differ is in both lists of names. Every name in these lists is an error, except those of the
     head, of token reductions and of the parts in `new`.
@@ -200,12 +201,10 @@ def belongs_to_any(parts: Iterable[str], name: str) -> bool:
 
 
 def enlarged(name: str) -> Callable:
-    """Return a tokenizer class that first resizes small images and then cuts them into patches. The image size and the patch
-    size are the same as in the pretrained timm model `name`.
+    """Return a tokenizer class for images that are smaller than those in pretraining. It first resizes an image to the image
+    size of the pretrained timm model `name`, and then cuts it into patches of that model's patch size.
 
-    The class is a `functools.partial`.
-
-    The patch size and the interpolation are those of the pretrained model too.
+    The class is a `functools.partial`. The interpolation is that of the pretrained model too.
     """
     timm_model: Any = timm_on_meta(name)
     config, tokenizer = timm_config(name), partial(PatchEmbed, patch=timm_model.patch_embed.patch_size[0])
@@ -213,11 +212,9 @@ def enlarged(name: str) -> Callable:
 
 
 def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tuple, data_stats: tuple, report: dict[str, Any]):
-    """Adapt the weights of the patch embedding in `state` to the patch size, channels and normalization of the new data.
-    `weight_stats` and `data_stats` are the (mean, std) of the pixels in pretraining and in the new data. Changes are listed in
-    `report`.
-
-    `state` is changed in place.
+    """Adapt pretrained weights of the patch embedding to `model`: to its patch size, its number of channels, and the
+    normalization of its images. The weights are in the state dict `state`, which is changed in place. `weight_stats` and
+    `data_stats` are the (mean, std) of the pixels in pretraining and in the new data. Changes are listed in the dict `report`.
 
     Raises   ValueError if the images have neither one channel nor as many as the weights.
     """
@@ -260,12 +257,13 @@ def per_channel(value: Sequence[float] | float, channels: int) -> Tensor:
 
 
 def adapt_positions(state: dict[str, Tensor], model: ViT, report: dict[str, Any]):
-    """Resize the position embeddings in the state dict `state` to the patch grid of the model. Embeddings of prefix tokens
-    (class token and registers) are adapted too. Changes are listed in `report`.
+    """Resize pretrained position embeddings to the patch grid of `model`, and adapt those of prefix tokens (class token and
+    registers). They are in the state dict `state`, which is changed in place. A line of text for each change is added to the
+    dict `report`.
 
     A position of a prefix token that the file does not have keeps the model's initial value. If the model has positions for the
     patches only, the positions of the file's prefix tokens are added to these tokens. A table whose length fits a square grid
-    is taken as square, even if the model has as many positions in a grid of another shape. `state` is changed in place.
+    is taken as square, even if the model has as many positions in a grid of another shape.
     """
     if "position.table" not in state or not isinstance(model.position, Learned):
         return

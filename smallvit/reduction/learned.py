@@ -56,7 +56,7 @@ class LearnedPrune(nn.Module):
 
     def macs(self, n: int, head_dim: int) -> float:
         """Return the number of multiply-adds (MACs) of the small network that scores the patches, if `n` tokens enter this
-        module. `head_dim` is not used.
+        module. `head_dim`, the width of a key, is not used here: other kinds of token reduction need it.
         """
         return (n - self.prefix) * sum(part.weight.numel() for part in self.modules() if isinstance(part, nn.Linear))
 

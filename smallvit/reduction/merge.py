@@ -11,8 +11,9 @@ from .context import LayerContext, expand_index, gather_tokens
 
 
 class Merge(nn.Module):
-    """Token merging (ToMe), a module in each block that merges the most similar pairs of patches. The weighted mean of a pair
-    becomes one token. The option `r` sets how many pairs are merged.
+    """Token merging (ToMe), a module in each block that merges the most similar pairs of patches. A pair becomes one token: the
+    mean of the two, weighted by the number of patches in each. The option `r` sets how many pairs are merged in a block, and
+    `inflect` whether early or late blocks merge more.
 
     `r` is a number of merges per block, a fraction of the patches at hand (a float up to 0.5), or a tuple with one of these per
     block. `inflect` spreads a whole number over the blocks, from -1 (early) over 0 (constant) to 1 (late), with the authors'
@@ -86,7 +87,8 @@ class Merge(nn.Module):
 
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:
     """Return a list with the number of merges in each of `depth` blocks. `r` is this number for all blocks, or a list of one
-    number per block; a float is a fraction of the patches. `inflect` moves merges to early (-1) or late (1) blocks.
+    number per block; a float is a fraction of the patches. `inflect`, from -1 to 1, moves merges to early blocks (negative) or
+    to late blocks (positive).
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """

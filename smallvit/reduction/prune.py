@@ -47,7 +47,8 @@ class Prune(nn.Module):
 
     def share(self) -> float:
         """Return the fraction of the patches that this block keeps at the moment. In evaluation this is the option `keep`. In
-        training the fraction falls from 1 to `keep` during a part of the run, which the option `shrink` sets.
+        training the fraction falls from 1 to `keep`. The option `shrink` says when: for example, (0.0, 0.3) means during the
+        first 30% of the run.
 
         `shrink` is an interval of the training progress, which goes from 0 to 1.
         """

@@ -56,7 +56,9 @@ class LearnedThresholds(nn.Module):
             nn.init.constant_(self.merge, self.start_merge)
 
     def clamp(self):
-        """Limit the two learned thresholds to their valid ranges, in place.
+        """Limit the two learned thresholds to their valid ranges, in place. The threshold of similarity for merging is from 0
+        to 1. The threshold of attention for pruning is from 0 to the number of tokens; 1 stands for the mean attention to a
+        token.
 
         The authors of the method do so after each training step.
         """
@@ -99,13 +101,12 @@ class LearnedThresholds(nn.Module):
         return remove_empty(x, new_size, size)
 
     def best_matches(self, key: Tensor, is_present: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the most similar destination patch for each source patch. Return the cosine similarity of each pair and the
-        position of the destination, two tensors of shape (batch, tokens). `key` holds the keys (batch, tokens, width), and
+        """Return the highest cosine similarity of each source patch to a destination patch, and the position of this
+        destination: two tensors of shape (batch, tokens). Every second patch that is present is a source, and the others are
+        destinations. Tokens that are not sources get the similarity -2. `key` holds the keys (batch, tokens, width).
         `is_present` (batch, tokens) is False for removed tokens.
 
-        Every second patch is a source and the others are destinations, as in ToMe.
-
-        The similarity of tokens that are not sources is -2.
+        Sources and destinations are those of ToMe.
         """
         rank = is_present.cumsum(1) - 1
         free = is_present & (torch.arange(key.shape[1], device=key.device) >= self.prefix)
@@ -115,13 +116,13 @@ class LearnedThresholds(nn.Module):
         return torch.where(source[:, :, None] & target[:, None, :], cosine, -2.0).max(-1)
 
     def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, is_merged: Tensor, destination: Tensor):
-        """Merge source tokens into destination tokens. Return all tokens with their sizes and importance scores. `is_merged`
-        (batch, tokens) is 1 for each source to merge, and `destination` (batch, tokens) is the position of the token that the
-        source joins.
+        """Merge source tokens of `x` (batch, tokens, width) into destination tokens. Return the new `x`, `size` and
+        `importance`. `size` is the number of patches in each token. `importance` is the attention that each token receives; a
+        merged token gets the largest value. `is_merged` is 1 for each source to merge, and `destination` is the position of the
+        token that it joins. All but `x` have the shape (batch, tokens).
 
-        A merged token is the mean of its tokens, weighted by `size`, and has the largest of their scores.
-
-        The sources stay in the tensors; the caller sets their size to 0.
+        A merged token is the mean of its tokens, weighted by `size`. The sources stay in the tensors; the caller
+        sets their size to 0.
         """
         mass = size * is_merged.to(size.dtype)
         total = size.scatter_add(1, destination, mass)
@@ -140,10 +141,10 @@ class LearnedThresholds(nn.Module):
 
 
 def remove_empty(x: Tensor, size: Tensor, original_size: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Remove tokens of size 0 from a batch, and return the remaining tokens and their sizes. Images with fewer tokens are
-    padded with tokens of size 0. If no token was removed, `original_size` is returned instead of `size`.
-
-    `original_size` holds the sizes before the reduction.
+    """Remove tokens of size 0 from `x` (batch, tokens, width), and return the remaining tokens and their sizes. `size` holds
+    the number of patches in each token after merging and pruning, and `original_size` before it; None means 1 for all. Images
+    with fewer tokens are padded with tokens of size 0. If no token has size 0, nothing was merged or pruned, so `original_size`
+    is returned.
     """
     present = size > 0
     longest = int(present.sum(1).max())
