@@ -18,7 +18,7 @@ from smallvit.verdicts.statistics import (
     expected_variance,
     half_width,
     holm,
-    more_images_needed,
+    limit_of_seeds,
     paired_variance,
     pairs_needed,
     planned,
@@ -337,8 +337,8 @@ def test_more_seeds_replicate_more_often_up_to_what_the_images_allow():
     assert seeds_to_replicate(0.2, PAIRED) == 6
     few_images = replace(PAIRED, over_images=1e-4, n_eff=100)
     assert seeds_to_replicate(0.025, few_images) is None
-    assert more_images_needed(few_images, 0.019) and not more_images_needed(few_images, 0.021)
-    assert not more_images_needed(PAIRED, 0.001)
+    assert limit_of_seeds(few_images, 0.019) == "images" and limit_of_seeds(few_images, 0.021) == ""
+    assert limit_of_seeds(PAIRED, 0.001) == ""
 
 
 def test_replication_of_repeated_experiments_agrees_with_the_promise():

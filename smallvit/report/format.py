@@ -126,7 +126,7 @@ def sentence(comparison: Comparison, row: Row) -> str:
     if not row.decided:
         return f"{start}, {points(d.mean)} points {interval(d)}{reason}"
     again = f"; again in {often(d)} of 100 repetitions" if d.replication is not None else ""
-    return f"{start} by {percent(abs(d.mean))} points {interval(d)}{again}{', fragile' * d.fragile}"
+    return f"{start} by {percent(abs(d.mean))} points {interval(d)}{again}{', fragile' * d.fragile}{reason}"
 
 
 def seeds_interval(difference: Difference) -> str:
@@ -141,11 +141,11 @@ def seeds_interval(difference: Difference) -> str:
 
 def often(difference: Difference) -> str:
     """Return in how many of 100 repetitions, with new seeds and new test images, a verdict would come out again, as text:
-    `about 78`. The text is `at least 78` if old records do not say which test images were classified correctly. `difference`
-    holds the differences between an arm (variant) and its control (the arm it is compared with).
+    `about 78`. The number is rounded down. The text is `at least 78` if records do not say which test images were classified
+    correctly. `difference` holds the differences between an arm (variant) and its control (the arm it is compared with).
     """
-    count = round(100 * (difference.replication or 0))
-    return "more than 99" if count > 99 else f"{'at least' if difference.bound else 'about'} {count}"
+    count = 100 * (difference.replication or 0)
+    return "more than 99" if count >= 99.5 else f"{'at least' if difference.bound else 'about'} {math.floor(count)}"
 
 
 def certainty(comparison: Comparison, row: Row) -> list[str]:
@@ -184,8 +184,8 @@ def collapse(seeds: int) -> str:
 
 def what_helps(comparison: Comparison, row: Row) -> str:
     """Return a sentence that says what would help to decide an inconclusive verdict: more seeds (with the command that adds
-    them), more test images or new runs. The text is empty if nothing is known to help. `row` holds the results of the arm
-    (variant), and `comparison` holds all results.
+    them), more test images, more images to draw the training images from, or new runs. The text is empty if nothing is known to
+    help. `row` holds the results of the arm (variant), and `comparison` holds all results.
     """
     d = row.difference
     if d is None or row.stopped:
@@ -193,6 +193,7 @@ def what_helps(comparison: Comparison, row: Row) -> str:
     return {
         "seeds": "" if row.looks and row.next_look is None else f"More seeds would help: {until_decided(comparison)}",
         "images": "More test images would help, not more seeds.",
+        "pool": "More images to draw the labelled ones from would help, not more seeds.",
         "records": "Run it again: the interval is wide because earlier records do not say which test images were right.",
     }.get(d.needs, "")
 
@@ -265,27 +266,30 @@ def longer(comparison: Comparison) -> str:
 
 
 def help_for_undecided(comparison: Comparison) -> list[str]:
-    """Return sentences that say how many inconclusive verdicts more seeds, more test images or new runs would help to decide,
-    as a list. New runs help if old records do not say which test images were right. Only the main conditions count: the longest
+    """Return sentences that say how many inconclusive verdicts more seeds, more images or new runs would help to decide, as a
+    list. New runs help if old records do not say which test images were right. Only the main conditions count: the longest
     training, and tuned settings if there are any. `comparison` holds all results.
     """
     count = Counter(row.difference.needs for row in comparison.main_rows if row.difference and what_helps(comparison, row))
     forms = {
         "seeds": f"more seeds would help: {until_decided(comparison)}",
         "images": "more test images would help, not more seeds",
+        "pool": "more images to draw the labelled ones from would help, not more seeds",
         "records": "new runs would help, because earlier records do not say which test images were right",
     }
     return [f"For {count[k]} inconclusive comparison{'s' * (count[k] > 1)}, {text}." for k, text in forms.items() if count[k]]
 
 
 def limits(comparison: Comparison) -> list[str]:
-    """Return sentences about the limits of the confidence intervals, as a list: old records do not say which test images were
-    classified correctly, all seeds have the same training images, or it is unknown how many training images two seeds share.
+    """Return sentences about the limits of the confidence intervals, as a list: records do not say which test images were
+    classified correctly, seeds draw nearly all images of one pool, or it is unknown how many training images two seeds share.
     `comparison` holds all results.
     """
     differences = [(row.condition, row.difference) for row in comparison.rows if row.verdict and row.difference]
     out = []
-    if any(d.bound for _, d in differences):
+    if any(d.bound and not d.renewable for _, d in differences):
+        out.append("The score few_shot is not recorded for each test image; its intervals use an upper bound of the variance.")
+    if any(d.renewable for _, d in differences):
         out.append(
             "Records of an earlier version keep no data on single test images; their intervals use an upper bound of the "
             "variance over images."
@@ -293,7 +297,8 @@ def limits(comparison: Comparison) -> list[str]:
     fixed = list(dict.fromkeys(c.labels for c, d in differences if d.pool == "fixed"))
     if fixed:
         out.append(
-            f"All seeds {at_labels(fixed)} share their training images, so the verdicts hold with these training images."
+            f"Seeds {at_labels(fixed)} draw nearly all images of one pool. The verdicts hold for this pool of training images "
+            "and not for others."
         )
     if any(d.pool == "unknown" for _, d in differences):
         out.append("It is not recorded from how many images each seed drew its training images; the intervals do not count it.")

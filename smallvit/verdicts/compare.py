@@ -7,10 +7,10 @@ from smallvit.record import Record
 
 from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
 from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
-from .differences import Runs, comparable, difference, images_of
+from .differences import Runs, difference, images_of, obstacle, same_test_images
 from .judge import Verdict, judge
 from .sequential import LOOKS
-from .statistics import spread
+from .statistics import MIN_IMAGES, spread
 
 __all__ = [
     "TOLERANCE", "Comparison", "Condition", "Difference", "Row", "compare", "costs_of", "extra_labels", "format_seeds",
@@ -141,18 +141,13 @@ def next_look(found: Verdict, runs: Runs, control: Runs, looks: Sequence[int]) -
     or that a failed run makes later tests impossible. `found` is its verdict so far. `runs` and `control` are dicts from a seed
     to the results of a run of the arm and of the arm it is compared with. `looks` lists the planned numbers of seeds.
 
-    A failed run, or a pair of runs with different images, stops an arm: no later look can be taken.
+    A failed run, or a pair of runs with different images, stops an arm: no later look can be taken. The same holds for a score
+    that cannot be tested and for too few test images.
     """
-    taken = found.difference.looks if found.difference else ()
-    later = [n for n in looks if not taken or n > taken[-1]]
-    if found.stopped or not later:
-        return None
-    for s in sorted(runs)[: later[0]]:
-        r, other = runs[s], control.get(s)
-        unusable = {status_of(r), status_of(other)} & {"failed", "unavailable"}
-        if unusable or (status_of(r) == status_of(other) == "finished" and not comparable(r, other)):
-            return None
-    return later[0]
+    d = found.difference
+    later = [n for n in looks if d is None or not d.looks or n > d.looks[-1]]
+    untestable = d is not None and len(d.values) > 1 and (d.variance is None or d.variance.images < MIN_IMAGES)
+    return None if found.stopped or not later or untestable or obstacle(runs, control, looks) else later[0]
 
 
 def schedule(records: Sequence[Record]) -> tuple[int, ...]:
@@ -256,23 +251,29 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
     text is empty if all seeds can be compared. `runs` and `control_runs` are dicts from a seed to the results of a run of these
     arms. `looks` lists the planned numbers of seeds at which they are tested; empty: one test with all seeds.
 
-    A seed cannot be compared if a run is missing or failed, or if the two runs used different images. With `looks` (numbers of
-    seeds at which the comparison is tested), only the seeds of the first look count, and runs that are still to come are no
-    gap.
+    A seed cannot be compared if a run is missing or failed, or if the two runs used different images. All runs must be scored
+    on the same test images. With `looks` (numbers of seeds at which the comparison is tested), runs that are still to come are
+    no gap: runs may be missing after the seeds of the first look. All runs up to the last one of the arm count, so that a
+    failure is never left out.
     """
     found: dict[tuple[str, str], list[int]] = {}
-    seeds = sorted(runs)[: looks[0]] if looks else list(runs)
+    seeds = needed = list(runs)
     if looks:
-        last = max((s for each in (runs, control_runs) for s, r in each.items() if r and r.status != "missing"), default=-1)
-        seeds = [s for s in seeds if s <= last]
+        last, control_last = (
+            max((s for s, r in each.items() if status_of(r) != "missing"), default=-1) for each in (runs, control_runs)
+        )
+        needed = [s for s in sorted(runs)[: looks[0]] if s <= max(last, control_last)]
+        seeds = [s for s in sorted(runs) if s in needed or s <= last]
     for name, each in {arm: runs, control: control_runs}.items():
         for s in seeds:
-            if not ((r := each.get(s)) and r.finished):
+            if not ((r := each.get(s)) and r.finished) and (s in needed or status_of(r) != "missing"):
                 found.setdefault((name, status_of(r)), []).append(s)
     for s in seeds:
         r, other = runs[s], control_runs.get(s)
         if r and other and r.finished and other.finished and images_of(r) != images_of(other):
             found.setdefault((arm, f"used other images than {control}"), []).append(s)
+    if not found and not same_test_images(each.get(s) for each in (runs, control_runs) for s in seeds):
+        return f"the runs of {arm} and {control} were scored on different test images"
     return "; ".join(f"{name}, {format_seeds(s, len(runs))}: {problem}" for (name, problem), s in found.items())
 
 

@@ -71,7 +71,12 @@ class Difference:
     replication  probability that the same verdict comes out again with as many fresh seeds and new images; None if undecided
     seeds_for_90 number of seeds for which this probability is 90%; None: more seeds alone are not enough
     detectable   the effect that would have been found with 80% probability; only for inconclusive verdicts
-    needs        what would help an inconclusive verdict: "seeds", "images", "records" (new runs) or "" (not known)
+    needs        what would help an inconclusive verdict: "seeds", "images", "pool" (more images from which each seed draws its
+                 training images), "records" (new runs) or "" (not known)
+    score        the name of the score if it is neither an accuracy nor recorded for each test image: it cannot be tested
+    renewable    whether `bound` is due to old records, so that new runs would replace the upper bound
+    strongest    the difference at the look with the strongest evidence, if this is an earlier look; None otherwise
+    blocked      why no further look can be taken, such as a failed run
     """
 
     seeds: tuple[int, ...]
@@ -95,6 +100,10 @@ class Difference:
     seeds_for_90: int | None = None
     detectable: float | None = None
     needs: str = ""
+    score: str = ""
+    renewable: bool = False
+    strongest: "Difference | None" = None
+    blocked: str = ""
 
     @property
     def fragile(self) -> bool:

@@ -1,6 +1,8 @@
 """Paired differences between an arm and its control: which runs form pairs, and how sure the mean difference is."""
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -13,6 +15,7 @@ from .statistics import (
     MIN_PAIRS,
     TIE,
     Variance,
+    critical_t,
     half_width,
     paired_variance,
     seeds_half_width,
@@ -25,6 +28,8 @@ from .statistics import (
 IMAGES = 10_000  # test images that are supposed where an old record does not say their number
 # Training images from which the data sets of old records draw: the number of classes x the size of the smallest class.
 POOLS = {"smallvit.data.mnist": 54_210, "smallvit.data.digits": 1_260}
+
+ACCURACIES = ("accuracy", "linear_probe", "few_shot")  # and knn_1, knn_5, ...
 
 Runs = Mapping[int, Record | None]  # seed -> results of the run; None: the run has not finished or does not exist
 
@@ -43,6 +48,46 @@ def images_of(record: Record) -> tuple:
     return record.subset_sha256, record.data_sha256
 
 
+def same_test_images(records: Iterable[Record | None]) -> bool:
+    """Return whether all finished runs were scored on the same test images, as far as this is known. `records` are the results
+    of the runs; None stands for a run without a result.
+    """
+    done = [r for r in records if r and r.finished]
+    return all(
+        len({value for r in done if (value := getattr(r, name)) is not None}) < 2 for name in ("data_sha256", "test_images")
+    )
+
+
+def obstacle(runs: Runs, control: Runs, looks: Sequence[int]) -> str:
+    """Return why an arm (variant) cannot be tested at the next of the planned numbers of seeds, as text: `+A, seed 3: failed`.
+    The text is empty if nothing prevents it. `runs` and `control` are dicts from a seed to the results of a run of the arm and
+    of the arm it is compared with. `looks` lists the planned numbers of seeds.
+    """
+    after = len(leading_seeds(runs, control))
+    seeds = sorted(runs)[: next((n for n in looks if n > after), looks[-1])]
+    for s in seeds:
+        pair = [r for r in (runs[s], control.get(s)) if r]
+        for r in pair:
+            if r.status in ("failed", "unavailable"):
+                return f"{r.arm}, seed {s}: {r.status}"
+        if len(pair) == 2 and all(r.finished for r in pair) and not comparable(*pair):
+            return f"{pair[0].arm}, seed {s}: used other images than {pair[1].arm}"
+    if not same_test_images(each.get(s) for each in (runs, control) for s in seeds):
+        return "the runs were scored on different test images"
+    return ""
+
+
+def is_accuracy(record: Record) -> bool:
+    """Return whether a run is scored by an accuracy, the share of test images that are classified correctly. This is the case
+    for the score `accuracy` and for those of the probes `knn`, `linear_probe` and `few_shot` (an accuracy averaged over several
+    draws). `record` holds the results of the run.
+
+    Of other scores only a name is known. They may be no mean over images, such as the balanced accuracy or an F1 score.
+    """
+    score = record.score or ""
+    return score in ACCURACIES or bool(re.fullmatch(r"knn_\d+", score))
+
+
 def difference(runs: Runs, control: Runs, looks: Sequence[int] = ()) -> Difference | None:
     """Return the differences between an arm (variant) and its control (the arm it is compared with), with intervals and
     p-values, as a `Difference`. `runs` and `control` are dicts from a seed to the results of a run of these arms. `looks` lists
@@ -57,14 +102,23 @@ def difference(runs: Runs, control: Runs, looks: Sequence[int] = ()) -> Differen
         seeds = [s for s in runs if comparable(runs[s], control.get(s))]
         return measure(runs, control, seeds) if seeds else None
     seeds = leading_seeds(runs, control)
-    taken = [n for n in looks if n <= len(seeds)]
+    taken, blocked = [n for n in looks if n <= len(seeds)], obstacle(runs, control, looks)
     if not taken:
-        return replace(measure(runs, control, seeds), p=None) if seeds else None
+        return replace(measure(runs, control, seeds), p=None, blocked=blocked) if seeds else None
     found = {n: measure(runs, control, seeds[:n], nominal_level(n, looks)) for n in taken}
     last = found[taken[-1]]
     # a look counts only if its difference has the sign of the last one; this can only raise the p-value
     p_values = {n: d.p if d.p is None or d.mean * last.mean > 0 else 1.0 for n, d in found.items()}
-    return replace(last, p=None if last.p is None else sequential_p(p_values, looks), looks=tuple(taken))
+    if last.p is None:
+        return replace(last, looks=tuple(taken), blocked=blocked)
+    strongest = min(taken, key=lambda n: math.inf if (p := p_values[n]) is None else p / math.sqrt(n))
+    return replace(
+        last,
+        p=sequential_p(p_values, looks),
+        looks=tuple(taken),
+        strongest=found[strongest] if strongest != taken[-1] else None,
+        blocked=blocked,
+    )
 
 
 def leading_seeds(runs: Runs, control: Runs) -> list[int]:
@@ -85,7 +139,8 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     intervals and p-values, as a `Difference`. `runs` and `control` are dicts from a seed to the results of a run of these arms.
     The intervals have the confidence 1 - `level`.
 
-    The p-value is None if no test is possible, as `two_part_p` says.
+    The p-value is None if no test is possible, as `two_part_p` says, or if the score is neither an accuracy nor recorded for
+    each test image. Then only the interval over the seeds is given.
     """
     pairs = [(run, other) for s in seeds if (run := runs[s]) and (other := control[s])]
     values = tuple(run.result - other.result for run, other in pairs)
@@ -105,7 +160,9 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     )
     variance = variance_of(pairs, values)
     if variance is None:
-        return found
+        score = next((r.score or "" for pair in pairs for r in pair if not is_accuracy(r)), "")
+        each_half = 0.0 if sd is None else critical_t(level, len(values) - 1) * sd / math.sqrt(len(values))
+        return found if sd is None else replace(found, seeds_low=mean - each_half, seeds_high=mean + each_half, score=score)
     half, seeds_half = half_width(variance, level, overlap=overlap), seeds_half_width(variance, level)
     return replace(
         found,
@@ -117,15 +174,17 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
         p_seeds=seeds_p(mean, variance) if len(seeds) >= MIN_PAIRS and sd is not None and sd > TIE else None,
         variance=variance,
         bound=variance.bound,
+        renewable=variance.bound and all(r.score != "few_shot" for pair in pairs for r in pair),
     )
 
 
 def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float]) -> Variance | None:
     """Return the estimated `Variance` of the mean difference between an arm (variant) and its control (the arm it is compared
     with). The object has one variance over seeds and one over test images. `pairs` holds for each seed the results of both
-    runs, as a tuple (arm, control). `values` are their differences. The result is None for fewer than two seeds.
+    runs, as a tuple (arm, control). `values` are their differences. The result is None for fewer than two seeds or test images.
 
-    Records that do not say which test images a run classified correctly give an upper bound of the part over images.
+    Records that do not say which test images a run classified correctly give an upper bound of the part over images. It is
+    valid only for an accuracy. For other scores the result is None.
     """
     images = min(r.test_images or IMAGES for pair in pairs for r in pair)
     if len(values) < 2 or images < 2:
@@ -134,6 +193,8 @@ def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float])
     known = [(a.astype("int8"), b.astype("int8")) for a, b in bits if a is not None and b is not None]
     if len(known) == len(pairs) and len({len(part) for both in known for part in both}) == 1:
         return paired_variance([a - b for a, b in known])[1]
+    if not all(is_accuracy(r) for pair in pairs for r in pair):
+        return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)
     return variance_bound(values, errors, images)
 

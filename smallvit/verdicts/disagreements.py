@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from smallvit.record import Record
 
 from .comparison import Condition, condition_of
-from .differences import comparable
+from .differences import comparable, same_test_images
 
 SHOWN = 10  # test images on which two arms disagree most often
 
@@ -34,7 +34,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
     condition   the only condition to look at; None: all in which both arms have runs
 
     Raises ValueError for an unknown arm, or if no two runs can be compared: they must have finished with the same seed and
-    images, and their records must say which test images were right. Records of earlier versions do not.
+    images, and their records must say which test images were right. Records of earlier versions do not. The test images must
+    be the same for all seeds.
     """
     arms = list(dict.fromkeys(r.arm for r in records if r.role != "dependency"))
     if unknown := [name for name in (arm, other) if name not in arms]:
@@ -51,6 +52,11 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
         bits = {
             s: (a, b) for s in seeds if (a := runs[s].correct_bits) is not None and (b := others[s].correct_bits) is not None
         }
+        if not same_test_images(each[s] for each in (runs, others) for s in bits):
+            raise ValueError(
+                f"runs of {arm!r} and {other!r} at {c.title} were scored on different test images; expected the same ones for "
+                "all seeds: train the runs of the other data set again"
+            )
         if bits:
             found.append(count_disagreements(c, arm, other, bits))
     if not found:

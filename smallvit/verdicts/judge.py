@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .comparison import Cell, Difference
-from .sequential import stop_reason
+from .sequential import nominal_level, stop_reason
 from .statistics import (
     EQUIVALENCE,
     LEVEL,
+    MIN_IMAGES,
     MIN_PAIRS,
     TIE,
     detectable,
     holm,
-    more_images_needed,
+    limit_of_seeds,
     pairs_needed,
     replication,
     seeds_to_replicate,
@@ -45,6 +46,7 @@ def judge(
 
     The level of a decided comparison is the one that Holm's method asked of it: 0.05 / (family - number of smaller p-values).
     The probability of replication is computed at this level. The level of the others is the one that the next rejection needs.
+    With looks, both are the nominal levels of the last look that was taken.
     """
     results: dict[Cell, Verdict] = {}
     tested: dict[Cell, Difference] = {}
@@ -61,20 +63,29 @@ def judge(
         cell, d = list(tested.items())[place]
         d = replace(d, p_holm=corrected[place])
         level = LEVEL / (family - min(rank, rejected))
-        results[cell] = decided(d, level) if corrected[place] < LEVEL else undecided(d, level, looks)
+        results[cell] = decided(d, level, looks) if corrected[place] < LEVEL else undecided(d, level, looks)
     return results
 
 
-def decided(d: Difference, level: float) -> Verdict:
+def decided(d: Difference, level: float, looks: Sequence[int] = ()) -> Verdict:
     """Return the `Verdict` better or worse for a significant difference, with the probability that a repetition gives the same
     verdict. `d` holds the differences between an arm (variant) and its control (the arm it is compared with). `level` is the
-    significance level after Holm's correction, for example 0.05 / 5 for the smallest of five p-values.
+    significance level after Holm's correction, for example 0.05 / 5 for the smallest of five p-values. `looks` lists the
+    planned numbers of seeds at which the arm is tested; empty: one test with all seeds.
+
+    With looks, the verdict of an earlier look stays valid. If the interval of the last look contains zero, the reason gives the
+    difference at the look that decided.
     """
+    level, reason = nominal_level(d.looks[-1], looks, level) if d.looks else level, ""
+    if d.strongest and not excludes_zero(d.low, d.high):
+        first = d.strongest
+        numbers = f"{100 * first.mean:+.2f} [{100 * (first.low or 0):.2f}, {100 * (first.high or 0):.2f}]".replace("-", "−")
+        reason = f"decided at the look at {len(first.values)} seeds: {numbers}"
     if d.variance:
         again = replication(d.mean, d.variance, level=level, overlap=d.overlap)
         seeds = seeds_to_replicate(d.mean, d.variance, level=level, overlap=d.overlap)
         d = replace(d, replication=again, seeds_for_90=seeds)
-    return Verdict("better" if d.mean > 0 else "worse", "", d, "decided" if d.looks else "")
+    return Verdict("better" if d.mean > 0 else "worse", reason, d, "decided" if d.looks else "")
 
 
 def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
@@ -84,9 +95,12 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
     empty: one test with all seeds.
     """
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE):
-        return Verdict("inconclusive", "equal to the baseline for every seed; check that the technique changes anything", d)
+        differ = d.variance is not None and not d.bound and d.variance.over_images > 0
+        more = "the predictions differ" if differ else "check that the technique changes anything"
+        return Verdict("inconclusive", f"the same accuracy as the baseline for every seed; {more}", d)
     variance = d.variance
-    d = replace(d, detectable=detectable(variance, level=level, overlap=d.overlap), needs=needs(d, level))
+    now, final = (nominal_level(n, looks, level) for n in (d.looks[-1], looks[-1])) if d.looks else (level, level)
+    d = replace(d, detectable=detectable(variance, level=now, overlap=d.overlap), needs=needs(d, final))
     reason, stopped = partial_evidence(d), ""
     if d.looks:
         last = d.looks[-1]
@@ -94,24 +108,29 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         reasons = {
             "excluded": f"a difference of {100 * EQUIVALENCE:g} points is excluded",
             "hopeless": f"stopped after {last} seeds: a verdict is unlikely even with {looks[-1]} seeds",
-            "": f"the next look is at {next((n for n in looks if n > last), 0)} seeds" if last < looks[-1] else "",
+            "": "",
         }
+        if last < looks[-1]:
+            n = next(n for n in looks if n > last)
+            reasons[""] = f"no look at {n} seeds is possible ({d.blocked})" if d.blocked else f"the next look is at {n} seeds"
         reason = "; ".join(filter(None, (reason, reasons[stopped])))
     return Verdict("inconclusive", reason, d, stopped)
 
 
 def needs(d: Difference, level: float) -> str:
     """Return what would help most to decide an inconclusive comparison: "seeds" (more seeds), "images" (more test images),
-    "records" (new runs, because old records do not say which test images were right) or "" (unknown). `d` holds the differences
-    between an arm (variant) and its control (the arm it is compared with). `level` is the significance level for a verdict.
+    "pool" (more images from which each seed draws its training images), "records" (new runs, because old records do not say
+    which test images were right) or "" (unknown). `d` holds the differences between an arm (variant) and its control (the arm
+    it is compared with). `level` is the significance level for a verdict.
 
     "images": on these test images, no number of seeds would tell a difference of this size, or of 0.5 points if it is smaller,
-    from zero. "records": this is so only by an upper bound, which new runs would replace.
+    from zero. "pool": the same, because the seeds share too many training images. "records": this is so only by an upper
+    bound, which new runs would replace.
     """
     if d.variance is None:
         return ""
-    images = more_images_needed(d.variance, max(abs(d.mean), EQUIVALENCE), level=level)
-    return "seeds" if not images else "records" if d.bound else "images"
+    limit = limit_of_seeds(d.variance, max(abs(d.mean), EQUIVALENCE), level=level, overlap=d.overlap)
+    return "records" if limit == "images" and d.renewable else limit or "seeds"
 
 
 def partial_evidence(d: Difference) -> str:
@@ -123,7 +142,7 @@ def partial_evidence(d: Difference) -> str:
     test images.
     """
     word = "better" if d.mean > 0 else "worse"
-    if excludes_zero(d.low, d.high):
+    if d.p is not None and d.p < LEVEL:
         return "p is below 0.05 only before the Holm correction"
     if not excludes_zero(d.seeds_low, d.seeds_high) or d.variance is None:
         return ""
@@ -134,7 +153,8 @@ def partial_evidence(d: Difference) -> str:
         "images": "too few images to say so of new ones",
         "records": "earlier records cannot say so of new ones",
     }.get(d.needs, "not shown on new ones")
-    return f"{word} on these {d.variance.images:,} test images in every retraining; {problem}"
+    often = "in every retraining" if all(value * d.mean > 0 for value in d.values) else "on average over retrainings"
+    return f"{word} on these {d.variance.images:,} test images {often}; {problem}"
 
 
 def excludes_zero(low: float | None, high: float | None) -> bool:
@@ -151,6 +171,11 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
     if gaps or d is None:
         return "no verdict", gaps
     n = len(d.values)
+    if d.score:
+        problem = f"the score {d.score} is neither an accuracy nor recorded for each test image"
+        return "no verdict", f"{problem}, so it may not be a mean over images; no test for such scores is built yet"
+    if n > 1 and (d.variance is None or d.variance.images < MIN_IMAGES):
+        return "no verdict", f"fewer than {MIN_IMAGES} test images, so no test is possible"
     if looks and not d.looks:
         return "not enough seeds", f"{n} of the {looks[0]} pairs of the first look"
     if n < MIN_PAIRS:
@@ -163,6 +188,4 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
         return "", ""
     if d.sd is not None and d.sd <= TIE and abs(d.mean) > TIE:
         return "no verdict", "the same difference for every seed, so no test is possible; check that the seeds differ"
-    if d.variance and d.variance.n_eff < 2:
-        return "no verdict", "fewer than two test images tell the arms apart, so no test is possible"
-    return "no verdict", "too few test images, so no test is possible"
+    return "no verdict", "fewer than two test images tell the arms apart, so no test is possible"

@@ -7,7 +7,7 @@ of this file allow the looks of a planned schedule.
 import math
 from collections.abc import Mapping, Sequence
 
-from .statistics import EQUIVALENCE, LEVEL, MIN_PAIRS, Variance, critical_t, half_width, planned, standard_error
+from .statistics import EQUIVALENCE, LEVEL, MIN_IMAGES, MIN_PAIRS, Variance, critical_t, half_width, planned, standard_error
 
 LOOKS = (6, 8, 12, 16, 24, 32)  # numbers of seeds at which a comparison is tested while seeds are added until it is decided
 ADDED_LOOKS = (8, 16, 32)  # the same for a comparison of 8 seeds to which seeds are added after its result was seen
@@ -99,7 +99,7 @@ def stop_reason(
     "hopeless": from 12 seeds on, if the last look is expected neither to find a difference nor to exclude an effect.
     """
     half = half_width(v, nominal_level(n, looks), overlap=overlap)
-    if v.seeds >= MIN_PAIRS and v.n_eff >= 2 and abs(mean) + half < equivalence:
+    if v.seeds >= MIN_PAIRS and v.images >= MIN_IMAGES and v.n_eff >= 2 and abs(mean) + half < equivalence:
         return "excluded"
     last = looks[-1]
     if not 12 <= n < last:

@@ -14,6 +14,7 @@ from typing import Any
 LEVEL = 0.05  # probability of at least one false verdict in a recipe
 TIE = 1e-9  # a smaller spread is rounding error, because accuracies are counts of images
 MIN_PAIRS = 6  # with five pairs, even five wins have p = 0.0625 in a sign-flip test
+MIN_IMAGES = 6  # the same holds for test images
 EQUIVALENCE = 0.005  # an effect within half a point is too small to matter
 
 
@@ -165,11 +166,11 @@ def two_part_p(mean: float, v: Variance, *, overlap: float = 0.0, folds: float =
     variances). `overlap` says how strongly the training images of two seeds overlap, and `folds` is 1 except for
     cross-validation.
 
-    The result is None if no verdict is possible: fewer than six seeds, fewer than two effective test images, or the same
-    difference, other than zero, for every seed. `overlap` and `folds` are those of `half_width`.
+    The result is None if no verdict is possible: fewer than six seeds or six test images, fewer than two effective test images,
+    or the same difference, other than zero, for every seed. `overlap` and `folds` are those of `half_width`.
     """
     constant = math.sqrt(v.seeds * v.over_seeds) <= TIE
-    if v.seeds < MIN_PAIRS or v.n_eff < 2 or (constant and abs(mean) > TIE):
+    if v.seeds < MIN_PAIRS or v.images < MIN_IMAGES or v.n_eff < 2 or (constant and abs(mean) > TIE):
         return None
     if constant:
         return 1.0
@@ -311,13 +312,19 @@ def detectable(v: Variance, *, level: float = LEVEL, power: float = 0.8, overlap
     return half_width(v, level, overlap=overlap) + critical_t(2 * (1 - power), v.seeds - 1) * standard_error(v, overlap)
 
 
-def more_images_needed(v: Variance, effect: float, *, level: float = LEVEL) -> bool:
-    """Return whether more test images are needed to show a difference of the size `effect` between two arms (variants). This is
-    the case if even infinitely many seeds would not give p < `level` with the present number of test images. `v` is the
-    `Variance` (estimated variances) of the observed difference.
+def limit_of_seeds(v: Variance, effect: float, *, level: float = LEVEL, overlap: float = 0.0) -> str:
+    """Return what is needed besides more seeds to show a difference of the size `effect` between two arms (variants): "images"
+    (more test images), "pool" (more images from which each seed draws its training images) or "" (more seeds are enough). `v`
+    is the `Variance` (estimated variances) of the observed difference. `level` is the significance level, and `overlap` says
+    how strongly the training images of two seeds overlap.
+
+    It is computed for infinitely many seeds. Of two reasons, the one with the larger variance is returned.
     """
-    between_images = max(0.0, v.over_images - v.rest)
-    return critical_t(level, max(0.5, v.n_eff - 1)) * math.sqrt(between_images) >= abs(effect)
+    images = critical_t(level, max(0.5, v.n_eff - 1)) ** 2 * max(0.0, v.over_images - v.rest)
+    pool = critical_t(level, math.inf) ** 2 * v.over_seeds * v.seeds * overlap
+    if math.sqrt(images + pool) < abs(effect):
+        return ""
+    return "images" if images >= pool else "pool"
 
 
 def pairs_needed(sd: float, effect: float = 0.01, level: float = LEVEL, power: float = 0.8) -> int:
