@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from smallvit.components import check_option, options
@@ -155,7 +156,7 @@ def arm_ranges(runs: Sequence["ArmRun"]) -> dict[str, dict[str, Range]]:
     found = {arm: ranges_of(entry, first.get(entry.baseline, entry)) for arm, entry in first.items()}
     known = sorted({name for entry in first.values() for name in hyperparameters(entry.run)})
     for name in tune.ranges:
-        check_option(name, known, "no arm of this recipe")
+        check_option(name, known, "this recipe")
     return found
 
 
@@ -221,7 +222,7 @@ class TunedArm:
     def tuning(self) -> dict[str, Any]:
         """Return how this arm (variant) was tuned, as a dict for the field `tuning` of the records (results of a run): the
         chosen values, the cost of the trials, and a list of all trials. An item of this list contains the settings, the mean
-        validation accuracy and the number of seeds.
+        validation accuracy and the number of seeds. If there were no trials, `note` says why.
         """
         scored = [(trial["settings"], trial["scores"]) for trial in self.trials if None not in trial["scores"]]
         return {
@@ -231,7 +232,7 @@ class TunedArm:
             "loss": self.loss,
             "edge": self.edge,
             "curve": [[settings, sum(scores) / len(scores), len(scores)] for settings, scores in scored],
-        }
+        } | ({"note": self.note} if self.note else {})
 
 
 def tuned_file(recipe: str | Path) -> Path:
@@ -277,8 +278,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[TunedArm]]:
 
 
 def damage(arm: TunedArm) -> str:
-    """Return what is wrong with the result of tuning one arm (variant), as text, such as a field of another type or a score
-    above 1. The text is empty if nothing is wrong. `arm` is this result, as it was read from a file.
+    """Return what is wrong with the result of tuning one arm (variant), as text, such as a field of another type, a score above
+    1, or chosen settings that are not those of the best trial. The text is empty if nothing is wrong. `arm` is this result, as
+    it was read from a file.
     """
     types = {"settings": dict, "edge": list, "cost": dict, "trials": list, "fingerprint": str}
     for name, expected in types.items():
@@ -292,9 +294,35 @@ def damage(arm: TunedArm) -> str:
             return f"a trial is {trial!r:.60}"
         if any(not (s is None or (isinstance(s, int | float) and 0 <= s <= 1)) for s in scores):
             return f"the scores of a trial are {scores!r:.60}"
-    if arm.trials and arm.settings not in [trial["settings"] for trial in arm.trials]:
+    if not arm.trials:
+        return f"the chosen settings {arm.settings} have no trials" if arm.settings else ""
+    if arm.settings not in [trial["settings"] for trial in arm.trials]:
         return f"the chosen settings {arm.settings} are those of no trial"
+    scores = [trial["scores"] for trial in arm.trials]
+    (best,) = best_trials(scores, 1)
+    if arm.settings != arm.trials[best]["settings"]:
+        return f"the chosen settings {arm.settings} are not those of the best trial, {arm.trials[best]['settings']}"
+    if arm.accuracy != round(mean(scores[best]), 6):
+        return f"accuracy is {arm.accuracy!r:.60}, but the mean of the scores of the best trial is {mean(scores[best]):.6g}"
     return ""
+
+
+def best_trials(scores: Sequence[Sequence[float | None]], count: int) -> list[int]:
+    """Return the positions of the `count` best trials (settings to try) of an arm (variant), best first. `scores` has for each
+    trial the list of its validation accuracies, one for each seed. The best trial has the largest mean; of equal trials the
+    earlier one comes first. Trials with fewer seeds than others are left out.
+    """
+    most = max(map(len, scores))
+    trained = [index for index, values in enumerate(scores) if len(values) == most]
+    return sorted(trained, key=lambda index: (-mean(scores[index]), index))[:count]
+
+
+def mean(scores: Sequence[float | None]) -> float:
+    """Return the mean of the validation accuracies of a trial (settings to try). `scores` has one accuracy for each seed, or
+    None where the loss became infinite; the mean is then minus infinity. The mean of an empty list is 0.
+    """
+    known = [score for score in scores if score is not None]
+    return fmean(known or [0.0]) if len(known) == len(scores) else float("-inf")
 
 
 def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:

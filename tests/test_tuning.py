@@ -22,8 +22,11 @@ from smallvit.launch.tune import HALVING, candidates, on_all_images, run_count, 
 from smallvit.pretrained import Unavailable
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, pack_bits
+from smallvit.report import markdown
+from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint
 from smallvit.tuning import FIRST_SEED, Tune, TunedArm, apply, arm_ranges, one_per_cell, read, runs_to_tune, tuned_file, write
+from smallvit.verdicts import compare
 
 BASE = Run(data=digits, model=TINY_VIT, steps=4, batch=8, lr=2e-3, val=20)
 ARMS = {"scratch": BASE, "+LSA": BASE.vary(attention=LocalityAttention)}
@@ -353,10 +356,10 @@ def test_table_shows_the_choice_and_warns_of_an_edge_and_of_a_large_loss():
 # The file
 
 
-def chosen(path: Path, runs: list, settings: dict | None = None) -> Path:
+def chosen(path: Path, runs: list, settings: dict | None = None, note: str = "nothing to tune") -> Path:
     """Write a file in which every trained arm got these settings."""
     settings, tune = settings or {"lr": 0.01, "depth": 4}, runs[0].tune
-    cells = one_per_cell(runs_to_tune(runs))
+    cells, ranges = one_per_cell(runs_to_tune(runs)), arm_ranges(runs_to_tune(runs))
     arms = [
         TunedArm(
             arm=arm,
@@ -369,8 +372,8 @@ def chosen(path: Path, runs: list, settings: dict | None = None) -> Path:
             cost={"labels": 130, "images_seen": 512, "runs": 16, "seconds": 3.5},
             trials=[{"settings": settings, "scores": [0.7, 0.9]}],
         )
-        if entry.run.steps
-        else TunedArm(arm=arm, labels=labels, fingerprint=fingerprint(entry.run.at_seed(0)), note="nothing to tune")
+        if ranges[arm]
+        else TunedArm(arm=arm, labels=labels, fingerprint=fingerprint(entry.run.at_seed(0)), note=note)
         for (arm, labels), entry in cells.items()
     ]
     write(path, tune, arms)
@@ -405,6 +408,45 @@ def test_arm_with_nothing_to_tune_has_an_unchanged_copy_with_0_trials(tmp_path):
     assert all(copy.run in [entry.run for entry in runs] for copy in pixels)
 
 
+def records_of(runs: list) -> list[Record]:
+    """Records of finished runs, in which each technique is better than the baseline, with the tuning of the runs."""
+    rng = np.random.default_rng(0)
+    return [
+        Record(
+            recipe="t", arm=entry.arm, role=entry.role, baseline=entry.baseline, labels=entry.labels, seed=entry.seed,
+            tuning=entry.tuning, fingerprint=fingerprint(entry.run), run=describe(entry.run), status="finished",
+            score="accuracy", test={"accuracy": float(bits.mean())}, correct=pack_bits(bits), test_images=2_000,
+            steps=entry.run.steps, drawn_share=0.01, looks=entry.looks,
+        )
+        for entry in runs
+        for bits in [rng.random(2_000) < (0.7 if entry.role == "baseline" else 0.8)]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("looks", [None, [6, 8]], ids=["all seeds", "looks"])
+def test_arm_that_got_no_trials_has_no_verdict_at_tuned_settings(tmp_path, looks):
+    """An arm differs only in the tuned rate, others also in something else, and one of them has the first as its control."""
+    arms = {
+        "scratch": BASE, "lr 0.02": BASE.vary(lr=0.02), "other": BASE.vary(lr=0.02, depth=3), "untrained": BASE.vary(steps=0),
+        "warm": BASE.vary(lr=0.02, warmup=0.3),
+    }  # fmt: skip
+    runs = comparison(Tune({"lr": (1e-3, 1e-2)}), arms=arms, seeds=range(6), baseline={"warm": "lr 0.02"})
+    ranges = arm_ranges(runs_to_tune(runs))
+    assert not ranges["lr 0.02"] and not ranges["untrained"] and ranges["other"] and ranges["warm"]
+    path = chosen(tmp_path / "t.tuned.json", runs, {"lr": 0.01}, note="left as it is")
+    records = records_of([replace(entry, looks=looks) for entry in runs + apply(runs, path)])
+    rows = {(row.arm, row.tuned): row for row in compare(records).rows}
+    assert all(rows[arm, False].verdict == "better" for arm in ("lr 0.02", "other", "untrained"))
+    assert rows["other", True].verdict == rows["untrained", True].verdict == "better"
+    kept, warm = rows["lr 0.02", True], rows["warm", True]
+    assert (kept.verdict, kept.reason, kept.next_look) == ("no verdict", "not tuned, while its baseline was", None)
+    assert (warm.verdict, warm.reason) == ("no verdict", "tuned with 1 trials, and lr 0.02 with 0")
+    (line,) = [line for line in warnings(records) if "different numbers of trials" in line]
+    assert "lr 0.02: 0" in line and "scratch: 1" in line and "untrained" not in line
+    page = markdown(records, title="t", doc="Is it better?")
+    assert "not tuned, while its baseline was" in page and "left as it is" in page
+
+
 def test_changed_arm_range_or_recipe_is_refused(tmp_path):
     runs = comparison()
     path = chosen(tmp_path / "t.tuned.json", runs)
@@ -436,6 +478,33 @@ def test_damaged_file_is_refused(tmp_path, change, message):
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=rf"{message}.*delete it and run smallvit tune t again"):
         read(path)
+
+
+def hand_edited(path: Path, **change) -> Path:
+    """Write a file with trials of 2, 2 and 1 seeds, of which the first is the best and was chosen, with changed fields."""
+    runs = comparison(arms={"scratch": BASE, "deeper": BASE.vary(depth=3)})
+    scores = {0.01: [0.7, 0.9], 0.02: [0.8, 0.8], 0.03: [0.95]}
+    trials = [{"settings": {"lr": lr}, "scores": values} for lr, values in scores.items()]
+    write(path, runs[0].tune, [
+        TunedArm(**{
+            "arm": arm, "labels": labels, "fingerprint": fingerprint(entry.run.at_seed(0)),
+            "settings": {"lr": 0.01}, "accuracy": 0.8, "trials": trials,
+        } | change)
+        for (arm, labels), entry in one_per_cell(runs_to_tune(runs)).items()
+    ])  # fmt: skip
+    return path
+
+
+def test_choice_that_is_not_the_best_trial_with_all_seeds_is_refused(tmp_path):
+    path = tmp_path / "t.tuned.json"
+    assert read(hand_edited(path))[1][0].settings == {"lr": 0.01}
+    for lr in (0.02, 0.03):  # an equal, later trial; a trial with fewer seeds
+        with pytest.raises(ValueError, match=r"are not those of the best trial, \{'lr': 0.01\}; delete it and run"):
+            read(hand_edited(path, settings={"lr": lr}))
+    with pytest.raises(ValueError, match=r"accuracy is 0\.9, but the mean of the scores of the best trial is 0\.8"):
+        read(hand_edited(path, accuracy=0.9))
+    with pytest.raises(ValueError, match="have no trials"):
+        read(hand_edited(path, trials=[], accuracy=None))
 
 
 def test_importing_tune_does_not_import_optuna():

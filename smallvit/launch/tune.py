@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,18 @@ from smallvit.ablation import ArmRun
 from smallvit.data import Dataset
 from smallvit.record import Record, format_labels
 from smallvit.run import Run, fingerprint
-from smallvit.tuning import FIRST_SEED, Range, Tune, TunedArm, arm_ranges, hyperparameters, one_per_cell, runs_to_tune
+from smallvit.tuning import (
+    FIRST_SEED,
+    Range,
+    Tune,
+    TunedArm,
+    arm_ranges,
+    best_trials,
+    hyperparameters,
+    mean,
+    one_per_cell,
+    runs_to_tune,
+)
 
 from .local import launch
 from .scheduler import unavailable_weights
@@ -61,17 +71,7 @@ class Candidates:
         largest mean validation accuracy; of equal trials the earlier one comes first. Trials that were stopped at fewer seeds
         than the others are left out.
         """
-        most = max(map(len, self.scores))
-        trained = [index for index, scores in enumerate(self.scores) if len(scores) == most]
-        return sorted(trained, key=lambda index: (-mean(self.scores[index]), index))[:count]
-
-
-def mean(scores: Sequence[float | None]) -> float:
-    """Return the mean of the validation accuracies of a trial (settings to try). `scores` has one accuracy for each seed, or
-    None where the loss became infinite; the mean is then minus infinity. The mean of an empty list is 0.
-    """
-    known = [score for score in scores if score is not None]
-    return fmean(known or [0.0]) if len(known) == len(scores) else float("-inf")
+        return best_trials(self.scores, count)
 
 
 def stages(trials: int, seeds: int) -> list[tuple[int, int]]:

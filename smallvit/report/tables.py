@@ -200,7 +200,7 @@ def chosen_settings(tuning: dict, common: dict) -> Cell:
         return f"{value:.3g}" if isinstance(value, float) else f"{value}"
 
     if not tuning["settings"]:
-        return "nothing to tune", []
+        return tuning.get("note") or "nothing to tune", []
     chosen = [f"{option_name(option)} {form(value)}" for option, value in tuning["settings"].items()]
     before = [f"{option_name(option)} {form(common[option])}" for option in tuning["settings"] if option in common]
     if len(before) == len(chosen) == 1:
