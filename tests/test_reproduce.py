@@ -3,10 +3,11 @@
 from dataclasses import replace
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 from scipy.stats import t
 
-from smallvit.record import Record
+from smallvit.record import Record, pack_bits
 from smallvit.report import compare_with_committed
 from smallvit.report.reproduce import compare_run, compare_with_seeds, prediction_interval
 
@@ -81,6 +82,27 @@ def test_equal_weights_must_give_an_equal_score():
     # another version of scipy may fit another probe to the same features
     text, agree = compare(replace(HONEST, test={"accuracy": 0.902}, versions={"torch": "2.5", "scipy": "2"}))
     assert agree and "the same weights" in text and "scipy 1 -> 2" in text
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"correct": pack_bits(np.arange(500) >= 50)}, "classify 100 test images differently"),
+        ({"correct": None}, "come without the list of correctly classified images"),
+        ({"test": {"accuracy": 0.90, "knn": 0.81, "ms": 4.0}}, "give 0.81 instead of 0.8 for knn"),
+        ({"test": {"accuracy": 0.90, "ms": 4.0}}, "give nothing instead of 0.8 for knn"),
+        ({"test": {"accuracy": 0.90, "knn": 0.8, "ms": 5.0}}, ""),
+    ],
+    ids=["other images", "no images", "probe", "no probe", "time"],
+)
+def test_equal_weights_must_classify_the_same_images_correctly_and_give_the_same_numbers(change, words):
+    old = records(SCORES, correct=pack_bits(np.arange(500) < 450), test={"accuracy": 0.90, "knn": 0.8, "ms": 4.0})
+    text, agree = compare(replace(old[0], **change), old)
+    assert (agree, "identical" in text) == (not words, not words) and words in text
+    if words:
+        assert f"FAILED, the same weights {words}" in text
+        text, agree = compare(replace(old[0], cpu="B", **change), old)
+        assert agree and f"the same weights {words}; the first training steps agree" in text and "identical" not in text
 
 
 # Settings and images

@@ -31,6 +31,7 @@ EMA_FACTOR = 2  # between two distances from the averaged weights to the last we
 CURVE_TOLERANCE = 0.1  # relative to the first point of the curve, of each mean training loss
 DRIFT = 1e-3  # relative, of the mean training losses: rounding has not driven the two runs apart
 SMALL_LOSS = 0.05  # differences are relative to at least this loss
+TIMES = ("ms", "speedup")  # numbers of the evaluator `cost` that differ from run to run
 FEWEST_IMAGES = 3  # test images by which the scores of such runs may differ
 
 # fields that decide how a run rounds, with the words of a message
@@ -91,7 +92,8 @@ def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
     1. Settings, labelled images and data must be equal.
     2. The first training steps, the distance to the averaged weights and the norm of the weights must agree up to rounding
        (`trace_problems`), on every machine.
-    3. On the same machine with the same versions, the weights and the score must be equal.
+    3. On the same machine with the same versions, the weights, all numbers on the test images and the images that were
+       classified correctly must be equal (`test_differences`).
     4. On another machine, the score must agree up to rounding (`score_tolerance`), and so must the learning curve.
     """
     if new.status == "unavailable":
@@ -107,13 +109,14 @@ def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
     if problems := trace_problems(old, new, same_machine=not machine):
         return Outcome(f"FAILED, the training differs: {'; '.join(problems)}", False)
     same_weights = bool(old.weights_sha256) and old.weights_sha256 == new.weights_sha256
-    if same_weights and old.result == new.result:
+    differences = test_differences(old, new)
+    if same_weights and not differences:
         return Outcome(f"{percent(new.result)}, identical to the record (weights and score)", True, identical=True)
     reasons = machine or (version_changes(old, new, list(new.versions or ())) if same_weights else excuses(old))
     if reasons:
         return compare_scores(committed, old, new, same_weights, reasons)
     if same_weights:
-        return Outcome(f"FAILED, the same weights score {percent(new.result)} instead of {percent(old.result)}", False)
+        return Outcome(f"FAILED, the same weights {', '.join(differences)}", False)
     score = "the same score" if new.result == old.result else f"{percent(new.result)} instead of {percent(old.result)}"
     text = f"FAILED, {score} but other weights; the same machine and versions must give the same weights"
     return Outcome(text + code_change(old, new), False)
@@ -140,7 +143,8 @@ def compare_scores(
     same_weights  whether both have the same weights
     reasons       why equal weights cannot be expected, as texts
     """
-    weights = "the same weights" if same_weights else "other weights" if old.weights_sha256 else "weights unknown"
+    same = " ".join(["the same weights", ", ".join(test_differences(old, new))]).strip()
+    weights = same if same_weights else "other weights" if old.weights_sha256 else "weights unknown"
     trace = "the first training steps agree" if old.trace else "the record has no first training steps to compare"
     why = f"{weights}; {trace}; compared up to rounding because of: {'; '.join(reasons)}"
     if problem := curve_problem(old, new):
@@ -151,6 +155,30 @@ def compare_scores(
         return Outcome(f"FAILED, {text} ({why})", False)
     record = "as in the record" if new.result == old.result else f"the record has {percent(old.result)}"
     return Outcome(f"{percent(new.result)}, {record}; allowed are {points(allowed)}, {rule} ({why})", True)
+
+
+def test_differences(old: Record, new: Record) -> list[str]:
+    """Return a list of texts that name the differences between the test results of two runs: the score, the other numbers, such
+    as those of probes, and the number of test images that only one of them classified correctly. The list is empty if there are
+    none. `old` is the published record (results of the run), and `new` is the new one.
+
+    Times are not compared. An old record may lack the list of correctly classified images.
+    """
+    found = []
+    if new.result != old.result:
+        found.append(f"score {percent(new.result)} instead of {percent(old.result)}")
+    before, now = old.test or {}, new.test or {}
+    for name in {**before, **now}:
+        if name not in (*TIMES, old.score) and before.get(name) != now.get(name):
+            one, other = (f"{value:.6g}" if value is not None else "nothing" for value in (before.get(name), now.get(name)))
+            found.append(f"give {other} instead of {one} for {name}")
+    if old.correct is not None and old.correct != new.correct:
+        one, other = old.correct_bits, new.correct_bits
+        if one is None or other is None or len(one) != len(other):
+            found.append("come without the list of correctly classified images")
+        elif changed := (one != other).sum():
+            found.append(f"classify {changed} test image{'s' * (changed > 1)} differently")
+    return found
 
 
 def same_seed(committed: Sequence[Record], new: Record) -> Record | None:
