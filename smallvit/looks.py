@@ -51,7 +51,7 @@ def read_looks(folder: str | Path) -> Looks | None:
         schedule = tuple(plain["looks"])
         valid = schedule and all(isinstance(n, int) and n > 0 for n in (*schedule, *cells.values()))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); restore it, or delete it to use the recipe's seeds only") from error
+        raise ValueError(f"{path} is damaged ({error!r}); restore it, or delete it: records name the looks") from error
     if not valid or list(schedule) != sorted(set(schedule)):
         raise ValueError(f"{path} has the looks {list(schedule)}; expected increasing numbers of seeds, as smallvit wrote them")
     return Looks(schedule, cells)

@@ -50,6 +50,8 @@ class Record:
     length: int | None = None  # training steps of the baseline, in a comparison over several training lengths
     tuning: dict | None = None  # how the settings of the run were chosen, and what the trials cost; None: not tuned
     looks: list | None = None  # numbers of seeds at which the comparison is tested; None: once, with all seeds
+    removed: int | None = None  # comparisons that were run and that the recipe no longer contains; they count for Holm
+    unused_seeds: list | None = None  # seeds with which this arm was also trained, and which the recipe does not list
     fingerprint: str  # hash of `run`: equal for equal settings
     run: dict  # all settings, as `describe` writes them
     status: str  # "finished", "failed", "unavailable" (weights could not be downloaded) or "missing" (has not run)

@@ -18,6 +18,7 @@ from smallvit.launch import plan
 from smallvit.recipe import check_comparable, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records
 from smallvit.train.loop import Training
+from smallvit.verdicts import compare
 
 RECIPE = '''
 """Does locality attention help a very small model?
@@ -388,6 +389,45 @@ def test_deleted_arm_still_counts_as_a_comparison(workdir):
     assert comparisons(RECIPE.replace('"+LSA"', '"LSA"')) == ["2"], "an arm with another name is not another comparison"
     assert comparisons(RECIPE.replace(LSA, '"wide": scratch.vary(dim=32)')) == ["3"]
     assert "removed from the recipe" in (workdir / "runs" / "mine" / "report.md").read_text()
+
+
+MANY = """
+ARMS = {"scratch": scratch, "wide": scratch.vary(dim=32), "+LSA": scratch.vary(attention=LocalityAttention)}
+RUNS = ablate(ARMS, labels=[20, 40], seeds=range(2), references=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "removed"),
+    [
+        ("labels=[20, 40]", "labels=[20]", 2),
+        ("steps=6", "steps=7", 4),
+        (', "+LSA": scratch.vary(attention=LocalityAttention)}', "}", 2),
+        ("references=False", "references=False, baseline={'+LSA': 'wide'}", 2),
+        ('"wide": ', '"wider": ', 0),
+        ('"scratch": ', '"plain": ', 0),
+        ("range(2)", "range(1)", 0),
+        (
+            ', "+LSA": scratch.vary(attention=LocalityAttention)}\nRUNS = ablate(ARMS,',
+            '}\nRUNS = ablate(ARMS, extra_references={"+LSA": scratch.vary(attention=LocalityAttention)},',
+            2,
+        ),
+    ],
+)
+def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published(old, new, removed, workdir):
+    text = RECIPE.partition("RUNS =")[0] + MANY
+    write_recipe(text)
+    assert main(["run", "mine.py", "--jobs", "1"]) == 0
+    trained = {record.fingerprint for record in all_records(workdir)}
+    assert old in text
+    write_recipe(text.replace(old, new))
+    assert main(["run", "mine.py", "--jobs", "1"]) == main(["report", "mine.py", "--publish"]) == 0
+    records = read_records(workdir / "mine.jsonl")
+    assert {record.removed for record in records} == {removed} and compare(records).earlier == removed
+    assert f"({compare(records).family} in this recipe)" in (workdir / "mine.md").read_text()
+    if "steps" not in old:
+        assert {record.fingerprint for record in all_records(workdir)} == trained
+        assert len(all_records(workdir)) == len(trained), "a renamed arm was trained again"
 
 
 # Components defined in a recipe

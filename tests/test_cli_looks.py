@@ -9,6 +9,7 @@ import pytest
 from smallvit import ArmRun, Run, ViT
 from smallvit.__main__ import main
 from smallvit.commands import explore, until_decided
+from smallvit.launch.scheduler import recall
 from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
 from smallvit.recipe import load_recipe
 from smallvit.record import RECORD, read_record, read_records
@@ -91,6 +92,31 @@ def test_known_result_of_all_declared_seeds_is_the_first_look(workdir, capsys):
     assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 0
     assert read_looks(workdir / "runs" / "mine").schedule == ADDED_LOOKS and len([*workdir.rglob(RECORD)]) == count == 16
     assert "after 8 seeds, inconclusive: stopped by --max-seeds 8" in capsys.readouterr().out
+
+
+def test_schedule_survives_a_deleted_file_and_other_seeds_are_named(workdir, capsys):
+    """Without `looks.json` the records still say at which looks the comparison was tested."""
+    assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 0
+    page = workdir / "runs" / "mine" / "report.md"
+    before = page.read_text()
+    (workdir / "runs" / "mine" / FILE).unlink()
+    assert main(["report", "mine.py"]) == 0 and page.read_text() == before
+    assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 0
+    assert read_looks(workdir / "runs" / "mine").schedule == LOOKS and seeds_of_arms(workdir / "runs")["+LSA"] == [*range(8)]
+    assert "are not used" not in page.read_text()
+
+    write_recipe(RECIPE.replace("range(2)", "range(4, 10)"))
+    (workdir / "runs" / "mine" / FILE).unlink()
+    capsys.readouterr()
+    main(["report", "mine.py"])
+    sentence = "with other seeds (0 to 3) are not used. Deciding by their results which seeds to use makes verdicts invalid"
+    assert sentence in capsys.readouterr().out and sentence in page.read_text()
+
+
+def test_record_keeps_its_looks_if_the_recipe_names_none(workdir):
+    assert main([*UNTIL_DECIDED, "--only", "arm=scratch,pixels", "--max-seeds", "6"]) == 0
+    entry = next(entry for entry in load_recipe(workdir / "mine.py").RUNS if entry.arm == "pixels")
+    assert entry.looks is None and recall(entry, workdir / "runs", "mine").looks == list(LOOKS)
 
 
 def test_dry_run_shows_the_first_look_and_trains_nothing(workdir, capsys):

@@ -4,15 +4,16 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from smallvit.ablation import ArmRun
 from smallvit.launch.progress import error_text
 from smallvit.launch.scheduler import Damaged, recall, tags
-from smallvit.looks import read_looks, with_looks
+from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe
-from smallvit.record import RECORD, Record, one_picture_per_arm, read_record, read_records, write_records, write_text
+from smallvit.record import Record, one_picture_per_arm, read_records, write_records, write_text
 from smallvit.report import html, markdown, text
 from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
@@ -20,6 +21,8 @@ from smallvit.run import fingerprint
 from smallvit.train.fit import new_record
 from smallvit.trials import trials
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
+
+from .stored import known_looks, removed_comparisons, stored_records, unused_seeds
 
 
 def main(options: argparse.Namespace) -> int:
@@ -33,8 +36,8 @@ def main(options: argparse.Namespace) -> int:
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     runs, out = scaled(module.RUNS, options)
-    runs = with_looks(runs, read_looks(out / path.stem))
-    records, earlier = collect(runs, out, path.stem), removed_comparisons(runs, out, path.stem)
+    runs = with_looks(runs, known_looks(runs, out, path.stem))
+    records = collect(runs, out, path.stem)
     published = path.with_suffix(".jsonl")
     if options.publish:
         if options.scale_steps > 1:
@@ -47,7 +50,7 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
         records = one_picture_per_arm(records)
         write_records(published, records)
-        write_report(path, module, records, path.with_suffix(""), earlier=earlier)
+        write_report(path, module, records, path.with_suffix(""))
         return 0
     if all(record.status == "missing" for record in records):
         if not published.exists() or options.scale_steps > 1:
@@ -60,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
         current = {fingerprint(run.at_seed(seed)) for run in templates for seed in seeds}
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
-    write_report(path, module, records, out / path.stem / "report", options.scale_steps, earlier)
+    write_report(path, module, records, out / path.stem / "report", options.scale_steps)
     if options.disagreements:
         print("\n" + disagreement_text(disagreements(records, *options.disagreements)))
     return status(records)
@@ -87,8 +90,11 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
     """Return a list with the record (results) of each run. A run without results gets a record with the status "missing". `out`
     is the folder of all results, and `recipe` is the name of the recipe file.
 
-    A damaged record counts as missing, and the path of the damaged file is printed.
+    Each record also says how many comparisons were removed from the recipe, and which other seeds its arm (variant) was
+    trained with. A damaged record counts as missing, and the path of the damaged file is printed.
     """
+    stored = stored_records(out, recipe)
+    removed, unused = removed_comparisons(runs, stored), unused_seeds(runs, stored)
     records = []
     for entry in runs:
         record = None
@@ -99,28 +105,8 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
         if record is None:
             record = new_record(entry.run, tags(entry, recipe), status="missing")
             record.code = record.versions = record.cpu = None  # nothing was computed
-        records.append(record)
+        records.append(replace(record, removed=removed, unused_seeds=unused.get(entry.cell)))
     return records
-
-
-def removed_comparisons(runs: Sequence[ArmRun], out: Path, recipe: str) -> int:
-    """Return how many finished comparisons belong to arms (variants) that were later removed from the recipe file. They still
-    count in the Holm correction of p-values: otherwise an arm could be deleted after its result was seen. `runs` are the
-    current runs, `out` is the folder of all results, and `recipe` is the name of the recipe file.
-
-    A comparison is an arm in one condition: number of labelled images, training length, tuned or not.
-    """
-    arms, current = {entry.arm for entry in runs}, {fingerprint(entry.run) for entry in runs}
-    removed = set()
-    for path in (out / recipe).rglob(RECORD):
-        try:
-            record = read_record(path.parent)
-        except (OSError, ValueError):  # damaged, or of another version
-            continue
-        of_recipe = record and record.finished and (record.role, record.recipe) == ("technique", recipe)
-        if record and of_recipe and record.arm not in arms and record.fingerprint not in current:
-            removed.add((record.arm, record.labels, record.length, record.tuning is not None))
-    return len(removed)
 
 
 def write_report(
@@ -129,21 +115,17 @@ def write_report(
     records: list[Record],
     target: Path,
     scale_steps: int = 1,
-    earlier: int = 0,
     show_warnings: bool = True,
 ):
     """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the
     recipe file, `module` is this file as an imported module, and `records` are the results of its runs. `scale_steps`
-    multiplied the training steps, `earlier` counts comparisons of arms that were removed from the recipe, and
-    `show_warnings=False` prints no warnings.
-
-    `scale_steps` is the value of the command-line option `--scale-steps`, and `earlier` the result of `removed_comparisons`.
+    (the command-line option `--scale-steps`) multiplied the training steps, and `show_warnings=False` prints no warnings.
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent)
     for suffix, page in ((".md", markdown), (".html", html)):
-        content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, earlier=earlier, trials=tried)
+        content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried)
         write_text(target.with_suffix(suffix), content)
-    print(text(records, earlier=earlier))
+    print(text(records))
     for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")

@@ -14,11 +14,12 @@ from smallvit.launch.autotune import autotune
 from smallvit.launch.local import check_device
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.scheduler import Damaged, recall
-from smallvit.looks import read_looks, with_looks
+from smallvit.looks import with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 
-from .report import collect, removed_comparisons, scaled, status, write_report
+from .report import collect, scaled, status, write_report
+from .stored import known_looks
 from .until_decided import begin, check_options, train_until_decided
 
 
@@ -36,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
         advice = f"run `smallvit tune {options.recipe}` first; only the common settings are trained now"
         print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
     recipe_runs, out = scaled(module.RUNS, options)
-    looks = read_looks(out / path.stem)
+    looks = known_looks(recipe_runs, out, path.stem)
     if options.until_decided:
         looks = begin(recipe_runs, looks, options, out, path)
     declared, recipe_runs = recipe_runs, with_looks(recipe_runs, looks)
@@ -71,9 +72,9 @@ def main(options: argparse.Namespace) -> int:
         runs = only(recipe_runs, options.only)
     else:
         train(runs, recipe_runs)
-    records, earlier = collect(recipe_runs, out, path.stem), removed_comparisons(recipe_runs, out, path.stem)
+    records = collect(recipe_runs, out, path.stem)
     target = out / path.stem / "report"
-    write_report(path, module, records, target, options.scale_steps, earlier, show_warnings=not options.smoke)
+    write_report(path, module, records, target, options.scale_steps, show_warnings=not options.smoke)
     if options.smoke:
         print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
     requested = {(entry.cell, entry.seed) for entry in runs}

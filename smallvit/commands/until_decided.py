@@ -12,7 +12,7 @@ from smallvit.run import fingerprint
 from smallvit.verdicts.compare import Condition, Row, compare, next_looks, schedule
 from smallvit.verdicts.sequential import ADDED_LOOKS, LOOKS
 
-from .report import collect, removed_comparisons
+from .report import collect
 
 Train = Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]
 
@@ -40,8 +40,8 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     saved, or None. `options` are the command-line arguments, `out` is the folder of all results, and `recipe` is the path of
     the recipe file.
 
-    The saved object is the content of `looks.json` in the folder of the runs. If it is None, `first_schedule` chooses the
-    schedule.
+    The saved object is the content of `looks.json` in the folder of the runs, or that of the records if the file is gone. If it
+    is None, `first_schedule` chooses the schedule.
 
     Raises ValueError if `--max-seeds` is below the first look, and if `--only` leaves out the control of a selected arm.
     """
@@ -119,10 +119,10 @@ def train_until_decided(
         write_looks(out / recipe, looks)
         everything = with_looks(declared, looks)
         train([entry for entry in everything if entry.cell in cells], everything)
-        records, earlier = collect(everything, out, recipe), removed_comparisons(everything, out, recipe)
-        needed = next_looks(records, looks.schedule, max_seeds=options.max_seeds, earlier=earlier)
+        records = collect(everything, out, recipe)
+        needed = next_looks(records, looks.schedule, max_seeds=options.max_seeds)
         more = {cell: n for key, n in needed.items() if (cell := cell_of(*key)) in cells and n > looks.at(cell)}
-        rows = [row for row in compare(records, earlier).rows if row.role == "technique"]
+        rows = [row for row in compare(records).rows if row.role == "technique"]
         for row in rows:
             if (cell := cell_of(row.condition, row.arm)) in cells:
                 print(f"{row.arm}, {row.condition.title}: {progress(row, more.get(cell), options.max_seeds)}", flush=True)

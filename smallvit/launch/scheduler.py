@@ -89,10 +89,11 @@ class Scheduler:
         self.out, self.recipe, self.stack, self.fail_fast, self.show = out, recipe, stack, fail_fast, show
         self.requested = len(runs)
         self.runs, self.dependencies = with_dependencies(runs, recipe_runs)
+        self.folders = [folder(entry, out, recipe) for entry in self.runs]
         places: dict[Path, int] = {}
         self.same_run: dict[int, list[int]] = {}  # position of a run -> positions of equal runs in other conditions
-        for index, entry in enumerate(self.runs):
-            first = places.setdefault(folder(entry, out, recipe), index)
+        for index, place in enumerate(self.folders):
+            first = places.setdefault(place, index)
             self.same_run.setdefault(first, []).append(index)
         self.records = [self.existing_record(entry) for entry in self.runs]
         unfinished = [entry.run for entry, record in zip(self.runs, self.records) if record is None or not record.finished]
@@ -213,7 +214,7 @@ class Scheduler:
         the run in the list of all runs.
         """
         entry = self.runs[index]
-        folders = [folder(self.runs[i], self.out, self.recipe) for i in (index, *self.dependencies[index].values())]
+        folders = [self.folders[i] for i in (index, *self.dependencies[index].values())]
         return Task(describe(entry.run), tags(entry, self.recipe), folders[0], dict(zip(self.dependencies[index], folders[1:])))
 
     def handle(self, group: Sequence[int], result: list[Record] | BaseException):
@@ -347,7 +348,8 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
     """Return the record (results) of a run from its folder, or None if there is none. `entry` is the run. `out` is the folder
     of all results, and `recipe` is the name of the recipe file.
 
-    Arm, role and baseline are replaced by those that the recipe gives the run now.
+    Arm, role and baseline are replaced by those that the recipe gives the run now. The looks (numbers of seeds at which the
+    comparison is tested) of the stored record stay if the run has none.
 
     Raises Damaged if the record cannot be read, or if the weights of a finished run differ from the record. Raises ValueError
     if the folder holds another run, or a record of another version of smallvit.
@@ -365,7 +367,8 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
         raise ValueError(f"{place} holds another run than {entry.arm!r}; move it away, or choose another --out folder")
     if record.finished and records.damaged_weights(place, record):
         raise Damaged(place / records.WEIGHTS, place / records.RECORD)
-    return replace(record, **tags(entry, recipe)._asdict())
+    current = tags(entry, recipe)
+    return replace(record, **current._replace(looks=current.looks or record.looks)._asdict())
 
 
 def of_another_version(path: Path) -> bool:
@@ -396,12 +399,26 @@ def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
     """Return the path of the folder of a run: `out/recipe/labels/arm/seed-fingerprint`. It contains the number of labelled
     images, the arm (variant), the seed and a hash of the settings.
 
-    Different runs have different folders, and the names are readable for people.
+    Different runs have different folders, and the names are readable for people. If there is no record in this folder, but the
+    same run has one under another name of the arm, the result is that folder: the arm was renamed.
 
     The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
     them lie in `dependencies`, because different comparisons may give them different names.
     """
     arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", entry.arm)[:LONGEST_NAME].strip("-.") or "arm"
     labels = "all" if entry.labels is None else str(entry.labels)
-    parts = (labels, "dependencies" if entry.role == "dependency" else arm)
-    return Path(out, recipe, *parts, f"seed{entry.seed}-{fingerprint(entry.run)[:8]}")
+    arms, name = Path(out, recipe, labels), f"seed{entry.seed}-{fingerprint(entry.run)[:8]}"
+    place = arms / ("dependencies" if entry.role == "dependency" else arm) / name
+    if entry.role == "dependency" or (place / records.RECORD).exists():
+        return place
+    others = [path.parent for path in sorted(arms.glob(f"*/{name}/{records.RECORD}")) if path.parts[-3] != "dependencies"]
+    return next((other for other in others if holds(other, entry.run)), place)
+
+
+def holds(place: Path, run: Run) -> bool:
+    """Return whether a folder has an intact record (saved results) of a run. `place` is the folder, and `run` is the run."""
+    try:
+        record = records.read_record(place)
+    except (OSError, ValueError):
+        return False
+    return record is not None and record.fingerprint == fingerprint(run)

@@ -213,6 +213,35 @@ def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None =
     return out
 
 
+def unused_seeds(records: Sequence[Record]) -> list[str]:
+    """Return a warning if arms (variants) were also trained with random seeds that the recipe does not list. Choosing seeds by
+    their results makes verdicts wrong. `records` are the results of the runs.
+    """
+    found: dict[str, set[int]] = {}
+    for r in records:
+        if r.unused_seeds:
+            found.setdefault(r.arm, set()).update(r.unused_seeds)
+    arms: dict[str, list[str]] = {}
+    for arm, seeds in found.items():
+        arms.setdefault(seed_ranges(seeds), []).append(f"“{arm}”")
+    return [
+        f"Finished runs of {join_names(names)} with other seeds ({seeds}) are not used. Deciding by their results which seeds "
+        "to use makes verdicts invalid"
+        for seeds, names in arms.items()
+    ]
+
+
+def seed_ranges(seeds: Iterable[int]) -> str:
+    """Return random seeds as text, with ranges: `0, 2, 8 to 15`."""
+    ranges: list[list[int]] = []
+    for seed in sorted(seeds):
+        if ranges and seed == ranges[-1][-1] + 1:
+            ranges[-1].append(seed)
+        else:
+            ranges.append([seed])
+    return ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 2 else ", ".join(map(str, each)) for each in ranges)
+
+
 def trials_of(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return how many settings of each arm (variant) were tried on validation images, as a dict from its name to this number.
     `records` are the results of the runs; they contain the number of trials of the tuning. `trials` is a dict of the same form

@@ -16,6 +16,7 @@ from .alarms import (
     trials_of,
     undertrained,
     unequal_trials,
+    unused_seeds,
 )
 from .format import join_names
 from .settings import initial_weights
@@ -53,6 +54,7 @@ def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None)
     out += [f"Runs of code with uncommitted changes, which the commit does not identify: {uncommitted}"] if uncommitted else []
     out += [f"Runs that read the test images more than once: {reads}"] if reads else []
     out += undertrained(records) + below_raw_pixels(records) + at_the_edge(records) + unequal_trials(records, trials)
+    out += unused_seeds(records)
     return out + one_token(records) + no_better_than_guessing(records) + no_better_than_random(records)
 
 

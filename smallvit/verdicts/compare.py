@@ -34,12 +34,16 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     verdicts easier to reach. Arms whose weights are unavailable are not counted. Records with the role "dependency" are
     ignored.
 
+    Published records say themselves how many comparisons were removed (`Record.removed`). The larger of this number and
+    `earlier` counts.
+
     If any record has `looks` (numbers of seeds at which the comparison is tested), all comparisons of the recipe are tested at
     these looks. An arm then needs no more seeds than its last look, and later runs are not expected of it.
 
     Raises ValueError for records of several recipes, no baseline, an arm without a clear control, controls that form a circle,
     a run that is recorded twice, an arm with two roles or two scores, or a score that is not between 0 and 1.
     """
+    earlier = max([earlier, *(r.removed or 0 for r in records)])
     records = [r for r in records if r.role != "dependency"]
     roles = roles_of(records)
     controls = controls_of(records, roles)
