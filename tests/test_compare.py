@@ -151,6 +151,31 @@ def test_a_verdict_says_how_often_it_would_come_out_again():
     assert "but fragile" in answer(compare(weak)) and format.sentence(compare(weak), row).endswith("fragile")
 
 
+def test_probabilities_of_replication_are_rounded_down():
+    d = row_of(PLAIN, "+A").difference
+    found = {p: format.often(replace(d, replication=p)) for p in (0.796, 0.899, 0.9, 0.994, 0.996)}
+    assert list(found.values()) == ["about 79", "about 89", "about 90", "about 99", "more than 99"]
+
+
+def test_equal_accuracies_of_different_predictions_are_named():
+    rows = records({"scratch": 0, "+A": 0})
+    same = [replace(r, correct=pack_bits(np.arange(IMAGES) < 900), test={"accuracy": 0.9}) for r in rows]
+    assert (
+        row_of(same, "+A").reason
+        == "the same accuracy as the baseline for every seed; check that the technique changes anything"
+    )
+    other = change(same, "+A", correct=pack_bits(np.arange(IMAGES) >= 100))
+    assert row_of(other, "+A").reason == "the same accuracy as the baseline for every seed; the predictions differ"
+
+
+def test_more_seeds_do_not_help_where_they_share_their_training_images():
+    rows = [replace(r, drawn_share=0.5) for r in records({"scratch": 0, "+A": 0.01}, images=2000, noise=0.03, rng=1)]
+    row = row_of(rows, "+A")
+    assert row.difference.needs == "pool"
+    assert "More images to draw the labelled ones from would help, not more seeds." in format.certainty(compare(rows), row)
+    assert "more images to draw the labelled ones from would help" in format.notes(compare(rows), [])
+
+
 def test_an_inconclusive_verdict_says_what_would_have_been_found():
     rows = records({"scratch": 0, "+A": 0})
     row = row_of(rows, "+A")
@@ -249,15 +274,29 @@ def test_the_answer_speaks_of_tuned_settings_and_of_what_differs_without():
 @pytest.mark.parametrize(
     "effects, word",
     [((-0.1, -0.09), "holds"), ((-0.1, -0.03), "fades"), ((-0.1, 0.0), "fades"), ((-0.1, 0.05), "turns"), ((0.0, 0.05), "appears"),
-     ((0.0, 0.0), "")],
+     ((0.0, 0.0), ""), ((-0.1, 0.0, -0.1), "holds"), ((-0.1, 0.05, -0.1), "turns in between"),
+     ((-0.1, 0.05, 0.0), "turns in between"), ((0.0, 0.05, 0.0), "appears in between")],
 )  # fmt: skip
 def test_what_becomes_of_a_verdict_with_longer_training(effects, word):
-    rows = conditions({Condition(100, 500): effects[0], Condition(100, 2000): effects[1]})
+    lengths = [500, 2000] if len(effects) == 2 else [500, 1000, 2000]
+    rows = conditions({Condition(100, n): effect for n, effect in zip(lengths, effects)})
     (trend,) = trends(compare(rows))
-    assert (trend.arm, trend.outcome, [row.length for row in trend.rows]) == ("+A", word, [500, 2000])
+    assert (trend.arm, trend.outcome, [row.length for row in trend.rows]) == ("+A", word, lengths)
     note = f"From 500 to 2,000 training steps, the difference {word} for “+A”."
     assert (note in format.notes(compare(rows), [])) == bool(word)
     assert trends(compare(PLAIN)) == []
+
+
+def test_a_difference_that_may_have_grown_does_not_fade():
+    rows = [replace(r, length=500) for r in records({"scratch": 0, "+A": 0.02}, rng=3, noise=0.004)]
+    rows += [replace(r, length=2000) for r in records({"scratch": 0, "+A": 0.04}, rng=5, noise=0.08)]
+    (trend,) = trends(compare(rows))
+    first, last = trend.rows
+    assert (
+        first.decided and last.verdict == "inconclusive" and last.difference.low < first.difference.mean < last.difference.high
+    )
+    assert trend.outcome == "is no longer shown"
+    assert "the difference is no longer shown for “+A”." in format.notes(compare(rows), [])
 
 
 def test_the_small_cnn_is_part_of_the_answer():

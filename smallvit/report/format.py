@@ -207,9 +207,8 @@ def until_decided(comparison: Comparison) -> str:
 
 def trends(comparison: Comparison) -> dict[tuple[int | None, str], str]:
     """Return how each verdict changes with longer training at common settings, as a dict from (number of labels, arm) to a
-    word. An arm is a variant. The verdict holds (stays the same), fades (the difference disappears or falls below half), turns
-    (to the opposite) or appears (only the longest training shows a difference). The word is empty if neither end shows a
-    difference. `comparison` holds all results.
+    word. An arm is a variant. For example, the verdict holds (stays the same) or fades (the difference gets smaller). The word
+    is empty if no length shows a difference. `comparison` holds all results.
     """
     return {(trend.labels, trend.arm): trend.outcome for trend in contrasts.trends(comparison) if not trend.tuned}
 
@@ -251,16 +250,16 @@ def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
 
 
 def longer(comparison: Comparison) -> str:
-    """Return a sentence that says for which arms (variants) the difference from the baseline holds (stays), fades (disappears
-    or falls below half), turns (to the opposite) or appears with longer training. The text is empty if there is a single
-    training length. `comparison` holds all results.
+    """Return a sentence that says for which arms (variants) the difference from the baseline holds (stays), fades (gets
+    smaller), turns (to the opposite) or appears with longer training. The text is empty if there is a single training length.
+    `comparison` holds all results.
     """
     lengths = sorted({c.length for c in comparison.conditions if c.length is not None and not c.tuned})
     several = len({c.labels for c in comparison.conditions}) > 1
     found: dict[str, list[str]] = {}
     for (labels, arm), outcome in trends(comparison).items():
         found.setdefault(outcome, []).append(f"“{arm}”" + f" {at_labels([labels])}" * several)
-    words = [word for word in ("holds", "fades", "turns", "appears") if word in found]
+    words = [word for word in contrasts.OUTCOMES if word in found]
     texts = [f"{word} for {join_names(found[word])}" for word in words]
     return f"From {lengths[0]:,} to {lengths[-1]:,} training steps, the difference {'; it '.join(texts)}." if texts else ""
 

@@ -158,7 +158,7 @@ def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Tab
 
 def length_tables(comparison: Comparison) -> list[Table]:
     """Return tables that show the difference of each arm (variant) from its baseline after each training length, as a list. The
-    last column says whether the difference holds, fades (disappears or falls below half), turns (to the opposite) or appears.
+    last column says whether the difference holds, fades (gets smaller), turns (to the opposite) or appears.
     There is one table for each number of labelled images, and for common and tuned settings. `comparison` holds all results.
 
     The list is empty if there is only one length.
@@ -174,7 +174,7 @@ def length_tables(comparison: Comparison) -> list[Table]:
             rows = {}
             for trend in each:
                 cells = {row.length: length_cell(row) for row in trend.rows}
-                what = trend.outcome or "no verdict at either end"
+                what = trend.outcome or "no difference is shown"
                 rows[trend.arm] = [*(cells.get(n, ("–", [])) for n in lengths), (what, [])]
             columns = *(f"{n:,} steps" for n in lengths), "With longer training"
             title += f", compared with {part.baseline}" * (len(comparison.baselines) > 1)

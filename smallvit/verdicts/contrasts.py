@@ -5,16 +5,17 @@ from dataclasses import dataclass
 
 from .comparison import Comparison, Row
 
+OUTCOMES = ("holds", "fades", "is no longer shown", "turns", "turns in between", "appears", "appears in between")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """How the verdict about one arm (variant in the comparison) changes when all arms are trained longer. It holds (stays the
-    same), fades (the difference disappears or falls below half), turns (to the opposite) or appears (only the longest training
-    shows a difference).
+    """How the verdict about one arm (variant in the comparison) changes when all arms are trained longer, such as "holds"
+    (stays the same) or "fades" (the difference gets smaller). `outcome` says all words.
 
     arm, labels, tuned   the arm, the number of labelled images (None: all), and whether the settings were tuned
     rows                 the results of the arm, from the shortest to the longest training
-    outcome              holds, fades, turns, appears, or "" if neither the shortest nor the longest training shows a difference
+    outcome              one of `OUTCOMES`, or "" if no training length shows a difference
     """
 
     arm: str
@@ -43,25 +44,31 @@ def trends(comparison: Comparison) -> list[Trend]:
 
 
 def outcome(rows: Sequence[Row]) -> str:
-    """Return how a verdict changes with longer training: "holds" (stays the same), "fades" (the difference disappears or falls
-    below half), "turns" (to the opposite), "appears" (only the longest training shows a difference) or "" (neither the shortest
-    nor the longest training shows one). `rows` are the results of one arm (variant), from the shortest to the longest training.
+    """Return how a verdict changes with longer training, as one of `OUTCOMES`. The result is "" if no training length shows a
+    difference. `rows` are the results of one arm (variant), from the shortest to the longest training.
 
-    "holds": the last verdict is that of the first. "turns": it is the opposite. "fades": the last verdict is inconclusive, or
-    it is the same but the difference has fallen below half and its interval leaves out the first difference. "appears": only
-    the last one is better or worse. "": neither is.
+    "holds": the last verdict is that of the first. "turns": it is the opposite. "fades": the difference has become smaller, and
+    the last interval leaves out the first difference; either the last verdict is inconclusive, or it is the same and the
+    difference has fallen below half. "is no longer shown": the last verdict is inconclusive, but it is not known whether the
+    difference has become smaller. "appears": only the last one is better or worse. "turns in between" and "appears in between":
+    a length between the first and the last one shows the opposite, or it alone shows a difference.
     """
     first, last = rows[0], rows[-1]
+    ends = {row.verdict for row in (first, last) if row.decided}
+    between = {row.verdict for row in rows[1:-1] if row.decided}
+    if between - ends:
+        return "turns in between" if ends else "appears in between"
     if not first.decided:
         return "appears" if last.decided else ""
-    if not last.decided:
-        return "fades"
-    if first.verdict != last.verdict:
+    if last.decided and first.verdict != last.verdict:
         return "turns"
     before, now = first.difference, last.difference
-    if before and now and abs(now.mean) < abs(before.mean) / 2 and not (now.low or 0) <= before.mean <= (now.high or 0):
-        return "fades"
-    return "holds"
+    smaller = 0.0
+    if before and now and not (now.low or 0) <= before.mean <= (now.high or 0):
+        smaller = 1 - now.mean / before.mean
+    if not last.decided:
+        return "fades" if smaller > 0 else "is no longer shown"
+    return "fades" if smaller > 0.5 else "holds"
 
 
 def tuned_pairs(comparison: Comparison) -> list[tuple[Row, Row]]:
