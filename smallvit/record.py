@@ -68,7 +68,7 @@ class Record:
     probes: list | None = None  # names in `test` that come from probes of frozen features
     correct: str | None = None  # which test images (or, without `test`, validation images) the score counts as right
     test_reads: int | None = None  # how often this run read the test images
-    test_settings: int | None = None  # how many settings of this arm have been scored on these test images, this one included
+    test_settings: int | None = None  # how many settings of this arm had been scored on these test images, when it was written
     test_images: int | None = None  # number of test images
     test_majority: float | None = None  # share of the most frequent class in the test images
     test_repeats: int | None = None  # test images that are also training or validation images, pixel by pixel

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -14,6 +15,7 @@ import torch
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops
 from smallvit.__main__ import main
+from smallvit.commands import report
 from smallvit.launch import plan
 from smallvit.recipe import check_comparable, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records
@@ -428,6 +430,31 @@ def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published
     if "steps" not in old:
         assert {record.fingerprint for record in all_records(workdir)} == trained
         assert len(all_records(workdir)) == len(trained), "a renamed arm was trained again"
+
+
+def test_settings_that_were_scored_after_the_shown_ones_are_counted(workdir, capsys):
+    """The first settings were the best: their records say 1, because nothing else had been scored then."""
+    small = RECIPE.replace("labels=[20, 40], seeds=range(2)", "labels=[20, 40], seeds=[0], references=False")
+    for steps in (6, 7, 8):
+        write_recipe(small.replace("steps=6", f"steps={steps}"))
+        assert main(["run", "mine.py", "--jobs", "1"]) == 0
+    write_recipe(small.replace('"+LSA"', '"LSA"'))
+    assert {record.test_settings for record in all_records(workdir) if record.steps == 6} == {1}
+    capsys.readouterr()
+    assert main(["report", "mine.py", "--publish"]) == 0
+    assert "so the best may be here by luck: scratch: 3; LSA: 3" in capsys.readouterr().out
+    assert {record.test_settings for record in read_records(workdir / "mine.jsonl")} == {3}
+
+
+def test_longer_runs_leave_out_the_tuned_copies(workdir, capsys):
+    module = load_recipe(workdir / "mine.py")
+    tuned = [replace(entry, tuning={"trials": 2}) for entry in module.RUNS]
+    options = Namespace(scale_steps=2, out="runs")
+    runs, _ = report.scaled([*module.RUNS, *tuned], options)
+    assert len(runs) == len(module.RUNS) and all(entry.tuning is None for entry in runs)
+    assert "--scale-steps leaves out the tuned copies" in capsys.readouterr().out
+    assert report.scaled(module.RUNS, options)[0] == runs and not capsys.readouterr().out
+    assert len(report.scaled([*runs, *tuned], Namespace(scale_steps=1, out="runs"))[0]) == 2 * len(runs)
 
 
 # Components defined in a recipe

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit.ablation import ArmRun
+from smallvit.launch.local import READS
 from smallvit.launch.progress import error_text
 from smallvit.launch.scheduler import Damaged, recall, tags
 from smallvit.looks import with_looks
@@ -19,6 +20,7 @@ from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.train.fit import new_record
+from smallvit.train.test_reads import scored_settings
 from smallvit.trials import trials
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
@@ -71,11 +73,15 @@ def main(options: argparse.Namespace) -> int:
 
 def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
     """Return a list of runs with more training steps, and the folder in which their results are stored. The number of steps is
-    multiplied by the command-line option `--scale-steps`.
+    multiplied by the command-line option `--scale-steps`. Runs with tuned settings are left out, because their settings were
+    tuned for another number of steps.
     """
     factor, out = options.scale_steps, Path(options.out)
     if factor == 1:
         return list(runs), out
+    if any(entry.tuning is not None for entry in runs):
+        print("note: --scale-steps leaves out the tuned copies: their settings were tuned for another number of steps")
+        runs = [entry for entry in runs if entry.tuning is None]
     return [entry.with_steps(lambda steps: steps * factor) for entry in runs], out / f"scale-steps-{factor}"
 
 
@@ -90,8 +96,9 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
     """Return a list with the record (results) of each run. A run without results gets a record with the status "missing". `out`
     is the folder of all results, and `recipe` is the name of the recipe file.
 
-    Each record also says how many comparisons were removed from the recipe, and which other seeds its arm (variant) was
-    trained with. A damaged record counts as missing, and the path of the damaged file is printed.
+    Each record also says how many comparisons were removed from the recipe, which other seeds its arm (variant) was trained
+    with, and how many settings of this arm have been scored on the test images until now. A damaged record counts as missing,
+    and the path of the damaged file is printed.
     """
     stored = stored_records(out, recipe)
     removed, unused = removed_comparisons(runs, stored), unused_seeds(runs, stored)
@@ -106,7 +113,11 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
             record = new_record(entry.run, tags(entry, recipe), status="missing")
             record.code = record.versions = record.cpu = None  # nothing was computed
         records.append(replace(record, removed=removed, unused_seeds=unused.get(entry.cell)))
-    return records
+    scored = scored_settings(out / recipe / READS, [(record.fingerprint, record.arm) for record in records])
+    return [
+        replace(record, test_settings=max(count, record.test_settings or 0)) if count and record.finished else record
+        for record, count in zip(records, scored)
+    ]
 
 
 def write_report(

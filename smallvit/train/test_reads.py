@@ -5,6 +5,7 @@ fingerprint of its settings, in which the seed and the number of labels do not c
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +35,40 @@ def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
         "settings": fingerprint(without_seed_and_labels(run)),
     }
     with FileLock(path.with_name(f".{path.name}.lock")):
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        reads = [parse_read(line, f"{path}, line {number}") for number, line in enumerate(text.splitlines(), 1)]
+        reads = all_reads(path)
         records.write_text(path, "".join(json.dumps(each) + "\n" for each in [*reads, read]))
     return len({each["settings"] for each in [*reads, read] if (each["data"], each["arm"]) == (test_sha256, arm)})
+
+
+def scored_settings(path: Path, runs: Iterable[tuple[str, str]]) -> list[int | None]:
+    """Return how many different settings of an arm (variant) have been scored until now on the test images of a run, as a list
+    with one number for each run. It is None if the file does not list the run. `path` is the file that lists all reads of the
+    test images, and `runs` has pairs: the fingerprint of a run, and the present name of its arm.
+
+    Settings that were scored after the run count as well, because the first ones that were tried may have been the best. If the
+    run was scored under another name of the arm, the settings under this name count, too.
+
+    Raises ValueError if the file is damaged.
+    """
+    places: dict[str, set[tuple[str, str]]] = {}
+    settings: dict[tuple[str, str], set[str]] = {}
+    for read in all_reads(Path(path)):
+        places.setdefault(read["fingerprint"], set()).add((read["data"], read["arm"]))
+        settings.setdefault((read["data"], read["arm"]), set()).add(read["settings"])
+    found: list[int | None] = []
+    for run_hash, arm in runs:
+        known = places.get(run_hash, set())
+        names = known | {(data, arm) for data, _ in known}
+        found.append(len(set().union(*(settings.get(name, set()) for name in names))) or None)
+    return found
+
+
+def all_reads(path: Path) -> list[dict]:
+    """Return the lines of the file that lists which runs were scored on the test images, as a list of dicts. `path` is the
+    file. The list is empty if there is no file. Raises ValueError if a line is damaged.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [parse_read(line, f"{path}, line {number}") for number, line in enumerate(text.splitlines(), 1)]
 
 
 def parse_read(line: str, source: str) -> dict:
