@@ -130,7 +130,7 @@ def ablate(
 
     Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, if a
     seed or a number of labels occurs twice, if the lengths do not increase or the baseline is not trained, if a control is
-    unknown or controls form a circle, and if the costs cannot be matched.
+    unknown or controls form a circle, and if the costs cannot be matched or tuning would change them.
     """
     labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
@@ -152,12 +152,14 @@ def ablate(
             named[name] = (run, "reference")
     controls = controls_of(list(named), baseline or {})
     if match is not None:
-        from smallvit.match import match_cost
+        from smallvit.match import check_tuned_options, match_cost
 
         for name in by_control(controls):
             run, role = named[name]
             if role == "technique":
                 named[name] = match_cost(run, named[controls[name]][0], match, name, controls[name]), role
+            if tune is not None and role != "reference":
+                check_tuned_options(named[name][0], tune, match, name)
     equal: dict[str, str] = {}
     for name, (run, role) in named.items():
         other = equal.setdefault(fingerprint(at_cell(run, None, 0)), name)

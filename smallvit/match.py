@@ -48,6 +48,25 @@ def match_cost(run: Run, control: Run, of: str, arm: str = "the arm", control_ar
     return new
 
 
+def check_tuned_options(run: Run, tune: Any, of: str, arm: str):
+    """Raise ValueError if tuning may change the cost of a model that `match` has made equal to another. `run` is the run of the
+    arm (variant) named `arm`, `tune` is the `Tune` object with the ranges of its hyperparameters, and `of` is "params" or
+    "macs".
+
+    Each option of the model is set to the ends of its range, or to each value of its list. The cost may differ by 2%.
+    """
+    before = model_cost(run, of)
+    for name, values in (tune.ranges | tune.own.get(arm, {})).items():
+        for value in values if name in options(run.model) else ():
+            after = model_cost(run.vary(**{name: value}), of)
+            if abs(after - before) > TOLERANCE * before:
+                what = "parameters" if of == "params" else "multiply-adds"
+                raise ValueError(
+                    f"Tune has {name}={value!r}, which gives {arm!r} {after:,.0f} {what} instead of {before:,.0f}, but "
+                    f"match={of!r} keeps them equal; leave {name} out of Tune, or leave out match={of!r}"
+                )
+
+
 def nearest(cost: Callable[[Any], float], target: float, values: list) -> Any:
     """Return the element of `values` whose cost is nearest to `target`. `cost` is a function from a value to its cost, which
     grows with the value. `values` is a list in increasing order; it is searched by bisection.

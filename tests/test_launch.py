@@ -101,6 +101,18 @@ def test_run_without_test_images_has_no_test_score(tmp_path):
     assert record.test_settings == 2, "another setting of the arm was scored on the same test images"
 
 
+def test_renamed_arm_keeps_its_runs_also_as_the_start_of_another_run(tmp_path):
+    launch([ENTRY], tmp_path, recipe="t", jobs=1)
+    renamed = replace(ENTRY, arm="plain")
+    assert folder(renamed, tmp_path, "t") == folder(ENTRY, tmp_path, "t") and recall(renamed, tmp_path, "t").arm == "plain"
+    recipe = comparison(1, {"plain": SHORT, "tuned": SHORT.vary(init=SHORT)})
+    trained = []
+    launch(recipe, tmp_path, recipe="t", jobs=1, show=trained.append)
+    assert names(trained) == [("tuned", 0)] and trained[0].finished
+    other = replace(renamed, run=SHORT.at_seed(1))
+    assert recall(other, tmp_path, "t") is None and "plain" in folder(other, tmp_path, "t").parts
+
+
 def test_dependency_that_is_an_arm_keeps_its_folder_when_only_a_part_of_the_recipe_is_launched(tmp_path):
     recipe = comparison(1, {"base": SHORT, "tuned": SHORT.vary(init=SHORT), "other": SHORT.vary(init=SHORT.vary(lr=0.5))})
     launch(recipe[1:2], tmp_path, recipe="t", recipe_runs=recipe, jobs=1)
@@ -290,6 +302,21 @@ def test_seeds_are_stacked_while_the_other_workers_still_have_runs(tmp_path):
     assert [len(group) for group in groups] == [4, 4, 2, 1, 1]
     assert sorted(i for group in groups for i in group) == list(range(12))
     assert schedule.next_group(2) == [] and not schedule.queue
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_full_stacks_depend_neither_on_the_workers_nor_on_the_order_in_which_runs_end(workers, tmp_path):
+    runs = comparison(3, {"scratch": SHORT, "+LSA": SHORT.vary(init=SHORT.vary(lr=0.5))})
+    schedule = scheduler(runs, tmp_path, stack=2, full_stacks=True)
+    groups: list[list[int]] = []
+    while schedule.queue:
+        started = [group for _ in range(workers) if (group := schedule.next_group(workers))]
+        groups += started
+        for group in reversed(started):
+            schedule.handle(group, [finished(schedule.runs[i]) for i in group])
+    assert sorted(names([schedule.runs[i] for i in group]) for group in groups) == sorted(
+        [(arm, seed) for seed in seeds] for arm in ("scratch", "+LSA", "initialization of +LSA") for seeds in ((0, 1), (2,))
+    )
 
 
 def test_runs_of_a_failed_stack_are_tried_alone_and_a_run_killed_twice_fails(tmp_path):

@@ -507,6 +507,18 @@ def test_choice_that_is_not_the_best_trial_with_all_seeds_is_refused(tmp_path):
         read(hand_edited(path, trials=[], accuracy=None))
 
 
+@pytest.mark.parametrize("option, values", [("depth", [1, 2]), ("dim", (16, 64)), ("registers", [0, 8])])
+def test_options_that_change_a_matched_cost_are_not_tuned(option, values):
+    arms = {"scratch": BASE, "deep": BASE.vary(depth=3)}
+    with pytest.raises(ValueError, match=rf"Tune has {option}=.*match='macs' keeps them equal; leave {option} out of Tune"):
+        comparison(Tune({"lr": (1e-3, 1e-2), option: values}), arms=arms, match="macs")
+    own = Tune({"lr": (1e-3, 1e-2)}, own={"deep": {option: values}})
+    with pytest.raises(ValueError, match="which gives 'deep' "):
+        comparison(own, arms=arms, match="macs")
+    assert comparison(Tune({"lr": (1e-3, 1e-2), "heads": [1, 2]}), arms=arms, match="macs")
+    assert comparison(Tune({"lr": (1e-3, 1e-2), option: values}), arms=arms)
+
+
 def test_importing_tune_does_not_import_optuna():
     code = "import sys, smallvit.tuning; assert 'optuna' not in sys.modules and 'sklearn' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
@@ -615,3 +627,16 @@ def test_choice_is_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path)
     write(tmp_path / "two.json", FOUR, tuned)
     assert untimed(tmp_path / "one.json") == untimed(tmp_path / "two.json")
     assert len(trained) == 5 and not set(trained) & set(after) and 5 + len(after) >= 11
+
+
+def test_stacked_trials_have_the_same_weights_for_any_number_of_workers(tmp_path):
+    pretrained = BASE.vary(init=BASE.vary(lr=1e-3))
+    tune = Tune({"lr": (3e-4, 6e-2)}, trials=2, seeds=4, val=40)
+    found = []
+    for jobs in (1, 2, 3):
+        todo = trials(comparison(tune, {"scratch": pretrained, "+LSA": pretrained.vary(warmup=0.5)}))
+        tune_arms(todo, tmp_path / str(jobs), recipe="t", jobs=jobs, stack=2)
+        records = [record for arm in todo for record in arm.records.values()]
+        found.append({record.fingerprint: (record.stacked, record.weights_sha256) for record in records})
+    assert found[0] == found[1] == found[2] and len(found[0]) == 16
+    assert sum(stacked == 2 for stacked, _ in found[0].values()) == 8, "the third and the fourth seed"

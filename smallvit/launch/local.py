@@ -81,7 +81,15 @@ def launch(
 
     context = process_context(device)
     schedule = Scheduler(
-        runs, out, recipe, recipe_runs=recipe_runs, try_again=try_again, stack=stack, fail_fast=fail_fast, show=show
+        runs,
+        out,
+        recipe,
+        recipe_runs=recipe_runs,
+        try_again=try_again,
+        stack=stack,
+        full_stacks=validation_only,  # choices by validation images must not depend on the number of workers
+        fail_fast=fail_fast,
+        show=show,
     )
     reads = None if validation_only else Path(out, recipe, READS)
     settings = (source, device, numerics, validation_only, reads)

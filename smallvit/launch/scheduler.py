@@ -63,6 +63,8 @@ class Scheduler:
     recipe_runs  all runs of the recipe. A dependency that is one of them keeps its arm and its folder
     try_again    a function of a record: whether a run that has this record is trained once more
     stack        the largest number of runs, equal except for their seed, that are trained together
+    full_stacks  train as many runs together as `stack` allows, also if other workers then have nothing to do. Which runs are
+                 trained together, and so how they round, then does not depend on the number of workers
     fail_fast    start no further run after the first failure
     show         called with each new record
 
@@ -83,11 +85,12 @@ class Scheduler:
         recipe_runs: Iterable[ArmRun] = (),
         try_again: Callable[[Record], bool] = lambda record: False,
         stack: int = 1,
+        full_stacks: bool = False,
         fail_fast: bool = False,
         show: Callable[[Record], None] | None = None,
     ):
         self.out, self.recipe, self.stack, self.fail_fast, self.show = out, recipe, stack, fail_fast, show
-        self.requested = len(runs)
+        self.requested, self.full_stacks = len(runs), full_stacks
         self.runs, self.dependencies = with_dependencies(runs, recipe_runs)
         self.folders = [folder(entry, out, recipe) for entry in self.runs]
         places: dict[Path, int] = {}
@@ -163,7 +166,7 @@ class Scheduler:
     def next_group(self, workers: int) -> list[int]:
         """Choose the runs that a free worker process trains next, and return their positions in the list of all runs. The
         result is one run, or several that are trained together as one model. `workers` is the number of processes: a group is
-        not larger than the share of one process, so that the others also have work.
+        not larger than the share of one process, so that the others also have work, except with the option `full_stacks`.
 
         The list is empty if no run can start now.
 
@@ -179,7 +182,7 @@ class Scheduler:
                 continue
             key = self.stack_keys[index]
             equal = [i for i in ready if self.stack_keys[i] == key and i not in self.alone and self.is_free(i)]
-            share = -(-len(ready) // workers)  # leaves enough runs for the other workers
+            share = self.stack if self.full_stacks else -(-len(ready) // workers)  # leaves enough runs for the other workers
             group = [index] if index in self.alone else equal[: min(self.stack, share)]
             self.queue = [other for other in self.queue if other not in group]
             self.in_training.update(group)
@@ -189,9 +192,14 @@ class Scheduler:
     def ready(self) -> list[int]:
         """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
         it needs, such as pretraining, have ended.
+
+        With `full_stacks`, this must hold for all runs that are equal except for their seed, because otherwise the groups would
+        depend on the order in which runs end.
         """
         unfinished = {*self.queue, *self.in_training}
-        return [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]
+        found = [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]
+        waiting = {self.stack_keys[index] for index in {*self.queue} - {*found}} if self.full_stacks else ()
+        return [index for index in found if self.stack_keys[index] not in waiting]
 
     def is_free(self, index: int) -> bool:
         """Return whether all earlier runs that a run needs, such as pretraining, have finished without an error. `index` is the

@@ -197,7 +197,7 @@ def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None =
     """
     out = []
     judged = {r.arm for r in records if r.role in ("baseline", "technique")}
-    fixed = {r.arm for r in records if r.tuning and not r.tuning.get("trials")}  # arms with nothing to tune
+    fixed = {r.arm for r in records if r.tuning and not r.tuning.get("trials") and r.steps == 0}  # nothing to tune
     counts = {arm: n for arm, n in trials_of(records, trials).items() if arm in judged and (n or arm not in fixed)}
     if len(set(counts.values())) > 1:
         out.append(

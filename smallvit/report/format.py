@@ -341,8 +341,9 @@ def how_to_read(comparison: Comparison) -> list[str]:
     if any(condition.tuned for condition in comparison.conditions):
         text += """
     Tuned means that each arm has its own settings, chosen on validation images by the same number of trials over the same
-    ranges, with seeds that the comparison does not use. The verdict is about the arms at their chosen settings. Common means
-    that all arms have the settings of the recipe.
+    ranges, with seeds that the comparison does not use. The verdict is about the arms at their chosen settings. A trained arm
+    without trials keeps its settings, and gets no verdict if its baseline was tuned. Common means that all arms have the
+    settings of the recipe.
     """
     text += """
     Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked.

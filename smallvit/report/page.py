@@ -22,9 +22,9 @@ from .tables import FOLDED, LENGTHS, TUNED, Table, tables
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
 EXPLAINED = {  # heading -> a paragraph below its tables
-    TUNED: "Settings were chosen by trials on validation images, with equally many trials for each arm. The verdicts are about "
-    "the chosen settings: other trials would have chosen others. The expected loss is the accuracy that chance in the trials "
-    "costs.",
+    TUNED: "Settings were chosen by trials on validation images, with equally many trials for each arm that was tuned. The "
+    "verdicts are about the chosen settings: other trials would have chosen others. The expected loss is the accuracy that "
+    "chance in the trials costs.",
     LENGTHS: "Holds: the last verdict is that of the first. Fades: the difference has become smaller, and the last verdict is "
     "inconclusive or the difference has fallen below half. Is no longer shown: the last verdict is inconclusive, but the "
     "difference may be as large as before. Turns: the verdict becomes the opposite. Appears: only the last one is better or "

@@ -176,7 +176,7 @@ def test_differences(old: Record, new: Record) -> list[str]:
         one, other = old.correct_bits, new.correct_bits
         if one is None or other is None or len(one) != len(other):
             found.append("come without the list of correctly classified images")
-        elif changed := (one != other).sum():
+        elif changed := int((one != other).sum()):
             found.append(f"classify {changed} test image{'s' * (changed > 1)} differently")
     return found
 

@@ -56,6 +56,8 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     judged = [cell for cell in pairs if roles[cell[1]] == "technique" and cell not in unavailable]
     tests = {cell: difference(runs[cell], others[cell], looks if cell in judged else ()) for cell in pairs}
     gaps = {cell: gaps_of(cell[1], runs[cell], controls[cell[1]], others[cell], looks) for cell in runs}
+    untuned = {cell: why for cell in judged if (why := unequal_tuning(runs[cell], controls[cell[1]], others[cell]))}
+    gaps |= untuned
     verdicts = judge({cell: tests[cell] for cell in judged}, gaps, len(judged) + earlier, looks)
     costs = {cell: costs_of([r for r in each.values() if r and r.finished]) for cell, each in runs.items()}
     rows = []
@@ -85,7 +87,7 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
                 reason=found.reason if found else gaps[cell],
                 looks=looks or None,
                 stopped=found.stopped if found else "",
-                next_look=next_look(found, each, others[cell], looks) if found and looks else None,
+                next_look=next_look(found, each, others[cell], looks) if found and looks and cell not in untuned else None,
                 budget=costs[cell],
                 unequal=unequal(costs[cell], costs.get((c, controls[arm]), costs[cell])),
                 forward={name: known_median((r.test or {}).get(name) for r in done.values()) for name in FORWARD},
@@ -279,6 +281,22 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
     if not found and not same_test_images(each.get(s) for each in (runs, control_runs) for s in seeds):
         return f"the runs of {arm} and {control} were scored on different test images"
     return "; ".join(f"{name}, {format_seeds(s, len(runs))}: {problem}" for (name, problem), s in found.items())
+
+
+def unequal_tuning(runs: Runs, control: str, control_runs: Runs) -> str:
+    """Return a text that says that an arm (variant) and the arm `control`, with which it is compared, were tuned with different
+    numbers of trials. The text is empty if the numbers are equal, or if one of the two was not trained, so that it has nothing
+    to tune. `runs` and `control_runs` are dicts from a seed to the results of a run of these arms.
+    """
+    mine, other = (next((r for r in each.values() if r and r.finished), None) for each in (runs, control_runs))
+    if mine is None or other is None or not mine.tuning or not other.tuning or 0 in (mine.steps, other.steps):
+        return ""
+    counts = [tuning.get("trials", 0) for tuning in (mine.tuning, other.tuning)]
+    if counts[0] == counts[1]:
+        return ""
+    if not counts[0]:
+        return "not tuned, while its baseline was"
+    return f"tuned with {counts[0]} trials, and {control} with {counts[1]}"
 
 
 def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
