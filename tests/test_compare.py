@@ -102,6 +102,14 @@ def test_better_on_these_images_only_is_inconclusive_and_says_why():
     assert (
         "More seeds would help: smallvit run demo --until-decided" in format.certainty(compare(noisy), row_of(noisy, "+A"))[1]
     )
+    assert "false verdict in about 8 of 100 comparisons" in format.notes(compare(noisy), [])
+    assert "in about 8 of 100" not in format.notes(compare([replace(r, looks=list(LOOKS)) for r in noisy]), [])
+
+
+def test_records_say_how_many_comparisons_count_besides_their_own():
+    rows = records({"scratch": 0, "+A": 0.01, "+B": 0})
+    published = [replace(r, removed=3) for r in rows]
+    assert compare(published) == compare(rows, earlier=3) != compare(rows) and compare(published, earlier=4).earlier == 4
 
 
 def test_training_images_that_seeds_share_widen_the_interval():
