@@ -1,7 +1,6 @@
 """Paired differences between an arm and its control: which runs form pairs, and how sure the mean difference is."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -28,8 +27,6 @@ from .statistics import (
 IMAGES = 10_000  # test images that are supposed where an old record does not say their number
 # Training images from which the data sets of old records draw: the number of classes x the size of the smallest class.
 POOLS = {"smallvit.data.mnist": 54_210, "smallvit.data.digits": 1_260}
-
-ACCURACIES = ("accuracy", "linear_probe", "few_shot")  # and knn_1, knn_5, ...
 
 Runs = Mapping[int, Record | None]  # seed -> results of the run; None: the run has not finished or does not exist
 
@@ -78,14 +75,12 @@ def obstacle(runs: Runs, control: Runs, looks: Sequence[int]) -> str:
 
 
 def is_accuracy(record: Record) -> bool:
-    """Return whether a run is scored by an accuracy, the share of test images that are classified correctly. This is the case
-    for the score `accuracy` and for those of the probes `knn`, `linear_probe` and `few_shot` (an accuracy averaged over several
-    draws). `record` holds the results of the run.
+    """Return whether a run is scored by an accuracy, the share of test images that are classified correctly: by the score
+    `accuracy`, or by a probe (a classifier on frozen features). `record` holds the results of the run.
 
     Of other scores only a name is known. They may be no mean over images, such as the balanced accuracy or an F1 score.
     """
-    score = record.score or ""
-    return score in ACCURACIES or bool(re.fullmatch(r"knn_\d+", score))
+    return record.score == "accuracy" or record.score in (record.probes or ())
 
 
 def difference(runs: Runs, control: Runs, looks: Sequence[int] = ()) -> Difference | None:
