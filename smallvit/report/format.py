@@ -289,7 +289,9 @@ def limits(comparison: Comparison) -> list[str]:
     differences = [(row.condition, row.difference) for row in comparison.rows if row.verdict and row.difference]
     out = []
     if any(d.bound and not d.renewable for _, d in differences):
-        out.append("The score few_shot is not recorded for each test image; its intervals use an upper bound of the variance.")
+        out.append(
+            "Scores that are means over several draws are not recorded for each test image; their intervals use an upper bound."
+        )
     if any(d.renewable for _, d in differences):
         out.append(
             "Records of an earlier version keep no data on single test images; their intervals use an upper bound of the "

@@ -169,7 +169,7 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
         p_seeds=seeds_p(mean, variance) if len(seeds) >= MIN_PAIRS and sd is not None and sd > TIE else None,
         variance=variance,
         bound=variance.bound,
-        renewable=variance.bound and all(r.score != "few_shot" for pair in pairs for r in pair),
+        renewable=variance.bound and all(f"{r.score}_sd" not in (r.test or {}) for pair in pairs for r in pair),
     )
 
 
