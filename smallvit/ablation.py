@@ -254,6 +254,16 @@ def longest(entries: Iterable[ArmRun]) -> list[ArmRun]:
     return [entry for entry in entries if (entry.length or 0) == most]
 
 
+def by_cell(runs: Iterable[ArmRun]) -> dict[tuple, list[ArmRun]]:
+    """Return the runs of each arm (variant) in each condition (number of labels, training length, tuned or not), as a dict from
+    `ArmRun.cell` to the list of its runs. The runs of one list differ in their seed. `runs` are the runs of a comparison.
+    """
+    cells: dict[tuple, list[ArmRun]] = {}
+    for entry in runs:
+        cells.setdefault(entry.cell, []).append(entry)
+    return cells
+
+
 def with_dependencies(
     entries: Iterable[ArmRun], recipe: Iterable[ArmRun] = ()
 ) -> tuple[list[ArmRun], list[dict[str, int]]]:

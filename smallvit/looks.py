@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from smallvit.ablation import ArmRun
+from smallvit.ablation import ArmRun, by_cell
 from smallvit.record import write_text
 
 FILE = "looks.json"
@@ -76,9 +76,7 @@ def with_looks(runs: Sequence[ArmRun], looks: Looks | None) -> list[ArmRun]:
     """
     if looks is None:
         return list(runs)
-    cells: dict[tuple, list[ArmRun]] = {}
-    for entry in runs:
-        cells.setdefault(entry.cell, []).append(entry)
+    cells = by_cell(runs)
     seeds = {cell: seed_list([entry.seed for entry in entries], looks.at(cell)) for cell, entries in cells.items()}
     return [
         replace(entries[0], run=entries[0].run.at_seed(seeds[cell][place]), looks=looks.schedule)

@@ -15,7 +15,7 @@ import re
 import subprocess
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -319,6 +319,19 @@ def parse(text: bytes, source: str) -> Record:
         return Record(**plain)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source} is not a valid record: {error}") from error
+
+
+def settings_of(run: Mapping[str, Any], *left_out: str) -> str:
+    """Return the settings of a run as JSON text, without those that `left_out` names, such as "seed". `run` has all settings as
+    a dict, as `Record.run` holds them. The named settings are also left out in earlier runs that the run needs, such as
+    pretraining. Runs that differ only in these settings have equal texts.
+    """
+
+    def kept(plain: Mapping[str, Any]) -> dict[str, Any]:
+        nested = {name: kept(plain[name]) for name in ("init", "teacher") if isinstance(plain.get(name), Mapping)}
+        return {name: value for name, value in {**plain, **nested}.items() if name not in left_out}
+
+    return json.dumps(kept(run), sort_keys=True)
 
 
 def user_line(traceback: str) -> str:

@@ -1,6 +1,7 @@
 """One torch thread for each test process, and the data that the tests may read."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, also in child processes
@@ -14,6 +15,17 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch, request):
+    """An empty working directory with one recipe, mine.py: the constant RECIPE of the test file."""
+    from toys import write_recipe
+
+    monkeypatch.chdir(tmp_path)
+    write_recipe(request.module.RECIPE)
+    yield tmp_path
+    sys.modules.pop("recipes.mine", None)
 
 
 @pytest.fixture(autouse=True)

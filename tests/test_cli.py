@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toys import write_recipe
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops
 from smallvit.__main__ import main
@@ -36,21 +37,6 @@ RUNS = ablate({"scratch": scratch, "+LSA": scratch.vary(attention=LocalityAttent
 '''
 LSA = '"+LSA": scratch.vary(attention=LocalityAttention)'
 SMALLEST = ("--only", "labels=20", "seed=0", "arm=scratch,+LSA", "--jobs", "1")
-
-
-@pytest.fixture
-def workdir(tmp_path, monkeypatch):
-    """An empty working directory with one recipe, mine.py."""
-    monkeypatch.chdir(tmp_path)
-    write_recipe(RECIPE)
-    yield tmp_path
-    sys.modules.pop("recipes.mine", None)
-
-
-def write_recipe(text: str):
-    """Write mine.py, which is imported again by the next command."""
-    Path("mine.py").write_text(text)
-    sys.modules.pop("recipes.mine", None)
 
 
 def all_records(workdir: Path) -> list[Record]:

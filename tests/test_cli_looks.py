@@ -1,10 +1,10 @@
 """`smallvit run --until-decided`: more seeds where a verdict is open, also after an interruption; and `smallvit explore`."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from toys import write_recipe
 
 from smallvit import ArmRun, Run, ViT
 from smallvit.__main__ import main
@@ -29,20 +29,6 @@ ARMS = {"scratch": scratch, "pixels": pixels, "+LSA": scratch.vary(attention=Loc
 RUNS = ablate(ARMS, labels=[40], seeds=range(2), references=False)
 '''
 UNTIL_DECIDED = ("run", "mine.py", "--until-decided", "--jobs", "1")
-
-
-@pytest.fixture
-def workdir(tmp_path, monkeypatch):
-    """An empty working directory with one recipe, mine.py."""
-    monkeypatch.chdir(tmp_path)
-    write_recipe(RECIPE)
-    yield tmp_path
-    sys.modules.pop("recipes.mine", None)
-
-
-def write_recipe(text: str):
-    Path("mine.py").write_text(text)
-    sys.modules.pop("recipes.mine", None)
 
 
 def seeds_of_arms(place: Path) -> dict[str, list[int]]:

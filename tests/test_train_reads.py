@@ -12,7 +12,7 @@ from smallvit.record import RECORD, read_record
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags
 from smallvit.train.loop import Training
-from smallvit.train.test_reads import log_test_read
+from smallvit.train.read_log import log_test_read
 
 SHORT = Run(model=TINY_VIT, labels=50, val=40, steps=12, batch=8, augment=augment.digits())
 

@@ -1,6 +1,8 @@
 """What many test files share: a small ViT, random weights, and comparison of tensors."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -12,6 +14,12 @@ TINY_VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2,
 def tiny_vit(image=(12, 12), channels=1, classes=5, **options) -> ViT:
     """A ViT of width 16 with 2 blocks and patches of 2 pixels, unless the options say otherwise."""
     return TINY_VIT(image, channels, classes, **options)
+
+
+def write_recipe(text: str):
+    """Write mine.py into the working directory; the next command imports it again."""
+    Path("mine.py").write_text(text)
+    sys.modules.pop("recipes.mine", None)
 
 
 def randomize(module, std=0.1):

@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from statistics import fmean
 
-from smallvit.ablation import ArmRun
+from smallvit.ablation import ArmRun, by_cell
 from smallvit.launch import launch
 from smallvit.launch.local import check_device
 from smallvit.looks import seed_list
@@ -53,11 +53,8 @@ def main(options: argparse.Namespace) -> int:
         validation_only=True,
     )
     found = {(record.fingerprint, record.arm): record for record in records if record.finished}
-    cells: dict[tuple, list[ArmRun]] = {}
-    for entry in runs:
-        cells.setdefault(entry.cell, []).append(entry)
     left = 0
-    for entries in cells.values():
+    for entries in by_cell(runs).values():
         done = [record for e in entries if (record := found.get((fingerprint(e.run), e.arm)))]
         left += len(entries) - len(done)
         name = f"{entries[0].arm}, {entries[0].condition}"

@@ -20,7 +20,7 @@ from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.train.fit import new_record
-from smallvit.train.test_reads import scored_settings
+from smallvit.train.read_log import scored_settings
 from smallvit.trials import trials
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 

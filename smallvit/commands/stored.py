@@ -1,14 +1,12 @@
 """What the folder of a recipe's runs says beyond the runs that the recipe lists: removed comparisons, other seeds, looks."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from smallvit.ablation import ArmRun
+from smallvit.ablation import ArmRun, by_cell
 from smallvit.looks import Looks, read_looks, seed_list
-from smallvit.record import RECORD, Record, read_record
-from smallvit.run import DEPENDENCIES, fingerprint
+from smallvit.record import RECORD, Record, read_record, settings_of
+from smallvit.run import fingerprint
 from smallvit.verdicts.compare import schedule
 
 
@@ -59,25 +57,13 @@ def removed_comparisons(runs: Sequence[ArmRun], records: Sequence[Record]) -> in
         entries = current.get(record.fingerprint, [])
         controls = {entry.baseline for entry in entries if entry.baseline} or baselines
         if not entries:
-            removed.add((settings_of(record.run), ""))
+            removed.add((settings_of(record.run, "seed"), ""))
         elif record.baseline and record.baseline not in controls:
             now = by_settings((e for e in runs if e.arm in controls and e.labels == record.labels), records)
             before = {r.fingerprint for r in records if (r.arm, r.labels) == (record.baseline, record.labels)}
             if before.isdisjoint(now):  # otherwise the control was only renamed
-                removed.add((settings_of(record.run), record.baseline))
+                removed.add((settings_of(record.run, "seed"), record.baseline))
     return len(removed)
-
-
-def settings_of(run: Mapping[str, Any]) -> str:
-    """Return the settings of a run without its random seed, as JSON text. `run` has all settings as a dict, as records contain
-    them. The seeds of earlier runs that the run needs, such as pretraining, are left out, too.
-    """
-
-    def without_seed(plain: Mapping[str, Any]) -> dict[str, Any]:
-        nested = {name: without_seed(plain[name]) for name in DEPENDENCIES if isinstance(plain.get(name), dict)}
-        return {name: value for name, value in {**plain, **nested}.items() if name != "seed"}
-
-    return json.dumps(without_seed(run), sort_keys=True)
 
 
 def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str) -> Looks | None:
@@ -111,9 +97,7 @@ def unused_seeds(runs: Sequence[ArmRun], records: Sequence[Record]) -> dict[tupl
     verdicts, so a report must name these runs. If seeds are added at planned numbers of seeds (looks), the next seeds up to the
     last look do not count: they will be used.
     """
-    listed: dict[tuple, set[int]] = {}
-    for entry in runs:
-        listed.setdefault(entry.cell, set()).add(entry.seed)
+    listed = {cell: {entry.seed for entry in entries} for cell, entries in by_cell(runs).items()}
     for entry in runs:
         if entry.looks and len(listed[entry.cell]) < entry.looks[-1]:
             listed[entry.cell].update(seed_list(sorted(listed[entry.cell]), entry.looks[-1]))

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from smallvit.ablation import ArmRun
+from smallvit.ablation import ArmRun, by_cell
 from smallvit.looks import Looks, choose_schedule, with_looks, write_looks
 from smallvit.recipe import only
 from smallvit.record import Record, read_records
@@ -76,10 +76,8 @@ def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int
     if len({record.fingerprint for record in committed} & current) == len(current) and (known := schedule(committed)):
         return known
     seen = all_finished(collect(runs, out, recipe.stem), current) or all_finished(committed, current)
-    cells: dict[tuple, set[int]] = {}
-    for entry in runs:
-        cells.setdefault(entry.cell, set()).add(entry.seed)
-    return choose_schedule(max(map(len, cells.values())), seen, LOOKS, ADDED_LOOKS)
+    declared = max(len({entry.seed for entry in entries}) for entries in by_cell(runs).values())
+    return choose_schedule(declared, seen, LOOKS, ADDED_LOOKS)
 
 
 def all_finished(records: Iterable[Record], fingerprints: set[str]) -> bool:

@@ -1,13 +1,11 @@
 """Alarms of a report: arms that were probably trained too briefly, that only guess, or that lose to a simpler model."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any
 
-from smallvit.record import RANDOM, Record, format_labels
+from smallvit.record import RANDOM, Record, format_labels, settings_of
 from smallvit.verdicts.comparison import Condition, condition_of
 from smallvit.verdicts.statistics import MIN_PAIRS, TIE, spread
 
@@ -206,21 +204,13 @@ def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None =
         )
     shown: dict[str, set[str]] = {}
     for r in records:
-        shown.setdefault(r.arm, set()).add(f"{r.length} {json.dumps(without_seed_and_labels(r.run), sort_keys=True)}")
+        shown.setdefault(r.arm, set()).add(f"{r.length} {settings_of(r.run, 'seed', 'labels')}")
     if more := [f"{arm}: {count}" for arm, count in scored_settings(records).items() if count > len(shown[arm])]:
         out.append(
             "More settings of an arm were scored on the test images than this page shows, so the best may be here by luck: "
             + "; ".join(more)
         )
     return out
-
-
-def without_seed_and_labels(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run without its random seed and its number of labelled images, as a dict. `run` has all
-    settings, as records contain them. Both are also left out in earlier runs that the run needs, such as pretraining.
-    """
-    nested = {name: without_seed_and_labels(run[name]) for name in ("init", "teacher") if isinstance(run.get(name), Mapping)}
-    return {name: value for name, value in {**run, **nested}.items() if name not in ("seed", "labels")}
 
 
 def unused_seeds(records: Sequence[Record]) -> list[str]:

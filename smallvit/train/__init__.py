@@ -3,7 +3,7 @@
 fit.py            fit: trains and evaluates a run and writes its record; start reading here
 loop.py           train, Training.train_step, next_batch, validate: the training loop
 checkpoint.py     saving an unfinished training and resuming it
-test_reads.py     the file that counts the reads of the test images
+read_log.py       the file that counts the reads of the test images
 trace.py          hashes of the first steps, by which two trainings are compared
 initialize.py     the objective before its first step, with new, earlier or external weights
 stack.py          Stack: runs that differ only in their seed, trained together as one model

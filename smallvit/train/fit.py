@@ -19,8 +19,8 @@ from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
 
 from .loop import Training, Watch, train
+from .read_log import log_test_read
 from .stack import NotStackable, Stack
-from .test_reads import log_test_read
 from .trained_model import save_weights
 
 

@@ -57,13 +57,11 @@ def judge(
             tested[cell] = d
     p_values = [1.0 if d.p is None else d.p for d in tested.values()]
     corrected = holm(p_values + [1.0] * (family - len(tested)))
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
     rejected = sum(p < LEVEL for p in corrected)
-    for rank, place in enumerate(order):
-        cell, d = list(tested.items())[place]
-        d = replace(d, p_holm=corrected[place])
-        level = LEVEL / (family - min(rank, rejected))
-        results[cell] = decided(d, level, looks) if corrected[place] < LEVEL else undecided(d, level, looks)
+    by_p = sorted(zip(p_values, tested, corrected), key=lambda each: each[0])  # stable: equal p-values keep their order
+    for rank, (_, cell, p_holm) in enumerate(by_p):
+        d, level = replace(tested[cell], p_holm=p_holm), LEVEL / (family - min(rank, rejected))
+        results[cell] = decided(d, level, looks) if p_holm < LEVEL else undecided(d, level, looks)
     return results
 
 
