@@ -25,7 +25,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from smallvit import SequencePool, fit, load, mnist
+from smallvit import PatchEmbed, SequencePool, fit, load, mnist
 from smallvit.recipe import find_recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -45,13 +45,14 @@ def recipe_run(recipe: str, arm: str, labels: int | None = 1_000) -> Any:
 
 def model_runs() -> dict[str, Any]:
     """Return the runs of the trained models that figures show, by name. They are arms of the recipes, with seed 0."""
-    learned = recipe_run("explain", "learned")
+    grid_of_7 = {"tokenizer": partial(PatchEmbed, patch=4), "steps": 600}  # 49 patches, for finer pictures than 16
+    learned = recipe_run("explain", "learned").vary(**grid_of_7)
     return {
         "LSA off": recipe_run("spt_lsa", "scratch"),
         "LSA": recipe_run("spt_lsa", "+LSA"),
         "conv stem": recipe_run("spt_lsa", "hybrid stem"),
         "positions": learned,
-        "positions from 0.02": recipe_run("explain", "learned from 0.02"),
+        "positions from 0.02": recipe_run("explain", "learned from 0.02").vary(**grid_of_7),
         "sequence pool": learned.vary(pool=SequencePool),
         "cnn": recipe_run("distill", "small CNN"),
     }
@@ -211,7 +212,7 @@ def receptive_field(tokenizer: Any, row: int, column: int) -> tuple[int, int, in
 
 def draw_conv_stem(style: Style) -> Figure:
     """The pixels that one token sees with four tokenizers; below, the feature maps of a trained convolutional stem."""
-    from smallvit import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed
+    from smallvit import ConvStem, ConvTokenizer, ShiftedPatchEmbed
 
     torch.manual_seed(0)
     image = digits().pixels()[0, 0]
