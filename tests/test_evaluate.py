@@ -90,9 +90,9 @@ def test_a_declaration_is_read_from_the_function_and_from_a_partial():
     declared = evaluator(probe=True, judges=False, chooses="k", needs=check, pixel_options=["shots"])(plain)
     assert declared is plain and list(plain(None, None)) == [("plain", 0.5)]
     for found in (plain, partial(plain), partial(partial(plain, x=1), y=2)):
-        assert declaration(found) == Declaration(True, False, "k", check, ("shots",))
+        assert declaration(found) == Declaration(True, False, "k", check, ("shots",), False)
     assert declaration(accuracy) == declaration(lambda model, splits: []) == Declaration()
-    assert Declaration() == (False, True, None, None, ())
+    assert Declaration() == (False, True, None, None, (), False)
 
 
 def test_declarations_of_the_evaluators():

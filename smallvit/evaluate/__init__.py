@@ -1,6 +1,6 @@
 """Evaluators: functions that compute named numbers from a frozen model.
 
-scores.py    accuracy, cost: run the model itself
+scores.py    accuracy, cost: run the model itself; predictions: its class probabilities
 probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
 hooks.py     features: the features of a model, read at a named place
 features.py  FeatureExtractor: the features as a scikit-learn transformer
@@ -42,7 +42,7 @@ from .declare import Declaration, declaration, evaluator
 from .features import FeatureExtractor
 from .hooks import features, frozen
 from .probes import few_shot, knn, linear_probe
-from .scores import accuracy, cost
+from .scores import accuracy, cost, predictions
 from .splits import NamedScores, PerImage, Splits, require_images
 
 __all__ = [
@@ -61,5 +61,6 @@ __all__ = [
     "frozen",
     "knn",
     "linear_probe",
+    "predictions",
     "require_images",
 ]

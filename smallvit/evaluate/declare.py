@@ -10,17 +10,20 @@ Function = TypeVar("Function", bound=Callable)
 class Declaration(NamedTuple):
     """The properties of an evaluator (a function that scores a trained model). `probe`: it trains a classifier on features.
     `judges`: its first number can judge an arm (variant in a comparison). `chooses`: what it chooses on the validation images.
-    `needs`: a function that checks the data. `pixel_options`: its options that also apply to raw pixels.
+    `needs`: a function that checks the data. `pixel_options`: its options that also apply to raw pixels. `lower_is_better`: a
+    smaller number is a better one.
 
     The defaults apply to a function without a declaration.
 
     probe          True if the evaluator trains a classifier on frozen features. A comparison that is judged by a probe also
                    evaluates an untrained model.
-    judges         True if the first number is an accuracy or another share from 0 to 1, by which an arm can be judged.
+    judges         True if an arm can be judged by the first number: an accuracy or another share from 0 to 1, or, with
+                   `lower_is_better`, any number from 0 on.
     chooses        a few words for the report that say what is chosen on the validation images; None if nothing is.
     needs          a function `needs(splits, **options)` that raises ValueError if the splits are too small. It is called before
                    training with the options of the evaluator. None if any splits will do.
     pixel_options  names of the options that also apply to raw pixels, a reference that has no layers and no tokens.
+    lower_is_better  True if a smaller first number is better, as for a loss. An arm is then better if its number is smaller.
     """
 
     probe: bool = False
@@ -28,6 +31,7 @@ class Declaration(NamedTuple):
     chooses: str | None = None
     needs: Callable[..., Any] | None = None
     pixel_options: tuple[str, ...] = ()
+    lower_is_better: bool = False
 
 
 def evaluator(
@@ -37,11 +41,12 @@ def evaluator(
     chooses: str | None = None,
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
+    lower_is_better: bool = False,
 ) -> Callable[[Function], Function]:
     """Decorator for an evaluator (a function that scores a trained model). The keyword arguments say whether it trains a
     classifier (`probe`), whether its first number can judge a run (`judges`), what it chooses on the validation images
-    (`chooses`), how the data are checked (`needs`), and which options apply to raw pixels (`pixel_options`). They are stored in
-    the function.
+    (`chooses`), how the data are checked (`needs`), which options apply to raw pixels (`pixel_options`), and whether a smaller
+    number is better (`lower_is_better`). They are stored in the function.
 
     The training loop and the reports use these properties.
 
@@ -52,7 +57,7 @@ def evaluator(
         """Store the properties that were given to the decorator `evaluator` in `function`, as its attribute `declaration`.
         Return the function. It is an evaluator: it scores a trained model.
         """
-        vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options))
+        vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options), lower_is_better)
         return function
 
     return declare

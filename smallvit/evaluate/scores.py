@@ -1,6 +1,5 @@
-"""Evaluators that run the model itself: its accuracy, and the cost of a forward pass."""
+"""Evaluators that run the model itself: its class probabilities, its accuracy, and the cost of a forward pass."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -9,10 +8,54 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit import flops
+from smallvit.data import Images
 
+from .cache import cached
 from .declare import evaluator
 from .hooks import frozen
 from .splits import NamedScores, PerImage, Splits, require_images
+
+BATCH = 1024  # images in a forward pass
+
+
+def logits(model: nn.Module, images: Images) -> Tensor:
+    """Return the logits of a model for `images`, as a float32 tensor of shape (images, classes) on the CPU. Inside the context
+    manager `cached_features`, the evaluators of a model share them, so that the model runs once.
+
+    Raises   ValueError if there are no images, if the model does not give one logit for each class, or if the logits are not
+             finite.
+    """
+    return cached(partial(compute_logits, model, images), "logits", model, images)
+
+
+def compute_logits(model: nn.Module, images: Images) -> Tensor:
+    """Run the model on all `images`. Return its logits as a float32 tensor of shape (images, classes) on the CPU.
+
+    Raises   the errors of `logits`.
+    """
+    parts, classes = [], len(require_images(images).spec.classes)
+    with frozen(model) as reference:
+        for pixels, _ in images.batches(BATCH, device=reference.device):
+            part = model(pixels.to(reference)).float()
+            if part.shape != (len(pixels), classes):
+                raise ValueError(
+                    f"{type(model).__name__} gives {tuple(part.shape)} for {len(pixels)} images; expected a logit for each of"
+                    f" {classes} classes"
+                )
+            parts.append(part.cpu())
+    found = torch.cat(parts)
+    if not found.isfinite().all():
+        raise ValueError(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")
+    return found
+
+
+def predictions(model: nn.Module, images: Images) -> Tensor:
+    """Return the class probabilities that a model gives to `images`, as a float64 tensor of shape (images, classes). They are
+    the softmax of its logits. Inside the context manager `cached_features`, the model runs once for all evaluators.
+
+    Raises   the errors of `logits`.
+    """
+    return logits(model, images).double().softmax(-1)
 
 
 def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
@@ -24,22 +67,10 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
 
     Raises   ValueError if the model does not give one logit for each class, or if the logits are not finite.
     """
-    images, correct, nll = require_images(splits.test), [], 0.0
-    classes = len(images.spec.classes)
-    with frozen(model) as reference:
-        for pixels, labels in images.batches(device=reference.device):
-            logits = model(pixels.to(reference)).float()
-            if logits.shape != (len(pixels), classes):
-                raise ValueError(
-                    f"{type(model).__name__} gives {tuple(logits.shape)} for {len(pixels)} images; expected a logit for each of"
-                    f" {classes} classes"
-                )
-            correct.append((logits.argmax(-1) == labels).cpu())
-            nll += F.cross_entropy(logits, labels, reduction="sum").item()
-    if not math.isfinite(nll):
-        raise ValueError(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")
-    yield "accuracy", PerImage(torch.cat(correct))
-    yield "nll", nll / len(images)
+    found, labels = logits(model, splits.test), splits.test.labels
+    nll = sum(F.cross_entropy(*part, reduction="sum").item() for part in zip(found.split(BATCH), labels.split(BATCH)))
+    yield "accuracy", PerImage(found.argmax(-1) == labels)
+    yield "nll", nll / len(labels)
 
 
 @evaluator(judges=False)

@@ -25,29 +25,36 @@ class Splits(NamedTuple):
 
 
 class PerImage(float):
-    """A score that is the mean of one value for each test image, such as an accuracy. It is a float, and its attribute `values`
-    holds the values of the images in the order of the test set.
+    """A score of the test images with one value for each image, such as an accuracy. It is a float. Its attribute `values`
+    holds the values of the images in the order of the test set, and their mean is the score.
 
-    `values` is a one-dimensional tensor, array or list of booleans or numbers; the attribute is a numpy array. If an evaluator
-    yields such a score first and its values are 0 or 1, the record of the run keeps them (see `Record.correct`). Then verdicts
-    also take into account that the test images are a random sample.
+    values   a one-dimensional tensor, array or list of booleans or numbers; the attribute is a numpy array.
+    score    the exact score; None means the mean of the values. Give it where the score is no plain mean, such as the area
+             under a ROC curve. The values are then contributions: how much each image adds to the score, shifted so that their
+             mean is the score.
 
-    Raises   ValueError if the values are not one-dimensional or if there are none.
+    If an evaluator yields such a score first, the record of the run keeps the values: as bits if they are 0 or 1 (see
+    `Record.correct`), else as numbers. Then verdicts also take into account that the test images are a random sample.
+
+    Raises   ValueError if the values are not one-dimensional, if there are none, or if their mean is not the score.
     """
 
     values: Any
 
-    def __new__(cls, values: Any) -> "PerImage":
+    def __new__(cls, values: Any, score: float | None = None) -> "PerImage":
         array = torch.as_tensor(values).detach().cpu().numpy()
         if array.ndim != 1 or not array.size:
             raise ValueError(f"got values of shape {array.shape}; expected one value for each image, shape (images,)")
-        score = super().__new__(cls, array.mean(dtype="float64"))
-        score.values = array
-        return score
+        mean = float(array.mean(dtype="float64"))
+        if score is not None and not abs(mean - score) <= 1e-6 * max(1.0, abs(score)):
+            raise ValueError(f"the values have the mean {mean:.6g}, the score is {score:.6g}; expected values with this mean")
+        result = super().__new__(cls, mean if score is None else score)
+        result.values = array
+        return result
 
     def __getnewargs__(self) -> tuple:
-        """Return the argument from which `copy` and `pickle` create an equal object."""
-        return (self.values,)
+        """Return the arguments from which `copy` and `pickle` create an equal object."""
+        return self.values, float(self)
 
 
 def require_images(images: AnyImages) -> AnyImages:
