@@ -5,10 +5,10 @@ The folder of a run holds `record.json`, `model.safetensors` (the weights that w
 damages an existing file. `<recipe>.jsonl` holds all records of a recipe, one per line.
 """
 
-import base64
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -20,6 +20,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from smallvit.packing import pack_bits as pack_bits
+from smallvit.packing import unpack_bits as unpack_bits
+from smallvit.packing import unpack_floats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,12 +70,20 @@ class Record:
     val_images: int | None = None  # number of validation images
     test: dict | None = None  # results on the test images, name -> number
     probes: list | None = None  # names in `test` that come from probes of frozen features
+    lower_is_better: bool | None = None  # whether a lower score is better, as for a loss; None: a higher one is
     correct: str | None = None  # which test images (or, without `test`, validation images) the score counts as right
+    contributions: str | None = None  # one number for each of these images whose mean is the score, if it is no accuracy
+    confusion: list | None = None  # number of test images by true class (rows) and predicted class (columns)
+    reliability: list | None = None  # [images, mean confidence, accuracy] in each of 15 equal bins of the confidence
     test_reads: int | None = None  # how often this run read the test images
     test_settings: int | None = None  # how many settings of this arm had been scored on these test images, when it was written
     test_images: int | None = None  # number of test images
     test_majority: float | None = None  # share of the most frequent class in the test images
     test_repeats: int | None = None  # test images that are also training or validation images, pixel by pixel
+    folds: int | None = None  # number of folds of the cross-validation; the seed is then folds x pass + fold
+    pool_images: int | None = None  # number of images that are split into folds
+    test_index: str | None = None  # which of these the run tested, as `pack_bits` writes them
+    test_groups: list | None = None  # number of the group, such as a patient, of each test image
     chosen_on_val: dict | None = None  # what was chosen on validation images, and how many labels that used
     curve: list | None = None  # [step, mean training loss, validation accuracy] at each check
     health: list | None = None  # collapse statistics at each check, for runs without labels
@@ -95,6 +107,7 @@ class Record:
     drawn_share: float | int | None = None  # share of a class's training images that are labelled; the largest over classes
     trace: dict | None = None  # hashes and numbers that `smallvit verify` compares: see `train/trace.py`
     data_sha256: str | None = None  # hash of all pixels and labels of the data set
+    skipped_files: int | None = None  # image files that could not be read and were left out
 
     # Machine and software
     device: str | None = None  # "cpu", or the name of the GPU
@@ -124,17 +137,19 @@ class Record:
 
     @property
     def result(self) -> float:
-        """The number between 0 and 1 by which the run is judged, such as its accuracy on the test images. Raises ValueError if
-        there is no such number.
+        """The number by which the run is judged, such as its accuracy on the test images. Raises ValueError if there is no such
+        number. It lies between 0 and 1. A score whose lower values are better, such as a loss, is only required to be finite
+        and at least 0.
         """
-        return self._share("test")
+        return self._score("test")
 
     @property
     def val_result(self) -> float:
-        """The number between 0 and 1 by which the run is judged, measured on the validation images. Raises ValueError if there
-        is no such number.
+        """The number by which the run is judged, measured on the validation images. Raises ValueError if there is no such
+        number. It lies between 0 and 1. A score whose lower values are better, such as a loss, is only required to be finite
+        and at least 0.
         """
-        return self._share("val")
+        return self._score("val")
 
     @property
     def correct_bits(self) -> "np.ndarray | None":
@@ -145,56 +160,56 @@ class Record:
 
         Raises ValueError, with the name of the run, if `correct` does not agree with the number of images or with the score.
         """
-        if self.correct is None:
+        return self._unpacked("correct", unpack_bits)
+
+    @property
+    def per_image(self) -> "np.ndarray | None":
+        """One number for each test image, in the order of the test set, as an array of floats. Their mean is the number by
+        which the run is judged. For an accuracy they are 1 for right and 0 for wrong. None if the record (the results of a run)
+        has no such numbers.
+
+        For a run that reads no test images (`test` is None), the entries are those of the validation images.
+
+        Raises ValueError, with the name of the run, if the numbers do not agree with the number of images or with the score.
+        """
+        if self.contributions is not None:
+            return self._unpacked("contributions", unpack_floats)
+        bits = self.correct_bits
+        return None if bits is None else bits.astype(float)
+
+    def _unpacked(self, name: str, unpack: Callable[[str, int], "np.ndarray"]) -> "np.ndarray | None":
+        """Return the values of all images in the field `name`, which the function `unpack` reads from text, or None if the
+        field is None. Raise ValueError if they do not agree with the number of images or with the score of the run.
+        """
+        text = getattr(self, name)
+        if text is None:
             return None
         if self.test is None:
-            images, count, score = "validation", self.val_images, self.val_result
+            images, count, value = "validation", self.val_images, self.val_result
         else:
-            images, count, score = "test", self.test_images, self.result
-        name = f"{self.arm!r}, seed {self.seed}"
+            images, count, value = "test", self.test_images, self.result
+        run = f"{self.arm!r}, seed {self.seed}"
         try:
-            bits = unpack_bits(self.correct, count or 0)
+            values = unpack(text, count or 0)
         except ValueError as error:
-            raise ValueError(f"{name}: correct does not fit {count} {images} images: {error}; train it again") from error
-        if abs(bits.mean() - score) > 1e-9:
-            raise ValueError(
-                f"{name}: {bits.mean():.6f} of the {count} {images} images are right in correct, but {self.score} is "
-                f"{score:.6f}; expected the same share; train it again"
-            )
-        return bits
+            raise ValueError(f"{run}: {name} does not fit {count} {images} images: {error}; train it again") from error
+        mean, rounding = float(values.mean()), 1e-9 if name == "correct" else 1e-6 * max(1.0, float(abs(values).max()))
+        if abs(mean - value) > rounding:
+            found = f"{mean:.6f} of the {count} {images} images are right in correct"
+            if name != "correct":
+                found = f"the mean of {name} over the {count} {images} images is {mean:.6f}"
+            raise ValueError(f"{run}: {found}, but {self.score} is {value:.6f}; expected the same number; train it again")
+        return values
 
-    def _share(self, images: str) -> float:
-        """Return the number between 0 and 1 by which the run is judged, on the test images ("test") or on the validation images
-        ("val"). Raise ValueError if there is no such number.
+    def _score(self, images: str) -> float:
+        """Return the number by which the run is judged, on the test images ("test") or on the validation images ("val"). Raise
+        ValueError if there is no such number, if it is negative or infinite, or if a score that should be high is above 1.
         """
-        value = (getattr(self, images) or {}).get(self.score)
-        if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"{self.arm!r}, seed {self.seed}: {images} has no {self.score!r} between 0 and 1; train it again")
+        value, limit = (getattr(self, images) or {}).get(self.score), math.inf if self.lower_is_better else 1
+        if not isinstance(value, int | float) or not 0 <= value <= limit or value == math.inf:
+            allowed = "that is finite and at least 0" if self.lower_is_better else "between 0 and 1"
+            raise ValueError(f"{self.arm!r}, seed {self.seed}: {images} has no {self.score!r} {allowed}; train it again")
         return value
-
-
-def pack_bits(bits: Any) -> str:
-    """Return booleans as text: 8 of them in each byte, and the bytes in base64. `bits` is a one-dimensional boolean array.
-
-    10,000 booleans give 1,668 characters. The inverse is `unpack_bits`.
-    """
-    import numpy as np
-
-    return base64.b64encode(np.packbits(np.asarray(bits, bool)).tobytes()).decode()
-
-
-def unpack_bits(text: str, count: int) -> "np.ndarray":
-    """Return the boolean array that `pack_bits` converted to `text`. `count` is the number of booleans in the array.
-
-    Raises ValueError if the text is no base64, or does not hold `count` booleans.
-    """
-    import numpy as np
-
-    packed = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
-    bits = np.unpackbits(packed).astype(bool)
-    if count < 1 or len(packed) != -(-count // 8) or bits[count:].any():
-        raise ValueError(f"got {len(bits)} bits; expected {count}, filled up with 0 to whole bytes")
-    return bits[:count]
 
 
 def allowed_types(hint: Any) -> tuple[type, ...]:

@@ -34,8 +34,8 @@ MAY_IMPORT = {
         "verdicts",
     },
     "train": {
-        "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "pretrained", "record",
-        "rng", "run", "vit",
+        "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "pretrained",
+        "record", "rng", "run", "vit",
     },
     "recipe": {"ablation", "tuning"},
     "looks": {"ablation", "record"},
@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
     "report": {"components", "explain", "record", "verdicts"},
-    "verdicts": {"record"},
+    "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "flops", "pooling", "positions", "tokenizers", "vit"},
     "objectives": {"attention", "augment", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
@@ -58,14 +58,15 @@ MAY_IMPORT = {
     "references": {"vit"},
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
-    **{part: set() for part in (*SLOTS, "augment", "components", "numerics", "optim", "record", "rng")},
+    "record": {"packing"},
+    **{part: set() for part in (*SLOTS, "augment", "components", "numerics", "optim", "packing", "rng")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {
     part: set()
-    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "recipe", "record", "report", "rng", "run", "verdicts")
+    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "recipe", "record", "report", "rng", "run", "verdicts")
 }
 # Each imported module with the library in setup.cfg that installs it.
 INSTALLED_BY = {

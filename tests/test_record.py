@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from smallvit import record as records
+from smallvit.packing import pack_floats
 from smallvit.record import (
     FORMAT,
     NEEDED,
@@ -142,7 +143,7 @@ def test_folders_are_created_and_a_file_in_their_place_is_refused(tmp_path):
 
 
 def test_every_field_is_read_as_it_was_written(tmp_path):
-    assert FULL.format == FORMAT == 2 and len(PLAIN) == 57
+    assert FULL.format == FORMAT == 2 and len(PLAIN) == 66
     write_record(tmp_path, FULL)
     again = read_record(tmp_path)
     assert again == FULL and list(json.loads((tmp_path / RECORD).read_text())) == list(PLAIN)
@@ -318,6 +319,31 @@ def test_bits_that_do_not_agree_with_the_score_are_refused_by_run(changes, words
     with pytest.raises(ValueError, match=words) as raised:
         scored(np.arange(30) % 3 > 0, **changes).correct_bits  # noqa: B018
     assert "seed 3: " in str(raised.value) and "train it again" in str(raised.value)
+
+
+@pytest.mark.parametrize("lower", [None, True])
+def test_record_keeps_one_number_for_each_image(lower, tmp_path):
+    values = np.array([0.1, 2.5, 0.0, -0.75]) + (lower or 0)
+    judged = {"score": "loss", "test": {"loss": values.mean()}, "lower_is_better": lower, "contributions": pack_floats(values)}
+    write_record(tmp_path, scored(values > 0, correct=None, **judged))
+    record = read_record(tmp_path)
+    assert np.allclose(record.per_image, values, rtol=1e-6) and record.per_image.dtype == float
+    assert record.correct_bits is None and record.result == values.mean()
+    right = scored([True, True, False, False])
+    assert right.per_image.tolist() == [1, 1, 0, 0] and FULL.per_image is None
+    with pytest.raises(ValueError, match=r"the mean of contributions over the 4 test images is .*, but loss is 0\.45"):
+        replace(record, test={"loss": 0.45}).per_image  # noqa: B018
+    with pytest.raises(ValueError, match="contributions does not fit 5 test images: got 16 bytes; expected 5 numbers of 4 bytes"):
+        replace(record, test_images=5).per_image  # noqa: B018
+    with pytest.raises(ValueError, match="infinite or NaN"):
+        replace(record, contributions=pack_floats([1, np.nan, 0, 0])).per_image  # noqa: B018
+
+
+def test_scores_whose_lower_values_are_better_may_exceed_1():
+    assert scored([True], score="loss", test={"loss": 2.5}, lower_is_better=True).result == 2.5
+    for changes in ({"test": {"loss": 2.5}}, {"test": {"loss": -0.1}, "lower_is_better": True}):
+        with pytest.raises(ValueError, match=r"test has no 'loss' (between 0 and 1|that is finite and at least 0); train it again"):
+            scored([True], score="loss", **changes).result  # noqa: B018
 
 
 def test_pictures_are_kept_for_one_seed_of_each_arm_and_number_of_labels():
