@@ -1,6 +1,8 @@
 """Data sets in memory as uint8 tensors, with labelled subsets drawn by a seed and train, validation and test splits.
 
-images.py       DataSpec, Images, HeldOut, Subset, Dataset: a data set and the subsets that a seed draws from it
+images.py       DataSpec, Images, HeldOut: images with labels, in memory or in a memory-mapped file
+dataset.py      Subset, Dataset: a data set, the subsets that a seed draws from it, and its folds
+folds.py        Fold: random splits by class and group
 preprocess.py   Preprocess: image files, PIL images, arrays or tensors -> normalized model input
 published.py    digits, mnist and related sets, cifar10, svhn: public data sets, read from disk or downloaded
 own.py          folder, arrays: your own image files and .npz archives
@@ -9,13 +11,15 @@ Every loader returns a `Dataset` and reads the files once per process, so that m
 values only, so that a record can store the call.
 """
 
-from .images import Dataset, DataSpec, HeldOut, Images, Subset, sealed_test_images
+from .dataset import Dataset, Subset
+from .folds import Fold
+from .images import DataSpec, HeldOut, Images, sealed_test_images
 from .own import arrays, folder
 from .preprocess import Preprocess
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
 
 __all__ = [
-    "DataSpec", "Dataset", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
+    "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
     "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images",
     "svhn",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Data sets in memory: images and labels, how pixels are normalized, held-out test images, and labelled subsets.
+"""Images and labels, how pixels are normalized, and held-out test images.
 
 Pixels are normalized with the mean and standard deviation of all training images, labelled or not; no label is used. For
 images on a black background (digits, characters, Fashion-MNIST) the mean is set to 0, so that black stays exactly 0. Every zero
@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from smallvit.rng import shuffled
 
 Index = Tensor | slice
 Device = torch.device | str | None
@@ -32,6 +30,7 @@ class DataSpec:
 
     `size` is (height, width) in pixels. `mean` and `std` have one number for each channel, for pixels in [0, 1].
     `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
+    `dtype` is the type of the stored pixels: "uint8" for 0 to 255, which stand for 0 to 1, or "float32".
     """
 
     name: str
@@ -41,6 +40,7 @@ class DataSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     digits: bool = False
+    dtype: str = "uint8"
 
     def __post_init__(self):
         if not len(self.mean) == len(self.std) == self.channels or not all(std > 0 for std in self.std):
@@ -66,27 +66,70 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
     return (pixels - means) / stds
 
 
+class Rows:
+    """Selected images in a memory-mapped file. An object of this class is used like a tensor of these images: indexing reads only
+    the images that are asked for. Every other method of a tensor first reads all selected images into memory.
+
+    stored   a tensor over the memory-mapped file, with all its images
+    index    positions of the selected images in the file
+    """
+
+    def __init__(self, stored: Tensor, index: Tensor):
+        self.stored, self.index = stored, index
+        self.dtype, self.shape, self.device = stored.dtype, torch.Size([len(index), *stored.shape[1:]]), stored.device
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.stored[self.index[index]]
+
+    def take(self, index: Index) -> "Rows":
+        """Return the images at the positions `index` among the selected ones, without reading them."""
+        return Rows(self.stored, self.index[index])
+
+    def to(self, device: Device) -> "Rows | Tensor":
+        """Return this object if `device` is the CPU. For another device, return a tensor with all selected images there."""
+        return self if device is None or torch.device(device).type == "cpu" else self[:].to(device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("stored", "index"):
+            raise AttributeError(name)
+        return getattr(self[:], name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        read = [arg[:] if isinstance(arg, Rows) else arg for arg in args]
+        return function(*read, **(kwargs or {}))
+
+
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A set of images in memory as uint8 (images, channels, height, width), with their labels as int64 (images) and a
-    description of their data set (`DataSpec`).
+    """A set of images (images, channels, height, width), with their labels as int64 (images) and a description of their data set
+    (`DataSpec`). Pixels are uint8, or float32 if the description says so.
 
-    Raises    ValueError if the images or labels do not fit the spec.
+    The pixels are in memory, or in a memory-mapped file (then `images` is a `Rows` object, which is used like a tensor). `files`
+    are the paths of the image files, relative to the folder of the data set, or None if the images come from no files.
+
+    Raises    ValueError if the images, labels or files do not fit the spec.
     """
 
     images: Tensor
     labels: Tensor
     spec: DataSpec
+    files: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        expected = (len(self.labels), self.spec.channels, *self.spec.size)
-        if self.images.dtype != torch.uint8 or self.images.shape != expected:
-            raise ValueError(f"expected uint8 images {expected}, got {self.images.dtype} {tuple(self.images.shape)}")
+        expected, dtype = (len(self.labels), self.spec.channels, *self.spec.size), self.spec.dtype
+        if self.images.dtype != getattr(torch, dtype) or self.images.shape != expected:
+            raise ValueError(f"expected {dtype} images {expected}, got {self.images.dtype} {tuple(self.images.shape)}")
         if self.labels.dtype != torch.int64 or self.labels.ndim != 1:
             raise ValueError(f"expected int64 labels ({len(self)},), got {self.labels.dtype} {tuple(self.labels.shape)}")
         unknown = self.labels[(self.labels < 0) | (self.labels >= len(self.spec.classes))].unique().tolist()
         if unknown:
             raise ValueError(f"expected labels from 0 to {len(self.spec.classes) - 1}, got {unknown[:5]}")
+        if self.files is not None and len(self.files) != len(self):
+            raise ValueError(f"expected the name of a file for each of the {len(self)} images, got {len(self.files)} names")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -94,8 +137,11 @@ class Images:
     def pixels(self, index: Index = slice(None), device: Device = None) -> Tensor:
         """Return selected images as float32 pixels in [0, 1], shape (batch, channels, height, width). `index` selects the
         images, by default all. `device` is the torch device of the result.
+
+        Images that are stored as float32 keep their values, which may lie outside of [0, 1].
         """
-        return self.images[index].to(device).float() / 255
+        images = self.images[index].to(device)
+        return images if images.is_floating_point() else images.float() / 255
 
     def targets(self, index: Index = slice(None), device: Device = None) -> Tensor:
         """Return selected labels as one-hot vectors, float32 of shape (batch, classes). `index` selects the labels, by default
@@ -106,13 +152,29 @@ class Images:
     @functools.cached_property
     def sha256(self) -> str:
         """Return the SHA-256 hash of all pixels and labels, as a hexadecimal string."""
-        digest = hashlib.sha256(self.images.contiguous().numpy().data)
+        digest = hashlib.sha256()
+        for part in self.parts():
+            digest.update(part.contiguous().numpy().data)
         digest.update(self.labels.contiguous().numpy().data)
         return digest.hexdigest()
 
     def take(self, index: Index) -> "Images":
         """Return a new `Images` object with the images and labels at the positions `index`, in the order of `index`."""
-        return Images(self.images[index], self.labels[index], self.spec)
+        images = self.images.take(index) if isinstance(self.images, Rows) else self.images[index]
+        files = self.files and tuple(self.files[i] for i in torch.arange(len(self))[index].tolist())
+        return Images(images, self.labels[index], self.spec, files)
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the stored pixels in the stored order, in parts of at most 16 million values. So the pixels in a memory-mapped file
+        are not all in memory at once.
+        """
+        size = max(1, 2**24 // max(1, self.images.shape[1:].numel()))
+        for start in range(0, len(self), size):
+            yield self.images[start : start + size]
+
+    def pixel_hashes(self) -> list[bytes]:
+        """Return a hash of the pixels of each image. Images with exactly the same pixels have the same hash."""
+        return [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for part in self.parts() for image in part.numpy()]
 
     def batches(self, size: int = 1024, device: Device = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches in the stored order, as pairs: normalized images (batch, channels, height, width) and labels (batch).
@@ -147,14 +209,17 @@ class HeldOut:
     `reads` counts the calls of `open()`. Length, iteration and indexing raise TypeError.
     """
 
-    def __init__(self, images: Images):
-        self.__images = images
+    def __init__(self, images: Images, pool: Images | None = None):
+        """`images` are the test images. `pool` are all images of the data set if the test images are one of its folds."""
+        self.__images, self.__pool = images, pool
         self.reads = 0
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 hash of the pixels and labels of the test images, as a hexadecimal string."""
-        return self.__images.sha256
+        """Return the SHA-256 hash of the pixels and labels of the test images, as a hexadecimal string. All folds of a data set
+        have the same hash, that of all its images.
+        """
+        return (self.__pool or self.__images).sha256
 
     @property
     def count(self) -> int:
@@ -179,8 +244,8 @@ class HeldOut:
 
         This does not count as reading the test images.
         """
-        seen = {hash(image.tobytes()) for images in others for image in images.images.numpy()}
-        return sum(hash(image.tobytes()) in seen for image in self.__images.images.numpy())
+        seen = {one for images in others for one in images.pixel_hashes()}
+        return sum(one in seen for one in self.__images.pixel_hashes())
 
     def _refuse(self, *_):
         """Raise TypeError, because held-out test images cannot be used like a list. They can only be read through the method
@@ -189,192 +254,3 @@ class HeldOut:
         raise TypeError("the test images are held out: train and choose on train and val, then call .open() once at the end")
 
     __len__ = __iter__ = __getitem__ = _refuse
-
-
-@dataclass(frozen=True, eq=False)
-class Subset:
-    """The images of one training run: labelled training images and validation images. The positions of these images in the data
-    set are stored too.
-
-    `index` are the indices of `train` in the training images of the data set. `val_index` are the indices of `val` in the
-    validation images of the data set or, if it has none, in its training images.
-    """
-
-    train: Images
-    val: Images
-    index: Tensor
-    val_index: Tensor
-
-    @property
-    def sha256(self) -> str:
-        """Return the SHA-256 hash of the indices of the labelled images, as a hexadecimal string. Subsets with the same
-        labelled images in the same order have the same hash.
-
-        The attribute `index` is hashed as little-endian int64.
-        """
-        return hashlib.sha256(self.index.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """A data set: a description, training images, held-out test images and, if there are any, validation images."""
-
-    spec: DataSpec
-    train: Images
-    test: HeldOut
-    val: Images | None = None
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        """Return the SHA-256 hash of the pixels and labels of all images (training, test and validation), as a hexadecimal
-        string.
-
-        The hash depends only on the data, not on where the files are.
-        """
-        parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-    @functools.cached_property
-    def repeats(self) -> int:
-        """Return the number of test images that also occur, with exactly the same pixels, among the training or validation
-        images.
-        """
-        return self.test.among(self.train, *([] if self.val is None else [self.val]))
-
-    @classmethod
-    def from_arrays(
-        cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False
-    ) -> "Dataset":
-        """Return a `Dataset` made from numpy arrays. `splits` is a dict that maps "train", "test" and optionally "val" to a
-        pair (images, labels). `name` is the name of the data set, and `classes` holds the class names.
-
-        Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
-        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`.
-
-        Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
-        """
-        pixels = {split: _to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
-        if len(classes) < 2:
-            raise ValueError(f"{name}: expected at least 2 classes, got {list(classes)}")
-        if pixels["train"].max() == 1:
-            raise ValueError(f"{name}: the training images are bytes of 0 and 1, nearly black; expected 0 to 255, or floats")
-        mean, std = _mean_and_std(pixels["train"])
-        channels, h, w = pixels["train"].shape[1:]
-        mean = (0.0,) * channels if black else mean
-        spec = DataSpec(name=name, channels=channels, size=(h, w), classes=classes, mean=mean, std=std, digits=digits)
-        images = {}
-        for split, (_, labels) in splits.items():
-            n = len(pixels[split])
-            if labels.dtype.kind not in "iu" or labels.shape not in ((n,), (n, 1)):
-                raise ValueError(f"{name}, {split} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
-            try:
-                images[split] = Images(pixels[split], torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
-            except ValueError as error:
-                raise ValueError(f"{name}, {split}: {error}") from error
-        return cls(spec, images["train"], HeldOut(images["test"]), images.get("val"))
-
-    def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
-        """Draw the images of one training run and return them as a `Subset`. The option `labels` is the number of labelled
-        images, divided among the classes as equally as possible. The option `val` is the number of validation images. The
-        option `seed` is the random seed.
-
-        labels   number of labelled training images; None: all training images that are not used for validation
-        val      number of validation images; None: all of the data set's own, or, if it has none, a fifth of the training
-                 images, at most 1,000
-
-        The classes take turns, in an order drawn by the seed, and each class gives its images in a shuffled order. So the first
-        images of a large subset are a smaller subset: every prefix is class-balanced, and the first 100 of 1,000 labels are the
-        subset with labels=100. A data set without validation images gives some training images: those at the end of each
-        class's order, in proportion to the class sizes. They are never labelled, and are the same for every `labels`. The own
-        validation images of a data set are shuffled, and the first `val` are taken.
-
-        Raises    ValueError if there are fewer images than requested, or a class has too few images for a balanced subset.
-        """
-        source = self.train if self.val is None else self.val
-        for name, count, most in (("labels", labels, len(self.train)), ("val", val, len(source))):
-            if count is not None and (not isinstance(count, int) or not 0 <= count <= most):
-                raise ValueError(f"{name}={count!r}: expected None or a number from 0 to {most}, the number of images")
-        if self.val is None:
-            held_out = min(1000, len(self.train) // 5) if val is None else val
-            order, val_index = balanced_split(self.train.labels, held_out, seed, "subset")
-        else:
-            order, _ = balanced_split(self.train.labels, 0, seed, "subset")
-            val_index = torch.tensor(shuffled(list(range(len(self.val))), seed, "val")[:val], dtype=torch.int64)
-        self._check_class_sizes(labels, order, seed)
-        return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
-
-    def _check_class_sizes(self, labels: int | None, order: Tensor, seed: int) -> None:
-        """Raise ValueError if a class has too few training images for a random class-balanced subset of `labels` labelled
-        images. With `labels=None`, one image per class is enough. `order` holds the indices of the training images that the
-        subset may use. `seed` is the random seed, which decides which classes get one image more than others.
-        """
-        k = len(self.spec.classes)
-        if labels is not None and labels < k:
-            raise ValueError(f"labels={labels} leaves classes without a training image: expected at least {k}, one for each")
-        left = torch.bincount(self.train.labels[order], minlength=k).tolist()
-        turns = shuffled(list(range(k)), seed, "subset/class")
-        most = min(left[label] * k + turn for turn, label in enumerate(turns))
-        for turn, label in enumerate(turns):
-            needed = 1 if labels is None else labels // k + (turn < labels % k)
-            if left[label] < needed:
-                name, held_out = self.spec.classes[label], len(self.train) - len(order)
-                raise ValueError(
-                    f"labels={labels} needs {needed} training images of class {name!r}, which has {left[label]} besides the "
-                    f"{held_out} validation images; the largest balanced subset here has {most} labels"
-                )
-
-
-def balanced_split(labels: Tensor, held_out: int, seed: int, stream: str) -> tuple[Tensor, Tensor]:
-    """Split images at random into two parts, and return two tensors: the indices of each part. The second part has `held_out`
-    images, in proportion to the class sizes. In the first part the classes alternate. `labels` holds the labels of all images.
-    The number `seed` and the text `stream`, the name of a random stream, determine the order.
-
-    The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
-    """
-    index = torch.tensor(shuffled(list(range(len(labels))), seed, stream))
-    label = labels[index]
-    count = torch.bincount(label)
-    rank = torch.empty_like(index)  # the position of an image within its class
-    rank[label.argsort(stable=True)] = torch.cat([torch.arange(n) for n in count.tolist()])
-    turn = torch.tensor(shuffled(list(range(len(count))), seed, f"{stream}/class")).argsort()
-    order = (rank * len(count) + turn[label]).argsort()
-    is_held_out = (rank >= (count - _proportional(held_out, count))[label])[order]
-    return index[order][~is_held_out], index[order][is_held_out]
-
-
-def _proportional(total: int, count: Tensor) -> Tensor:
-    """Return integers (a tensor) that sum to `total` and are proportional to the numbers in `count`, as nearly as possible
-    (largest remainder method).
-    """
-    share, remainder = total * count // count.sum(), total * count % count.sum()
-    share[remainder.argsort(descending=True, stable=True)[: total - int(share.sum())]] += 1
-    return share
-
-
-def _to_uint8(array: np.ndarray, name: str) -> Tensor:
-    """Return images as a uint8 tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c) of uint8, or of floats
-    in [0, 1]. `name` describes the array in error messages.
-    """
-    array = array[..., None] if array.ndim == 3 else array
-    if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
-        raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")
-    if array.dtype.kind == "f":
-        wrong = np.argwhere(~((array >= 0) & (array <= 1)))  # also finds NaN
-        if len(wrong):
-            raise ValueError(f"{name}: expected floats in [0, 1], but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
-        array = np.rint(array * 255).astype(np.uint8)
-    if array.dtype != np.uint8:
-        raise ValueError(f"{name}: expected uint8 or floats in [0, 1], got {array.dtype}")
-    return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 3, 1, 2)))
-
-
-def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return two tuples: the mean and the standard deviation of each channel of uint8 images, scaled to [0, 1]. A constant
-    channel gets the standard deviation 1.
-    """
-    count = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
-    share = count / count.sum(1, keepdim=True)
-    value = torch.arange(256).double() / 255
-    mean = share @ value
-    std = (share * (value - mean[:, None]) ** 2).sum(1).sqrt()
-    return tuple(mean.tolist()), tuple(torch.where(std > 0, std, 1.0).tolist())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .images import Dataset
+from .dataset import Dataset
 from .preprocess import MODES, read_image
 
 
@@ -30,7 +30,14 @@ def cached_by_path(load: Callable[..., Dataset]) -> Any:
 
 
 @cached_by_path
-def folder(path: str, size: int | tuple[int, int] | None = None, channels: int | None = None, digits: bool = False) -> Dataset:
+def folder(
+    path: str,
+    size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    digits: bool = False,
+    *,
+    folds: int | None = None,
+) -> Dataset:
     """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`. Images are
     resized to `size` pixels (one side, or height and width) and converted to `channels` color channels, if given. Set
     `digits=True` if a mirrored image shows something else, as with digits and letters.
@@ -52,8 +59,12 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
         raise ValueError(f"expected channels 1, 3 or 4 and a size (height, width), got channels={channels} and size={size}")
     top = Path(path)
     splits = ["train", "test"] + ["val"] * (top / "val").is_dir()
+    if folds is not None:
+        splits, names = ["train"], {"train": top}
+    else:
+        names = {split: top / split for split in splits}
     try:
-        listed = {split: _list_images(top / split) for split in splits}
+        listed = {split: _list_images(names[split]) for split in splits}
     except OSError as error:
         raise ValueError(f"{top}: expected train/<class>/*.png and test/<class>/*.png ({error})") from error
     classes, files = listed["train"]
@@ -72,7 +83,7 @@ def folder(path: str, size: int | tuple[int, int] | None = None, channels: int |
                 option = "channels=" if image.shape[:2] == shape[:2] else "size="
                 raise ValueError(f"{file} is {image.shape} (h, w, c) but {first} is {shape}: set {option}")
         arrays[split] = np.stack([*images.values()]), np.array([*labels.values()])
-    return Dataset.from_arrays(top.name, arrays, tuple(classes), digits=digits)
+    return Dataset.from_arrays(top.name, arrays, tuple(classes), digits=digits, folds=folds)
 
 
 def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .images import Dataset, balanced_split
+from .dataset import Dataset
+from .folds import balanced_split
 
 DIGITS = tuple("0123456789")
 

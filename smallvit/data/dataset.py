@@ -1,0 +1,238 @@
+"""Data sets: training, validation and test images, the labelled subsets that a seed draws from them, and folds.
+
+Shapes: n images in a data set, c channels, h x w pixels, k classes.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smallvit.rng import shuffled
+
+from .folds import Fold, balanced_split, check_folds, draw_folds
+from .images import DataSpec, HeldOut, Images
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """The images of one training run: labelled training images and validation images. The positions of these images in the data
+    set are stored too.
+
+    `index` are the indices of `train` in the training images of the data set. `val_index` are the indices of `val` in the
+    validation images of the data set or, if it has none, in its training images.
+    """
+
+    train: Images
+    val: Images
+    index: Tensor
+    val_index: Tensor
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 hash of the indices of the labelled images, as a hexadecimal string. Subsets with the same
+        labelled images in the same order have the same hash.
+
+        The attribute `index` is hashed as little-endian int64.
+        """
+        return hashlib.sha256(self.index.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set: a description, training images, held-out test images and, if there are any, validation images.
+
+    folds         number of folds if all images are in `train` and `at_seed` makes the test images of a run from them; otherwise 0
+    groups        group number of each training image, or None; images of one group are never on different sides of a split
+    test_groups   group number of each test image, or None
+    fold          which images of the data set are tested, if this is one fold of another data set; otherwise None
+    skipped       number of image files that could not be read and were left out
+    whole         the data set of which this is one fold, or None
+    """
+
+    spec: DataSpec
+    train: Images
+    test: HeldOut
+    val: Images | None = None
+    folds: int = 0
+    groups: Tensor | None = None
+    test_groups: Tensor | None = None
+    fold: Fold | None = None
+    skipped: int = 0
+    whole: "Dataset | None" = None
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Return the SHA-256 hash of the pixels and labels of all images (training, test and validation), as a hexadecimal
+        string.
+
+        The hash depends only on the data, not on where the files are. All folds of a data set have the same hash, that of all
+        its images.
+        """
+        if self.whole is not None:
+            return self.whole.sha256
+        parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @functools.cached_property
+    def repeats(self) -> int:
+        """Return the number of test images that also occur, with exactly the same pixels, among the training or validation
+        images.
+        """
+        return self.test.among(self.train, *([] if self.val is None else [self.val]))
+
+    def at_seed(self, seed: int) -> "Dataset":
+        """Return the data set of one run, as a `Dataset` with training and test images. Without folds, this is the data set
+        itself. With k folds, the run with the random seed `seed` tests fold `seed % k` of the division number `seed // k`.
+
+        The k seeds of one division (a pass) test every image once. The divisions are drawn by scikit-learn's StratifiedGroupKFold
+        (StratifiedKFold without groups), with the number of the division as random state.
+
+        Raises    ValueError if the images of some division cannot be divided so that each fold has images of all classes.
+        """
+        if not self.folds:
+            return self
+        number, fold = divmod(seed, self.folds)
+        if number not in self._divisions:
+            self._divisions[number] = draw_folds(self.train.labels, self.groups, self.folds, number, len(self.spec.classes))
+        test = self._divisions[number][fold]
+        is_test = torch.zeros(len(self.train), dtype=torch.bool)
+        is_test[test] = True
+        train = (~is_test).nonzero()[:, 0]
+        groups, test_groups = (None, None) if self.groups is None else (self.groups[train], self.groups[test])
+        return replace(
+            self, train=self.train.take(train), test=HeldOut(self.train.take(test), self.train), folds=0, groups=groups,
+            test_groups=test_groups, fold=Fold(self.folds, len(self.train), test), whole=self,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _divisions(self) -> dict[int, list[Tensor]]:
+        """The divisions into folds that were drawn so far: a dict from the number of a division to the indices of the images of
+        each fold.
+        """
+        return {}
+
+    @classmethod
+    def from_arrays(
+        cls,
+        name: str,
+        splits: dict[str, tuple],
+        classes: tuple[str, ...],
+        *,
+        black: bool = False,
+        digits: bool = False,
+        folds: int | None = None,
+    ) -> "Dataset":
+        """Return a `Dataset` made from numpy arrays. `splits` is a dict that maps "train", "test" and optionally "val" to a
+        pair (images, labels). `name` is the name of the data set, and `classes` holds the class names.
+
+        Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
+        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`.
+
+        Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
+        """
+        pixels = {split: _to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
+        if len(classes) < 2:
+            raise ValueError(f"{name}: expected at least 2 classes, got {list(classes)}")
+        if pixels["train"].max() == 1:
+            raise ValueError(f"{name}: the training images are bytes of 0 and 1, nearly black; expected 0 to 255, or floats")
+        mean, std = _mean_and_std(pixels["train"])
+        channels, h, w = pixels["train"].shape[1:]
+        mean = (0.0,) * channels if black else mean
+        spec = DataSpec(name=name, channels=channels, size=(h, w), classes=classes, mean=mean, std=std, digits=digits)
+        images = {}
+        for split, (_, labels) in splits.items():
+            n = len(pixels[split])
+            if labels.dtype.kind not in "iu" or labels.shape not in ((n,), (n, 1)):
+                raise ValueError(f"{name}, {split} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
+            try:
+                images[split] = Images(pixels[split], torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
+            except ValueError as error:
+                raise ValueError(f"{name}, {split}: {error}") from error
+        if folds is not None:
+            check_folds(images["train"].labels, None, folds, name, classes)
+        test = images["train"].take(slice(0)) if folds else images["test"]
+        return cls(spec, images["train"], HeldOut(test), images.get("val"), folds=folds or 0)
+
+    def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
+        """Draw the images of one training run and return them as a `Subset`. The option `labels` is the number of labelled
+        images, divided among the classes as equally as possible. The option `val` is the number of validation images. The
+        option `seed` is the random seed.
+
+        labels   number of labelled training images; None: all training images that are not used for validation
+        val      number of validation images; None: all of the data set's own, or, if it has none, a fifth of the training
+                 images, at most 1,000
+
+        The classes take turns, in an order drawn by the seed, and each class gives its images in a shuffled order. So the first
+        images of a large subset are a smaller subset: every prefix is class-balanced, and the first 100 of 1,000 labels are the
+        subset with labels=100. A data set without validation images gives some training images: those at the end of each
+        class's order, in proportion to the class sizes. They are never labelled, and are the same for every `labels`. The own
+        validation images of a data set are shuffled, and the first `val` are taken. Where images have groups, whole groups are
+        used for validation, so that the number of validation images may differ a little from `val`.
+
+        Raises    ValueError if there are fewer images than requested, or a class has too few images for a balanced subset.
+        """
+        source = self.train if self.val is None else self.val
+        for name, count, most in (("labels", labels, len(self.train)), ("val", val, len(source))):
+            if count is not None and (not isinstance(count, int) or not 0 <= count <= most):
+                raise ValueError(f"{name}={count!r}: expected None or a number from 0 to {most}, the number of images")
+        if self.val is None:
+            held_out = min(1000, len(self.train) // 5) if val is None else val
+            order, val_index = balanced_split(self.train.labels, held_out, seed, "subset", self.groups)
+        else:
+            order, _ = balanced_split(self.train.labels, 0, seed, "subset")
+            val_index = torch.tensor(shuffled(list(range(len(self.val))), seed, "val")[:val], dtype=torch.int64)
+        self._check_class_sizes(labels, order, seed)
+        return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
+
+    def _check_class_sizes(self, labels: int | None, order: Tensor, seed: int) -> None:
+        """Raise ValueError if a class has too few training images for a random class-balanced subset of `labels` labelled
+        images. With `labels=None`, one image per class is enough. `order` holds the indices of the training images that the
+        subset may use. `seed` is the random seed, which decides which classes get one image more than others.
+        """
+        k = len(self.spec.classes)
+        if labels is not None and labels < k:
+            raise ValueError(f"labels={labels} leaves classes without a training image: expected at least {k}, one for each")
+        left = torch.bincount(self.train.labels[order], minlength=k).tolist()
+        turns = shuffled(list(range(k)), seed, "subset/class")
+        most = min(left[label] * k + turn for turn, label in enumerate(turns))
+        for turn, label in enumerate(turns):
+            needed = 1 if labels is None else labels // k + (turn < labels % k)
+            if left[label] < needed:
+                name, held_out = self.spec.classes[label], len(self.train) - len(order)
+                raise ValueError(
+                    f"labels={labels} needs {needed} training images of class {name!r}, which has {left[label]} besides the "
+                    f"{held_out} validation images; the largest balanced subset here has {most} labels"
+                )
+
+
+def _to_uint8(array: np.ndarray, name: str) -> Tensor:
+    """Return images as a uint8 tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c) of uint8, or of floats
+    in [0, 1]. `name` describes the array in error messages.
+    """
+    array = array[..., None] if array.ndim == 3 else array
+    if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
+        raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")
+    if array.dtype.kind == "f":
+        wrong = np.argwhere(~((array >= 0) & (array <= 1)))  # also finds NaN
+        if len(wrong):
+            raise ValueError(f"{name}: expected floats in [0, 1], but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
+        array = np.rint(array * 255).astype(np.uint8)
+    if array.dtype != np.uint8:
+        raise ValueError(f"{name}: expected uint8 or floats in [0, 1], got {array.dtype}")
+    return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 3, 1, 2)))
+
+
+def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return two tuples: the mean and the standard deviation of each channel of uint8 images, scaled to [0, 1]. A constant
+    channel gets the standard deviation 1.
+    """
+    count = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
+    share = count / count.sum(1, keepdim=True)
+    value = torch.arange(256).double() / 255
+    mean = share @ value
+    std = (share * (value - mean[:, None]) ** 2).sum(1).sqrt()
+    return tuple(mean.tolist()), tuple(torch.where(std > 0, std, 1.0).tolist())

@@ -1,0 +1,179 @@
+"""Random splits of images by class and by group: labelled and validation images, a held-out part, and folds.
+
+A group is a set of images that belong together, such as the images of one patient. All images of a group are always on the same
+side of a split. Without groups, every image is a group of its own.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smallvit.rng import shuffled
+
+ATTEMPTS = 100  # how many random splits are drawn until each fold has images of all classes
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """The position of one fold in a cross-validation: the number of folds, the number of images in all folds together (the
+    pool), and the indices of the test images in the pool, in increasing order.
+    """
+
+    folds: int
+    pool: int
+    index: Tensor
+
+
+def balanced_split(
+    labels: Tensor, held_out: int, seed: int, stream: str, groups: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Split images at random into two parts, and return two tensors: the indices of each part. The second part has `held_out`
+    images, in proportion to the class sizes. In the first part the classes alternate. `labels` holds the labels of all images.
+    The number `seed` and the text `stream`, the name of a random stream, determine the order.
+
+    The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
+    With `groups`, the group number of each image, whole groups are held out instead, and their number of images is as close to
+    `held_out` as the sizes of the groups allow.
+    """
+    index = torch.tensor(shuffled(list(range(len(labels))), seed, stream))
+    label = labels[index]
+    count = torch.bincount(label)
+    wanted = _proportional(held_out, count)
+    chosen = None if groups is None else choose_groups(labels, groups, wanted, seed, stream)[index]
+    if chosen is not None:  # sorted within a class, the held-out images come last
+        last = chosen.to(torch.int8).argsort(stable=True)
+        index, label, chosen = index[last], label[last], chosen[last]
+    rank = torch.empty_like(index)  # the position of an image within its class
+    rank[label.argsort(stable=True)] = torch.cat([torch.arange(n) for n in count.tolist()])
+    turn = torch.tensor(shuffled(list(range(len(count))), seed, f"{stream}/class")).argsort()
+    order = (rank * len(count) + turn[label]).argsort()
+    is_held_out = ((rank >= (count - wanted)[label]) if chosen is None else chosen)[order]
+    return index[order][~is_held_out], index[order][is_held_out]
+
+
+def choose_groups(labels: Tensor, groups: Tensor, wanted: Tensor, seed: int, stream: str) -> Tensor:
+    """Choose whole groups at random so that the number of images of each class is as close as possible to `wanted`. Return a
+    boolean tensor with one value for each image: True for the images of the chosen groups.
+
+    labels, groups  class and group number of each image
+    wanted          number of images of each class to choose; a class of which some are wanted gets at least one if possible
+    seed, stream    the random seed, and the name of the random stream
+
+    The groups are visited in random order. A group is chosen if it brings the numbers closer to `wanted`. At least one group of
+    each class is never chosen.
+    """
+    numbers, group = np.unique(groups.numpy(), return_inverse=True)
+    table = np.zeros((len(numbers), len(wanted)), np.int64)  # images of each group and class
+    np.add.at(table, (group, labels.numpy()), 1)
+    target, left = wanted.numpy(), table.sum(0)
+    taken, chosen = np.zeros_like(target), np.zeros(len(numbers), bool)
+    order = shuffled(list(range(len(numbers))), seed, f"{stream}/group")
+
+    def take(number: int):
+        nonlocal taken, left
+        chosen[number], taken, left = True, taken + table[number], left - table[number]
+
+    def leaves_all_classes(number: int) -> bool:
+        return bool(((left - table[number])[table[number] > 0] > 0).all())
+
+    for number in order:
+        if leaves_all_classes(number) and np.abs(target - taken - table[number]).sum() < np.abs(target - taken).sum():
+            take(number)
+    for missing in np.flatnonzero((target > 0) & (taken == 0)):  # all groups of this class are large: take the smallest
+        able = [number for number in order if table[number, missing] and not chosen[number] and leaves_all_classes(number)]
+        if able and not taken[missing]:
+            take(min(able, key=lambda number: table[number].sum()))
+    return torch.from_numpy(chosen[group])
+
+
+def held_out_part(labels: Tensor, groups: Tensor | None, share: float, name: str, classes: tuple[str, ...]) -> Tensor:
+    """Draw a fixed part of the images for testing, in proportion to the classes, and return the indices of its images in
+    increasing order. The part is always the same for the same labels and groups.
+
+    labels, groups  class and group number of each image; None: every image is a group of its own
+    share           share of the images to draw, between 0 and 1
+    name, classes   name of the data set and names of its classes, for error messages
+
+    Raises    ValueError for a share that is not between 0 and 1, and for a class with fewer than 2 images or groups.
+    """
+    if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
+        raise ValueError(f"test={share!r}; expected a share of the images between 0 and 1, such as test=0.2")
+    available, _ = _smallest_class(labels, groups, 2, f"{name}: test={share}", classes, "expected at least 2 of each class")
+    count = torch.bincount(labels, minlength=len(classes))
+    wanted = (share * count).round().long().clamp(min=1).minimum(count - 1)
+    groups = torch.arange(len(labels)) if groups is None else groups
+    chosen = choose_groups(labels, groups, wanted, 0, "test")
+    lacking = [classes[i] for i in range(len(classes)) if not (chosen & (labels == i)).any()]
+    if lacking:
+        raise ValueError(
+            f"{name}: test={share} leaves no test images of {', '.join(lacking)}, because some groups hold all images of a class; "
+            f"the smallest class has {available} groups; expected more groups"
+        )
+    return chosen.nonzero()[:, 0]
+
+
+def check_folds(labels: Tensor, groups: Tensor | None, folds: int, name: str, classes: tuple[str, ...]):
+    """Raise ValueError if the images cannot be divided into `folds` folds that each have images of all classes. The message
+    says what is possible instead.
+
+    labels, groups  class and group number of each image; None: every image is a group of its own
+    name, classes   name of the data set and names of its classes, for error messages
+    """
+    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
+        raise ValueError(f"folds={folds!r}; expected a number of folds of at least 2, such as folds=5")
+    _smallest_class(labels, groups, folds, f"{name}: folds={folds}", classes, None)
+    draw_folds(labels, groups, folds, 0, len(classes))
+
+
+def _smallest_class(
+    labels: Tensor, groups: Tensor | None, needed: int, asked: str, classes: tuple[str, ...], expected: str | None
+) -> tuple[int, str]:
+    """Return the number of groups in the class with the fewest groups, and the name of this class. Without groups, images are
+    counted. Raise ValueError if this number is below `needed`; `asked` begins the message, and `expected` ends it.
+    """
+    unit = "images" if groups is None else "groups"
+    units = [(labels == i).nonzero()[:, 0] if groups is None else groups[labels == i].unique() for i in range(len(classes))]
+    fewest, label = min((len(unit), label) for label, unit in enumerate(units))
+    if fewest < needed:
+        possible = f"at most folds={fewest} is possible, or test=0.2" if fewest >= 2 else "add images, or leave the class out"
+        raise ValueError(f"{asked} needs {needed} {unit} of each class, but {classes[label]!r} has {fewest}; {expected or possible}")
+    return fewest, classes[label]
+
+
+def draw_folds(labels: Tensor, groups: Tensor | None, folds: int, number: int, classes: int) -> list[Tensor]:
+    """Divide images at random into folds with about equal shares of each class, and return the indices of the images of each
+    fold, in increasing order.
+
+    labels, groups  class and group number of each image; all images of a group are in one fold
+    folds           number of folds
+    number          number of the division, the random state of scikit-learn's StratifiedGroupKFold (StratifiedKFold without
+                    groups)
+    classes         number of classes
+
+    Every fold has images of all classes. Where the first division has a fold without one, further ones are drawn.
+
+    Raises    ValueError if no such division is found.
+    """
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+
+    splitter = StratifiedKFold if groups is None else StratifiedGroupKFold
+    for attempt in range(ATTEMPTS):
+        split = splitter(n_splits=folds, shuffle=True, random_state=number + attempt * 2**20)
+        parts = [torch.from_numpy(test) for _, test in split.split(np.zeros(len(labels)), labels.numpy(), groups)]
+        if all(len(labels[part].unique()) == classes for part in parts):
+            return parts
+    raise ValueError(
+        f"folds={folds}: the groups cannot be divided into {folds} folds that each have images of all classes; expected fewer "
+        "folds, or test=0.2"
+    )
+
+
+def _proportional(total: int, count: Tensor) -> Tensor:
+    """Return integers (a tensor) that sum to `total` and are proportional to the numbers in `count`, as nearly as possible
+    (largest remainder method).
+    """
+    share, remainder = total * count // count.sum(), total * count % count.sum()
+    share[remainder.argsort(descending=True, stable=True)[: total - int(share.sum())]] += 1
+    return share
