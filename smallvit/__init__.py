@@ -23,7 +23,8 @@ NAMES = {
     ),
     "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"),
     "evaluate": (
-        "FeatureExtractor", "Splits", "accuracy", "cost", "evaluator", "features", "few_shot", "knn", "linear_probe",
+        "FeatureExtractor", "Splits", "accuracy", "auc", "balanced_accuracy", "calibration", "cost", "evaluator", "features",
+        "few_shot", "knn", "linear_probe", "log_loss", "macro_f1",
     ),
     "explain": (
         "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",

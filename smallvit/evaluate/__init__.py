@@ -1,6 +1,7 @@
 """Evaluators: functions that compute named numbers from a frozen model.
 
 scores.py    accuracy, cost: run the model itself; predictions: its class probabilities
+metrics.py   balanced_accuracy, macro_f1, auc, log_loss, calibration: other metrics of the model itself
 probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
 hooks.py     features: the features of a model, read at a named place
 features.py  FeatureExtractor: the features as a scikit-learn transformer
@@ -25,22 +26,25 @@ Contract of `evaluator(model, splits, **options)`:
 - It yields `(name, float)` pairs with unique names. Options are keyword-only and set by `functools.partial`.
 - The numbers are computed on `splits.test`. A classifier is fitted on `splits.train`, and its options are chosen on
   `splits.val`. `fit` calls each evaluator with the validation images as `test` first, and once with the test images at the end.
-- The first number of the first evaluator judges the run; it must be a share from 0 to 1. An evaluator with other numbers
-  declares `judges=False` and cannot come first.
+- The first number of the first evaluator judges the run; it must be a share from 0 to 1. If smaller numbers are better, the
+  evaluator declares `lower_is_better=True`, and the number may be any from 0 on. An evaluator with other numbers declares
+  `judges=False` and cannot come first.
 - A number that is the mean of one value for each test image may be yielded as `PerImage(values)`, which is a float. The record
-  keeps the values of the judging number if they are 0 or 1, and a verdict then speaks of new images too.
+  keeps the values of the judging number, and a verdict then speaks of new images too.
 - It is deterministic (only `cost` measures time) and leaves the model bitwise unchanged, including the mode and hooks of each
   module: `with frozen(model) as reference` ensures the modes. An evaluator that changes a model must copy it first, since
   features and probes are cached for all evaluators of a run.
 - It declares by the decorator `evaluator(...)` what differs from the defaults of `Declaration`: `probe` (trains a classifier
   on frozen features), `judges`, `chooses` (what is chosen on validation images; the report then counts these labels too),
-  `needs` (checks the splits before training) and `pixel_options`. A function without the decorator has the defaults.
+  `needs` (checks the splits before training), `pixel_options` and `lower_is_better`. A function without the decorator has
+  the defaults.
 """
 
 from .cache import cached_features
 from .declare import Declaration, declaration, evaluator
 from .features import FeatureExtractor
 from .hooks import features, frozen
+from .metrics import auc, balanced_accuracy, calibration, confusion, log_loss, macro_f1, reliability
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost, predictions
 from .splits import NamedScores, PerImage, Splits, require_images
@@ -52,7 +56,11 @@ __all__ = [
     "PerImage",
     "Splits",
     "accuracy",
+    "auc",
+    "balanced_accuracy",
     "cached_features",
+    "calibration",
+    "confusion",
     "cost",
     "declaration",
     "evaluator",
@@ -61,6 +69,9 @@ __all__ = [
     "frozen",
     "knn",
     "linear_probe",
+    "log_loss",
+    "macro_f1",
     "predictions",
+    "reliability",
     "require_images",
 ]
