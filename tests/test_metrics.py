@@ -2,15 +2,19 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from sklearn import metrics as sk
+from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
+from toys import TINY_VIT
 
-from smallvit.data import DataSpec, Images
+from smallvit import Run, Supervised, digits, fingerprint
+from smallvit.data import Dataset, DataSpec, Images
 from smallvit.evaluate import (
     PerImage,
     Splits,
@@ -26,6 +30,7 @@ from smallvit.evaluate import (
     predictions,
     reliability,
 )
+from smallvit.train.loop import Training
 
 METRICS = (balanced_accuracy, macro_f1, auc, log_loss, calibration)
 all_metrics = pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.__name__)
@@ -267,3 +272,28 @@ def test_which_scores_are_better_when_lower():
     lower = {metric.__name__ for metric in METRICS if declaration(metric).lower_is_better}
     assert lower == {"log_loss", "calibration"} and declaration(partial(calibration, bins=5)).lower_is_better
     assert all(declaration(metric).judges for metric in METRICS)
+
+
+# Training with weights of the classes
+
+
+def unequal() -> Dataset:
+    """A data set of digits with three times as many images of the classes 0 to 4."""
+    whole = digits()
+    keep = (whole.train.labels < 5) | (torch.arange(len(whole.train)) % 3 == 0)
+    return replace(whole, train=whole.train.take(keep))
+
+
+def test_class_weights_use_the_labels_of_the_run_and_leave_fingerprints_unchanged():
+    run = Run(data=unequal, model=TINY_VIT, val=100, steps=6, batch=8)
+    weighted = run.vary(objective=partial(Supervised, class_weight="balanced"))
+    assert fingerprint(run) == fingerprint(run.vary(objective=partial(Supervised, class_weight=None))) != fingerprint(weighted)
+    data = unequal()
+    subset = data.subset(labels=None, val=100, seed=0)
+    trainings = [Training(weighted, data, subset, "cpu") for _ in range(2)]
+    labels = subset.train.labels.numpy()
+    expected = compute_class_weight("balanced", classes=np.arange(10), y=labels)
+    assert trainings[0].objective.class_weights.tolist() == pytest.approx(expected)
+    for training in trainings:
+        training.train_step()
+    assert torch.equal(*(training.objective.model.head.weight for training in trainings))

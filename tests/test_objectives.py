@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +167,43 @@ def test_softmax_first_off_is_bitwise_the_default(off, batch):
     losses = [Supervised(model, **options)(batch, 0.3)["loss"] for options in ({}, off)]
     gradients = [torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in losses]
     assert torch.equal(*losses) and all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_balanced_weights_are_those_of_scikit_learn(batch):
+    from sklearn.utils.class_weight import compute_class_weight
+
+    labels = torch.tensor([0] * 7 + [1] * 2 + [2] * 40 + [3] + [4] * 3)
+    objective = Supervised(TINY(), class_weight="balanced")
+    objective.set_class_counts(labels.bincount())
+    expected = compute_class_weight("balanced", classes=np.arange(5), y=labels.numpy())
+    assert objective.class_weights.tolist() == pytest.approx(expected)
+    assert objective.class_weights[labels].mean() == pytest.approx(1)
+    assert "class_weights" not in objective.state_dict()
+
+
+def test_balanced_weights_multiply_the_loss_of_each_image(batch):
+    objective = Supervised(TINY().eval(), class_weight="balanced")
+    with pytest.raises(ValueError, match="call set_class_counts"):
+        objective(batch, 0.0)
+    objective.set_class_counts(torch.tensor([1, 2, 3, 4, 10]))
+    logits, weights = objective.model(batch.images), torch.tensor([4, 2, 4 / 3, 1, 0.4])
+    hard = Batch(batch.images, F.one_hot(torch.tensor([0, 1, 2, 3, 4, 0]), 5).float())
+    each = F.cross_entropy(logits, hard.targets, reduction="none")
+    assert objective(hard, 0.0)["loss"].item() == pytest.approx((each * weights[[0, 1, 2, 3, 4, 0]]).mean().item())
+    mixed = 0.3 * hard.targets + 0.7 * hard.targets.flip(0)  # an image of two classes has the mixture of their weights
+    each = F.cross_entropy(logits, mixed, reduction="none") * (mixed @ weights)
+    assert objective(Batch(batch.images, mixed), 0.0)["loss"].item() == pytest.approx(each.mean().item())
+
+
+def test_weights_of_equal_classes_and_none_change_nothing(batch):
+    model = TINY().eval()
+    plain, off, equal = (Supervised(model, class_weight=weight) for weight in (None, None, "balanced"))
+    off.set_class_counts(torch.tensor([1, 2, 3, 4, 10]))
+    equal.set_class_counts(torch.tensor([7] * 5))
+    assert torch.equal(plain(batch, 0.0)["loss"], off(batch, 0.0)["loss"]) and not hasattr(off, "class_weights")
+    assert torch.allclose(plain(batch, 0.0)["loss"], equal(batch, 0.0)["loss"])
+    with pytest.raises(ValueError, match="class_weight is 'equal'; expected 'balanced', or None"):
+        Supervised(model, class_weight="equal")  # pyright: ignore
 
 
 def test_softmax_first_takes_probabilities_for_logits(batch):

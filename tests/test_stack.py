@@ -25,6 +25,7 @@ from smallvit import (
     Run,
     ShiftedPatchEmbed,
     SmallCNN,
+    Supervised,
     ablate,
     augment,
     digits,
@@ -48,6 +49,7 @@ STACKABLE = {
     "batch norm": SHORT.vary(pool=Projected),
     "layer decay": SHORT.vary(layer_decay=0.5, ema=0.0, clip=0.0),
     "cnn": SHORT.vary(model=SmallCNN),
+    "class weights": SHORT.vary(objective=partial(Supervised, class_weight="balanced")),
 }
 
 

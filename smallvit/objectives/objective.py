@@ -60,6 +60,11 @@ class Objective(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward(batch, progress)")
 
+    def set_class_counts(self, counts: Tensor):
+        """Receive the number of training images of each class, shape (classes). The training loop calls this method before the
+        first step if the run trains on labels. By default nothing is done.
+        """
+
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch of a training step, to which a subclass can add values such as the logits of a teacher. The training
         loop calls this method before each step. By default the batch is returned unchanged.

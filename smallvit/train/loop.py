@@ -101,6 +101,8 @@ class Training:
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
         started = time.perf_counter()
         self.images = self.training_images(data)
+        if run.reads_labels:
+            self.objective.set_class_counts(self.images.labels.bincount(minlength=len(self.spec.classes)))
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
         self.curve: list[list] = []  # [step, mean loss since the last check, validation accuracy]
