@@ -34,6 +34,7 @@ MODULES = {  # module -> title of its page in the API reference
     "ablation": "Comparisons",
     "tuning": "Tuning",
     "train": "Training and loading",
+    "deploy": "Models in other programs",
     "verdicts": "Verdicts",
     "report": "Reports",
     "explain": "Looking inside",

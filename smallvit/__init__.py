@@ -40,6 +40,7 @@ NAMES = {
     "train": ("TrainedModel", "fit", "load"),
     "report": ("html", "markdown"),
     "verdicts": ("compare",),
+    "deploy": ("SmallViTClassifier",),
 }  # fmt: skip
 
 # `augment` is a module that is used by its name: augment.digits(), augment.photos()

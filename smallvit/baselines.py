@@ -28,3 +28,22 @@ def mnist_baseline() -> Run:
         batch=32,
         lr=2e-3,
     )
+
+
+def small_vit(size: tuple[int, int]) -> partial:
+    """Return a small ViT as a component of a run, for images of `size` (height, width): width 64, 4 blocks, 4 heads, and
+    patches as `fitting_patch` chooses them.
+    """
+    tokenizer = partial(PatchEmbed, patch=fitting_patch(size))
+    return partial(ViT, tokenizer=tokenizer, block=partial(Block, mlp_ratio=2.0), dim=64, depth=4, heads=4)
+
+
+def fitting_patch(size: tuple[int, int], most: int = 64) -> int:
+    """Return the side of the square patches, in pixels, into which a small ViT cuts images of `size` (height, width). It is the
+    smallest side from 2 that divides both sides of the image and gives at most `most` patches.
+
+    If there is none, the fewest patches are taken: those of the largest side that divides both sides of the image.
+    """
+    height, width = size
+    sides = [side for side in range(1, min(size) + 1) if height % side == width % side == 0]
+    return next((side for side in sides if side > 1 and height * width <= most * side**2), sides[-1])

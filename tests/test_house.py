@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "launch", "looks", "numerics", "recipe", "record", "report", "run", "train", "trials", "tuning",
+        "__init__", "ablation", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials", "tuning",
         "verdicts",
     },
     "launch": {
@@ -37,13 +37,16 @@ MAY_IMPORT = {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "pretrained",
         "record", "rng", "run", "vit",
     },
+    "deploy": {"ablation", "baselines", "data", "record", "run", "train"},
     "recipe": {"ablation", "tuning"},
-    "looks": {"ablation", "record"},
+    "looks": {"ablation", "passes", "record"},
     "trials": {"record", "tuning"},
     "tuning": {"ablation", "components", "record", "run"},
     "ablation": {
-        "augment", "components", "evaluate", "match", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
+        "augment", "components", "evaluate", "match", "objectives", "passes", "pretrained", "record", "references", "run", "tokenizers",
+        "vit",
     },
+    "passes": {"run"},
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
@@ -64,9 +67,10 @@ MAY_IMPORT = {
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
 AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
+AT_THE_TOP |= {"deploy": {"numpy", "sklearn", "torch"}}  # the classifier is a subclass of a class of scikit-learn
 AT_THE_TOP |= {
     part: set()
-    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "recipe", "record", "report", "rng", "run", "verdicts")
+    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "passes", "recipe", "record", "report", "rng", "run", "verdicts")
 }
 # Each imported module with the library in setup.cfg that installs it.
 INSTALLED_BY = {
