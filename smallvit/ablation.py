@@ -9,6 +9,7 @@ from smallvit.augment import MultiCrop
 from smallvit.components import function
 from smallvit.evaluate import accuracy, declaration, knn, linear_probe
 from smallvit.objectives import Supervised
+from smallvit.passes import common_folds, seeds_of
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
 from smallvit.record import RANDOM, ROLES, format_labels
 from smallvit.references import Pixels, SmallCNN
@@ -76,6 +77,14 @@ class ArmRun:
         return self.run.seed
 
     @property
+    def seed_text(self) -> str:
+        """The seed of the run as text, such as `seed 3`. In a cross-validation the seed names a pass over all images and one
+        fold of it, whose images are the test images: `pass 0, fold 3`.
+        """
+        folds = self.run.folds
+        return f"pass {self.seed // folds}, fold {self.seed % folds}" if folds else f"seed {self.seed}"
+
+    @property
     def cell(self) -> tuple:
         """The arm (variant in the comparison) and the condition of the run, as a tuple: arm, number of labelled images,
         training length, and whether the settings were tuned (chosen by `smallvit tune`). Runs with equal cells differ only in
@@ -117,6 +126,9 @@ def ablate(
     Each arm is trained with every number of labelled images and every seed. Seeds are an outer loop, so that a comparison that
     was stopped early already contains all arms.
 
+    If the data loader of the arms has the option `folds` (cross-validation), `seeds` are the numbers of the passes. A pass is
+    one run for each fold, so that every image is a test image once. With 5 folds, `range(8)` gives 40 runs of each arm.
+
     references        add reference models, which get no verdict: raw pixels with logistic regression and with kNN, a small CNN
                       trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model
     extra_references  more reference models by name, such as `imagenet_vit_s(baseline)`
@@ -130,7 +142,8 @@ def ablate(
 
     Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, if a
     seed or a number of labels occurs twice, if the lengths do not increase or the baseline is not trained, if a control is
-    unknown or controls form a circle, and if the costs cannot be matched or tuning would change them.
+    unknown or controls form a circle, if the costs cannot be matched or tuning would change them, and if arms have different
+    numbers of folds, or folds or a loss as score together with `tune`.
     """
     labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
@@ -140,6 +153,8 @@ def ablate(
             raise ValueError(f"arm {name!r} has labels={run.labels}, but ablate has labels={labels}; set labels in ablate only")
     if tune is not None and type(tune).__name__ != "Tune":
         raise ValueError(f"tune is {tune!r:.60}; expected a smallvit.Tune, such as Tune({{'lr': (3e-4, 6e-3)}}, trials=8)")
+    if tune is not None:
+        check_tunable(arms)
     first = next(iter(arms))
     lengths = training_lengths(steps, arms[first])
     named = {name: (run, "baseline" if name == first else "technique") for name, run in arms.items()}
@@ -160,6 +175,7 @@ def ablate(
                 named[name] = match_cost(run, named[controls[name]][0], match, name, controls[name]), role
             if tune is not None and role != "reference":
                 check_tuned_options(named[name][0], tune, match, name)
+    folds = common_folds({name: run for name, (run, _) in named.items()})
     equal: dict[str, str] = {}
     for name, (run, role) in named.items():
         other = equal.setdefault(fingerprint(at_cell(run, None, 0)), name)
@@ -177,9 +193,27 @@ def ablate(
         )
         for count in labels
         for length in lengths
-        for seed in seeds
+        for seed in seeds_of(seeds, folds)
         for name, (run, role) in named.items()
     ]
+
+
+def check_tunable(arms: dict[str, Run]):
+    """Raise ValueError if `smallvit tune` cannot choose settings for an arm (variant): if its data set is divided into folds,
+    so that every image is a test image of some run, or if a lower score is better. `arms` is a dict from name to run.
+    """
+    for name, run in arms.items():
+        if run.folds:
+            raise ValueError(
+                f"tune cannot be combined with folds={run.folds} of {name!r}: every image is a test image of some run, so none "
+                "is left to choose settings with; use a fixed test part, such as folder(..., test=0.2)"
+            )
+        if declaration(run.evaluators[0]).lower_is_better:
+            title = function(run.evaluators[0]).__name__
+            raise ValueError(
+                f"tune looks for the highest score, and {name!r} is judged by {title}, where lower is better; put another "
+                "evaluator first, such as smallvit.accuracy"
+            )
 
 
 def training_lengths(steps: Iterable[int] | None, baseline: Run) -> list[int | None]:

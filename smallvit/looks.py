@@ -1,5 +1,7 @@
 """Looks: numbers of seeds at which a comparison is tested while seeds are added, and the file that says how many each arm has.
 
+In a cross-validation, a complete pass over all folds counts as one seed here.
+
 `smallvit run R --until-decided` writes `looks.json` into the folder of the runs. `smallvit run` and `smallvit report` read it,
 so that they know the seeds that were added to those of the recipe.
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smallvit.ablation import ArmRun, by_cell
+from smallvit.passes import passes_of, seeds_of
 from smallvit.record import write_text
 
 FILE = "looks.json"
@@ -72,18 +75,27 @@ def with_looks(runs: Sequence[ArmRun], looks: Looks | None) -> list[ArmRun]:
     added. Each run also gets the planned numbers of seeds at which the comparison is tested (each test is a look). `runs` are
     all runs of the recipe. If `looks` is None, they are returned as they are.
 
-    The seeds are those of the recipe in increasing order, followed by the next whole numbers.
+    The seeds are those of the recipe in increasing order, followed by the next whole numbers. In a cross-validation, whole
+    passes over all folds are counted and added.
     """
     if looks is None:
         return list(runs)
     cells = by_cell(runs)
-    seeds = {cell: seed_list([entry.seed for entry in entries], looks.at(cell)) for cell, entries in cells.items()}
+    seeds = {cell: first_seeds(entries, looks.at(cell)) for cell, entries in cells.items()}
     return [
         replace(entries[0], run=entries[0].run.at_seed(seeds[cell][place]), looks=looks.schedule)
         for place in range(max(map(len, seeds.values()), default=0))
         for cell, entries in cells.items()
         if place < len(seeds[cell])
     ]
+
+
+def first_seeds(entries: Sequence[ArmRun], count: int) -> list[int]:
+    """Return the seeds of the first `count` seeds of an arm (variant) under one condition, as a list. `entries` are its runs in
+    the recipe. In a cross-validation, `count` is a number of complete passes, and each has one seed for each fold.
+    """
+    folds = entries[0].run.folds
+    return seeds_of(seed_list(passes_of([entry.seed for entry in entries], folds), count), folds)
 
 
 def seed_list(seeds: Sequence[int], count: int) -> list[int]:

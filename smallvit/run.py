@@ -152,6 +152,14 @@ class Run:
         """
         return (accuracy,) if self.reads_labels else (knn, linear_probe)
 
+    @property
+    def folds(self) -> int:
+        """The number of folds if the data loader of the run has the option `folds` (cross-validation), otherwise 0. The seed s
+        of such a run names a pass over all images, number s // folds, and a fold of it, number s % folds: its test images.
+        """
+        option = options(self.data).get("folds")
+        return option.default if option and isinstance(option.default, int) else 0
+
     def at_seed(self, seed: int) -> "Run":
         """Return a copy of this run with another random seed. Earlier runs that this run needs, such as pretraining, get the
         same seed.

@@ -26,8 +26,8 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials", "tuning",
-        "verdicts",
+        "__init__", "ablation", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials",
+        "tuning", "verdicts",
     },
     "launch": {
         "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "train", "tuning",

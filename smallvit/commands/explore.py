@@ -13,6 +13,7 @@ from smallvit.launch import launch
 from smallvit.launch.local import check_device
 from smallvit.looks import seed_list
 from smallvit.numerics import Numerics, parse_numerics
+from smallvit.passes import passes_of, seeds_of
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, code
 from smallvit.run import fingerprint
@@ -62,8 +63,11 @@ def main(options: argparse.Namespace) -> int:
             print(f"{name}: no run has finished")
             continue
         note = write_trial(path, Path(options.out) / path.stem, entries[0], done)
-        score = 100 * fmean(record.val_result for record in done)
-        print(f"{name}: {score:.2f}% of the validation images ({len(done)} seed{'s' * (len(done) > 1)}){note}")
+        score, unit = fmean(record.val_result for record in done), "fold" if entries[0].run.folds else "seed"
+        text = f"{100 * score:.2f}% of the validation images"
+        if done[0].contributions is not None or done[0].lower_is_better:
+            text = f"{done[0].score} {score:.4f} on the validation images"
+        print(f"{name}: {text} ({len(done)} {unit}{'s' * (len(done) > 1)}){note}")
     counts = trials(path, Path(options.out) / path.stem)
     arms = dict.fromkeys(entry.arm for entry in runs)
     print("trials of each arm so far: " + ", ".join(f"{arm} {counts.get(arm, 0)}" for arm in arms))
@@ -77,14 +81,19 @@ def exploration_runs(chosen: Sequence[ArmRun], runs: Sequence[ArmRun], count: in
     length, tuned or not) with `count` random seeds. The comparison itself does not use these seeds. `chosen` are the runs of
     the selected arms, and `runs` are all runs of the recipe file.
 
+    In a cross-validation, `count` is the number of complete passes over all folds.
+
     Raises ValueError if the recipe itself uses these seeds.
     """
-    declared = sorted({entry.seed for entry in runs})
+    folds = runs[0].run.folds
+    declared = passes_of((entry.seed for entry in runs), folds)
     seeds = [SEEDS + seed for seed in seed_list(declared, count)]
     if taken := sorted(set(seeds) & set(seed_list(declared, max(len(declared), MOST_SEEDS)))):
         raise ValueError(f"the recipe uses the seeds {taken}, with which smallvit explore would train; use smaller seeds")
     first = {entry.cell: entry for entry in reversed(chosen)}
-    return [replace(first[cell], run=first[cell].run.at_seed(seed)) for seed in seeds for cell in reversed(first)]
+    return [
+        replace(first[cell], run=first[cell].run.at_seed(seed)) for seed in seeds_of(seeds, folds) for cell in reversed(first)
+    ]
 
 
 def write_trial(recipe: Path, folder: Path, entry: ArmRun, records: Sequence[Record]) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from smallvit.ablation import ArmRun, by_cell
-from smallvit.looks import Looks, read_looks, seed_list
+from smallvit.looks import Looks, first_seeds, read_looks
+from smallvit.passes import passes_of
 from smallvit.record import RECORD, Record, read_record, settings_of
 from smallvit.run import fingerprint
 from smallvit.verdicts.compare import schedule
@@ -86,7 +87,7 @@ def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str) -> Looks | None:
     planned, seeds = schedule(with_looks), {}
     for record in with_looks:
         for entry in current[record.fingerprint]:
-            seeds.setdefault(entry.cell, set()).add(record.seed)
+            seeds.setdefault(entry.cell, set()).update(passes_of([record.seed], entry.run.folds))
     return Looks(planned, {cell: max(planned[0], len(each)) for cell, each in seeds.items()})
 
 
@@ -95,16 +96,17 @@ def unused_seeds(runs: Sequence[ArmRun], records: Sequence[Record]) -> dict[tupl
     The result is a dict from the cell of a run (its arm and condition, see `ArmRun.cell`) to a list of seeds. `runs` are the
     runs of the recipe, and `records` are the results of the stored runs. Who chooses seeds by their results gets wrong
     verdicts, so a report must name these runs. If seeds are added at planned numbers of seeds (looks), the next seeds up to the
-    last look do not count: they will be used.
+    last look do not count: they will be used. In a cross-validation, the result has numbers of passes in place of seeds.
     """
-    listed = {cell: {entry.seed for entry in entries} for cell, entries in by_cell(runs).items()}
-    for entry in runs:
-        if entry.looks and len(listed[entry.cell]) < entry.looks[-1]:
-            listed[entry.cell].update(seed_list(sorted(listed[entry.cell]), entry.looks[-1]))
+    cells = by_cell(runs)
+    listed = {cell: {entry.seed for entry in entries} for cell, entries in cells.items()}
+    for cell, entries in cells.items():
+        if entries[0].looks:
+            listed[cell].update(first_seeds(entries, entries[0].looks[-1]))
     current = by_settings((entry for entry in runs if entry.role in ("baseline", "technique")), records)
     found: dict[tuple, set[int]] = {}
     for record in records:
         for entry in current.get(record.fingerprint, []):
             if record.seed not in listed[entry.cell]:
-                found.setdefault(entry.cell, set()).add(record.seed)
+                found.setdefault(entry.cell, set()).update(passes_of([record.seed], entry.run.folds))
     return {cell: sorted(seeds) for cell, seeds in found.items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.looks import Looks, choose_schedule, with_looks, write_looks
+from smallvit.passes import passes_of
 from smallvit.recipe import only
 from smallvit.record import Record, read_records
 from smallvit.run import fingerprint
@@ -76,7 +77,8 @@ def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int
     if len({record.fingerprint for record in committed} & current) == len(current) and (known := schedule(committed)):
         return known
     seen = all_finished(collect(runs, out, recipe.stem), current) or all_finished(committed, current)
-    declared = max(len({entry.seed for entry in entries}) for entries in by_cell(runs).values())
+    cells = by_cell(runs).values()
+    declared = max(len(passes_of((entry.seed for entry in entries), entries[0].run.folds)) for entries in cells)
     return choose_schedule(declared, seen, LOOKS, ADDED_LOOKS)
 
 
@@ -147,13 +149,14 @@ def progress(row: Row, more: int | None, most: int | None) -> str:
     """
     taken = row.difference.looks if row.difference else ()
     p = f", P = {row.difference.p:.3g}" if row.difference and row.difference.p is not None else ""
-    start = f"after {taken[-1]} seeds" if taken else f"{len(row.seeds)} seeds"
+    units = row.units
+    start = f"after {taken[-1]} {units}" if taken else f"{len(row.seeds)} {units}"
     if row.stopped == "decided":
         return f"{start}, decided: {row.verdict}{p}"
     if row.stopped:
         return f"{start}, {row.stopped}: {row.reason}{p}"
     if more:
-        return f"{start}, goes on to {more} seeds{p}"
+        return f"{start}, goes on to {more} {units}{p}"
     if row.next_look and most is not None and row.next_look > most:
         return f"{start}, {row.verdict}: stopped by --max-seeds {most}{p}"
     return f"{start}, {row.verdict}" + f": {row.reason}" * bool(row.reason) + p

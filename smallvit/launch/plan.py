@@ -71,7 +71,8 @@ def plan(
         (after_download if weights else now).extend([seconds] * unfinished)
         note = f"; {count - unfinished} have finished" if unfinished < count else ""
         note += f"; {weights.name} must be downloaded" if weights else ""
-        lines.append(f"{arm}{', tuned' * tuned}: {count} runs of {run.steps} steps, about {seconds:.0f} s each{note}")
+        runs_text = f"{count} runs ({run.folds} folds)" if run.folds else f"{count} runs"
+        lines.append(f"{arm}{', tuned' * tuned}: {runs_text} of {run.steps} steps, about {seconds:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
         controls = sorted((e for e in runs if e.arm == entry.baseline), key=lambda e: kind(e)[1:] != (length, tuned))
         baseline = controls[0] if controls else runs[0]
@@ -126,9 +127,9 @@ def evaluation_seconds(training: "Training") -> float:
     is extrapolated. Returns 0 if a part of the images is not enough for an evaluator.
     """
     from smallvit.flops import milliseconds
-    from smallvit.train.fit import evaluate
+    from smallvit.train.fit import evaluate, load_data
 
-    run, subset, data = training.run, training.subset, training.run.data()
+    run, subset, data = training.run, training.subset, load_data(training.run)[0]
     all_train, all_test = len(subset.train), data.test.count
     train, (fewer, more) = min(MOST_TRAIN, all_train), (min(count, all_test, len(data.train)) for count in TEST_COUNTS)
 

@@ -30,6 +30,7 @@ class Bar:
         self.runs, self.todo = runs, len(todo)
         self.ended, self.steps, self.started = len(runs) - len(todo), 0.0, False
         self.scores: dict[tuple[str, str], list[float]] = {}
+        self.percent = True  # scores are shares, shown in percent
         for entry, record in zip(runs, found):
             self.add_score(entry, record)
         steps = max(sum(runs[index].run.steps for index in todo), 1)
@@ -44,6 +45,7 @@ class Bar:
         """
         if record is not None and record.finished and record.role != "reference" and record.val:
             self.scores.setdefault((record.arm, entry.condition), []).append(record.val[record.score])
+            self.percent &= not record.lower_is_better
 
     def run_ended(self, entry: ArmRun, record: Record | None):
         """Count one run that has ended, and print its error if it failed. `entry` is the run, and `record` is its record (saved
@@ -52,7 +54,7 @@ class Bar:
         self.ended += 1
         self.steps += entry.run.steps
         self.add_score(entry, record)
-        name = f"{entry.arm}, {entry.condition}, seed {entry.seed}"
+        name = f"{entry.arm}, {entry.condition}, {entry.seed_text}"
         if record is None:
             self.bar.write(f"{name} is being trained by another process", file=sys.stderr)
         elif record.status == "failed":
@@ -65,7 +67,8 @@ class Bar:
         (variant) in the current condition, such as the number of labelled images.
         """
         current = list(self.scores)[-1][1] if self.scores else ""
-        means = [f"{arm} {100 * sum(s) / len(s):.1f}" for (arm, condition), s in self.scores.items() if condition == current]
+        shown = {arm: sum(values) / len(values) for (arm, condition), values in self.scores.items() if condition == current}
+        means = [f"{arm} {100 * mean:.1f}" if self.percent else f"{arm} {mean:.3f}" for arm, mean in shown.items()]
         scores = f", {current}, validation: {'  '.join(means)}" if means else ""
         return f"{self.ended}/{len(self.runs)} runs{scores}"
 

@@ -8,9 +8,10 @@ from smallvit.record import Record
 from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
 from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
 from .differences import Runs, difference, images_of, obstacle, same_test_images
+from .folds import Pass, pooled
 from .judge import Verdict, judge
 from .sequential import LOOKS
-from .statistics import MIN_IMAGES, spread
+from .statistics import spread
 
 __all__ = [
     "TOLERANCE", "Comparison", "Condition", "Difference", "Row", "compare", "costs_of", "extra_labels", "format_seeds",
@@ -40,12 +41,16 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     If any record has `looks` (numbers of seeds at which the comparison is tested), all comparisons of the recipe are tested at
     these looks. An arm then needs no more seeds than its last look, and later runs are not expected of it.
 
+    In a cross-validation, a complete pass over all folds takes the place of a seed: see `pooled`.
+
     Raises ValueError for records of several recipes, no baseline, an arm without a clear control, controls that form a circle,
-    a run that is recorded twice, an arm with two roles or two scores, or a score that is not between 0 and 1.
+    a run that is recorded twice, an arm with two roles or two scores, a score that is not between 0 and 1, or folds that differ
+    or do not contain every image once.
     """
     earlier = max([earlier, *(r.removed or 0 for r in records)])
     records = [r for r in records if r.role != "dependency"]
     roles = roles_of(records)
+    records = pooled(records)
     controls = controls_of(records, roles)
     groups = groups_of(controls, roles)
     looks = schedule(records)
@@ -54,10 +59,13 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     pairs = [(c, arm) for c, arm in runs if roles[arm] != "baseline"]
     unavailable = {cell for cell in pairs if all(status_of(r) == "unavailable" for r in runs[cell].values())}
     judged = [cell for cell in pairs if roles[cell[1]] == "technique" and cell not in unavailable]
-    tests = {cell: difference(runs[cell], others[cell], looks if cell in judged else ()) for cell in pairs}
+    scores = {cell: why for cell in pairs if (why := unequal_scores(runs[cell], controls[cell[1]], others[cell]))}
+    tests = {
+        cell: None if cell in scores else difference(runs[cell], others[cell], looks if cell in judged else ()) for cell in pairs
+    }
     gaps = {cell: gaps_of(cell[1], runs[cell], controls[cell[1]], others[cell], looks) for cell in runs}
     untuned = {cell: why for cell in judged if (why := unequal_tuning(runs[cell], controls[cell[1]], others[cell]))}
-    gaps |= untuned
+    gaps |= untuned | scores
     verdicts = judge({cell: tests[cell] for cell in judged}, gaps, len(judged) + earlier, looks)
     costs = {cell: costs_of([r for r in each.values() if r and r.finished]) for cell, each in runs.items()}
     rows = []
@@ -75,6 +83,8 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
                 baseline=controls[arm],
                 group=groups[arm],
                 score=next((r.score for r in records if r.arm == arm and r.finished and r.score), "accuracy"),
+                lower_is_better=any(r.lower_is_better for r in done.values()),
+                folds=next((r.folds for r in each.values() if r), None),
                 seeds=tuple(done),
                 values=values,
                 mean=mean,
@@ -152,7 +162,7 @@ def next_look(found: Verdict, runs: Runs, control: Runs, looks: Sequence[int]) -
     """
     d = found.difference
     later = [n for n in looks if d is None or not d.looks or n > d.looks[-1]]
-    untestable = d is not None and len(d.values) > 1 and (d.variance is None or d.variance.images < MIN_IMAGES)
+    untestable = d is not None and len(d.values) > 1 and not d.enough_images
     return None if found.stopped or not later or untestable or obstacle(runs, control, looks) else later[0]
 
 
@@ -273,14 +283,15 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
     for name, each in {arm: runs, control: control_runs}.items():
         for s in seeds:
             if not ((r := each.get(s)) and r.finished) and (s in needed or status_of(r) != "missing"):
-                found.setdefault((name, status_of(r)), []).append(s)
+                found.setdefault((name, (r.gap if isinstance(r, Pass) else "") or status_of(r)), []).append(s)
     for s in seeds:
         r, other = runs[s], control_runs.get(s)
         if r and other and r.finished and other.finished and images_of(r) != images_of(other):
             found.setdefault((arm, f"used other images than {control}"), []).append(s)
     if not found and not same_test_images(each.get(s) for each in (runs, control_runs) for s in seeds):
         return f"the runs of {arm} and {control} were scored on different test images"
-    return "; ".join(f"{name}, {format_seeds(s, len(runs))}: {problem}" for (name, problem), s in found.items())
+    unit = "pass" if any(r and r.folds for r in (*runs.values(), *control_runs.values())) else "seed"
+    return "; ".join(f"{name}, {format_seeds(s, len(runs), unit)}: {problem}" for (name, problem), s in found.items())
 
 
 def unequal_tuning(runs: Runs, control: str, control_runs: Runs) -> str:
@@ -299,6 +310,18 @@ def unequal_tuning(runs: Runs, control: str, control_runs: Runs) -> str:
     return f"tuned with {counts[0]} trials, and {control} with {counts[1]}"
 
 
+def unequal_scores(runs: Runs, control: str, control_runs: Runs) -> str:
+    """Return a text that says that an arm (variant) and the arm `control`, with which it is compared, are judged by different
+    scores, whose difference has no meaning. The text is empty if the scores are the same, or if both are accuracies. `runs` and
+    `control_runs` are dicts from a seed to the results of a run of these arms.
+    """
+    mine, other = (next((r for r in each.values() if r and r.finished), None) for each in (runs, control_runs))
+    if mine is None or other is None or mine.score == other.score:
+        return ""
+    same_kind = mine.lower_is_better == other.lower_is_better and all(r.contributions is None for r in (mine, other))
+    return "" if same_kind else f"judged by {mine.score}, and {control} by {other.score}"
+
+
 def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
     """Return a dict from each seed without a result to the status and the error of its run, as text. `runs` is a dict from a
     seed to the results of a run of one arm (variant). With `sequential=True`, seeds are added step by step: seeds after the
@@ -315,11 +338,14 @@ def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
     }
 
 
-def format_seeds(seeds: Sequence[int], total: int | None = None) -> str:
+def format_seeds(seeds: Sequence[int], total: int | None = None, unit: str = "seed") -> str:
     """Return seeds as text: `seed 3` or `seeds 0, 2`. `total` is the number of all seeds. If the list contains all of them, the
-    text is `every seed`.
+    text is `every seed`. `unit` is the word for one of them: "seed", or "pass" in a cross-validation.
     """
-    return "every seed" if len(seeds) == total else f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    if len(seeds) == total:
+        return f"every {unit}"
+    plural = {"seed": "seeds", "pass": "passes"}[unit]
+    return f"{plural if len(seeds) > 1 else unit} {', '.join(map(str, seeds))}"
 
 
 def status_of(record: Record | None) -> str:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from smallvit.record import Record, format_labels
 
-from .statistics import LEVEL, Variance
+from .single_folds import FoldVariance
+from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, MIN_PAIRS, Variance
 
 
 class Condition(NamedTuple):
@@ -49,22 +50,23 @@ Cell = tuple[Condition, str]  # condition, arm
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The differences in accuracy between an arm (one variant in the comparison) and its control, the arm it is compared with.
-    The object holds one difference for each seed, their mean, and two confidence intervals of the mean: one for new seeds and
-    new test images, and one for new seeds on the same test images.
+    """The differences in accuracy, or in another score, between an arm (one variant in the comparison) and its control, the arm
+    it is compared with. The object holds one difference for each seed, their mean, and two confidence intervals of the mean:
+    one for new seeds and new test images, and one for new seeds on the same test images.
 
-    The second interval is never wider than the first one.
+    The second interval is never wider than the first one. In a cross-validation, a seed is a complete pass over all folds.
 
-    seeds        the seeds that are used; at a look, the first ones
+    seeds        the seeds that are used (at a look, the first ones); in a cross-validation the numbers of the passes
     values       the difference of each seed, with `mean` and standard deviation `sd`
     low, high    95% interval on new test images; with looks, the repeated interval at the nominal level of the last look
     seeds_low, seeds_high   interval of the same level over the seeds alone, on the same test images
     p            p-value of the test on new images, with looks the sequential p-value; None if no test was possible
     p_seeds      p-value of the paired t-test over the seeds
     p_holm       `p` after Holm's correction; None for references
-    variance     the parts of the variance over seeds and images; None with a single seed
+    variance     the parts of the variance over seeds and images; None with a single seed, and with `single_folds`
     overlap      n / (m - n), if each seed draws n of m training images: how strongly the training images of two seeds overlap
-    pool         "drawn": each seed draws its own training images; "fixed": all seeds share them; "unknown": old records
+    pool         "drawn": each seed draws its own training images; "fixed": all seeds share them; "folds": they are the other
+                 folds of a cross-validation; "unknown": old records
     looks        the numbers of seeds at which the difference has been tested; empty: once, with all seeds
     bound        whether the variance over images is an upper bound, because records do not keep the bits of the images
     level        1 minus the confidence of both intervals: 0.05, or the nominal level of the last look
@@ -77,6 +79,13 @@ class Difference:
     renewable    whether `bound` is due to old records, so that new runs would replace the upper bound
     strongest    the difference at the look with the strongest evidence, if this is an earlier look; None otherwise
     blocked      why no further look can be taken, such as a failed run
+    metric       "accuracy", or the name of the score if it is no accuracy
+    lower_is_better  whether a negative difference is better, as for a loss
+    folds        number of folds of a cross-validation; None: there is a fixed test part
+    single_folds the variance over single folds, if there are fewer than 6 passes; `low`, `high` and `p` are then those of
+                 Nadeau and Bengio's test, and there is no interval over the seeds
+    images       number of test images; in a cross-validation, of all images; None if unknown
+    groups       number of groups of test images, such as patients, if the images have groups: then a group counts as one image
     """
 
     seeds: tuple[int, ...]
@@ -104,6 +113,45 @@ class Difference:
     renewable: bool = False
     strongest: "Difference | None" = None
     blocked: str = ""
+    metric: str = "accuracy"
+    lower_is_better: bool = False
+    folds: int | None = None
+    single_folds: FoldVariance | None = None
+    images: int | None = None
+    groups: int | None = None
+
+    @property
+    def better(self) -> bool:
+        """Whether the arm has the better mean score: a higher one or, if lower scores are better, a lower one."""
+        return self.mean < 0 if self.lower_is_better else self.mean > 0
+
+    @property
+    def enough_images(self) -> bool:
+        """Whether there are enough test images, or groups of them, for a test, and records that say how each was classified."""
+        if self.single_folds:
+            return (self.groups or self.images or 0) >= MIN_IMAGES
+        return self.variance is not None and self.variance.images >= MIN_IMAGES
+
+    @property
+    def method(self) -> str:
+        """A text that says how a cross-validation or images in groups were tested, and why. It is empty for other data, which
+        are tested over seeds and test images.
+        """
+        images = "" if self.images is None else f"{self.images:,} "
+        parts = []
+        if self.single_folds:
+            parts.append(
+                f"tested over the {self.single_folds.runs} single folds with Nadeau and Bengio's correction, because the "
+                f"test over passes needs at least {MIN_PAIRS} passes"
+            )
+        elif self.folds:
+            parts.append(
+                f"tested over {len(self.values)} passes of {self.folds} folds and {images}images; the variance over images is "
+                f"multiplied by {FOLDS_FACTOR:g}, because all folds share the same images"
+            )
+        if self.groups:
+            parts.append(f"the {self.groups:,} groups count and not the {images}images, because images of a group are alike")
+        return "; ".join(parts)
 
     @property
     def fragile(self) -> bool:
@@ -126,7 +174,10 @@ class Row:
     group      the baseline at the end of the chain of controls, by which tables and figures are grouped
     score      name of the number in `record.test` by which the arm is judged
     values     the score of each seed in `seeds`, with `mean`, `sd` and the 95% t interval `low` to `high`
+    seeds      the seeds with a result; in a cross-validation (`folds` is not None), the numbers of complete passes
     failures   seed -> status and error, for each seed without a result
+    lower_is_better  whether a lower score is better, as for a loss
+    folds      number of folds of a cross-validation; None: there is a fixed test part
     verdict    better, worse, inconclusive, not enough seeds or no verdict; `reason` says why where that is not obvious
     looks      numbers of seeds at which the arm is tested; None: once, with all seeds
     stopped    why an arm with looks needs no more seeds: "decided", "excluded" (an effect of 0.5 points is excluded),
@@ -160,6 +211,13 @@ class Row:
     budget: dict[str, float | None]
     unequal: dict[str, float]
     forward: dict[str, float | None]
+    lower_is_better: bool = False
+    folds: int | None = None
+
+    @property
+    def units(self) -> str:
+        """The word for several seeds: "seeds", or "passes" in a cross-validation."""
+        return "passes" if self.folds else "seeds"
 
     @property
     def labels(self) -> int | None:

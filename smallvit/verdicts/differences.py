@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import Any
 
 from smallvit.record import Record
 
 from .comparison import Difference
+from .folds import Pass
 from .sequential import nominal_level, sequential_p
+from .single_folds import FoldVariance
 from .statistics import (
     LEVEL,
     MIN_PAIRS,
@@ -16,6 +19,8 @@ from .statistics import (
     Variance,
     critical_t,
     half_width,
+    in_groups,
+    of_folds,
     paired_variance,
     seeds_half_width,
     seeds_p,
@@ -66,9 +71,9 @@ def obstacle(runs: Runs, control: Runs, looks: Sequence[int]) -> str:
         pair = [r for r in (runs[s], control.get(s)) if r]
         for r in pair:
             if r.status in ("failed", "unavailable"):
-                return f"{r.arm}, seed {s}: {r.status}"
+                return f"{r.arm}, {'pass' if r.folds else 'seed'} {s}: {r.status}"
         if len(pair) == 2 and all(r.finished for r in pair) and not comparable(*pair):
-            return f"{pair[0].arm}, seed {s}: used other images than {pair[1].arm}"
+            return f"{pair[0].arm}, {'pass' if pair[0].folds else 'seed'} {s}: used other images than {pair[1].arm}"
     if not same_test_images(each.get(s) for each in (runs, control) for s in seeds):
         return "the runs were scored on different test images"
     return ""
@@ -136,11 +141,17 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
 
     The p-value is None if no test is possible, as `two_part_p` says, or if the score is neither an accuracy nor recorded for
     each test image. Then only the interval over the seeds is given.
+
+    In a cross-validation, a seed is a complete pass over all folds. With fewer than 6 of them, the differences of the single
+    folds are tested with Nadeau and Bengio's correction.
     """
     pairs = [(run, other) for s in seeds if (run := runs[s]) and (other := control[s])]
     values = tuple(run.result - other.result for run, other in pairs)
     mean, sd = fmean(values), spread(values)[1]
-    overlap, pool = overlap_of([record for pair in pairs for record in pair])
+    records = [record for pair in pairs for record in pair]
+    overlap, pool = overlap_of(records)
+    groups = next((r.test_groups for r in records if r.test_groups is not None), None)
+    first = pairs[0][0]
     found = Difference(
         seeds=tuple(seeds),
         values=values,
@@ -152,10 +163,18 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
         overlap=overlap,
         pool=pool,
         level=level,
+        metric=next((r.score or "" for r in records if not is_accuracy(r)), "accuracy"),
+        lower_is_better=bool(first.lower_is_better),
+        folds=first.folds,
+        images=min((r.test_images for r in records if r.test_images is not None), default=None),
+        groups=None if groups is None else len(set(groups)),
     )
-    variance = variance_of(pairs, values)
+    table = differences_of_images(pairs)
+    if found.folds and len(pairs) < MIN_PAIRS and table is not None:
+        return over_folds(found, pairs)
+    variance = variance_of(pairs, values, table, groups)
     if variance is None:
-        score = next((r.score or "" for pair in pairs for r in pair if not is_accuracy(r)), "")
+        score = "" if table is not None or found.metric == "accuracy" else found.metric
         each_half = 0.0 if sd is None else critical_t(level, len(values) - 1) * sd / math.sqrt(len(values))
         return found if sd is None else replace(found, seeds_low=mean - each_half, seeds_high=mean + each_half, score=score)
     half, seeds_half = half_width(variance, level, overlap=overlap), seeds_half_width(variance, level)
@@ -173,22 +192,56 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     )
 
 
-def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float]) -> Variance | None:
+def over_folds(found: Difference, pairs: Sequence[tuple[Record, Record]]) -> Difference:
+    """Return the `Difference` of a cross-validation with few passes over all images, tested over its single folds. `found`
+    holds the differences of the passes. `pairs` holds for each pass the results of both arms (variants), as a tuple (arm,
+    control).
+    """
+    scores = [(run.fold_scores, other.fold_scores) for run, other in pairs if isinstance(run, Pass) and isinstance(other, Pass)]
+    values = [a - b for run, other in scores for a, b in zip(run, other, strict=True)]
+    if len(values) < 2:
+        return found
+    single = FoldVariance(stdev(values), len(values), found.folds or 0)
+    half = single.half_width(found.level)
+    p = single.p(found.mean)
+    return replace(found, low=found.mean - half, high=found.mean + half, p=p, single_folds=single)
+
+
+def differences_of_images(pairs: Sequence[tuple[Record, Record]]) -> Any:
+    """Return the difference of two arms (variants) on each test image, as an array of shape (seeds, images): the value of the
+    image for the arm minus that for its control. For an accuracy it is 1, 0 or -1. `pairs` holds for each seed the results of
+    both runs, as a tuple (arm, control). The result is None if a record has no such values, or another number of images.
+    """
+    import numpy as np
+
+    values = [(run.per_image, other.per_image) for run, other in pairs]
+    known = [(a, b) for a, b in values if a is not None and b is not None]
+    if len(known) < len(pairs) or len({len(part) for both in known for part in both}) != 1:
+        return None
+    return np.stack([a - b for a, b in known])
+
+
+def variance_of(
+    pairs: Sequence[tuple[Record, Record]], values: Sequence[float], table: Any, groups: Sequence[int] | None
+) -> Variance | None:
     """Return the estimated `Variance` of the mean difference between an arm (variant) and its control (the arm it is compared
     with). The object has one variance over seeds and one over test images. `pairs` holds for each seed the results of both
-    runs, as a tuple (arm, control). `values` are their differences. The result is None for fewer than two seeds or test images.
+    runs, as a tuple (arm, control). `values` are their differences, `table` those of each image or None, and `groups` the group
+    of each image or None. The result is None for fewer than two seeds or test images.
 
     Records that do not say which test images a run classified correctly give an upper bound of the part over images. It is
-    valid only for an accuracy. For other scores the result is None.
+    valid only for an accuracy. For other scores, for groups and for a cross-validation the result is None.
     """
     images = min(r.test_images or IMAGES for pair in pairs for r in pair)
     if len(values) < 2 or images < 2:
         return None
-    bits = [(run.correct_bits, other.correct_bits) for run, other in pairs]
-    known = [(a.astype("int8"), b.astype("int8")) for a, b in bits if a is not None and b is not None]
-    if len(known) == len(pairs) and len({len(part) for both in known for part in both}) == 1:
-        return paired_variance([a - b for a, b in known])[1]
-    if not all(is_accuracy(r) for pair in pairs for r in pair):
+    if table is not None:
+        table = table if groups is None else in_groups(table, groups)
+        if table.shape[1] < 2:
+            return None
+        variance = paired_variance(table)[1]
+        return of_folds(variance) if pairs[0][0].folds else variance
+    if groups is not None or pairs[0][0].folds or not all(is_accuracy(r) for pair in pairs for r in pair):
         return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)
     return variance_bound(values, errors, images)
@@ -196,13 +249,16 @@ def variance_of(pairs: Sequence[tuple[Record, Record]], values: Sequence[float])
 
 def overlap_of(records: Sequence[Record]) -> tuple[float, str]:
     """Return how strongly the training images of two seeds overlap, as a pair (number, word). If each seed draws n of m
-    labelled images, the pair is (n / (m - n), "drawn"). If all seeds have the same images, it is (0, "fixed"). If a record does
-    not say it, the word is "unknown". `records` are the results of the runs.
+    labelled images, the pair is (n / (m - n), "drawn"). If all seeds have the same images, it is (0, "fixed"). In a
+    cross-validation, it is (0, "folds"). If a record does not say it, the word is "unknown". `records` are the results of the
+    runs.
 
     The first value is n / (m - n) where each seed draws n of m labelled images. The second value is "drawn" in this case. If
     all seeds have the same training images, it is "fixed" and the overlap is 0. If a record does not say, it is "unknown", and
     the overlap is the largest one that the other records give, or 0.
     """
+    if any(r.folds for r in records):
+        return 0.0, "folds"
     shares = [drawn_share(r) for r in records]
     known = [share for share in shares if share is not None]
     if any(share >= 1 for share in known):

@@ -7,6 +7,7 @@ from smallvit.record import Record
 
 from .comparison import Condition, condition_of
 from .differences import comparable, same_test_images
+from .folds import pooled
 
 SHOWN = 10  # test images on which two arms disagree most often
 
@@ -33,6 +34,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
 
     condition   the only condition to look at; None: all in which both arms have runs
 
+    In a cross-validation, a complete pass over all folds takes the place of a seed, and the images are all images.
+
     Raises ValueError for an unknown arm, or if no two runs can be compared: they must have finished with the same seed and
     images, and their records must say which test images were right. Records of earlier versions do not. The test images must
     be the same for all seeds.
@@ -42,7 +45,7 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
         raise ValueError(f"unknown arm {unknown[0]!r}; expected two of {', '.join(map(repr, arms))}")
     if arm == other:
         raise ValueError(f"the two arms are both {arm!r}; expected two different arms")
-    found = []
+    records, found = pooled(records), []
     conditions = sorted({condition_of(r) for r in records if r.arm in (arm, other)}, key=lambda c: c.order)
     for c in conditions if condition is None else [condition]:
         runs, others = (

@@ -77,13 +77,19 @@ def decided(d: Difference, level: float, looks: Sequence[int] = ()) -> Verdict:
     level, reason = nominal_level(d.looks[-1], looks, level) if d.looks else level, ""
     if d.strongest and not excludes_zero(d.low, d.high):
         first = d.strongest
-        numbers = f"{100 * first.mean:+.2f} [{100 * (first.low or 0):.2f}, {100 * (first.high or 0):.2f}]".replace("-", "−")
-        reason = f"decided at the look at {len(first.values)} seeds: {numbers}"
-    if d.variance:
+        scale, digits = (1, 4) if d.lower_is_better else (100, 2)
+        low, high = (f"{scale * (value or 0):.{digits}f}" for value in (first.low, first.high))
+        numbers = f"{scale * first.mean:+.{digits}f} [{low}, {high}]".replace("-", "−")
+        reason = f"decided at the look at {len(first.values)} {units(d)}: {numbers}"
+    if d.single_folds:
+        again = d.single_folds.replication(d.mean, level)
+        passes = d.single_folds.passes_to_replicate(d.mean, level)
+        d, reason = replace(d, replication=again, seeds_for_90=passes), d.method
+    elif d.variance:
         again = replication(d.mean, d.variance, level=level, overlap=d.overlap)
         seeds = seeds_to_replicate(d.mean, d.variance, level=level, overlap=d.overlap)
         d = replace(d, replication=again, seeds_for_90=seeds)
-    return Verdict("better" if d.mean > 0 else "worse", reason, d, "decided" if d.looks else "")
+    return Verdict("better" if d.better else "worse", reason, d, "decided" if d.looks else "")
 
 
 def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
@@ -92,10 +98,14 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
     is the significance level after Holm's correction. `looks` lists the planned numbers of seeds at which the arm is tested;
     empty: one test with all seeds.
     """
+    if d.single_folds and d.single_folds.sd > TIE:
+        d = replace(d, detectable=d.single_folds.detectable(level), needs="seeds")
+        return Verdict("inconclusive", "; ".join(filter(None, (partial_evidence(d), d.method))), d)
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE):
         differ = d.variance is not None and not d.bound and d.variance.over_images > 0
         more = "the predictions differ" if differ else "check that the technique changes anything"
-        return Verdict("inconclusive", f"the same accuracy as the baseline for every seed; {more}", d)
+        unit = "fold" if d.single_folds else "pass" if d.folds else "seed"
+        return Verdict("inconclusive", f"the same {d.metric} as the baseline for every {unit}; {more}", d)
     variance = d.variance
     now, final = (nominal_level(n, looks, level) for n in (d.looks[-1], looks[-1])) if d.looks else (level, level)
     d = replace(d, detectable=detectable(variance, level=now, overlap=d.overlap), needs=needs(d, final))
@@ -104,13 +114,14 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         last = d.looks[-1]
         stopped = stop_reason(d.mean, variance, last, looks, overlap=d.overlap)
         reasons = {
-            "excluded": f"a difference of {100 * EQUIVALENCE:g} points is excluded",
-            "hopeless": f"stopped after {last} seeds: a verdict is unlikely even with {looks[-1]} seeds",
+            "excluded": f"a difference of {EQUIVALENCE if d.lower_is_better else f'{100 * EQUIVALENCE:g} points'} is excluded",
+            "hopeless": f"stopped after {last} {units(d)}: a verdict is unlikely even with {looks[-1]} {units(d)}",
             "": "",
         }
         if last < looks[-1]:
             n = next(n for n in looks if n > last)
-            reasons[""] = f"no look at {n} seeds is possible ({d.blocked})" if d.blocked else f"the next look is at {n} seeds"
+            next_text = f"the next look is at {n} {units(d)}"
+            reasons[""] = f"no look at {n} {units(d)} is possible ({d.blocked})" if d.blocked else next_text
         reason = "; ".join(filter(None, (reason, reasons[stopped])))
     return Verdict("inconclusive", reason, d, stopped)
 
@@ -139,7 +150,7 @@ def partial_evidence(d: Difference) -> str:
     The weaker tests are the one without Holm's correction, the one about the same training images, and the one about the same
     test images.
     """
-    word = "better" if d.mean > 0 else "worse"
+    word = "better" if d.better else "worse"
     if d.p is not None and d.p < LEVEL:
         return "p is below 0.05 only before the Holm correction"
     if not excludes_zero(d.seeds_low, d.seeds_high) or d.variance is None:
@@ -152,7 +163,13 @@ def partial_evidence(d: Difference) -> str:
         "records": "earlier records cannot say so of new ones",
     }.get(d.needs, "not shown on new ones")
     often = "in every retraining" if all(value * d.mean > 0 for value in d.values) else "on average over retrainings"
-    return f"{word} on these {d.variance.images:,} test images {often}; {problem}"
+    where = f"{d.groups:,} groups of" if d.groups else f"{d.variance.images:,}"
+    return f"{word} on these {where} test images {often}; {problem}"
+
+
+def units(d: Difference) -> str:
+    """Return the word for several seeds: "seeds", or "passes" in a cross-validation. `d` holds the differences."""
+    return "passes" if d.folds else "seeds"
 
 
 def excludes_zero(low: float | None, high: float | None) -> bool:
@@ -172,10 +189,14 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
     if d.score:
         problem = f"the score {d.score} is neither an accuracy nor recorded for each test image"
         return "no verdict", f"{problem}, so it may not be a mean over images; no test for such scores is built yet"
-    if n > 1 and (d.variance is None or d.variance.images < MIN_IMAGES):
-        return "no verdict", f"fewer than {MIN_IMAGES} test images, so no test is possible"
+    if (n > 1 or d.single_folds) and not d.enough_images:
+        what = "groups of test images" if d.groups else "test images"
+        return "no verdict", f"fewer than {MIN_IMAGES} {what}, so no test is possible"
     if looks and not d.looks:
         return "not enough seeds", f"{n} of the {looks[0]} pairs of the first look"
+    if d.single_folds:
+        same = "the same difference for every fold, so no test is possible; check that the folds differ"
+        return ("no verdict", same) if d.p is None else ("", "")
     if n < MIN_PAIRS:
         if d.sd is None:
             return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
