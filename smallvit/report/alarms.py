@@ -11,6 +11,7 @@ from smallvit.verdicts.statistics import MIN_PAIRS, TIE, spread
 
 from .format import join_names
 from .settings import option_name
+from .units import ACCURACIES
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
 RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm
@@ -98,17 +99,26 @@ def below_raw_pixels(records: Sequence[Record]) -> list[str]:
     """
     pixels: dict[int | None, dict[str, list[float]]] = {}
     for r in records:
-        if r.finished and (r.run.get("model") or {}).get("call") == PIXELS:
-            pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(r.result)
+        if r.finished and (r.run.get("model") or {}).get("call") == PIXELS and (accuracy := accuracy_of(r)) is not None:
+            pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(accuracy)
     best = {labels: max(map(fmean, arms.values())) for labels, arms in pixels.items()}
     cells = {cell: runs for cell, runs in main_cells(records).items() if runs[0].steps}  # an untrained arm cannot train longer
-    lost = [cell for cell, runs in cells.items() if fmean(r.result for r in runs) < best.get(cell[0].labels, 0.0) - TIE]
+    known = {cell: [a for r in runs if (a := accuracy_of(r)) is not None] for cell, runs in cells.items()}
+    means = {cell: fmean(accuracies) for cell, accuracies in known.items() if accuracies}
+    lost = [cell for cell, mean in means.items() if mean < best.get(cell[0].labels, 0.0) - TIE]
     if not lost:
         return []
     return [
         "Less accurate than a simple classifier of raw pixels (logistic regression or the nearest neighbour): "
         f"{named(lost, cells)}. {LONGER}, or other settings"
     ]
+
+
+def accuracy_of(record: Record) -> float | None:
+    """Return the test accuracy of a run: the number that judges it if this is an accuracy, else the number `accuracy` that was
+    measured beside it. None if there is none. `record` holds the results of the run.
+    """
+    return record.result if ACCURACIES.fullmatch(record.score or "") else (record.test or {}).get("accuracy")
 
 
 def at_the_edge(records: Sequence[Record]) -> list[str]:

@@ -7,7 +7,8 @@ from smallvit.verdicts.comparison import Comparison, Row
 from smallvit.verdicts.contrasts import tuned_pairs
 from smallvit.verdicts.statistics import MIN_PAIRS
 
-from .format import NAMED, at_labels, baselines, join_names, percent, points
+from .format import NAMED, at_labels, baselines, join_names
+from .units import same_score, score_in, score_of
 
 CNN = "small CNN"  # the reference that is trained like the baseline
 
@@ -65,8 +66,8 @@ def decided_arms(comparison: Comparison, rows: Sequence[Row], baseline: str) -> 
     for row in sorted(rows, key=lambda row: -abs(row.difference.mean) if row.difference else 0):
         arms.setdefault(row.arm, [])
     for row in rows:
-        value = points(row.difference.mean) if row.difference else ""
-        value += " points" if not arms[row.arm] else ""
+        value = score_of(row).difference(row.difference.mean) if row.difference else ""
+        value += score_of(row).points if not arms[row.arm] else ""
         place = at_labels([row.labels]) if not arms[row.arm] or row.labels is None else f"at {row.labels:,}"
         fragile = " but fragile" if row.difference and row.difference.fragile else ""
         arms[row.arm] += [value + f" {place}" * (len(comparison.main) > 1) + fragile]
@@ -96,15 +97,20 @@ def small_cnn(comparison: Comparison) -> str:
     for orientation) with that of the best arm (variant). It is about the main conditions: the longest training, and tuned
     settings if there are any. The text is empty without results of this network. `comparison` holds all results.
     """
-    behind, ahead = [], []
+    behind, ahead, score = [], [], score_in(comparison)
+    sign = -1 if score.lower else 1
+
+    def text(mean: float) -> str:
+        return score.number(mean) + "%" * score.percent
+
     for condition in comparison.main:
-        rows = comparison.at(condition)
+        rows = [row for row in comparison.at(condition) if same_score(comparison, row)]
         cnn = next((row for row in rows if row.arm == CNN and row.role == "reference" and row.mean is not None), None)
-        best = max((row for row in rows if row.role != "reference"), key=lambda row: row.mean or 0, default=None)
+        best = max((row for row in rows if row.role != "reference"), key=lambda row: sign * (row.mean or 0), default=None)
         if cnn is None or cnn.mean is None or best is None or best.mean is None or cnn.mean == best.mean:
             continue
-        place, numbers = at_labels([condition.labels]), f"{percent(cnn.mean)}% against {percent(best.mean)}%"
-        if cnn.mean > best.mean:
+        place, numbers = at_labels([condition.labels]), f"{text(cnn.mean)} against {text(best.mean)}"
+        if sign * cnn.mean > sign * best.mean:
             behind.append((place, numbers))
         else:
             ratio = cost_ratio(best, cnn)
@@ -112,7 +118,8 @@ def small_cnn(comparison: Comparison) -> str:
             ahead.append((place, f"{numbers} for “{best.arm}”{needs}"))
     form = "{}: {}" if len(behind + ahead) == 1 else "{} ({})"
     texts = []
-    for found, words in ((behind, "a higher mean than every arm"), (ahead, "a lower mean than the best arm")):
+    better, worse = ("lower", "higher") if score.lower else ("higher", "lower")
+    for found, words in ((behind, f"a {better} mean than every arm"), (ahead, f"a {worse} mean than the best arm")):
         texts += [f"{words} {join_names([form.format(*each) for each in found], len(found))}"] if found else []
     return f"the {CNN} (a reference) has {', and '.join(texts)}" if texts else ""
 
@@ -128,6 +135,13 @@ def cost_ratio(row: Row, other: Row) -> str:
     return f"{ratio:,.0f}" if ratio >= 9.5 else f"{ratio:.1f}"
 
 
+def with_points(row: Row) -> str:
+    """Return the mean difference between an arm (variant) and its baseline as text, with its unit: `+0.40 points`. The text is
+    empty without a difference. `row` holds the results of the arm.
+    """
+    return score_of(row).difference(row.difference.mean) + score_of(row).points if row.difference else ""
+
+
 def common_settings(comparison: Comparison) -> str:
     """Return a sentence, without its final period, that names the arms (variants) whose verdict with common settings (those of
     the recipe) is not the same as with tuned settings (chosen for each arm). The text is empty if there are none. `comparison`
@@ -136,7 +150,7 @@ def common_settings(comparison: Comparison) -> str:
     changed: dict[str, list[str]] = {}
     for before, row in tuned_pairs(comparison):
         if row.condition in comparison.main and before.verdict and row.verdict and before.verdict != row.verdict:
-            difference = f", {points(before.difference.mean)} points" if before.difference else ""
+            difference = f", {amount}" if (amount := with_points(before)) else ""
             place = f" {at_labels([row.labels])}" if len(comparison.main) > 1 else ""
             changed.setdefault(row.arm, []).append(f"{before.verdict}{place}{difference}")
     names = [f"“{arm}” ({'; '.join(texts)})" for arm, texts in changed.items()]

@@ -13,6 +13,8 @@ from typing import Any
 
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row
 
+from .units import Score
+
 # Eight hues that can be distinguished from each other and from the ink with any kind of color blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")
 DARK = ("#5891ff", "#ff937f", "#38706c", "#b41eab", "#f0cb59", "#12d7ff", "#fc0017", "#6845ef")
@@ -100,6 +102,25 @@ def draw_mean(ax, x: float, result: Row | Difference, look: dict, *, scale: int 
     ax.plot([x, x], [scale * (end or 0.0) for end in ends], color=look["color"], **options)
     fill = {"markerfacecolor": PAGE} if hollow else {}
     ax.plot([x], [scale * (result.mean or 0.0)], look["marker"], color=look["color"], **fill)
+
+
+def set_score_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int, score: Score):
+    """Set the limits and the ticks of an axis of the matplotlib axes `ax` that shows scores, such as accuracies. `axis` is "x"
+    or "y", `values` are the scores that must be visible, and `max_ticks` is the largest number of ticks, approximately. `score`
+    says in which unit they are written and whether a lower one is better.
+
+    Axes of scores whose best value is 100% are stretched towards it, see `stretch_axis`. Others are linear.
+    """
+    if score.percent and not score.lower:
+        return stretch_axis(ax, axis, values, max_ticks)
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    known = [v for v in values if v is not None] or [0.0, 1.0]
+    margin = 0.06 * (max(known) - min(known)) or 0.01
+    getattr(ax, f"set_{axis}lim")(max(0.0, min(known) - margin), max(known) + margin)
+    place = getattr(ax, f"{axis}axis")
+    place.set_major_locator(MaxNLocator(max_ticks))
+    place.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x if score.percent else x:.4g}"))
 
 
 def stretch_axis(ax, axis: str, values: Sequence[float | None], max_ticks: int):

@@ -16,35 +16,38 @@ from .drawing import (
     name_lines,
     set_difference_axis,
     set_log_ticks,
+    set_score_axis,
     shifted,
-    stretch_axis,
     style,
     styles,
     subplots,
     svg,
 )
 from .settings import Trial, option_name
+from .units import ACCURACY, score_in
 
 
 @style()
 def forest(comparison: Comparison) -> str:
-    """Draw a forest plot: the difference in accuracy between each arm (variant) and its baseline, under the main conditions.
+    """Draw a forest plot: the difference in score between each arm (variant) and its baseline, under the main conditions.
     Return the figure as SVG text.
 
-    The differences are paired, in percentage points. Small dots are seeds, the marker is their mean and the bar is its 95%
-    interval on new test images.
+    The differences are paired, for an accuracy in percentage points. Small dots are seeds, the marker is their mean and the bar
+    is its 95% interval on new test images.
     """
     judged = [row for row in comparison.main_rows if row.role == "technique"]
     arms = list(dict.fromkeys(row.arm for row in judged))
+    score = score_in(comparison)
     names = [next(arm_and_control(row) for row in judged if row.arm == arm) for arm in arms]
     rows = {c: {r.arm: r.difference for r in judged if r.condition == c and r.difference} for c in comparison.main}
     figure, panels = subplots([c for c in rows if rows[c]], names)
     for c, ax in panels.items():
         ax.axvline(0, color=INK, linewidth=1)
         for arm, d in rows[c].items():
-            draw_arm(ax, arms.index(arm), d, styles(comparison)[arm], scale=100)
+            draw_arm(ax, arms.index(arm), d, styles(comparison)[arm], scale=100 if score.percent else 1)
         ax.locator_params(axis="x", nbins=6)
-        ax.set(xlabel=f"points above {comparison.baseline if names == arms else 'the arm that it is compared with'}")
+        control = comparison.baseline if names == arms else "the arm that it is compared with"
+        ax.set(xlabel=f"{'points' if score.percent else score.title} above {control}")
     return svg(figure, "forest", "paired differences to the baseline")
 
 
@@ -57,23 +60,24 @@ def arm_and_control(row: Row) -> str:
 
 @style()
 def dots(comparison: Comparison) -> str:
-    """Draw the test accuracy of every run under the main conditions as a small dot, with one line for each arm (variant).
+    """Draw the test score of every run under the main conditions as a small dot, with one line for each arm (variant).
     Return the figure as SVG text. A marker shows the mean, and a bar shows its 95% t interval over the seeds.
     """
+    score = score_in(comparison)
     rows = {c: [r for r in comparison.at(c) if r.values] for c in comparison.main}
     arms = [arm for arm in comparison.arms if any(r.arm == arm for cells in rows.values() for r in cells)]
     figure, panels = subplots([c for c in rows if rows[c]], arms)
     for c, ax in panels.items():
         for r in rows[c]:
             draw_arm(ax, arms.index(r.arm), r, styles(comparison)[r.arm])
-        stretch_axis(ax, "x", [v for r in rows[c] for v in (*r.values, r.low, r.high)], max_ticks=5)
-        ax.set(xlabel="test accuracy, %")
-    return svg(figure, "dots", "test accuracy of every run")
+        set_score_axis(ax, "x", [v for r in rows[c] for v in (*r.values, r.low, r.high)], 5, score)
+        ax.set(xlabel=f"test {score.title}{score.unit}")
+    return svg(figure, "dots", f"test {score.title} of every run")
 
 
 @style()
 def by_macs(comparison: Comparison) -> str:
-    """Plot the mean test accuracy of each arm (variant) against its relative compute: its multiply-adds (MACs) divided by those
+    """Plot the mean test score of each arm (variant) against its relative compute: its multiply-adds (MACs) divided by those
     of the baseline. Return the figure as SVG text.
 
     Bars are 95% t intervals. The text is empty if no arm reduces tokens or if all arms need about equally many MACs.
@@ -88,7 +92,7 @@ def by_macs(comparison: Comparison) -> str:
 
     rows = {c: cells for c, cells in rows.items() if comparison.reduced and unequal(cells)}
     figure, panels = subplots(list(rows), height=3.9)
-    looks = styles(comparison)
+    looks, score = styles(comparison), score_in(comparison)
     for c, ax in panels.items():
         whole = next(r for r in rows[c] if r.role == "baseline")
         ax.axhline(whole.mean, color=INK, linewidth=0.8, linestyle=":")
@@ -97,15 +101,15 @@ def by_macs(comparison: Comparison) -> str:
             equal = [arm for arm in share if abs(share[arm] - share[r.arm]) < 0.01]
             x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
             draw_mean(ax, x, r, look)
-        stretch_axis(ax, "y", [v for r in rows[c] for v in (r.mean, r.low, r.high)], max_ticks=7)
+        set_score_axis(ax, "y", [v for r in rows[c] for v in (r.mean, r.low, r.high)], 7, score)
         ax.set(xlabel=f"MACs, relative to {comparison.baseline}")
-    figure.supylabel("test accuracy, %", fontsize="medium")
-    return svg(figure, "macs", "test accuracy against MACs")
+    figure.supylabel(f"test {score.title}{score.unit}", fontsize="medium")
+    return svg(figure, "macs", f"test {score.title} against MACs")
 
 
 @style()
 def by_labels(comparison: Comparison) -> str:
-    """Plot the mean test accuracy of each arm (variant) against the number of labelled images. Return the figure as SVG text.
+    """Plot the mean test score of each arm (variant) against the number of labelled images. Return the figure as SVG text.
     The text is empty if there is only one number of labelled images.
 
     Bars are 95% t intervals.
@@ -115,7 +119,8 @@ def by_labels(comparison: Comparison) -> str:
     sizes = sorted({r.labels for rows in lines.values() for r in rows if r.labels})
     if len(sizes) < 2:
         return ""
-    figure, panels = subplots(["Accuracy against number of labels"], height=5.6, width=11)
+    score = score_in(comparison)
+    figure, panels = subplots([f"{score.capital} against number of labels"], height=5.6, width=11)
     ax = panels.popitem()[1]
     ends, looks = {}, styles(comparison)
     apart = (sizes[-1] / sizes[0]) ** 0.007  # arms stand side by side, so that no interval hides another
@@ -126,23 +131,23 @@ def by_labels(comparison: Comparison) -> str:
         for x, r in zip(xs, rows):
             draw_mean(ax, x, r, looks[arm])
         ends[arm] = xs[-1], rows[-1].mean
-    ax.set(title="", xscale="log", xlabel="labelled images", ylabel="test accuracy, %")
+    ax.set(title="", xscale="log", xlabel="labelled images", ylabel=f"test {score.title}{score.unit}")
     ax.set_xticks(sizes, [f"{n:,}" for n in sizes])
     ax.minorticks_off()
-    stretch_axis(ax, "y", [v for rows in lines.values() for r in rows for v in (r.mean, r.low, r.high)], max_ticks=9)
+    set_score_axis(ax, "y", [v for rows in lines.values() for r in rows for v in (r.mean, r.low, r.high)], 9, score)
     name_lines(ax, ends, looks)
-    return svg(figure, "labels", "test accuracy against number of labels")
+    return svg(figure, "labels", f"test {score.title} against number of labels")
 
 
 @style()
 def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapping[str, float]]) -> str:
-    """Plot the test accuracy against the value of each hyperparameter. Return the figure as SVG text. The nested dict
+    """Plot the test score against the value of each hyperparameter. Return the figure as SVG text. The nested dict
     `hyperparameters[name][arm]` holds the value of a hyperparameter in an arm (variant).
 
     Each arm differs from the baseline in one hyperparameter only. The figure shows a dot for each seed, the mean and its 95% t
     interval.
 
-    All panels of one number of labels share their accuracy axis. Below each value stand the MACs of one image.
+    All panels of one number of labels share their axis of scores. Below each value stand the MACs of one image.
     """
     cells = {}
     for c in comparison.main:
@@ -151,7 +156,7 @@ def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapp
             if len(rows) > 1:
                 cells[f"{name}, {format_labels(c.labels)}" if len(comparison.main) > 1 else name] = c, name, rows
     figure, panels = subplots(list(cells), height=3.4)
-    looks = styles(comparison)
+    looks, score = styles(comparison), score_in(comparison)
     for title, ax in panels.items():
         condition, name, rows = cells[title]
         xs = [hyperparameters[name][r.arm] for r in rows]
@@ -167,14 +172,14 @@ def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapp
         ax.minorticks_off()
         ax.set_xlim(shifted(min(xs), xs, -0.08, log), shifted(max(xs), xs, 0.08, log))
         shown = [r for c, _, others in cells.values() if c == condition for r in others]
-        stretch_axis(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], max_ticks=7)
-    figure.supylabel("test accuracy, %", fontsize="medium")
-    return svg(figure, "hyperparameters", "test accuracy against the one number that arms differ in")
+        set_score_axis(ax, "y", [v for r in shown for v in (*r.values, r.low, r.high)], 7, score)
+    figure.supylabel(f"test {score.title}{score.unit}", fontsize="medium")
+    return svg(figure, "hyperparameters", f"test {score.title} against the one number that arms differ in")
 
 
 @style()
 def by_length(comparison: Comparison) -> str:
-    """Plot the difference in accuracy between each arm (variant) and its baseline against the training length. Return the
+    """Plot the difference in score between each arm (variant) and its baseline against the training length. Return the
     figure as SVG text. The text is empty if there is only one length.
 
     Bars are 95% intervals on new test images. Filled markers are common settings, hollow ones are tuned settings. The word
@@ -185,7 +190,8 @@ def by_length(comparison: Comparison) -> str:
     labels = list(dict.fromkeys(r.labels for r in judged)) if len(lengths) > 1 else []
     names = {f"Difference against training length, {format_labels(n)}": n for n in labels}
     figure, panels = subplots(list(names), height=4.6, width=11, columns=1)
-    looks = styles(comparison)
+    looks, score = styles(comparison), score_in(comparison)
+    scale = 100 if score.percent else 1
     apart = (max(lengths, default=1) / min(lengths, default=1)) ** 0.007  # so that no interval hides another
     for title, ax in panels.items():
         ends, arms = {}, list(dict.fromkeys(r.arm for r in judged if r.labels == names[title]))
@@ -195,16 +201,16 @@ def by_length(comparison: Comparison) -> str:
             steps = {tuned: place - (len(arms) - 1) / 2 + (len(arms) + 1) * tuned for tuned in (False, True)}
             points = [(r.length * apart ** steps[r.tuned], r) for r in rows if r.length and r.difference]
             for tuned in (False, True):
-                line = [(x, 100 * r.difference.mean) for x, r in points if r.tuned == tuned and r.difference]
+                line = [(x, scale * r.difference.mean) for x, r in points if r.tuned == tuned and r.difference]
                 ax.plot(*zip(*line) if line else ((), ()), color=looks[arm]["color"], linestyle=":" if tuned else "-")
             for x, r in points:
                 if r.difference:
-                    draw_mean(ax, x, r.difference, looks[arm], scale=100, hollow=r.tuned)
-                    ends[arm] = x, 100 * r.difference.mean
-        ax.set(xscale="log", xlabel="training steps of the baseline", ylabel="difference, points")
+                    draw_mean(ax, x, r.difference, looks[arm], scale=scale, hollow=r.tuned)
+                    ends[arm] = x, scale * r.difference.mean
+        ax.set(xscale="log", xlabel="training steps of the baseline", ylabel=f"difference{score.points and ', points'}")
         ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
         ax.minorticks_off()
-        if max(map(abs, ax.get_ylim())) > 8:  # small differences stay visible beside large ones
+        if score.percent and max(map(abs, ax.get_ylim())) > 8:  # small differences stay visible beside large ones
             set_difference_axis(ax)
         name_lines(ax, ends, looks, {t.arm: t.outcome for t in trends(comparison) if t.labels == names[title] and not t.tuned})
     return svg(figure, "length", "difference from the baseline against training length")
@@ -212,7 +218,7 @@ def by_length(comparison: Comparison) -> str:
 
 @style()
 def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Mapping[str, Sequence[Trial]]]) -> str:
-    """Plot the validation accuracy of all trials of the tuning against each option that was tuned. Return the figure as SVG
+    """Plot the validation score of all trials of the tuning against each option that was tuned. Return the figure as SVG
     text. `comparison` holds all results, and `curves` is a nested dict: `curves[labels, option][arm]` lists the trials of an
     arm (variant) with `labels` labelled images.
 
@@ -222,7 +228,7 @@ def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Ma
     several = len({labels for labels, _ in curves}) > 1
     cells = {option_name(option) + f", {format_labels(n)}" * several: (n, option) for n, option in curves}
     figure, panels = subplots(list(cells), height=3.6, columns=3)
-    looks = styles(comparison)
+    looks, score = styles(comparison), score_in(comparison)
     for title, ax in panels.items():
         labels, option = cells[title]
         alone = sum(n == labels for n, _ in curves) == 1
@@ -240,9 +246,9 @@ def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Ma
         ax.set(xscale="log" if log else "linear", xlabel=option_name(option))
         if log:
             set_log_ticks(ax, min(values), max(values))
-        stretch_axis(ax, "y", [trial.accuracy for trial in trials], max_ticks=7)
-    figure.supylabel("validation accuracy, %", fontsize="medium")
-    return svg(figure, "tuning", "validation accuracy of the trials against the tuned option")
+        set_score_axis(ax, "y", [trial.accuracy for trial in trials], 7, score)
+    figure.supylabel(f"validation {score.title}{score.unit}", fontsize="medium")
+    return svg(figure, "tuning", f"validation {score.title} of the trials against the tuned option")
 
 
 @style()
@@ -283,7 +289,7 @@ def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
             ax.plot(steps, means, marker=look["marker"], markevery=[-1] if steps else [], color=look["color"])
             shown += bottom + top
         if kind == "accuracy":
-            stretch_axis(ax, "y", shown, max_ticks=7)
+            set_score_axis(ax, "y", shown, 7, ACCURACY)
         else:
             ax.set(title="", yscale="log" if min(shown, default=0) > 0 else "linear")
             ax.yaxis.set_major_formatter("{x:g}")

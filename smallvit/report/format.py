@@ -12,6 +12,8 @@ from smallvit.verdicts.compare import format_seeds
 from smallvit.verdicts.comparison import Comparison, Difference, Row, condition_of
 from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS, collapse_rate
 
+from .units import Score, score_in, score_of
+
 BUDGETS = {
     "params": "Parameters",
     "macs": "MACs per image",
@@ -30,19 +32,14 @@ def percent(x: float) -> str:
     return f"{100 * x:.2f}"
 
 
-def points(x: float) -> str:
-    """Return the difference `x` of two accuracies as text in percentage points, with its sign: 0.004 becomes `+0.40`."""
-    return f"{100 * x:+.2f}".replace("-", "−")
-
-
-def interval(difference: Difference) -> str:
+def interval(difference: Difference, score: Score) -> str:
     """Return the 95% confidence interval of the mean difference between an arm (variant) and its control (the arm it is
-    compared with) as text, in percentage points: `[−0.10, 0.35]`. It covers the chance in the seeds and in the choice of the
-    test images. `difference` holds the differences. With a single seed, the text is `[no interval]`.
+    compared with) as text: `[−0.10, 0.35]`. It covers the chance in the seeds and in the choice of the test images.
+    `difference` holds the differences, and `score` gives the unit. With a single seed, the text is `[no interval]`.
     """
     if difference.low is None or difference.high is None:
         return "[no interval]"
-    return f"[{100 * difference.low:.2f}, {100 * difference.high:.2f}]".replace("-", "−")
+    return score.interval(difference.low, difference.high)
 
 
 def p_value(p: float | None) -> str:
@@ -51,14 +48,15 @@ def p_value(p: float | None) -> str:
 
 
 def mean_sd(row: Row) -> str:
-    """Return the mean accuracy of an arm (variant) over its seeds as text, in percent and with the standard deviation (SD):
+    """Return the mean score of an arm (variant) over its seeds as text, with the standard deviation (SD):
     `93.10 ± 0.24 (SD, n = 8)`. `row` holds the results of the arm.
     """
+    score = score_of(row)
     if row.mean is None:
         return "–"
     if row.sd is None:
-        return f"{percent(row.mean)} (n = 1)"
-    return f"{percent(row.mean)} ± {percent(row.sd)} (SD, n = {len(row.values)})"
+        return f"{score.number(row.mean)} (n = 1)"
+    return f"{score.number(row.mean)} ± {score.number(row.sd)} (SD, n = {len(row.values)})"
 
 
 def join_names(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
@@ -117,26 +115,27 @@ def sentence(comparison: Comparison, row: Row) -> str:
     The line names the arm it is compared with only if this is not the only baseline. It ends with how often the verdict would
     come out again, or with the reason why there is none.
     """
-    d, reason = row.difference, f" ({row.reason})" if row.reason else ""
+    d, reason, score = row.difference, f" ({row.reason})" if row.reason else "", score_of(row)
     start = f"{row.arm} at {row.condition.title}: {row.verdict}"
     if len(comparison.baselines) > 1 or row.baseline != row.group:
         start += f" {'than' if row.decided else 'compared with'} {row.baseline}"
     if d is None:
         return start + reason
     if not row.decided:
-        return f"{start}, {points(d.mean)} points {interval(d)}{reason}"
+        return f"{start}, {score.difference(d.mean)}{score.points} {interval(d, score)}{reason}"
     again = f"; again in {often(d)} of 100 repetitions" if d.replication is not None else ""
-    return f"{start} by {percent(abs(d.mean))} points {interval(d)}{again}{', fragile' * d.fragile}{reason}"
+    amount = f"{score.number(abs(d.mean))}{score.points} {interval(d, score)}"
+    return f"{start} by {amount}{again}{', fragile' * d.fragile}{reason}"
 
 
-def seeds_interval(difference: Difference) -> str:
-    """Return the confidence interval of a mean difference over new seeds on the same test images as text, in percentage points:
+def seeds_interval(difference: Difference, score: Score) -> str:
+    """Return the confidence interval of a mean difference over new seeds on the same test images as text:
     `[−0.10, 0.35] on these test images`. `difference` holds the differences between an arm (variant) and its control (the arm
-    it is compared with). Without such an interval the text is empty.
+    it is compared with), and `score` gives the unit. Without such an interval the text is empty.
     """
     if difference.seeds_low is None or difference.seeds_high is None:
         return ""
-    return f"[{100 * difference.seeds_low:.2f}, {100 * difference.seeds_high:.2f}] on these test images".replace("-", "−")
+    return f"{score.interval(difference.seeds_low, difference.seeds_high)} on these test images"
 
 
 def often(difference: Difference) -> str:
@@ -171,7 +170,8 @@ def certainty(comparison: Comparison, row: Row) -> list[str]:
         return [f"{text}." + " It is fragile." * d.fragile, collapse(n)]
     if d.detectable is None:
         return []
-    found = f"A difference of {percent(d.detectable)} points would have been found with 80% probability."
+    amount = score_of(row).number(d.detectable) + score_of(row).points
+    found = f"A difference of {amount} would have been found with 80% probability."
     return [found, *([advice] if (advice := what_helps(comparison, row)) else [])]
 
 
@@ -315,9 +315,12 @@ def how_to_read(comparison: Comparison) -> list[str]:
     judged = [row.difference for row in comparison.rows if row.verdict and row.difference]
     seeds = max((len(d.values) for d in judged), default=MIN_PAIRS)
     looks = next((row.looks for row in comparison.rows if row.looks), ())
+    score = score_in(comparison)
+    excluded = f"{100 * EQUIVALENCE:g} points" if score.percent else f"{EQUIVALENCE:g}"
+    unit = f"in percentage points of test {score.title}" if score.percent else f"in units of the test {score.title}"
     text = f"""
     Differences are paired: runs with the same seed are trained on the same images in the same order. Each difference has two
-    95% intervals, in percentage points of test accuracy. The first one is about new test images: it covers the chance in the
+    95% intervals, {unit}. The first one is about new test images: it covers the chance in the
     seeds and in the choice of the test images. The second one, over seeds alone, is about these test images. It says what
     training again would give, and nothing about other images. Neither is corrected for the number of comparisons.
 
@@ -337,7 +340,7 @@ def how_to_read(comparison: Comparison) -> list[str]:
         text += f"""
     Seeds are added until a comparison is decided. It is tested at {join_names([str(n) for n in looks], len(looks))} seeds and
     at no other number. The p-values and intervals stay valid with all these looks. An arm stops when it is better or worse,
-    when a difference of {100 * EQUIVALENCE:g} points is excluded, or when a verdict is unlikely even with {looks[-1]} seeds, so
+    when a difference of {excluded} is excluded, or when a verdict is unlikely even with {looks[-1]} seeds, so
     arms can have fewer seeds than their baseline.
     """
     if any(condition.tuned for condition in comparison.conditions):

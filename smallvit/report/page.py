@@ -11,16 +11,20 @@ from smallvit.record import Record
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
 
-from . import figures, format
+from . import class_figures, figures, format
 from .answer import answer
+from .classes import CALIBRATION, CLASSES, CONFUSION, class_tables
 from .drawing import DARK, LIGHT, styles
 from .format import mean_sd
 from .provenance import provenance, warnings
 from .settings import changes, hyperparameters, tuning_curves
-from .tables import FOLDED, LENGTHS, TUNED, Table, tables
+from .tables import FOLDED as FOLDED_TABLES
+from .tables import LENGTHS, TUNED, Table, tables
+from .units import score_in, with_one_score, without_other_differences
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
+FOLDED = (*FOLDED_TABLES, CLASSES, CONFUSION, CALIBRATION)  # ends of headings whose tables are shown on request
 EXPLAINED = {  # heading -> a paragraph below its tables
     TUNED: "Settings were chosen by trials on validation images, with equally many trials for each arm that was tuned. The "
     "verdicts are about the chosen settings: other trials would have chosen others. The expected loss is the accuracy that "
@@ -29,6 +33,11 @@ EXPLAINED = {  # heading -> a paragraph below its tables
     "inconclusive or the difference has fallen below half. Is no longer shown: the last verdict is inconclusive, but the "
     "difference may be as large as before. Turns: the verdict becomes the opposite. Appears: only the last one is better or "
     "worse. In between: so at a length between the first and the last one.",
+    CLASSES: "Recall: the share of the images of a class that are classified correctly. Precision: the share of the images "
+    "predicted as this class that belong to it. F1: the harmonic mean of both. Numbers of images are means over seeds.",
+    CONFUSION: "Mean numbers of test images over the seeds. Rows are true classes, columns are predicted classes.",
+    CALIBRATION: "Test images of all seeds in bins of equal width by confidence, the probability of the predicted class. "
+    "Numbers of images are means over seeds. A model is calibrated if mean confidence and accuracy are equal in each bin.",
 }
 
 
@@ -52,7 +61,7 @@ def markdown(
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
     if page["comparison"]:
         for heading, found in page["tables"].items():
-            folded = heading in FOLDED
+            folded = heading.endswith(FOLDED)
             parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
             parts += [part for table in found for part in (f"### {_md(table.title)}", _table(table))]
             parts += [_md(page["explained"][heading])] if heading in page["explained"] else []
@@ -96,6 +105,7 @@ def html(
     template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
     page = content(records, title, doc, options, earlier, trials)
     page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
+    page |= {"confusion": CONFUSION, "calibration": CALIBRATION}
     if comparison := page["comparison"]:
         shown = reported(records)
         draw: dict[str, Callable[[Comparison], str]] = {
@@ -107,31 +117,34 @@ def html(
             "hyperparameters": lambda part: figures.by_hyperparameter(part, hyperparameters(part, shown)),
             "dots": figures.dots,
             "curves": lambda part: figures.learning_curves(part, shown),
+            "confusion": lambda part: class_figures.confusion_matrices(part, shown),
+            "reliability": lambda part: class_figures.reliability_diagrams(part, shown),
         }
-        parts = comparison.parts()
+        parts = with_one_score(comparison).parts()
         page["controls"] = any(row.baseline != row.group for row in comparison.rows)
         page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
-        page["styles"] = {arm: look for part in parts for arm, look in styles(part).items()}
+        page["styles"] = {arm: look for part in comparison.parts() for arm, look in styles(part).items()}
+        page["score"] = score_in(comparison)
         pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}
         page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in comparison.arms if arm in pictures}
     return template.render(page)
 
 
 def text(records: Sequence[Record], earlier: int = 0) -> str:
-    """Return a short report for the terminal: the mean accuracy of every arm (variant), then one line for each verdict.
+    """Return a short report for the terminal: the mean score of every arm (variant), then one line for each verdict.
     `records` are the results of the runs. `earlier` is the number of finished comparisons whose arms were removed from the
     recipe file; they still count for the Holm correction of the p-values.
 
     Only the main conditions are shown: tuned settings if there are any, and the longest training.
     """
-    comparison = compare(records, earlier)
+    comparison = without_other_differences(compare(records, earlier))
     if not any(row.values for row in comparison.rows):
         return "no run has finished, so there is nothing to compare"
     rows = [row for row in comparison.main_rows if row.values]
     width = max((len(row.arm) for row in rows), default=0)
-    lines = []
+    lines, score = [], score_in(comparison)
     for condition in dict.fromkeys(row.condition for row in rows):
-        lines.append(f"{condition.title}: test accuracy, mean and SD over seeds")
+        lines.append(f"{condition.title}: test {score.title}, mean and SD over seeds{score.direction}")
         lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.condition == condition]
     lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
     if others := len(comparison.conditions) - len(comparison.main):
@@ -155,13 +168,13 @@ def content(
     shown = reported(records)
     if not shown:
         return page
-    comparison, warned = compare(records, earlier), warnings(shown, trials)
+    comparison, warned = without_other_differences(compare(records, earlier)), warnings(shown, trials)
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
         "answer": answer(comparison),
         "notes": format.notes(comparison, warned),
-        "tables": tables(comparison, shown),
+        "tables": tables(comparison, shown) | class_tables(comparison, shown),
         "explained": EXPLAINED | ({"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}),
         "warnings": warned,
         "failures": format.failures(comparison, shown),
@@ -200,7 +213,8 @@ def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
 
 def _table(table: Table) -> str:
     """Return a `Table` as Markdown text. The remarks on a cell stand in brackets after the text of the cell."""
-    lines = [["Arm", *table.columns], ["-"] * (1 + len(table.columns))]
+    columns = table.columns if table.head == "Arm" else tuple(map(_md, table.columns))  # names of classes may need it
+    lines = [[table.head, *columns], ["-"] * (1 + len(columns))]
     for arm, cells in table.rows.items():
         lines.append([_md(arm), *(_md(text + f" ({'; '.join(remarks)})" * bool(remarks)) for text, remarks in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -8,28 +8,28 @@ from smallvit.record import Record
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row, condition_of
 from smallvit.verdicts.contrasts import Trend, trends, tuned_pairs
 
-from .format import BUDGETS, REDUCED, TUNING, cost, interval, mean_sd, often, p_value, percent, points, seeds_interval
+from .format import BUDGETS, REDUCED, TUNING, cost, interval, mean_sd, often, p_value, percent, seeds_interval
 from .settings import option_name, tuning_of
+from .units import ACCURACY, score_in, score_of
 
-EVERY_SEED, COMMON, OTHER_COSTS = "Accuracy of every seed", "Accuracy with common settings", "Costs under other conditions"
-TUNED, LENGTHS = "Tuned against common settings", "Difference and training length"
-FOLDED = (COMMON, OTHER_COSTS, EVERY_SEED)  # headings whose tables are shown on request
+TUNED, LENGTHS, OTHER_COSTS = "Tuned against common settings", "Difference and training length", "Costs under other conditions"
+FOLDED = (" with common settings", OTHER_COSTS, " of every seed")  # ends of headings whose tables are shown on request
 Cell = tuple[str, list[str]]  # text and remarks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """A table in a report, with one line for each arm (variant in the comparison). `rows` is a dict from the name of an arm to
-    a list of cells. A cell is a pair: a text and a list of remarks.
+    a list of cells. A cell is a pair: a text and a list of remarks. `head` stands above the names; a table whose lines are no
+    arms has another text there.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: dict[str, list[Cell]]
+    head: str = "Arm"
     # columns that are not numbers
-    text: tuple[str, ...] = (
-        "Verdict", "Verdict, common", "Verdict, tuned", "Chosen settings", "Accuracy, % (seed)", "With longer training",
-    )  # fmt: skip
+    text: tuple[str, ...] = ("Verdict", "Verdict, common", "Verdict, tuned", "Chosen settings", "With longer training")
 
 
 def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
@@ -42,17 +42,18 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
     tuned = any(condition.tuned for condition in main)
     others = [condition for condition in comparison.conditions if condition not in main]
     common = [condition for condition in others if tuned and not condition.tuned]
+    score = score_in(comparison).capital
     found = {
-        "Accuracy": accuracy_tables(comparison, main),
+        score: score_tables(comparison, main),
         TUNED: tuning_tables(comparison, records),
         LENGTHS: length_tables(comparison),
-        "Accuracy after shorter training": accuracy_tables(comparison, [c for c in others if c not in common]),
-        COMMON: accuracy_tables(comparison, common),
+        f"{score} after shorter training": score_tables(comparison, [c for c in others if c not in common]),
+        f"{score} with common settings": score_tables(comparison, common),
         "Costs": cost_tables(comparison, main),
         OTHER_COSTS: cost_tables(comparison, others),
         "Probes of frozen features": probe_tables(comparison, records),
         "Other measurements": other_tables(comparison, records),
-        EVERY_SEED: seed_tables(comparison),
+        f"{score} of every seed": seed_tables(comparison),
     }
     return {heading: each for heading, each in found.items() if each}
 
@@ -72,23 +73,27 @@ def each_table(comparison: Comparison, conditions: Sequence[Condition]) -> list[
     return found
 
 
-def accuracy_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
-    """Return the main tables of a report as a list, for some conditions. They show the test accuracy of each arm (variant), its
+def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
+    """Return the main tables of a report as a list, for some conditions. They show the test score of each arm (variant), its
     difference from the baseline, the Holm-corrected p-value and the verdict.
 
     Below the interval on new test images stands the narrower one over seeds alone, on the test images that were used.
     """
+    score = score_in(comparison)
     columns = (
-        "Test accuracy, % (mean ± SD over seeds)", "Difference, points [95% CI on new images]", "Holm p", "Verdict",
-    )  # fmt: skip
+        f"Test {score.title}{score.unit} (mean ± SD over seeds{score.direction})",
+        f"Difference{score.points and ', points'} [95% CI on new images]",
+        "Holm p",
+        "Verdict",
+    )
 
     def cells(row: Row) -> list[Cell]:
         d = row.difference
         return [
             (mean_sd(row), []),
-            (f"{points(d.mean)} {interval(d)}", difference_remarks(row, d)) if d else ("–", []),
+            (f"{score.difference(d.mean)} {interval(d, score)}", difference_remarks(row, d)) if d else ("–", []),
             (p_value(d and d.p_holm), []),
-            (row.verdict or row.role, verdict_remarks(row)),
+            (row.verdict or row.role, verdict_remarks(row) + judged_by(comparison, row)),
         ]
 
     found = [(title, {row.arm: cells(row) for row in rows}) for title, rows in each_table(comparison, conditions)]
@@ -101,7 +106,7 @@ def difference_remarks(row: Row, d: Difference) -> list[str]:
     used. `row` holds the results of the arm, and `d` holds its differences.
     """
     remarks = [f"from {row.baseline}"] if row.baseline != row.group else []
-    remarks += filter(None, [seeds_interval(d)])
+    remarks += filter(None, [seeds_interval(d, score_of(row))])
     return remarks + [f"n = {len(d.values)}"] * (d.seeds != row.seeds)
 
 
@@ -117,10 +122,19 @@ def verdict_remarks(row: Row) -> list[str]:
         more = d.seeds_for_90 if d.replication < 0.9 else None
         remarks.append(again + (f"; {more} seeds: in 90" if more else ""))
     if d and d.detectable is not None:
-        remarks.append(f"80% power at {percent(d.detectable)} points")
+        remarks.append(f"80% power at {score_of(row).number(d.detectable)}{score_of(row).points}")
     if d and d.looks:
         remarks.append(f"look{'s' * (len(d.looks) > 1)} at {', '.join(map(str, d.looks))} seeds")
-    return remarks + [f"by {row.score}"] * (row.score != "accuracy")
+    return remarks
+
+
+def judged_by(comparison: Comparison, row: Row) -> list[str]:
+    """Return a remark that names the score of an arm (variant), such as `by linear_probe`, as a list. The list is empty if the
+    head of the table has this name. `row` holds the results of the arm.
+    """
+    title = score_in(comparison).title
+    named = row.score == title if score_of(row) == ACCURACY else score_of(row).title == title
+    return [] if named else [f"by {row.score}"]
 
 
 def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
@@ -130,9 +144,10 @@ def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Tab
 
     The list is empty if no arm was tuned, or if no arm was run with common settings of the same training length.
     """
+    score = score_in(comparison)
     columns = (
-        "Chosen settings", "Accuracy, common, %", "Accuracy, tuned, %", "Verdict, common", "Verdict, tuned", "Trials",
-        "Expected loss, points",
+        "Chosen settings", f"{score.capital}, common{score.unit}", f"{score.capital}, tuned{score.unit}", "Verdict, common",
+        "Verdict, tuned", "Trials", f"Expected loss{score.points and ', points'}",
     )  # fmt: skip
     tuning = tuning_of(comparison, records)
     settings = {(condition_of(r), r.arm): r.run for r in records}
@@ -145,12 +160,12 @@ def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Tab
             if before and how:
                 cells[row.arm] = [
                     chosen_settings(how, settings.get((before.condition, row.arm), {})),
-                    ("–" if before.mean is None else percent(before.mean), []),
-                    ("–" if row.mean is None else percent(row.mean), []),
+                    ("–" if before.mean is None else score.number(before.mean), []),
+                    ("–" if row.mean is None else score.number(row.mean), []),
                     verdict_of(before),
                     verdict_of(row),
                     (str(how.get("trials", "–")), []),
-                    (f"{100 * how['loss']:.2f}" if how.get("loss") is not None else "–", []),
+                    (score.number(how["loss"]) if how.get("loss") is not None else "–", []),
                 ]
         found += [Table(title=title.replace(", tuned", ""), columns=columns, rows=cells)] if cells else []
     return found
@@ -187,7 +202,8 @@ def length_cell(row: Row) -> Cell:
     holds the results of the arm.
     """
     d = row.difference
-    return (points(d.mean), [interval(d), row.verdict or row.role]) if d else ("–", [row.verdict or row.role])
+    score, word = score_of(row), row.verdict or row.role
+    return (score.difference(d.mean), [interval(d, score), word]) if d else ("–", [word])
 
 
 def chosen_settings(tuning: dict, common: dict) -> Cell:
@@ -215,8 +231,8 @@ def verdict_of(row: Row) -> Cell:
     """Return the verdict on an arm (variant) as text, with the difference from its baseline as a remark. `row` holds the
     results of the arm. Arms without a verdict have their role as text.
     """
-    d = row.difference
-    return row.verdict or row.role, [f"{points(d.mean)} {interval(d)}"] if d else []
+    d, score = row.difference, score_of(row)
+    return row.verdict or row.role, [f"{score.difference(d.mean)} {interval(d, score)}"] if d else []
 
 
 def cost_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
@@ -236,19 +252,21 @@ def cost_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list
 
 
 def seed_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables with the test accuracy of every seed as a list. They also show the range of these accuracies and the
-    p-value before the Holm correction, for each arm (variant).
+    """Return the tables with the test score of every seed as a list. They also show the range of these scores and the p-value
+    before the Holm correction, for each arm (variant).
     """
 
     def cells(row: Row) -> list[Cell]:
-        seeds = [f"{percent(value)} ({seed})" for seed, value in zip(row.seeds, row.values)]
-        extent = f"{percent(min(row.values))} to {percent(max(row.values))}"
+        number = score_of(row).number
+        seeds = [f"{number(value)} ({seed})" for seed, value in zip(row.seeds, row.values)]
+        extent = f"{number(min(row.values))} to {number(max(row.values))}"
         return [(extent, []), (p_value(row.difference and row.difference.p), []), (", ".join(seeds), [])]
 
-    columns = ("Range", "p, not corrected", "Accuracy, % (seed)")
+    score = score_in(comparison)
+    columns = ("Range", "p, not corrected", f"{score.capital}{score.unit} (seed)")
     conditions = [*comparison.main, *(c for c in comparison.conditions if c not in comparison.main)]
     found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison, conditions)]
-    return [Table(title=title, columns=columns, rows=rows) for title, rows in found if rows]
+    return [Table(title=title, columns=columns, rows=rows, text=columns[2:]) for title, rows in found if rows]
 
 
 def probe_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
