@@ -3,9 +3,13 @@
 images.py       DataSpec, Images, HeldOut: images with labels, in memory or in a memory-mapped file
 dataset.py      Subset, Dataset: a data set, the subsets that a seed draws from it, and its folds
 folds.py        Fold: random splits by class and group
+repeats.py      identical images: warnings, and groups of them
 preprocess.py   Preprocess: image files, PIL images, arrays or tensors -> normalized model input
+decode.py       one image file -> an array of pixels
 published.py    digits, mnist and related sets, cifar10, svhn: public data sets, read from disk or downloaded
 own.py          folder, arrays: your own image files and .npz archives
+files.py        finding the image files, classes and groups of a folder
+cache.py        decoding many files, into memory or into a memory-mapped file
 
 Every loader returns a `Dataset` and reads the files once per process, so that many runs share one copy. A loader takes plain
 values only, so that a record can store the call.

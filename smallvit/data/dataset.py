@@ -13,8 +13,9 @@ from torch import Tensor
 
 from smallvit.rng import shuffled
 
-from .folds import Fold, balanced_split, check_folds, draw_folds
-from .images import DataSpec, HeldOut, Images
+from .folds import Fold, balanced_split, check_folds, draw_folds, held_out_part
+from .images import DataSpec, HeldOut, Images, with_moments
+from .repeats import same_pixels, warn_of_repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Subset:
 class Dataset:
     """A data set: a description, training images, held-out test images and, if there are any, validation images.
 
-    folds         number of folds if all images are in `train` and `at_seed` makes the test images of a run from them; otherwise 0
+    folds         number of folds if all images are in `train` and `at_seed` takes the test images of a run from them; else 0
     groups        group number of each training image, or None; images of one group are never on different sides of a split
     test_groups   group number of each test image, or None
     fold          which images of the data set are tested, if this is one fold of another data set; otherwise None
@@ -88,8 +89,9 @@ class Dataset:
         """Return the data set of one run, as a `Dataset` with training and test images. Without folds, this is the data set
         itself. With k folds, the run with the random seed `seed` tests fold `seed % k` of the division number `seed // k`.
 
-        The k seeds of one division (a pass) test every image once. The divisions are drawn by scikit-learn's StratifiedGroupKFold
-        (StratifiedKFold without groups), with the number of the division as random state.
+        The k seeds of one division (a pass) test every image once. The divisions are drawn by scikit-learn's
+        StratifiedGroupKFold (StratifiedKFold without groups), with the number of the division as random state. Pixels are
+        normalized by the training images of the fold.
 
         Raises    ValueError if the images of some division cannot be divided so that each fold has images of all classes.
         """
@@ -98,14 +100,19 @@ class Dataset:
         number, fold = divmod(seed, self.folds)
         if number not in self._divisions:
             self._divisions[number] = draw_folds(self.train.labels, self.groups, self.folds, number, len(self.spec.classes))
-        test = self._divisions[number][fold]
+        test_index = self._divisions[number][fold]
         is_test = torch.zeros(len(self.train), dtype=torch.bool)
-        is_test[test] = True
-        train = (~is_test).nonzero()[:, 0]
-        groups, test_groups = (None, None) if self.groups is None else (self.groups[train], self.groups[test])
+        is_test[test_index] = True
+        train_index = (~is_test).nonzero()[:, 0]
+        train = self.train.take(train_index)
+        if seed not in self._specs:
+            self._specs[seed] = with_moments(self.spec, train)
+        spec = self._specs[seed]
+        groups, test_groups = (None, None) if self.groups is None else (self.groups[train_index], self.groups[test_index])
+        test = HeldOut(self.train.take(test_index).with_spec(spec), self.train)
         return replace(
-            self, train=self.train.take(train), test=HeldOut(self.train.take(test), self.train), folds=0, groups=groups,
-            test_groups=test_groups, fold=Fold(self.folds, len(self.train), test), whole=self,
+            self, spec=spec, train=train.with_spec(spec), test=test, folds=0, groups=groups, test_groups=test_groups,
+            fold=Fold(self.folds, len(self.train), test_index), whole=self,
         )  # fmt: skip
 
     @functools.cached_property
@@ -115,16 +122,16 @@ class Dataset:
         """
         return {}
 
+    @functools.cached_property
+    def _specs(self) -> dict[int, DataSpec]:
+        """The descriptions of the folds that were used so far: a dict from seed to `DataSpec`, with the mean and standard
+        deviation of the training images.
+        """
+        return {}
+
     @classmethod
     def from_arrays(
-        cls,
-        name: str,
-        splits: dict[str, tuple],
-        classes: tuple[str, ...],
-        *,
-        black: bool = False,
-        digits: bool = False,
-        folds: int | None = None,
+        cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False
     ) -> "Dataset":
         """Return a `Dataset` made from numpy arrays. `splits` is a dict that maps "train", "test" and optionally "val" to a
         pair (images, labels). `name` is the name of the data set, and `classes` holds the class names.
@@ -134,28 +141,59 @@ class Dataset:
 
         Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
         """
-        pixels = {split: _to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
-        if len(classes) < 2:
-            raise ValueError(f"{name}: expected at least 2 classes, got {list(classes)}")
-        if pixels["train"].max() == 1:
-            raise ValueError(f"{name}: the training images are bytes of 0 and 1, nearly black; expected 0 to 255, or floats")
-        mean, std = _mean_and_std(pixels["train"])
-        channels, h, w = pixels["train"].shape[1:]
-        mean = (0.0,) * channels if black else mean
-        spec = DataSpec(name=name, channels=channels, size=(h, w), classes=classes, mean=mean, std=std, digits=digits)
-        images = {}
-        for split, (_, labels) in splits.items():
-            n = len(pixels[split])
-            if labels.dtype.kind not in "iu" or labels.shape not in ((n,), (n, 1)):
-                raise ValueError(f"{name}, {split} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
-            try:
-                images[split] = Images(pixels[split], torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
-            except ValueError as error:
-                raise ValueError(f"{name}, {split}: {error}") from error
+        pixels = {split: to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
+        spec = unnormalized(name, classes, pixels["train"].shape, digits)
+        images = {split: as_images(pixels[split], labels, spec, split) for split, (_, labels) in splits.items()}
+        spec = with_moments(spec, images["train"])
+        if black:
+            spec = replace(spec, mean=(0.0,) * spec.channels)
+        images = {split: one.with_spec(spec) for split, one in images.items()}
+        return cls(spec, images["train"], HeldOut(images["test"]), images.get("val"))
+
+    @classmethod
+    def from_parts(cls, images: Images, parts: dict[str, slice], groups: Tensor | None = None, skipped: int = 0) -> "Dataset":
+        """Return a `Dataset` with fixed training and test images. `images` are all images, and `parts` says which of them are
+        the parts "train", "test" and optionally "val". `groups` is the group number of each image, or None. `skipped` is the
+        number of image files that could not be read.
+
+        Warns about identical images in different parts and about identical images with different labels.
+        """
+        sides = [part for part, where in parts.items() for _ in range(len(images))[where]]
+        warn_of_repeats(images.spec.name, images, sides)
+        spec = with_moments(images.spec, images.take(parts["train"]))
+        found = {part: images.take(where).with_spec(spec) for part, where in parts.items()}
+        train_groups, test_groups = (None, None) if groups is None else (groups[parts["train"]], groups[parts["test"]])
+        return cls(
+            spec, found["train"], HeldOut(found["test"]), found.get("val"), groups=train_groups, test_groups=test_groups,
+            skipped=skipped,
+        )  # fmt: skip
+
+    @classmethod
+    def from_pool(
+        cls, images: Images, groups: Tensor | None, *, folds: int | None, test: float | None, skipped: int = 0
+    ) -> "Dataset":
+        """Return a `Dataset` whose test images are drawn from `images`: by cross-validation with `folds` folds, or as a fixed
+        part, the share `test` of all images. `groups` is the group number of each image; if it is None, identical images are
+        one group. `skipped` is the number of image files that could not be read.
+
+        Warns about identical images in different groups and about identical images with different labels.
+
+        Raises    ValueError if a class has too few images or groups.
+        """
+        warn_of_repeats(images.spec.name, images, groups)
+        groups = same_pixels(images) if groups is None else groups
         if folds is not None:
-            check_folds(images["train"].labels, None, folds, name, classes)
-        test = images["train"].take(slice(0)) if folds else images["test"]
-        return cls(spec, images["train"], HeldOut(test), images.get("val"), folds=folds or 0)
+            check_folds(images.labels, groups, folds, images.spec)
+            spec = with_moments(images.spec, images)
+            images = images.with_spec(spec)
+            return cls(spec, images, HeldOut(images.take(slice(0))), folds=folds, groups=groups, skipped=skipped)
+        is_test = held_out_part(images.labels, groups, test, images.spec)
+        train_index, test_index = (~is_test).nonzero()[:, 0], is_test.nonzero()[:, 0]
+        train = images.take(train_index)
+        spec = with_moments(images.spec, train)
+        train_groups, test_groups = (None, None) if groups is None else (groups[train_index], groups[test_index])
+        held_out = HeldOut(images.take(test_index).with_spec(spec))
+        return cls(spec, train.with_spec(spec), held_out, groups=train_groups, test_groups=test_groups, skipped=skipped)
 
     def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
         """Draw the images of one training run and return them as a `Subset`. The option `labels` is the number of labelled
@@ -209,7 +247,37 @@ class Dataset:
                 )
 
 
-def _to_uint8(array: np.ndarray, name: str) -> Tensor:
+def unnormalized(
+    name: str, classes: tuple[str, ...], shape: tuple[int, ...], digits: bool = False, dtype: str = "uint8"
+) -> DataSpec:
+    """Return the description of a data set before its mean and standard deviation are known: they are 0 and 1. `name`,
+    `classes`, `digits` and `dtype` are fields of the description, and `shape` is the shape of the images (n, c, h, w).
+
+    Raises ValueError for fewer than 2 classes.
+    """
+    if len(classes) < 2:
+        raise ValueError(f"{name}: expected at least 2 classes, got {list(classes)}")
+    _, c, h, w = shape
+    moments = {"mean": (0.0,) * c, "std": (1.0,) * c}
+    return DataSpec(name=name, channels=c, size=(h, w), classes=classes, digits=digits, dtype=dtype, **moments)
+
+
+def as_images(pixels: Tensor, labels: np.ndarray, spec: DataSpec, part: str) -> Images:
+    """Return `Images` from uint8 pixels (n, c, h, w), labels (n) or (n, 1) and a description. `part` is the name of the images
+    in error messages, such as "train".
+
+    Raises    ValueError if the labels are no integers, one for each image, or if pixels or labels do not fit the description.
+    """
+    n = len(pixels)
+    if labels.dtype.kind not in "iu" or labels.shape not in ((n,), (n, 1)):
+        raise ValueError(f"{spec.name}, {part} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
+    try:
+        return Images(pixels, torch.from_numpy(labels.astype(np.int64).reshape(n)), spec)
+    except ValueError as error:
+        raise ValueError(f"{spec.name}, {part}: {error}") from error
+
+
+def to_uint8(array: np.ndarray, name: str) -> Tensor:
     """Return images as a uint8 tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c) of uint8, or of floats
     in [0, 1]. `name` describes the array in error messages.
     """
@@ -224,15 +292,3 @@ def _to_uint8(array: np.ndarray, name: str) -> Tensor:
     if array.dtype != np.uint8:
         raise ValueError(f"{name}: expected uint8 or floats in [0, 1], got {array.dtype}")
     return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 3, 1, 2)))
-
-
-def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return two tuples: the mean and the standard deviation of each channel of uint8 images, scaled to [0, 1]. A constant
-    channel gets the standard deviation 1.
-    """
-    count = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
-    share = count / count.sum(1, keepdim=True)
-    value = torch.arange(256).double() / 255
-    mean = share @ value
-    std = (share * (value - mean[:, None]) ** 2).sum(1).sqrt()
-    return tuple(mean.tolist()), tuple(torch.where(std > 0, std, 1.0).tolist())

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from smallvit.rng import shuffled
 
+from .images import DataSpec
+
 ATTEMPTS = 100  # how many random splits are drawn until each fold has images of all classes
 
 
@@ -88,58 +90,55 @@ def choose_groups(labels: Tensor, groups: Tensor, wanted: Tensor, seed: int, str
     return torch.from_numpy(chosen[group])
 
 
-def held_out_part(labels: Tensor, groups: Tensor | None, share: float, name: str, classes: tuple[str, ...]) -> Tensor:
-    """Draw a fixed part of the images for testing, in proportion to the classes, and return the indices of its images in
-    increasing order. The part is always the same for the same labels and groups.
+def held_out_part(labels: Tensor, groups: Tensor | None, share: float | None, spec: DataSpec) -> Tensor:
+    """Draw a fixed part of the images for testing, in proportion to the classes, and return a boolean tensor: True for the test
+    images. The part is always the same for the same labels and groups.
 
     labels, groups  class and group number of each image; None: every image is a group of its own
     share           share of the images to draw, between 0 and 1
-    name, classes   name of the data set and names of its classes, for error messages
+    spec            description of the data set
 
     Raises    ValueError for a share that is not between 0 and 1, and for a class with fewer than 2 images or groups.
     """
     if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
         raise ValueError(f"test={share!r}; expected a share of the images between 0 and 1, such as test=0.2")
-    available, _ = _smallest_class(labels, groups, 2, f"{name}: test={share}", classes, "expected at least 2 of each class")
-    count = torch.bincount(labels, minlength=len(classes))
+    _check_class_sizes(labels, groups, 2, f"test={share}", spec)
+    count = torch.bincount(labels)
     wanted = (share * count).round().long().clamp(min=1).minimum(count - 1)
     groups = torch.arange(len(labels)) if groups is None else groups
     chosen = choose_groups(labels, groups, wanted, 0, "test")
-    lacking = [classes[i] for i in range(len(classes)) if not (chosen & (labels == i)).any()]
-    if lacking:
+    if lacking := [name for label, name in enumerate(spec.classes) if not (chosen & (labels == label)).any()]:
         raise ValueError(
-            f"{name}: test={share} leaves no test images of {', '.join(lacking)}, because some groups hold all images of a class; "
-            f"the smallest class has {available} groups; expected more groups"
+            f"{spec.name}: no group with images of {', '.join(lacking)} can be held out by test={share}, because each class "
+            "needs images of another group for training; expected more groups"
         )
-    return chosen.nonzero()[:, 0]
+    return chosen
 
 
-def check_folds(labels: Tensor, groups: Tensor | None, folds: int, name: str, classes: tuple[str, ...]):
+def check_folds(labels: Tensor, groups: Tensor | None, folds: int, spec: DataSpec):
     """Raise ValueError if the images cannot be divided into `folds` folds that each have images of all classes. The message
     says what is possible instead.
 
     labels, groups  class and group number of each image; None: every image is a group of its own
-    name, classes   name of the data set and names of its classes, for error messages
+    spec            description of the data set
     """
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
         raise ValueError(f"folds={folds!r}; expected a number of folds of at least 2, such as folds=5")
-    _smallest_class(labels, groups, folds, f"{name}: folds={folds}", classes, None)
-    draw_folds(labels, groups, folds, 0, len(classes))
+    _check_class_sizes(labels, groups, folds, f"folds={folds}", spec)
+    draw_folds(labels, groups, folds, 0, len(spec.classes))
 
 
-def _smallest_class(
-    labels: Tensor, groups: Tensor | None, needed: int, asked: str, classes: tuple[str, ...], expected: str | None
-) -> tuple[int, str]:
-    """Return the number of groups in the class with the fewest groups, and the name of this class. Without groups, images are
-    counted. Raise ValueError if this number is below `needed`; `asked` begins the message, and `expected` ends it.
+def _check_class_sizes(labels: Tensor, groups: Tensor | None, needed: int, option: str, spec: DataSpec):
+    """Raise ValueError if a class has fewer than `needed` groups (without groups, images). The message says that `option` needs
+    them, and what is possible instead.
     """
-    unit = "images" if groups is None else "groups"
-    units = [(labels == i).nonzero()[:, 0] if groups is None else groups[labels == i].unique() for i in range(len(classes))]
-    fewest, label = min((len(unit), label) for label, unit in enumerate(units))
+    unit = "images" if groups is None else "groups of images"
+    units = torch.arange(len(labels)) if groups is None else groups
+    fewest, label = min((len(units[labels == label].unique()), label) for label in range(len(spec.classes)))
     if fewest < needed:
         possible = f"at most folds={fewest} is possible, or test=0.2" if fewest >= 2 else "add images, or leave the class out"
-        raise ValueError(f"{asked} needs {needed} {unit} of each class, but {classes[label]!r} has {fewest}; {expected or possible}")
-    return fewest, classes[label]
+        name = spec.classes[label]
+        raise ValueError(f"{spec.name}: {option} needs {needed} {unit} of each class, but {name!r} has {fewest}; {possible}")
 
 
 def draw_folds(labels: Tensor, groups: Tensor | None, folds: int, number: int, classes: int) -> list[Tensor]:

@@ -7,12 +7,13 @@ padding inside a model (shifted patches, convolutions) is then background and no
 Shapes: n images in a data set, b in a batch, c channels, h x w pixels, k classes.
 """
 
+import copy
 import functools
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 
 class Rows:
-    """Selected images in a memory-mapped file. An object of this class is used like a tensor of these images: indexing reads only
-    the images that are asked for. Every other method of a tensor first reads all selected images into memory.
+    """Selected images in a memory-mapped file. An object of this class is used like a tensor of these images: indexing reads
+    only the images that are asked for. Every other method of a tensor first reads all selected images into memory.
 
     stored   a tensor over the memory-mapped file, with all its images
     index    positions of the selected images in the file
@@ -84,7 +85,7 @@ class Rows:
     def __getitem__(self, index: Any) -> Tensor:
         return self.stored[self.index[index]]
 
-    def take(self, index: Index) -> "Rows":
+    def rows(self, index: Index) -> "Rows":
         """Return the images at the positions `index` among the selected ones, without reading them."""
         return Rows(self.stored, self.index[index])
 
@@ -105,11 +106,11 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A set of images (images, channels, height, width), with their labels as int64 (images) and a description of their data set
-    (`DataSpec`). Pixels are uint8, or float32 if the description says so.
+    """A set of images (images, channels, height, width), with their labels as int64 (images) and a description of their data
+    set (`DataSpec`). Pixels are uint8, or float32 if the description says so.
 
-    The pixels are in memory, or in a memory-mapped file (then `images` is a `Rows` object, which is used like a tensor). `files`
-    are the paths of the image files, relative to the folder of the data set, or None if the images come from no files.
+    The pixels are in memory, or in a memory-mapped file (then `images` is a `Rows` object, which is used like a tensor).
+    `files` are the paths of the image files, relative to the folder of the data set, or None if the images come from no files.
 
     Raises    ValueError if the images, labels or files do not fit the spec.
     """
@@ -159,19 +160,31 @@ class Images:
         return digest.hexdigest()
 
     def take(self, index: Index) -> "Images":
-        """Return a new `Images` object with the images and labels at the positions `index`, in the order of `index`."""
-        images = self.images.take(index) if isinstance(self.images, Rows) else self.images[index]
-        files = self.files and tuple(self.files[i] for i in torch.arange(len(self))[index].tolist())
-        return Images(images, self.labels[index], self.spec, files)
+        """Return a new `Images` object with the images and labels at the positions `index`, in the order of `index`. Images in
+        a memory-mapped file are not read.
+        """
+        images: Any = self.images.rows(index) if isinstance(self.images, Rows) else self.images[index]
+        positions = torch.arange(len(self))[index].tolist() if self.files or "pixel_hashes" in vars(self) else []
+        taken = Images(images, self.labels[index], self.spec, self.files and tuple(self.files[i] for i in positions))
+        if "pixel_hashes" in vars(self):  # known already
+            vars(taken)["pixel_hashes"] = [self.pixel_hashes[i] for i in positions]
+        return taken
+
+    def with_spec(self, spec: DataSpec) -> "Images":
+        """Return the same images with another description, for example another mean and standard deviation."""
+        images = copy.copy(self)  # keeps the hashes that are known already
+        object.__setattr__(images, "spec", spec)
+        return images
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the stored pixels in the stored order, in parts of at most 16 million values. So the pixels in a memory-mapped file
-        are not all in memory at once.
+        """Yield the stored pixels in the stored order, in parts of at most 16 million values. So the pixels in a memory-mapped
+        file are not all in memory at once.
         """
         size = max(1, 2**24 // max(1, self.images.shape[1:].numel()))
         for start in range(0, len(self), size):
             yield self.images[start : start + size]
 
+    @functools.cached_property
     def pixel_hashes(self) -> list[bytes]:
         """Return a hash of the pixels of each image. Images with exactly the same pixels have the same hash."""
         return [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for part in self.parts() for image in part.numpy()]
@@ -185,6 +198,34 @@ class Images:
         for start in range(0, len(self), size):
             index = slice(start, start + size)
             yield self.spec.normalise(self.pixels(index, device)), self.labels[index].to(device)
+
+
+def with_moments(spec: DataSpec, images: Images) -> DataSpec:
+    """Return the description `spec` with the mean and standard deviation of each channel of `images`, for pixels in [0, 1]. A
+    constant channel gets the standard deviation 1.
+
+    The images are read in parts, so that they need not fit into memory.
+
+    Raises    ValueError for bytes that are all 0 or 1, which are nearly black.
+    """
+    if spec.dtype == "uint8":
+        count = torch.zeros(spec.channels, 256, dtype=torch.int64)
+        for part in images.parts():
+            count += torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in part.unbind(1)])
+        if count[:, 1].any() and not count[:, 2:].any():
+            expected = "expected 0 to 255, or floats"
+            raise ValueError(f"{spec.name}: the training images are bytes of 0 and 1, nearly black; {expected}")
+        share = count.double() / count.sum(1, keepdim=True)
+        value = torch.arange(256).double() / 255
+        mean = share @ value
+        std = (share * (value - mean[:, None]) ** 2).sum(1).sqrt()
+    else:
+        total = len(images) * spec.size[0] * spec.size[1]
+        zero = torch.zeros(spec.channels, dtype=torch.float64)
+        mean = sum((part.double().sum((0, 2, 3)) for part in images.parts()), zero) / total
+        squares = (((part.double() - mean[:, None, None]) ** 2).sum((0, 2, 3)) for part in images.parts())
+        std = (sum(squares, zero) / total).sqrt()
+    return replace(spec, mean=tuple(mean.tolist()), std=tuple(torch.where(std > 0, std, 1.0).tolist()))
 
 
 SEALED: ContextVar[str | None] = ContextVar("SEALED", default=None)
@@ -244,8 +285,8 @@ class HeldOut:
 
         This does not count as reading the test images.
         """
-        seen = {one for images in others for one in images.pixel_hashes()}
-        return sum(one in seen for one in self.__images.pixel_hashes())
+        seen = {one for images in others for one in images.pixel_hashes}
+        return sum(one in seen for one in self.__images.pixel_hashes)
 
     def _refuse(self, *_):
         """Raise TypeError, because held-out test images cannot be used like a list. They can only be read through the method

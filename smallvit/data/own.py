@@ -2,14 +2,21 @@
 
 import functools
 import inspect
+import warnings
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from .dataset import Dataset
-from .preprocess import MODES, read_image
+from .cache import Options, load_pixels
+from .dataset import Dataset, as_images, to_uint8, unnormalized
+from .decode import MODES
+from .files import Found, find_images, groups_by_name, groups_in_file, listed
+from .images import Images
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
@@ -37,78 +44,133 @@ def folder(
     digits: bool = False,
     *,
     folds: int | None = None,
+    test: float | None = None,
+    groups: str | None = None,
+    group_by: str | None = None,
+    skip_broken: bool = False,
+    pixels: str = "uint8",
+    cache: str | None = None,
 ) -> Dataset:
-    """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`. Images are
-    resized to `size` pixels (one side, or height and width) and converted to `channels` color channels, if given. Set
-    `digits=True` if a mirrored image shows something else, as with digits and letters.
+    """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`, or in
+    `path/<class>` with `folds` or `test`. Images are resized to `size` pixels (one side, or height and width) and converted to
+    `channels` color channels, if given. Set `digits=True` if a mirrored image shows something else, as with digits and letters.
 
-    The folders `path/val/<class>` may hold validation images.
+    The folders `path/val/<class>` may hold validation images. Hidden files, hidden folders and files that are no images are
+    ignored. Photos are turned upright by their EXIF data.
 
-    This is the layout of torchvision's ImageFolder; all its image formats are read, and hidden files and folders are ignored.
-    Photos are turned upright by their EXIF data.
+    size         (height, width) or one number for both, to resize to (bicubic, antialiased); None: all images have the same
+                 size
+    channels     1 (gray), 3 (RGB) or 4 (RGBA), to convert to; None: all images have the same number of channels
+    digits       True if mirroring an image or rotating it by 180 degrees changes its label
+    folds        k-fold cross-validation: k runs with successive seeds test every image once; see `Dataset.at_seed`
+    test         share of the images that is held out for testing, such as 0.2; the same images for all seeds
+    groups       CSV file, relative to `path`, with a line `file,group` for each image; images of one group (of one patient,
+                 say) are never on different sides of a split
+    group_by     regular expression for the group instead: it must match the whole file name without suffix, and its first pair
+                 of parentheses is the group
+    skip_broken  True: leave out files that cannot be read; `Dataset.skipped` is their number
+    pixels       "uint8": 8 bits a channel; "float": float32, which keeps 16-bit values (divided by 65535) and float values
+    cache        where decoded images are kept: "memory", "disk" (a memory-mapped file), or None: "disk" if they take more than
+                 a quarter of the free memory
 
-    size       (height, width) or one number for both, to resize to (bicubic, antialiased); None: all images have the same size
-    channels   1 (gray), 3 (RGB) or 4 (RGBA), to convert to; None: all images have the same mode
-    digits     True if mirroring an image or rotating it by 180 degrees changes its label
+    Without groups, identical images are one group where images are split by `folds` or `test`.
 
-    Raises     ValueError for fewer than 2 classes, classes that differ between the parts, and files that cannot be read or
-               differ in size or channels.
+    Warns        about CMYK images (converted to RGB), images of formats that are not read, identical images on both sides of a
+                 split or with different labels, and float pixels outside of [0, 1].
+
+    Raises       ValueError for contradicting options, fewer than 2 classes, classes that differ between the parts, too few
+                 images or groups for a split, groups on both sides, and files that cannot be read or differ in size or
+                 channels.
     """
     size = (size, size) if isinstance(size, int) else size
     if channels not in (None, *MODES) or (size is not None and (len(size) != 2 or min(size) < 1)):
         raise ValueError(f"expected channels 1, 3 or 4 and a size (height, width), got channels={channels} and size={size}")
+    if pixels not in ("uint8", "float") or cache not in (None, "memory", "disk"):
+        expected = 'expected pixels="uint8" or "float" and cache="memory" or "disk"'
+        raise ValueError(f"{expected}, got pixels={pixels!r} and cache={cache!r}")
     top = Path(path)
-    splits = ["train", "test"] + ["val"] * (top / "val").is_dir()
-    if folds is not None:
-        splits, names = ["train"], {"train": top}
-    else:
-        names = {split: top / split for split in splits}
-    try:
-        listed = {split: _list_images(names[split]) for split in splits}
-    except OSError as error:
-        raise ValueError(f"{top}: expected train/<class>/*.png and test/<class>/*.png ({error})") from error
-    classes, files = listed["train"]
-    for split in splits:
-        if listed[split][0] != classes:
-            differ = sorted({*classes} ^ {*listed[split][0]})
-            raise ValueError(f"{top}: expected the same classes in all parts, but train and {split} differ in {differ[:20]}")
+    found = find_images(top)
+    _check_split(str(top), "pool" not in found.parts, folds, test)
+    if groups is not None and group_by is not None:
+        raise ValueError(f"got groups={groups!r} and group_by={group_by!r}; expected one of them")
+    names = None
+    if groups is not None:
+        names = groups_in_file(found.files, top / Path(groups).expanduser())
+    elif group_by is not None:
+        names = groups_by_name(found.files, group_by)
 
-    mode, first = MODES[channels] if channels else None, next(iter(files))
-    shape = read_image(first, size, mode).shape
-    arrays = {}
-    for split, (_, labels) in listed.items():
-        images = {file: read_image(file, size, mode) for file in labels}
-        for file, image in images.items():
-            if image.shape != shape:
-                option = "channels=" if image.shape[:2] == shape[:2] else "size="
-                raise ValueError(f"{file} is {image.shape} (h, w, c) but {first} is {shape}: set {option}")
-        arrays[split] = np.stack([*images.values()]), np.array([*labels.values()])
-    return Dataset.from_arrays(top.name, arrays, tuple(classes), digits=digits, folds=folds)
+    mode = MODES[channels] if channels else None
+    loaded = load_pixels(top, found.files, Options(size, mode, pixels, skip_broken), cache)
+    kept = torch.tensor(loaded.kept)
+    spec = unnormalized(top.name, found.classes, loaded.images.shape, digits, "uint8" if pixels == "uint8" else "float32")
+    images = Images(loaded.images, found.labels[kept], spec, tuple(found.files[i] for i in loaded.kept))
+    numbers = None if names is None else torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))[kept]
+    parts = _slices(found, loaded.kept)
+    for part, where in parts.items():
+        if missing := {*range(len(found.classes))} - {*images.labels[where].tolist()}:
+            name = found.classes[min(missing)]
+            raise ValueError(f"{top}: no image of class {name!r} in {part} can be read; replace the files, or remove the class")
+    if pixels == "float":
+        _warn_of_range(images)
+    skipped = len(found.files) - len(kept)
+    if "pool" in parts:
+        return Dataset.from_pool(images, numbers, folds=folds, test=test, skipped=skipped)
+    if names is not None:
+        _check_groups(top, {part: {names[i] for i in loaded.kept[where]} for part, where in parts.items()})
+    return Dataset.from_parts(images, parts, numbers, skipped=skipped)
 
 
-def _list_images(directory: Path) -> tuple[list[str], dict[str, int]]:
-    """Return a list of class names and a dict from image file to class index. The class names are the names of the folders in
-    `directory`.
+# Options added since version 0.2.0, each with the value at which the data are what they were before
+folder.added_options = {"skip_broken": False, "pixels": "uint8"}
 
-    Hidden files and folders are ignored.
 
-    Raises    OSError if there are no class folders, or a class has no images.
+def _check_split(name: str, has_parts: bool, folds: int | None, test: float | None):
+    """Raise ValueError unless it is clear which images are test images. `name` is that of the folder or archive. If it
+    `has_parts` train and test, neither `folds` nor `test` may be given; otherwise exactly one.
     """
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+    given = [f"{option}={value!r}" for option, value in (("folds", folds), ("test", test)) if value is not None]
+    if has_parts and given:
+        raise ValueError(f"{name} has training and test images of its own, got {given[0]}; leave it out")
+    if not has_parts and len(given) != 1:
+        raise ValueError(
+            f"{name} has no train and test parts; expected either folds=5 (cross-validation: 5 runs test every image once) or "
+            f"test=0.2 (a fixed fifth of the images is held out), got {' and '.join(given) or 'neither'}"
+        )
 
-    def is_visible_image(file: str) -> bool:
-        parts = Path(file).relative_to(directory).parts
-        return file.lower().endswith(IMG_EXTENSIONS) and not any(part.startswith(".") for part in parts)
 
-    classes = [name for name in find_classes(directory)[0] if not name.startswith(".")]
-    if not classes:
-        raise FileNotFoundError(f"there is no folder in {directory}")
-    index = {name: i for i, name in enumerate(classes)}
-    return classes, dict(make_dataset(directory, index, is_valid_file=is_visible_image))
+def _slices(found: Found, kept: list[int]) -> dict[str, slice]:
+    """Return where the images of each part are among the images that could be read. `found` are all files, part by part, and
+    `kept` are the positions of the readable ones.
+    """
+    slices, start, end = {}, 0, 0
+    for part, files in found.parts.items():
+        end += len(files)
+        stop = bisect_left(kept, end)
+        slices[part], start = slice(start, stop), stop
+    return slices
+
+
+def _check_groups(top: Path, parts: dict[str, set[str]]):
+    """Raise ValueError if a group has images in two parts. `parts` are the names of the groups in each part of the folder
+    `top`.
+    """
+    for one, other in combinations(parts, 2):
+        if both := sorted(parts[one] & parts[other]):
+            text = f"{one} and {other} both have images of {listed(both)}"
+            raise ValueError(f"{top}: expected all images of a group in one part, but {text}; move them to one part")
+
+
+def _warn_of_range(images: Images):
+    """Warn if float pixels lie outside of [0, 1], because transforms of color and noise would cut them there."""
+    bounds = [part.aminmax() for part in images.parts()]
+    low, high = min(float(b.min) for b in bounds), max(float(b.max) for b in bounds)
+    if low < 0 or high > 1:
+        text = "they are kept, but transforms that change colors or add noise cut them at 0 and 1"
+        warnings.warn(f"{images.spec.name}: pixel values go from {low:.4g} to {high:.4g}; {text}", stacklevel=4)
 
 
 @cached_by_path
-def arrays(path: str, digits: bool = False) -> Dataset:
+def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: float | None = None) -> Dataset:
     """Return a `Dataset` from your own .npz archive at `path`. The archive holds the arrays train_images, train_labels,
     test_images and test_labels, and optionally val_images and val_labels. Set `digits=True` if a mirrored image shows something
     else, as with digits and letters.
@@ -116,7 +178,11 @@ def arrays(path: str, digits: bool = False) -> Dataset:
     This is MedMNIST's layout. Images are `n h w` or `n h w c` with 1, 3 or 4 channels, uint8 or floats in [0, 1]. Labels are
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.
 
-    Raises    ValueError for fewer than 2 classes, and for an archive that cannot be read or lacks an array.
+    An archive without a test part holds the arrays images, labels and optionally groups (`n`, integers or text), and needs one
+    of the options `folds` and `test`, which are those of `folder`.
+
+    Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, and for an archive that cannot be
+              read or lacks an array.
     """
     file = Path(path)
     try:
@@ -124,12 +190,44 @@ def arrays(path: str, digits: bool = False) -> Dataset:
             found = {key: archive[key] for key in archive.files}
     except Exception as error:  # numpy, zipfile and zlib each raise their own errors for a damaged file
         raise ValueError(f"{file} cannot be read as an .npz of plain arrays ({error})") from error
-    splits = ["train", "test"] + ["val"] * bool({"val_images", "val_labels"} & found.keys())
-    missing = {f"{split}_{kind}" for split in splits for kind in ("images", "labels")} - found.keys()
+    is_pool = {"images", "labels"} <= found.keys() and "train_images" not in found
+    _check_split(str(file), not is_pool, folds, test)
+    prefixes = [""] if is_pool else ["train_", "test_"] + ["val_"] * bool({"val_images", "val_labels"} & found.keys())
+    missing = {prefix + kind for prefix in prefixes for kind in ("images", "labels")} - found.keys()
     if missing:
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}; it has {', '.join(found)}")
-    present = np.unique(found["train_labels"]).tolist()
+    for prefix in prefixes:
+        _check_kind(file.name, found[f"{prefix}images"], found[f"{prefix}labels"], prefix[:-1])
+    present = np.unique(found[f"{prefixes[0]}labels"]).tolist()
     if present != [*range(len(present))]:
-        raise ValueError(f"{file}: train_labels must be 0, 1, 2, ... with an image for each, got {present[:20]}")
-    content = {split: (found[f"{split}_images"], found[f"{split}_labels"]) for split in splits}
-    return Dataset.from_arrays(file.name, content, tuple(str(label) for label in present), digits=digits)
+        name = f"{prefixes[0]}labels"
+        raise ValueError(f"{file}: {name} must be 0, 1, 2, ... with an image for each, got {present[:20]}")
+    classes = tuple(str(label) for label in present)
+    if not is_pool:
+        content = {prefix[:-1]: (found[f"{prefix}images"], found[f"{prefix}labels"]) for prefix in prefixes}
+        return Dataset.from_arrays(file.name, content, classes, digits=digits)
+    pixels = to_uint8(found["images"], f"{file.name}, images")
+    images = as_images(pixels, found["labels"], unnormalized(file.name, classes, pixels.shape, digits), "all")
+    groups = found.get("groups")
+    if groups is not None:
+        if groups.shape not in ((len(images),), (len(images), 1)) or groups.dtype.kind not in "iuU":
+            expected = f"expected {len(images)} integers or texts"
+            raise ValueError(f"{file.name}, groups: {expected}, got {groups.dtype} {groups.shape}")
+        groups = torch.from_numpy(np.unique(groups.ravel(), return_inverse=True)[1].astype(np.int64))
+    return Dataset.from_pool(images, groups, folds=folds, test=test)
+
+
+def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):
+    """Raise ValueError for 3-D volumes and for several labels an image, which some sets of MedMNIST have. `name` is that of the
+    archive, and `part` that of its part.
+    """
+    if images.ndim == 5 or (images.ndim == 4 and min(images.shape[1:]) > 4):
+        raise ValueError(
+            f"{name}, {part} images: {images.shape} are 3-D volumes, such as those of OrganMNIST3D; expected n h w or n h w c: "
+            "save one slice of each volume, for example images[:, images.shape[1] // 2]"
+        )
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        raise ValueError(
+            f"{name}, {part} labels: expected {len(labels)} integers, got {labels.shape[1]} labels for each image "
+            "(multi-label), such as those of ChestMNIST; save one column as the labels, for example labels[:, 0]"
+        )

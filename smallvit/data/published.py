@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .cache import cache_folder
 from .dataset import Dataset
 from .folds import balanced_split
 
@@ -204,5 +205,4 @@ def _root(root: str | None) -> Path:
     """Return the folder of downloaded data sets: the argument `root` if given, else the environment variable SMALLVIT_DATA,
     else a cache folder.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "smallvit"
-    return Path(root or os.environ.get("SMALLVIT_DATA") or cache).expanduser().absolute()
+    return Path(root or os.environ.get("SMALLVIT_DATA") or cache_folder()).expanduser().absolute()

@@ -1,0 +1,232 @@
+"""Decoding many image files with threads, into memory or into a memory-mapped file that several processes share.
+
+Decoded pixels are kept on disk if they would take more than a quarter of the free memory: in the folder
+`smallvit/folders/<hash>` of the user's cache folder, where <hash> depends on the names, sizes and times of the files and on the
+options. The cache can be deleted at any time.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .decode import read_image
+from .images import Rows
+
+FORMAT = 1  # of the files in the cache; increased when decoding changes
+MANY = 2_000  # files from which a progress bar is shown
+LISTED = 200  # how many unreadable files an error message lists
+
+
+class Options(NamedTuple):
+    """How image files are decoded: `size` (height, width) and color `mode` to convert to, or None, and "uint8" or "float"
+    pixels. With `skip_broken`, files that cannot be read are left out.
+    """
+
+    size: tuple[int, int] | None
+    mode: str | None
+    pixels: str
+    skip_broken: bool
+
+
+class Loaded(NamedTuple):
+    """The decoded images of a folder (images, channels, height, width), and the positions of their files in the list of all
+    files. The images are a tensor, or a `Rows` object over a memory-mapped file, which is used like a tensor.
+    """
+
+    images: Tensor
+    kept: list[int]
+
+
+class Problem(NamedTuple):
+    """Why the image file at position `index` cannot be used: a `reason` in words, or another `shape` (h, w, c) than that of the
+    first image.
+    """
+
+    index: int
+    reason: str
+    shape: tuple[int, ...] | None = None
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder of smallvit: `smallvit` in the folder that the environment variable XDG_CACHE_HOME names,
+    by default `~/.cache`.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "smallvit"
+
+
+def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | None) -> Loaded:
+    """Decode image files and return their pixels.
+
+    top, files   the folder, and the names of the files in it
+    options      how the files are decoded
+    cache        "memory", "disk" for a memory-mapped file, or None: "disk" if the pixels take more than a quarter of the free
+                 memory
+
+    Warns once if CMYK images were converted to RGB.
+
+    Raises    ValueError for files that cannot be read or that differ in size or channels. All of them are listed.
+    """
+    first, shape = _first_shape(top, files, options)
+    dtype = np.dtype(np.uint8 if options.pixels == "uint8" else np.float32)
+    stored = (len(files), shape[2], *shape[:2])
+    needed = math.prod(stored) * dtype.itemsize
+    on_disk = needed > available_memory() / 4 if cache is None else cache == "disk"
+    if on_disk:
+        images, problems, converted = _from_disk(top, files, options, first, shape, dtype, needed)
+    else:
+        images = np.empty(stored, dtype)
+        problems, converted = _decode_all(images, top, files, options, shape)
+        _check(top, files, problems, options, first, shape)
+    if converted:
+        warnings.warn(f"{top}: {converted:,} images are in the color mode CMYK and were converted to RGB", stacklevel=4)
+    broken = {problem.index for problem in problems}
+    kept = [index for index in range(len(files)) if index not in broken]
+    tensor, index = torch.from_numpy(images), torch.tensor(kept)
+    if on_disk:
+        return Loaded(cast(Tensor, Rows(tensor, index)), kept)
+    return Loaded(tensor[index] if broken else tensor, kept)
+
+
+def _first_shape(top: Path, files: Sequence[str], options: Options) -> tuple[str, tuple[int, ...]]:
+    """Return the name of the first image file that can be read, and its shape (h, w, c) after conversion and resizing. Raise
+    ValueError if no file can be read.
+    """
+    problems = []
+    for index, file in enumerate(files):
+        try:
+            return file, read_image(top / file, options.size, options.mode, options.pixels, file).pixels.shape
+        except ValueError as error:
+            problems.append(Problem(index, str(error)))
+    raise ValueError(f"{_broken_text(top, files, problems)}\nno image file can be read")
+
+
+def _decode_all(
+    out: np.ndarray, top: Path, files: Sequence[str], options: Options, shape: tuple[int, ...]
+) -> tuple[list[Problem], int]:
+    """Decode all files into the array `out` (images, channels, height, width), with threads. Return the problems, and the
+    number of CMYK images. `shape` (h, w, c) is that of the first image. A progress bar is shown for many files, on a terminal.
+    """
+    from tqdm import tqdm
+
+    def decode(index: int) -> tuple[Problem | None, bool]:
+        try:
+            pixels, mode = read_image(top / files[index], options.size, options.mode, options.pixels, files[index])
+        except ValueError as error:
+            return Problem(index, str(error)), False
+        if pixels.shape != shape:
+            return Problem(index, "", pixels.shape), False
+        out[index] = pixels.transpose(2, 0, 1)
+        return None, mode == "CMYK"
+
+    threads = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        bar = partial(tqdm, total=len(files), desc=f"reading {top.name}", unit=" images", leave=False)
+        found = list(bar(pool.map(decode, range(len(files))), disable=None if len(files) > MANY else True))
+    return [problem for problem, _ in found if problem], sum(is_cmyk for _, is_cmyk in found)
+
+
+def _check(
+    top: Path, files: Sequence[str], problems: list[Problem], options: Options, first: str, shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError if files cannot be used: those that cannot be read, unless `options.skip_broken` is set, and those whose
+    shape differs from the `shape` (h, w, c) of the `first` image.
+    """
+    broken = [problem for problem in problems if problem.shape is None]
+    other = [(problem.index, problem.shape) for problem in problems if problem.shape is not None]
+    messages = []
+    if broken and not options.skip_broken:
+        advice = "remove or replace them, or go on without them: skip_broken=True"
+        messages.append(f"{_broken_text(top, files, broken)}\n{advice}")
+    if other:
+        names = {"size=": any(s[:2] != shape[:2] for _, s in other), "channels=": any(s[2] != shape[2] for _, s in other)}
+        advice = " and ".join(name for name, differs in names.items() if differs)
+        index, found = other[0]
+        count = f" ({len(other):,} of {len(files):,} images differ from the first one)" if len(other) > 1 else ""
+        messages.append(f"{files[index]} is {found} (h, w, c) but {first} is {shape}: set {advice}{count}")
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def _broken_text(top: Path, files: Sequence[str], problems: list[Problem]) -> str:
+    """Return the beginning of an error message: which files cannot be used, one on a line, and why."""
+    lines = [f"  {problem.reason}" for problem in problems[:LISTED]]
+    more = [f"  and {len(problems) - LISTED:,} more"] if len(problems) > LISTED else []
+    return "\n".join([f"{top}: {len(problems):,} of {len(files):,} image files cannot be used:", *lines, *more])
+
+
+def _from_disk(
+    top: Path, files: Sequence[str], options: Options, first: str, shape: tuple[int, ...], dtype: np.dtype, needed: int
+) -> tuple[np.ndarray, list[Problem], int]:
+    """Return decoded pixels as a memory-mapped array, the problems, and the number of CMYK images. The files are decoded if
+    they are not in the cache yet. Other processes that need the same files wait, and then share the array.
+
+    `shape` (h, w, c) and `dtype` are those of each image, `first` is the first readable file, and `needed` is the number of
+    bytes.
+    """
+    from filelock import FileLock
+
+    folder = cache_folder() / "folders" / _key(top, files, options)
+    partial_folder, facts = folder.with_name(f"{folder.name}.partial"), "facts.json"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not folder.is_dir():
+            shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
+            if needed > (free := shutil.disk_usage(folder.parent).free):
+                raise ValueError(
+                    f"{top}: the decoded images take {needed / 1e9:.1f} GB, but {folder.parent} has {free / 1e9:.1f} GB left; set "
+                    "a smaller size=, or set the environment variable XDG_CACHE_HOME to another folder"
+                )
+            partial_folder.mkdir()
+            array = (len(files), shape[2], *shape[:2])
+            out = np.lib.format.open_memmap(partial_folder / "pixels.npy", "w+", dtype, array)
+            problems, converted = _decode_all(out, top, files, options, shape)
+            out.flush()
+            del out
+            try:
+                _check(top, files, problems, options, first, shape)
+            except ValueError:
+                shutil.rmtree(partial_folder, ignore_errors=True)
+                raise
+            (partial_folder / facts).write_text(json.dumps({"problems": problems, "converted": converted}), encoding="utf-8")
+            partial_folder.rename(folder)
+        stored = json.loads((folder / facts).read_text(encoding="utf-8"))
+    pixels = np.load(folder / "pixels.npy", mmap_mode="c")  # never written: "c" only spares torch's warning
+    return pixels, [Problem(*problem) for problem in stored["problems"]], stored["converted"]
+
+
+def _key(top: Path, files: Sequence[str], options: Options) -> str:
+    """Return a hash of the names, sizes and modification times of the files and of the options. It changes when a file
+    changes.
+    """
+    import PIL
+
+    stats = [(file, stat.st_size, stat.st_mtime_ns) for file in files for stat in [(top / file).stat()]]
+    text = json.dumps([FORMAT, PIL.__version__, str(top), options, stats])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def available_memory() -> int:
+    """Return the number of bytes of memory that are free for a new program, or half of all memory where the operating system
+    does not say.
+    """
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return 8 * 2**30

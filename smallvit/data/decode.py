@@ -1,0 +1,215 @@
+"""One image file -> an array of pixels: color modes, bits, transparency, orientation and resizing."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+DICOM, TIFF = (".dcm", ".dicom"), (".tif", ".tiff")
+# the color mode to which an 8-bit image is converted if the user asks for none
+NATURAL = {
+    "1": "L", "L": "L", "LA": "L", "La": "L", "RGB": "RGB", "P": "RGB", "PA": "RGB", "CMYK": "RGB", "YCbCr": "RGB",
+    "LAB": "RGB", "HSV": "RGB", "RGBA": "RGBA", "RGBa": "RGBA",
+}  # fmt: skip
+LUMA = np.array([299, 587, 114], np.float32) / 1000  # ITU-R 601, with which Pillow converts RGB to gray
+
+
+class Decoded(NamedTuple):
+    """The pixels of an image file as an array (height, width, channels), and the color mode of the file, such as "CMYK"."""
+
+    pixels: np.ndarray
+    mode: str
+
+
+def read_image(
+    source: Any, size: tuple[int, int] | None, mode: str | None, pixels: str = "uint8", name: str | None = None
+) -> Decoded:
+    """Return the pixels and the color mode of an image. `source` is an image file or a PIL image. The image is converted to the
+    color `mode` ("L", "RGB" or "RGBA") and resized to `size`, if given.
+
+    The image is first turned upright by its EXIF data. Of an animation or a file with several pages, the first image is read.
+
+    size    (height, width) to resize to, bicubic and antialiased; None keeps the size
+    mode    "L", "RGB" or "RGBA" to convert to; None: L for gray, RGB for palettes, CMYK and other color modes, RGBA as it is
+    pixels  "uint8" for values from 0 to 255; "float" for float32: 8-bit values are divided by 255 and 16-bit values by 65535;
+            values of float images are kept
+    name    name of the image in error messages; None: its path
+
+    Raises    ValueError for an unreadable file, more than 8 bits a channel with pixels="uint8", and transparency that the mode
+              cannot hold.
+    """
+    name = name or (str(source) if isinstance(source, str | Path) else "the PIL image")
+    image = _load(source, pixels, name)
+    if isinstance(image, np.ndarray):
+        return Decoded(_fit_floats(image, size, mode, name), "float")
+    array = _fit_bytes(image, size, mode, name)
+    return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode)
+
+
+def _load(source: Any, pixels: str, name: str) -> Any:
+    """Return an image as an upright PIL image if it has 8 bits a channel. Otherwise return a float32 array (h, w, c) if
+    `pixels` is "float", and raise ValueError if it is "uint8". `source` is an image file or a PIL image, and `name` is its name
+    in error messages.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    file = Path(source) if isinstance(source, str | Path) else None
+    if file and file.suffix.lower() in DICOM:
+        return _read_dicom(file, pixels, name)
+    try:
+        with Image.open(file) if file else nullcontext(source) as opened:
+            image, raw, kind = ImageOps.exif_transpose(opened), _raw_mode(opened), opened.format
+    except Exception as error:  # each image format raises its own kinds of errors
+        reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
+        if isinstance(error, UnidentifiedImageError):
+            if file and file.suffix.lower() in TIFF and pixels == "float" and file.stat().st_size:
+                return _read_tiff(file, name)
+            reason = "the file is empty" if file and not file.stat().st_size else "its content is no known image format"
+        raise ValueError(f"{name} cannot be read as an image ({reason})") from error
+    bits = 16 if ";16" in raw else 8
+    if bits == 8 and image.mode[0] not in "IF":
+        if image.mode not in NATURAL:
+            raise ValueError(f"{name} has the color mode {image.mode}; expected gray, RGB, RGBA, a palette or CMYK")
+        return image
+    if pixels == "uint8":  # converting 16-bit and float images would clip them at 255
+        depth = image.mode if image.mode[0] in "IF" else f"{image.mode} with 16 bits a channel"
+        raise ValueError(f'{name} is {depth}: expected 8-bit gray (L), RGB or RGBA; pixels="float" keeps its values')
+    if image.mode == "F":
+        return _check_finite(np.array(image)[..., None], name)
+    if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
+        return np.array(image)[..., None].astype(np.float32) / np.float32(65535)
+    if file and kind == "PNG":
+        from torchvision.io import ImageReadMode, decode_image
+
+        values = decode_image(str(file), ImageReadMode.UNCHANGED, apply_exif_orientation=True)
+        return values.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(65535)
+    if file and kind == "TIFF" and image.mode != "I":
+        return _read_tiff(file, name)
+    what = "integers of more than 16 bits or with a sign" if image.mode == "I" else "16 bits a channel in color"
+    raise ValueError(f"{name} has {what}, which cannot be read here; save it as a 16-bit PNG file or a float TIFF file")
+
+
+def _raw_mode(image: Any) -> str:
+    """Return how the pixels of a PIL image are stored in its file, in Pillow's notation: "RGB;16B" means 16 bits a channel,
+    which Pillow would cut to 8. The text is empty for an image that comes from no file.
+    """
+    arguments = [tile[3] for tile in getattr(image, "tile", ())]
+    first = arguments[0] if arguments else ""
+    raw, rest = (first, ()) if isinstance(first, str) else (first[0], first[1:]) if first else ("", ())
+    if image.format == "PPM" and rest and isinstance(rest[0], int) and rest[0] > 255:
+        return f"{raw};16"
+    return raw if isinstance(raw, str) and re.match(r"(I|L|LA|RGB|RGBA|RGBX|RGBa|CMYK);16", raw) else ""
+
+
+def _fit_bytes(image: Any, size: tuple[int, int] | None, mode: str | None, name: str) -> np.ndarray:
+    """Return an 8-bit PIL image as a uint8 array (h, w, c), converted to the color `mode` and resized to `size`, if given.
+    Raise ValueError, with the image's `name`, for transparency that the mode cannot hold.
+    """
+    from PIL import Image
+
+    mode = mode or NATURAL[image.mode]
+    alpha = {"A", "a"} & {*image.getbands()} or "transparency" in image.info
+    if mode != "RGBA" and alpha and np.array(image.convert("RGBA"))[..., 3].min() < 255:
+        raise ValueError(f"{name} is transparent in places, and its background is unknown: use channels=4, or remove the alpha")
+    converted = image.convert("RGB").convert(mode) if image.mode in ("CMYK", "LAB", "HSV") else image.convert(mode)
+    if size is not None:
+        converted = converted.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    return np.array(converted).reshape(converted.height, converted.width, len(mode))
+
+
+def _fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | None, name: str) -> np.ndarray:
+    """Return a float32 array (h, w, c), converted to the color `mode` and resized to `size`, if given. Raise ValueError, with
+    the image's `name`, for transparency that the mode cannot hold.
+
+    The values stay between the smallest and the largest one of the image, which bicubic resizing alone would exceed.
+    """
+    from PIL import Image
+
+    c = values.shape[-1]
+    color, alpha = (values[..., :-1], values[..., -1:]) if c in (2, 4) else (values, None)
+    mode = mode or {1: "L", 2: "L", 3: "RGB", 4: "RGBA"}[c]
+    if mode != "RGBA" and alpha is not None and alpha.min() < 1:
+        raise ValueError(f"{name} is transparent in places, and its background is unknown: use channels=4, or remove the alpha")
+    if mode == "L" and color.shape[-1] == 3:
+        color = (color @ LUMA)[..., None]
+    elif mode != "L":
+        color = np.broadcast_to(color, (*color.shape[:2], 3))
+    if mode == "RGBA":
+        color = np.concatenate([color, np.ones_like(color[..., :1]) if alpha is None else alpha], -1)
+    if size is not None:
+        low, high = color.min((0, 1)), color.max((0, 1))
+        bands = [Image.fromarray(np.ascontiguousarray(band)) for band in np.moveaxis(color, -1, 0)]
+        resized = [np.array(band.resize((size[1], size[0]), Image.Resampling.BICUBIC)) for band in bands]
+        color = np.stack(resized, -1).clip(low, high)
+    return np.ascontiguousarray(color, np.float32)
+
+
+def _read_tiff(file: Path, name: str) -> np.ndarray:
+    """Return the first page of a TIFF file as a float32 array (h, w, c). It is used for files that Pillow cannot hold: color
+    with 16 bits or floats, and 64-bit floats. `name` is the file's name in error messages.
+    """
+    try:
+        import tifffile
+    except ImportError as error:
+        raise ValueError(f"{name} needs the package tifffile: pip install 'smallvit[tiff]'") from error
+    try:
+        values = np.asarray(tifffile.imread(file, key=0))
+    except Exception as error:  # tifffile and its codecs raise their own kinds of errors
+        raise ValueError(f"{name} cannot be read as an image ({error})") from error
+    values = values[..., None] if values.ndim == 2 else values
+    is_float = values.dtype.kind == "f"
+    if values.ndim != 3 or values.shape[-1] > 4 or not (is_float or values.dtype in (np.uint8, np.uint16)):
+        raise ValueError(f"{name} holds {values.dtype} {values.shape}; expected h w or h w c of 8 or 16 bits, or floats")
+    scale = 1 if is_float else np.iinfo(values.dtype).max
+    return _check_finite(values.astype(np.float32) / np.float32(scale), name)
+
+
+def _read_dicom(file: Path, pixels: str, name: str) -> Any:
+    """Return the image of a DICOM file: a PIL image if it has 8 bits, otherwise a float32 array (h, w, c) if `pixels` is
+    "float". `name` is the file's name in error messages.
+
+    Inverted gray values (MONOCHROME1) are turned, so that larger is brighter. A rescale that changes the values is applied, so
+    that they have their unit (Hounsfield units in CT); other values are divided by the largest possible one.
+    """
+    try:
+        import pydicom
+        from pydicom.pixels.processing import apply_color_lut, apply_rescale
+        from pydicom.pixels.utils import pixel_array
+    except ImportError as error:
+        raise ValueError(f"{name} is a DICOM file and needs the package pydicom: pip install 'smallvit[dicom]'") from error
+    from PIL import Image
+
+    try:
+        header = pydicom.dcmread(file)
+        frames = int(header.get("NumberOfFrames", 1) or 1)
+        stored = pixel_array(header) if frames == 1 else np.zeros(0)
+        palette = header.PhotometricInterpretation == "PALETTE COLOR"
+        stored = apply_color_lut(stored, header) if palette else stored
+    except Exception as error:  # pydicom and its decoders raise their own kinds of errors
+        raise ValueError(f"{name} cannot be read as an image ({error})") from error
+    if frames != 1:
+        raise ValueError(f"{name} has {frames} frames; expected one image")
+    bits = stored.dtype.itemsize * 8 if palette else int(header.BitsStored)
+    signed = stored.dtype.kind == "i"
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    if header.PhotometricInterpretation == "MONOCHROME1":
+        stored = (low + high - stored.astype(np.int64)).astype(stored.dtype)
+    slope, intercept = float(header.get("RescaleSlope", 1)), float(header.get("RescaleIntercept", 0))
+    has_unit = (slope, intercept) != (1, 0) or (signed and "RescaleSlope" in header)
+    if bits == 8 and not signed and not has_unit:
+        return Image.fromarray(stored.astype(np.uint8))
+    if pixels == "uint8":
+        depth = "rescaled values" if has_unit else f"{bits} bits a channel"
+        raise ValueError(f'{name} is a DICOM file with {depth}: expected 8 bits; pixels="float" keeps its values')
+    values = apply_rescale(stored, header) if has_unit else (stored.astype(np.float64) - low) / (high - low)
+    return _check_finite((values[..., None] if values.ndim == 2 else values).astype(np.float32), name)
+
+
+def _check_finite(values: np.ndarray, name: str) -> np.ndarray:
+    """Return the array `values`. Raise ValueError, with the image's `name`, if it holds NaN or infinite values."""
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} has NaN or infinite values; expected finite numbers")
+    return values

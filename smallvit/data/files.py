@@ -1,0 +1,199 @@
+"""Finding the image files of a folder: classes, parts (train, test, val), and the groups to which files belong."""
+
+import csv
+import os
+import re
+import unicodedata
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
+
+from .decode import DICOM, TIFF
+
+PARTS = ("train", "test", "val")
+SUFFIXES = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".webp", ".gif", *TIFF, *DICOM,
+)  # fmt: skip
+# suffixes of images that are not read: the user is told how many such files there are
+OTHER_IMAGES = (
+    ".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".svg", ".eps", ".pdf", ".psd", ".ico", ".tga", ".exr", ".hdr", ".npy",
+    ".raw", ".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2", ".nii", ".nrrd", ".mha", ".mhd", ".czi", ".lif",
+    ".nd2", ".svs", ".ndpi",
+)  # fmt: skip
+HIDDEN = ("__MACOSX", "@eaDir")  # folders that macOS and network storage add
+SHOWN = 20  # how many files an error message lists
+
+
+@dataclass(frozen=True)
+class Found:
+    """The image files of a folder: the class names, and for each part ("train", "test" and "val", or "pool" if the folder has
+    no parts) its files with their class indices. File names are relative to `top`, with "/" between folders.
+    """
+
+    top: Path
+    classes: tuple[str, ...]
+    parts: dict[str, dict[str, int]]
+
+    @property
+    def files(self) -> list[str]:
+        """Return the names of all files, part by part."""
+        return [file for part in self.parts.values() for file in part]
+
+    @property
+    def labels(self) -> Tensor:
+        """Return the class index of each file, in the order of `files`, as an int64 tensor."""
+        return torch.tensor([label for part in self.parts.values() for label in part.values()])
+
+
+def find_images(top: Path) -> Found:
+    """Find the image files in `top/train/<class>` and `top/test/<class>` (and `top/val/<class>`, if it exists), or otherwise in
+    `top/<class>`. A class may have subfolders. Hidden files, hidden folders and files that are no images are ignored.
+
+    A folder named train, test or val that has images in it, and not in subfolders, is a class.
+
+    Warns once about images with an unsupported suffix and about images outside of the class folders.
+
+    Raises    ValueError if there are no classes, a class has no images, or the parts have different classes.
+    """
+    expected = "expected train/<class>/*.png and test/<class>/*.png, or <class>/*.png with folds= or test="
+    if not top.is_dir():
+        raise ValueError(f"{top}: {expected} (there is no such folder)")
+    names = [name for name in PARTS if (top / name).is_dir() and not any(map(is_image, _files_in(top / name)))]
+    if "train" in names or "test" in names:
+        for name in ("train", "test"):
+            if name not in names:
+                other = "train" if name == "test" else "test"
+                raise ValueError(
+                    f"{top}: {expected} (there is a folder {other}, but none named {name}; if {other} has all images, load "
+                    f"{top / other} with folds= or test=)"
+                )
+        folders = {name: top / name for name in PARTS if name in names}
+    else:
+        folders = {"pool": top}
+    other, parts, classes = Counter(), {}, {}
+    for part, folder in folders.items():
+        classes[part] = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
+        if not classes[part]:
+            raise ValueError(f"{top}: {expected} (there is no folder in {folder})")
+        parts[part] = {}
+        for label, name in enumerate(classes[part]):
+            files = _walk(folder / name, other)
+            if not files:
+                raise ValueError(f"{top}: {expected} (there are no images in {folder / name}; add some, or remove the folder)")
+            parts[part] |= {(file.relative_to(top)).as_posix(): label for file in files}
+    first = classes[next(iter(parts))]
+    for part, found in classes.items():
+        if found != first:
+            differ = sorted({*first} ^ {*found})
+            raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:SHOWN]}")
+    _warn_of_other_files(top, other, [file for folder in folders.values() for file in filter(is_image, _files_in(folder))])
+    return Found(top, tuple(first), parts)
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file name ends like that of an image that can be read."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in HIDDEN
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the names of the visible files in a folder, without its subfolders."""
+    return [entry.name for entry in folder.iterdir() if entry.is_file() and not _is_hidden(entry.name)]
+
+
+def _walk(folder: Path, other: Counter) -> list[Path]:
+    """Return the image files in a folder and its subfolders, in the order of torchvision's ImageFolder. Add the suffixes of
+    images that cannot be read to `other`.
+    """
+    found = []
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in files:
+            if not _is_hidden(name):
+                suffix = Path(name).suffix.lower()
+                other[suffix] += suffix in OTHER_IMAGES
+                found += [(root, name)] * is_image(name)
+    return [Path(root, name) for root, name in sorted(found)]
+
+
+def _warn_of_other_files(top: Path, other: Counter, outside: list[str]):
+    """Warn about images that are not used. `other` counts files by unsupported suffix, and `outside` are images outside of the
+    class folders.
+    """
+    if unread := [f"{count:,} {suffix}" for suffix, count in sorted(other.items()) if count]:
+        text = f"{top}: files of these formats are not read: {', '.join(unread)}; convert them, for example to PNG"
+        warnings.warn(text, stacklevel=4)
+    if outside:
+        text = f"{top}: {len(outside):,} images are in no class folder and are not used, such as {outside[0]}"
+        warnings.warn(text, stacklevel=4)
+
+
+def groups_by_name(files: list[str], pattern: str) -> list[str]:
+    """Return the name of the group of each file. `pattern` is a regular expression that must match the whole file name, without
+    folder and suffix; its first pair of parentheses is the name of the group.
+
+    Raises    ValueError for an invalid expression, and for files that do not match, which are listed.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"group_by={pattern!r} is no regular expression ({error}); expected one like r'(.*)_\\d+'") from error
+    if not compiled.groups:
+        raise ValueError(f"group_by={pattern!r} has no parentheses around the name of the group; expected one like r'(.*)_\\d+'")
+    matches = [compiled.fullmatch(PurePosixPath(file).stem) for file in files]
+    if unmatched := [file for file, match in zip(files, matches) if match is None or match[1] is None]:
+        raise ValueError(
+            f"group_by={pattern!r} must match the whole file name without its suffix, and does not match {listed(unmatched)}"
+        )
+    return [match[1] for match in matches if match is not None]
+
+
+def groups_in_file(files: list[str], table: Path) -> list[str]:
+    """Return the name of the group of each file, read from a CSV file with two columns: the image file, relative to the folder
+    of the data set, and the name of its group. A first line that names no image is a header.
+
+    Raises    ValueError for a file that cannot be read, lines without two columns, and images that are missing in the CSV file
+              or in the folder, which are listed.
+    """
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as stream:
+            text = stream.read()
+    except (OSError, UnicodeDecodeError) as error:
+        expected = "expected a CSV file in UTF-8 with the columns file, group, its path relative to the folder of images"
+        raise ValueError(f"groups={str(table)!r} cannot be read ({error}); {expected}") from error
+    head = text.partition("\n")[0]
+    rows = [row for row in csv.reader(text.splitlines(), delimiter=";" if ";" in head and "," not in head else ",") if any(row)]
+    names = {_normal(file): file for file in files}
+    group: dict[str, str] = {}
+    unknown = []
+    for number, row in enumerate(rows, 1):
+        if len(row) != 2 or not row[1].strip():
+            raise ValueError(f"{table}, line {number}: expected two columns, file and group, got {row}")
+        file = names.get(_normal(row[0]))
+        if file is None:
+            unknown += [row[0]] * (number > 1)
+        elif group.setdefault(file, row[1].strip()) != row[1].strip():
+            raise ValueError(f"{table}: {file} is in two groups, {group[file]} and {row[1].strip()}; expected one")
+    missing = [file for file in files if file not in group]
+    if missing or unknown:
+        wrong = [f"no group for {listed(missing)}"] * bool(missing) + [f"lines without an image: {listed(unknown)}"] * bool(unknown)
+        raise ValueError(f"{table} has {' and '.join(wrong)}; expected a line for each image, with its path in the folder")
+    return [group[file] for file in files]
+
+
+def _normal(file: str) -> str:
+    """Return a file name in one form: "/" between folders, and accents as single characters."""
+    return unicodedata.normalize("NFC", PurePosixPath(file.strip().replace("\\", "/")).as_posix())
+
+
+def listed(items: list[str]) -> str:
+    """Return the first items of a list as text, and how many more there are."""
+    more = f" and {len(items) - SHOWN:,} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more
