@@ -6,10 +6,15 @@ from functools import partial
 import pytest
 from toys import TINY_VIT
 
-from smallvit import MAE, ArmRun, LocalityAttention, Merge, Pixels, Run, Weights, ablate, knn
+from smallvit import MAE, ArmRun, LocalityAttention, Merge, Pixels, Run, Weights, ablate, accuracy, knn, log_loss
 from smallvit.ablation import longest
+from smallvit.commands.explore import exploration_runs
+from smallvit.commands.stored import unused_seeds
+from smallvit.data import arrays
+from smallvit.looks import Looks, with_looks
 from smallvit.match import TOLERANCE, match_cost, model_cost
 from smallvit.recipe import check_comparable, only
+from smallvit.record import Record
 from smallvit.run import difference, fingerprint
 from smallvit.tuning import Tune
 
@@ -178,3 +183,51 @@ def test_runs_know_how_they_are_tuned_without_being_other_runs():
 def test_tune_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"tune is {'lr': .*; expected a smallvit.Tune"):
         ablate({"a": BASE}, tune={"lr": (3e-4, 6e-3)})
+
+
+# Cross-validation
+
+FOLDED = partial(arrays, path="own.npz", folds=5)
+OWN = BASE.vary(data=FOLDED)
+
+
+def test_seeds_of_a_cross_validation_are_passes_with_one_run_for_each_fold():
+    entries = ablate({"a": OWN, "b": OWN.vary(depth=3)}, seeds=range(8))
+    assert [entry.seed for entry in entries if entry.arm == "b"] == list(range(40))
+    assert {entry.arm for entry in entries} > {"a", "b", "small CNN"} and {entry.run.folds for entry in entries} == {5}
+    assert [entries[0].seed_text, by_arm(entries, seed=13)["b"].seed_text] == ["pass 0, fold 0", "pass 2, fold 3"]
+    assert [entry.seed for entry in ablate({"a": OWN}, seeds=[2], references=False)] == [10, 11, 12, 13, 14]
+    assert ablate({"a": BASE}, seeds=[2])[0].seed_text == "seed 2" and BASE.folds == 0
+    check_comparable(entries, "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("arms", "options", "words"),
+    [
+        ({"a": OWN, "b": BASE}, {}, r"'a' has folds=5 and 'b' has folds=0; expected the same for all arms"),
+        ({"a": OWN, "b": OWN.vary(data=partial(FOLDED, folds=10))}, {}, "'b' has folds=10"),
+        ({"a": OWN}, {"extra_references": {"pixels": BASE.vary(depth=1)}}, "'pixels' has folds=0"),
+        ({"a": OWN.vary(init=PRETRAINED.vary(data=partial(FOLDED, folds=4)))}, {}, "its init has folds=4; expected the same"),
+        ({"a": OWN}, {"tune": Tune({"lr": (1e-4, 1e-2)})}, r"folds=5 of 'a'.* use a fixed test part, such as folder"),
+        ({"a": BASE.vary(evaluators=(log_loss, accuracy))}, {"tune": Tune({"lr": (1e-4, 1e-2)})}, "log_loss, where lower is"),
+    ],
+)
+def test_folds_must_agree_and_cannot_be_tuned(arms, options, words):
+    with pytest.raises(ValueError, match=words):
+        ablate(arms, **options)
+
+
+def test_added_seeds_of_a_cross_validation_are_whole_passes():
+    entries = ablate({"a": OWN, "b": OWN.vary(depth=3)}, seeds=[0, 3], references=False)
+    cells = {entry.arm: entry.cell for entry in entries}
+    added = with_looks(entries, Looks((3, 4), {cells["b"]: 4}))
+    passes = {arm: [entry.seed // 5 for entry in added if entry.arm == arm] for arm in "ab"}
+    assert passes == {"a": [0] * 5 + [3] * 5 + [4] * 5, "b": [0] * 5 + [3] * 5 + [4] * 5 + [5] * 5}
+    tried = exploration_runs(entries, entries, 2)
+    assert [entry.seed for entry in tried if entry.arm == "a"] == [*range(5_000, 5_005), *range(5_015, 5_020)]
+    stored = [
+        Record(recipe="r", arm="b", role="technique", labels=None, seed=seed, status="finished", run={},
+               fingerprint=fingerprint(entries[1].run.at_seed(seed)))
+        for seed in (0, 19, 21, 38)
+    ]  # fmt: skip
+    assert unused_seeds(entries, stored) == {cells["b"]: [4, 7]} and unused_seeds(added, stored) == {cells["b"]: [7]}

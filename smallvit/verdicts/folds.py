@@ -50,9 +50,10 @@ def pooled(records: Sequence[Record]) -> list[Record]:
     for position, r in enumerate(records):
         single = not r.folds or isinstance(r, Pass)
         runs = passes.setdefault(position if single else (r.arm, condition_of(r), r.role, r.seed // (r.folds or 1)), {})
-        if runs.setdefault(r.seed, r) is not r:
+        if r.seed in runs:
             run = f"{r.arm!r} at {condition_of(r).title}, seed {r.seed}"
             raise ValueError(f"{run} is recorded twice; keep one record of each run")
+        runs[r.seed] = r
     return [records[key] if isinstance(key, int) else pool(list(runs.values())) for key, runs in passes.items()]
 
 

@@ -1,0 +1,488 @@
+"""Cross-validation, groups and other scores in verdicts: hand computations, and simulations with real training (`-m slow`,
+`-m long`; run with `-s` to see the rates).
+
+In the simulations two arms are exactly equal: one sees the left half of each image and the other its right half, turned around,
+and each image is mirrored at random. A verdict about them is false.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from toys import TINY_VIT
+
+from smallvit import Run, ablate, accuracy, knn, log_loss
+from smallvit.data import arrays
+from smallvit.data.folds import draw_folds
+from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
+from smallvit.packing import pack_bits, pack_floats
+from smallvit.record import Record
+from smallvit.train.fit import Tags, fit
+from smallvit.verdicts import compare, disagreements, next_looks, pooled
+from smallvit.verdicts.statistics import half_width, in_groups, of_folds, paired_variance, two_part_p
+
+K = 5
+
+
+def records(values, folds, *, groups=None, bits=True, **fields) -> list[Record]:
+    """One finished record for each arm, pass and fold. `values` are (arms, passes, images) and `folds` the fold of each image,
+    (passes, images). The first arm is the baseline. The score of a fold is the mean of its values.
+    """
+    made = []
+    for arm, of_arm in enumerate(np.asarray(values, float)):
+        for number, (row, fold) in enumerate(zip(of_arm, np.asarray(folds))):
+            for f in range(fold.max() + 1):
+                own, seed = row[fold == f], number * (fold.max() + 1) + f
+                kept = {"correct": pack_bits(own)} if bits else {"contributions": pack_floats(own)}
+                made.append(
+                    Record(
+                        recipe="demo", arm="ab"[arm], role="technique" if arm else "baseline", labels=None, seed=int(seed),
+                        status="finished", fingerprint=f"{arm}{seed}", run={}, score="accuracy" if bits else "balanced_accuracy",
+                        test={"accuracy" if bits else "balanced_accuracy": float(own.mean())}, test_images=len(own),
+                        test_index=pack_bits(fold == f), pool_images=len(row), folds=int(fold.max()) + 1, data_sha256="d",
+                        subset_sha256=str(seed), test_groups=None if groups is None else [int(g) for g in groups[fold == f]],
+                        seconds=10.0 + seed, steps=100, params=7, **kept,
+                    )
+                )  # fmt: skip
+    return [replace(r, **fields) for r in made]
+
+
+def drawn_folds(rng, passes: int, images: int, k: int = K) -> np.ndarray:
+    """Folds of equal size, drawn anew for each pass: (passes, images)."""
+    return np.stack([rng.permutation(np.arange(images) % k) for _ in range(passes)])
+
+
+def random_values(rng, passes=8, images=60, effect=0.15) -> np.ndarray:
+    """Right or wrong for two arms, (arms, passes, images): an image is hard or easy for both."""
+    hard = rng.uniform(size=images)
+    draws = hard + 0.1 * rng.normal(size=(2, passes, images))
+    return draws < np.array([0.7, 0.7 + effect])[:, None, None]
+
+
+def row_of(rows: list[Record], arm="b"):
+    return next(row for row in compare(rows).rows if row.arm == arm)
+
+
+RNG = np.random.default_rng(0)
+FOLDS = drawn_folds(RNG, 8, 60)
+VALUES = random_values(RNG)
+RECORDS = records(VALUES, FOLDS)
+
+
+# Pooling
+
+
+def test_bits_of_a_pass_stand_in_the_order_of_the_images():
+    passes = pooled(RECORDS)
+    assert [(r.arm, r.seed) for r in passes] == [(arm, p) for arm in "ab" for p in range(8)]
+    for r, expected in zip(passes, VALUES.reshape(16, 60)):
+        assert r.correct_bits.tolist() == expected.tolist() and r.test_images == 60
+        assert r.result == pytest.approx(expected.mean())
+    assert pooled(passes) == passes, "a record of a pass is not pooled again"
+
+
+def test_score_of_a_pass_is_weighted_by_images_and_costs_are_those_of_one_model():
+    fold = np.array([[0, 0, 0, 0, 1, 1]])
+    tables = {"confusion": [[2, 1], [0, 1]], "reliability": [[3, 0.5, 0.25], [0, 0.0, 0.0]]}
+    first, second = records([[[1, 1, 1, 0, 0, 0]]], fold, **tables)
+    second = replace(second, reliability=[[1, 0.9, 0.25], [0, 0.0, 0.0]], pretraining={"seconds": 4.0, "runs": {}})
+    first = replace(first, pretraining={"seconds": 2.0, "runs": {}})
+    (r,) = pooled([second, first])
+    assert r.result == pytest.approx(0.5) and r.fold_scores == (0.75, 0.0) and r.seed == 0
+    assert (r.seconds, r.steps, r.params, r.pretraining["seconds"]) == (10.5, 100, 7, 3.0)
+    assert r.confusion == [[4, 2], [0, 2]] and r.reliability == [[4, pytest.approx(0.6), 0.25], [0, 0, 0]]
+
+
+def test_contributions_are_pooled_like_bits():
+    values = RNG.normal(0.5, 0.1, size=(2, 6, 20))
+    fold = np.stack([np.arange(20) % 4] * 6)
+    passes = pooled(records(values, fold, bits=False))
+    assert np.allclose([r.per_image for r in passes], values.reshape(12, 20), atol=1e-6)
+    assert all(r.correct_bits is None for r in passes)
+
+
+@pytest.mark.parametrize(
+    "status, error, words",
+    [("failed", "out of memory", "b, pass 2: failed in fold 3"), ("missing", None, "b, pass 2: missing in fold 3")],
+)
+def test_pass_with_a_fold_without_a_result_has_none(status, error, words):
+    broken = [
+        replace(r, status=status, error=error, test=None, correct=None) if (r.arm, r.seed) == ("b", 13) else r for r in RECORDS
+    ]
+    row = row_of(broken)
+    assert (row.verdict, row.reason) == ("no verdict", words) and row.seeds == (0, 1, 3, 4, 5, 6, 7)
+    assert row.failures == {2: f"{status}: fold 3" + f": {error}" * bool(error)}
+    left_out = row_of([r for r in RECORDS if (r.arm, r.seed) != ("b", 13)])
+    assert left_out.reason == "b, pass 2: missing in fold 3"
+    whole = row_of([r for r in RECORDS if r.arm == "a" or r.seed // K != 2])
+    assert whole.reason == "b, pass 2: missing" and whole.failures == {2: "missing"}
+
+
+def test_records_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="different numbers of folds: no, 5; expected the same"):
+        compare([*RECORDS[:-1], replace(RECORDS[-1], folds=None)])
+    with pytest.raises(ValueError, match="'b' at all labels, seed 39 is recorded twice"):
+        pooled([*RECORDS, RECORDS[-1]])
+    other = replace(RECORDS[1], test_index=RECORDS[0].test_index)
+    with pytest.raises(ValueError, match="'a', pass 0: its folds do not contain every image once"):
+        compare([RECORDS[0], other, *RECORDS[2:]])
+
+
+def test_disagreements_are_counted_over_passes():
+    (found,) = disagreements(RECORDS, "b", "a")
+    b, a = VALUES[1, 3], VALUES[0, 3]
+    assert found.seeds[3] == ((b & a).sum(), (b & ~a).sum(), (~b & a).sum(), (~b & ~a).sum()) and len(found.seeds) == 8
+
+
+# Tests of a difference
+
+
+def test_six_passes_are_judged_over_passes_and_images_with_a_larger_part_over_images():
+    row = row_of(RECORDS)
+    mean, v = paired_variance(VALUES[1].astype(float) - VALUES[0])
+    larger = replace(v, over_images=1.6 * v.over_images)
+    half = half_width(larger, 0.05)
+    d = row.difference
+    assert [d.mean, d.low, d.high, d.p] == pytest.approx([mean, mean - half, mean + half, two_part_p(mean, larger)])
+    assert (row.folds, row.units, d.pool, d.overlap, d.images, d.groups) == (5, "passes", "folds", 0.0, 60, None)
+    assert d.seeds == tuple(range(8)) and row.verdict == "better" and d.replication is not None
+    assert "8 passes of 5 folds and 60 images" in d.method and "multiplied by 1.6" in d.method
+    plain = row_of([replace(r, folds=None, test_index=None, drawn_share=0.0, labels=10) for r in pooled(RECORDS)])
+    assert plain.difference.p < d.p and plain.difference.method == "" and plain.units == "seeds"
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_few_passes_are_judged_over_single_folds(passes):
+    row = row_of([r for r in RECORDS if r.seed < passes * K])
+    values = np.array([(VALUES[1, p] ^ False).astype(float)[FOLDS[p] == f].mean() - VALUES[0, p][FOLDS[p] == f].mean()
+                       for p in range(passes) for f in range(K)])  # fmt: skip
+    j = passes * K
+    se = np.sqrt(values.var(ddof=1) * (1 / j + 1 / (K - 1)))
+    p = 2 * stats.t.sf(abs(values.mean()) / se, j - 1)
+    half = stats.t.isf(0.025, j - 1) * se
+    d = row.difference
+    assert [d.mean, d.low, d.high, d.p] == pytest.approx([values.mean(), values.mean() - half, values.mean() + half, p])
+    assert d.variance is None and d.seeds_low is None and d.single_folds.runs == j
+    assert f"the {j} single folds with Nadeau and Bengio's correction" in row.reason and "at least 6 passes" in row.reason
+    assert row.verdict == ("better" if p < 0.05 else "inconclusive")
+    if row.verdict == "inconclusive":
+        assert d.needs == "seeds" and d.detectable == pytest.approx(half + stats.t.isf(0.2, j - 1) * se)
+    else:
+        expected = stats.t.cdf((abs(values.mean()) - half) / se / np.sqrt(2), j - 1)
+        assert d.replication == pytest.approx(expected)
+
+
+def test_equal_predictions_in_few_passes_are_inconclusive():
+    same = [replace(r, correct=VALUES_OF[r.seed], test=TEST_OF[r.seed]) if r.arm == "b" else r for r in RECORDS if r.seed < K]
+    row = row_of(same)
+    assert row.verdict == "inconclusive" and row.reason.startswith("the same accuracy as the baseline for every fold")
+
+
+VALUES_OF = {r.seed: r.correct for r in RECORDS if r.arm == "a"}
+TEST_OF = {r.seed: r.test for r in RECORDS if r.arm == "a"}
+
+
+def test_looks_count_passes():
+    few = [r for r in RECORDS if r.seed < 6 * K]
+    row = row_of([replace(r, looks=[6, 8, 12]) for r in few])
+    assert row.difference.looks == (6,) and (row.stopped, row.next_look) in {("decided", None), ("", 8)}
+    weak = records(random_values(np.random.default_rng(1), effect=0.01), FOLDS)
+    wanted = next_looks([r for r in weak if r.seed < 6 * K], [6, 8, 12])
+    assert set(wanted.values()) == {8}
+    row = row_of([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 6 * K])
+    assert row.reason.endswith("the next look is at 8 passes")
+    early = row_of([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 3 * K])
+    assert (early.verdict, early.reason) == ("not enough seeds", "3 of the 6 pairs of the first look")
+
+
+# Groups
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_groups_are_the_units(folded):
+    groups = np.repeat(np.arange(15), 4)
+    fold = np.stack([np.random.default_rng(p).permutation(np.arange(15) % K)[groups] for p in range(8)])
+    rows = records(VALUES, fold, groups=groups)
+    if not folded:
+        rows = [replace(r, folds=None, pool_images=None, drawn_share=0.0, labels=10) for r in pooled(rows)]
+    row = row_of(rows)
+    d = VALUES[1].astype(float) - VALUES[0]
+    mean, v = paired_variance(d.reshape(8, 15, 4).sum(2) * 15 / 60)
+    v = of_folds(v) if folded else v
+    assert row.difference.variance == v and mean == pytest.approx(d.mean()) == row.difference.mean
+    assert row.difference.p == pytest.approx(two_part_p(mean, v)) and row.difference.groups == v.images == 15
+    assert "the 15 groups count and not the 60 images" in row.difference.method
+    few = row_of([replace(r, test_groups=[g // 4 for g in r.test_groups]) for r in rows])
+    assert (few.verdict, few.reason) == ("no verdict", "fewer than 6 groups of test images, so no test is possible")
+
+
+# Other scores
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_verdict_follows_the_direction_of_the_score(lower):
+    losses = np.random.default_rng(2).exponential(size=(2, 8, 60)) + np.linspace(0, 2, 60)
+    losses[1] -= 0.5 * losses[0].mean()
+    values = losses if lower else losses / losses.max()
+    rows = records(values, FOLDS, bits=False, lower_is_better=lower or None)
+    for r in rows:
+        r.score = "log_loss" if lower else "balanced_accuracy"
+        r.test = {r.score: r.test["balanced_accuracy"]}
+    row = row_of(rows)
+    assert row.difference.mean < 0 and row.verdict == ("better" if lower else "worse")
+    assert row.lower_is_better == row.difference.lower_is_better == lower and row.difference.metric == row.score
+    single = row_of([r for r in rows if r.seed < 2 * K])
+    assert single.difference.single_folds and (not single.decided or single.verdict == row.verdict)
+    unknown = row_of([replace(r, contributions=None) for r in rows])
+    assert unknown.verdict == "no verdict" and "nor recorded for each test image" in unknown.reason
+
+
+def test_arms_with_different_scores_get_no_verdict():
+    rows = [replace(r, score="log_loss", test={"log_loss": 0.5}, correct=None, contributions=pack_floats([0.5] * 12),
+                    lower_is_better=True) if r.arm == "b" else r for r in RECORDS]  # fmt: skip
+    row = row_of(rows)
+    assert (row.verdict, row.reason, row.difference) == ("no verdict", "judged by log_loss, and a by accuracy", None)
+
+
+# From images to a verdict
+
+
+@pytest.fixture(scope="module")
+def own_images(tmp_path_factory):
+    """The path of an archive with 48 noisy images of three classes, in groups of two."""
+    path, rng = tmp_path_factory.mktemp("own") / "own.npz", np.random.default_rng(0)
+    labels = np.repeat(np.arange(24) % 3, 2)
+    images = rng.integers(0, 100, (48, 8, 8), np.uint8)
+    images[np.arange(48), labels] += 100
+    np.savez(path, images=images, labels=labels, groups=np.repeat(np.arange(24), 2))
+    return str(path)
+
+
+def trained(own_images, folder, **settings) -> list[Record]:
+    """The records of two arms, trained for a few steps in one pass of three folds."""
+    base = Run(data=partial(arrays, path=own_images, folds=3), model=TINY_VIT, steps=4, batch=8, val=6, **settings)
+    entries = ablate({"a": base, "b": base.vary(steps=8)}, seeds=[1], references=False)
+    tags = [Tags("demo", entry.arm, entry.role, entry.baseline) for entry in entries]
+    places = [folder / f"{entry.arm}{entry.seed}" for entry in entries]
+    reads = folder / "reads.jsonl"
+    return [fit(entry.run, place, tags=tag, reads=reads) for entry, place, tag in zip(entries, places, tags)]
+
+
+def test_runs_of_a_cross_validation_test_every_image_once(own_images, tmp_path):
+    found = trained(own_images, tmp_path, evaluators=(accuracy, knn))
+    assert {(r.folds, r.pool_images, r.test_settings, r.test_reads) for r in found} == {(3, 48, 1, 1)}
+    groups = [set(r.test_groups) for r in found if r.arm == "a"]
+    assert set.union(*groups) == set(range(24)) and sum(map(len, groups)) == 24
+    passes = pooled(found)
+    assert [(r.arm, r.seed, r.test_images) for r in passes] == [("a", 1, 48), ("b", 1, 48)]
+    assert passes[0].test_groups == [i // 2 for i in range(48)]
+    for r in passes:
+        assert r.correct_bits.mean() == pytest.approx(r.result)
+        assert np.sum(r.confusion) == 48 and np.trace(r.confusion) == r.correct_bits.sum()
+        assert sum(n for n, _, _ in r.reliability) == 48 and len(r.reliability) == 15
+        assert sum(n * right for n, _, right in r.reliability) == pytest.approx(r.correct_bits.sum())
+    row = row_of(found)
+    assert row.difference.single_folds.runs == 3 and row.difference.groups == 24 and row.verdict in ("better", "inconclusive")
+
+
+def test_runs_can_be_judged_by_a_loss(own_images, tmp_path):
+    found = trained(own_images, tmp_path, evaluators=(log_loss, accuracy))
+    assert all(r.lower_is_better and r.score == "log_loss" and r.correct is None and r.result > 0.3 for r in found)
+    for r in pooled(found):
+        assert r.per_image.mean() == pytest.approx(r.result, rel=1e-6) and r.result == pytest.approx(r.test["nll"], rel=1e-6)
+    row = row_of(found)
+    assert row.lower_is_better and row.verdict in ("better", "worse", "inconclusive") and row.difference.metric == "log_loss"
+
+
+# Simulations with real training
+
+
+@cache
+def digit_images() -> tuple[np.ndarray, np.ndarray]:
+    """The 1,797 digits of scikit-learn, (images, 8, 8) between 0 and 1, and their labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return data.images / 16, data.target
+
+
+def halves(rng, images: np.ndarray, groups=None) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs of the two arms, (images, pixels): the left half, and the right half turned around, of images mirrored at
+    random. Images of a group are mirrored together.
+    """
+    units = np.arange(len(images)) if groups is None else groups
+    mirrored = rng.random(units.max() + 1) < 0.5
+    images = np.where(mirrored[units][:, None, None], images[:, :, ::-1], images)
+    return images[:, :, :4].reshape(len(images), -1), images[:, :, :3:-1].reshape(len(images), -1)
+
+
+def nearest(train, labels, test, seed) -> np.ndarray:
+    """Scores (images, classes) of 1-NN."""
+    distance = (test**2).sum(1)[:, None] - 2 * test @ train.T + (train**2).sum(1)
+    return np.eye(labels.max() + 1)[labels[distance.argmin(1)]]
+
+
+def random_features(train, labels, test, seed, width=100) -> np.ndarray:
+    """Scores (images, classes) of ridge regression on a layer of random ReLU features."""
+    draw = np.random.default_rng(seed)
+    weights, bias = draw.normal(size=(train.shape[1], width)), draw.normal(size=width)
+    a, b = (np.maximum((x - 0.3) @ weights + bias, 0) for x in (train, test))
+    target = np.eye(labels.max() + 1)[labels] - 1 / (labels.max() + 1)
+    return b @ np.linalg.solve(a.T @ a + 3.0 * np.eye(width), a.T @ target)
+
+
+def out_of_fold(train_and_score, arms, labels, folds) -> np.ndarray:
+    """Whether each arm classifies each image correctly when it is a test image, (arms, passes, images)."""
+    right = np.zeros((2, *folds.shape), bool)
+    for number, fold in enumerate(folds):
+        for f in range(fold.max() + 1):
+            out = fold == f
+            for arm, x in enumerate(arms):
+                found = train_and_score(x[~out], labels[~out], x[out], number * K + f)
+                right[arm, number, out] = found.argmax(1) == labels[out]
+    return right
+
+
+def fold_of_images(labels, passes, groups=None) -> np.ndarray:
+    """The fold of each image in each pass, drawn as a data set draws them: (passes, images)."""
+    table = np.empty((passes, len(labels)), int)
+    groups = None if groups is None else torch.from_numpy(groups)
+    for number in range(passes):
+        for f, index in enumerate(draw_folds(torch.from_numpy(labels), groups, K, number, int(labels.max()) + 1)):
+            table[number, index.numpy()] = f
+    return table
+
+
+def t_test(values) -> bool:
+    return bool(stats.ttest_1samp(values, 0).pvalue < 0.05)
+
+
+def null_of_folds(rng, train_and_score, images=300, passes=8) -> dict[str, bool]:
+    """Which tests call two equal arms different in one cross-validation."""
+    pixels, labels = digit_images()
+    chosen = rng.choice(len(labels), images, replace=False)
+    folds = fold_of_images(labels[chosen], passes)
+    right = out_of_fold(train_and_score, halves(rng, pixels[chosen]), labels[chosen], folds)
+    rows = records(right, folds)
+    each = right[1].astype(float) - right[0]
+    single = [each[p][folds[p] == f].mean() for p in range(passes) for f in range(K)]
+    return {
+        "two-part": row_of(rows).decided,
+        "Nadeau-Bengio": row_of([r for r in rows if r.seed < K]).decided,
+        "plain t, passes": t_test(each.mean(1)),
+        "plain t, all folds": t_test(single),
+        "plain t, folds of one pass": t_test(single[:K]),
+    }
+
+
+def rates(name: str, draw, repetitions: int, seed: int) -> dict[str, float]:
+    """The share of repetitions in which each test gives a false verdict."""
+    rng = np.random.default_rng(seed)
+    found = [draw(rng) for _ in range(repetitions)]
+    shares = {test: float(np.mean([each[test] for each in found])) for test in found[0]}
+    print(f"\n{name}, {repetitions} repetitions: " + ", ".join(f"{test} {share:.1%}" for test, share in shares.items()))
+    return shares
+
+
+def accuracy_of(found, labels) -> np.ndarray:
+    return (found.argmax(1) == labels).astype(float)
+
+
+def balanced_accuracy_of(found, labels) -> np.ndarray:
+    counts = np.bincount(labels)
+    return (found.argmax(1) == labels) * (len(labels) / (len(counts) * counts[labels]))
+
+
+def macro_f1_of(found, labels) -> np.ndarray:
+    from sklearn.metrics import f1_score
+
+    predicted, k = found.argmax(1), found.shape[1]
+    score = f1_score(labels, predicted, labels=np.arange(k), average="macro", zero_division=0)
+    return jackknife(float(score), macro_f1_without(labels, predicted, k))
+
+
+def auc_of(found, labels) -> np.ndarray:
+    from sklearn.metrics import roc_auc_score
+
+    score = np.mean([roc_auc_score(labels == c, found[:, c]) for c in range(found.shape[1])])
+    return jackknife(float(score), auc_without(labels, found))
+
+
+SCORES = {"accuracy": accuracy_of, "balanced accuracy": balanced_accuracy_of, "macro F1": macro_f1_of, "AUC": auc_of}
+
+
+def below(p: float | None) -> bool:
+    return p is not None and p < 0.05
+
+
+def null_of_scores(rng, seeds=8, labelled=100, tested=(150, 80, 45, 25)) -> dict[str, bool]:
+    """Which scores call two equal arms different on one fixed test part with classes of different sizes. Each seed draws its
+    training images from the rest.
+    """
+    pixels, digits = digit_images()
+    labels = digits % 4
+    order = rng.permutation(len(labels))
+    test = np.concatenate([order[labels[order] == c][:n] for c, n in enumerate(tested)])
+    pool = np.setdiff1d(order, test)
+    both = halves(rng, pixels)
+    values = {name: np.empty((2, seeds, len(test))) for name in SCORES}
+    for seed in range(seeds):
+        train = rng.choice(pool, labelled, replace=False)
+        for arm, x in enumerate(both):
+            found = random_features(x[train], labels[train], x[test], seed)
+            for name, value_of in SCORES.items():
+                values[name][arm, seed] = value_of(found, labels[test])
+    overlap = labelled / (len(pool) - labelled)
+    decided = {}
+    for name, (a, b) in values.items():
+        mean, v = paired_variance(b - a)
+        decided[name] = below(two_part_p(mean, v, overlap=overlap))
+        decided[f"{name}, plain t"] = t_test((b - a).mean(1))
+    return decided
+
+
+def alike(rng, images, groups: int, size: int):
+    """Images in groups, such as the images of one patient: the indices of one image of each group, repeated, and the pixels
+    with a little noise, so that the images of a group are strongly alike. Return pixels, indices and groups.
+    """
+    chosen = rng.choice(len(images), groups, replace=False).repeat(size)
+    pixels = images[chosen] + 0.05 * rng.normal(size=(groups * size, 8, 8))
+    return pixels, chosen, np.arange(groups).repeat(size)
+
+
+def null_of_groups(rng, groups=50, size=6, seeds=8, labelled=100) -> dict[str, bool]:
+    """Which tests call two equal arms different on a fixed test part whose images are strongly alike within a group."""
+    images, labels = digit_images()
+    pixels, chosen, group = alike(rng, images, groups, size)
+    pool = np.setdiff1d(np.arange(len(labels)), chosen)
+    both, tested = halves(rng, images), halves(rng, pixels, group)
+    right = np.empty((2, seeds, len(group)))
+    for seed in range(seeds):
+        train = rng.choice(pool, labelled, replace=False)
+        for arm in range(2):
+            found = random_features(both[arm][train], labels[train], tested[arm], seed)
+            right[arm, seed] = found.argmax(1) == labels[chosen]
+    d, overlap = right[1] - right[0], labelled / (len(pool) - labelled)
+    return {
+        "images": below(two_part_p(*paired_variance(d), overlap=overlap)),
+        "groups": below(two_part_p(*paired_variance(in_groups(d, group)), overlap=overlap)),
+    }
+
+
+def null_of_groups_in_folds(rng, train_and_score, groups=75, size=4, passes=6) -> dict[str, bool]:
+    """The same in a cross-validation whose folds keep groups together. The digits are put into four classes."""
+    images, digits = digit_images()
+    labels = digits % 4
+    pixels, chosen, group = alike(rng, images, groups, size)
+    folds = fold_of_images(labels[chosen], passes, group)
+    right = out_of_fold(train_and_score, halves(rng, pixels, group), labels[chosen], folds)
+    return {
+        "images": row_of(records(right, folds)).decided,
+        "groups": row_of(records(right, folds, groups=group)).decided,
+    }
+
+
+CLASSIFIERS = {"random features": random_features, "1-NN": nearest}
