@@ -38,9 +38,9 @@ NAMES = {
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "recipe": ("load_recipe",),
     "train": ("TrainedModel", "fit", "load"),
-    "report": ("html", "markdown"),
+    "report": ("html", "markdown", "records"),
     "verdicts": ("compare",),
-    "deploy": ("SmallViTClassifier",),
+    "deploy": ("Ensemble", "SmallViTClassifier", "export", "load_all", "share"),
 }  # fmt: skip
 
 # `augment` is a module that is used by its name: augment.digits(), augment.photos()

@@ -1,4 +1,4 @@
-"""The command line: smallvit list | run | tune | explore | report | verify | summary.
+"""The command line: smallvit list | run | tune | explore | report | verify | new | predict | export | share | summary.
 
 The file of a command is imported when the command is used, so `smallvit --help` does not import torch.
 """
@@ -79,11 +79,27 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "report": (
         "write the report of the runs that have finished so far",
-        "recipe --out --scale-steps --disagreements --publish",
+        "recipe --out --scale-steps --csv --latex --mistakes --disagreements --publish",
     ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
         "recipe --out --jobs --device --seeds --labels --only",
+    ),
+    "new": (
+        "look at a folder of your images and write a recipe that compares all techniques on them",
+        "name --data --digits",
+    ),
+    "predict": (
+        "predict the classes of image files with a trained model, as a table in CSV format",
+        "run images -o --ensemble --skip-broken --labels --seed --only --out",
+    ),
+    "export": (
+        "write a trained model to one file: .onnx for ONNX Runtime, .pt2 for torch.export",
+        "run file --fixed-size --ensemble --labels --seed --only --out",
+    ),
+    "share": (
+        "write a trained model with a model card to a folder, or upload it to the Hugging Face Hub",
+        "run target --license --onnx --private --labels --seed --only --out",
     ),
     "summary": (
         "print the output shapes, parameters and multiply-adds of a model, layer by layer",
@@ -101,7 +117,7 @@ HELP = {
     "machine; the choice is stored for the next time",
     "--numerics": "how training steps are computed; --fast does not change what is given here: "
     "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
-    "--only": "train only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
+    "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
     "length=2000  settings=tuned|common",
     "--until-decided": "look at the verdicts after 6, 8, 12, 16, 24 and 32 seeds, and train more seeds only of the arms "
     "without a verdict so far",
@@ -111,14 +127,33 @@ HELP = {
     "--retry": "train failed runs again",
     "--fail-fast": "stop after the first failed run",
     "--disagreements": "also write a table of the test images on which two arms disagree",
+    "--csv": "also write the results as a CSV file: report.csv beside the report, or FILE; - prints it",
+    "--latex": "also write the main results as a LaTeX table: report.tex beside the report, or FILE; - prints it",
+    "--mistakes": "also list and draw the test images that an arm gets wrong most often, with its trained models",
     "--publish": "write the records and the report beside the recipe file, to be committed",
     "--seeds": "number of seeds of each arm: committed ones to train again (verify), or new ones (explore); default: 1",
-    "--labels": "number of labels of these runs (default: the smallest committed one)",
+    "--labels": "number of labels of these runs, or all (verify: the default is the smallest committed one)",
+    "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
+    "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
+    "--digits": "mirroring an image changes its label, as for digits and letters",
+    "run": "a trained model: the folder of a finished run, RECIPE:ARM (such as quickstart:+SPT), or hf:user/name",
+    "images": "image files, folders (searched with their subfolders), or patterns in quotes, such as 'scans/*.png'",
+    "file": "the file to write; its name ends in .onnx or .pt2",
+    "target": "a new folder, or hf:user/name for the Hugging Face Hub",
+    "-o": "file for the table (default: print it): file, class, and the probability of each class",
+    "--ensemble": "use the mean of the probabilities of all finished seeds (or folds) of the arm",
+    "--skip-broken": "leave out files that cannot be read; without it, they are listed and nothing is written",
+    "--seed": "random seed of the run, if several have finished",
+    "--fixed-size": "take only images of the size of the model; otherwise images of any size are resized inside the file",
+    "--license": "license of the model in the notation of the hub, such as mit (default: unknown)",
+    "--onnx": "also write model.onnx",
+    "--private": "on the hub, only you can see the model",
     "model": "a recipe (name or path), or the name of a timm model, such as vit_base_patch16_224",
     "--arm": "arm of the recipe (default: the first one)",
     "--image": "side of the image (default: that of the model)",
     "--channels": "channels of the image (default: those of the model)",
 }
+TABLE = {"nargs": "?", "const": "", "metavar": "FILE"}
 NUMBER = {"type": positive, "metavar": "N"}
 SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
     "--out": {"default": "runs"},
@@ -129,12 +164,22 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
     "--only": {"nargs": "+", "default": [], "metavar": "FILTER"},
     "--max-seeds": NUMBER,
+    "--csv": TABLE,
+    "--latex": TABLE,
+    "--mistakes": {"metavar": "ARM"},
     "--disagreements": {"nargs": 2, "metavar": "ARM"},
     "--seeds": NUMBER | {"default": 1},
+    "images": {"nargs": "+"},
+    "-o": {"dest": "output", "metavar": "FILE.csv"},
+    "--seed": {"type": int, "metavar": "N"},
     "--image": NUMBER | {"metavar": "PIXELS"},
+    "name": {"nargs": "?"},
+    "--data": {"required": True, "metavar": "DIR"},
+    "--digits": {"action": "store_true"},
     "--channels": NUMBER,
     **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run")},
     **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish")},
+    **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--private")},
 }
 
 

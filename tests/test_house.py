@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials",
+        "__init__", "ablation", "data", "deploy", "evaluate", "explain", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials",
         "tuning", "verdicts",
     },
     "launch": {
@@ -37,7 +37,7 @@ MAY_IMPORT = {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "pretrained",
         "record", "rng", "run", "vit",
     },
-    "deploy": {"ablation", "baselines", "data", "record", "run", "train"},
+    "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
     "recipe": {"ablation", "tuning"},
     "looks": {"ablation", "passes", "record"},
     "trials": {"record", "tuning"},
@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
-    "report": {"components", "explain", "record", "verdicts"},
+    "report": {"components", "explain", "recipe", "record", "verdicts"},
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "flops", "pooling", "positions", "tokenizers", "vit"},
@@ -79,7 +79,7 @@ INSTALLED_BY = {
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip
-EXTRAS = {"optuna": "tune"}  # each library that one command needs, with the extra in setup.cfg that installs it
+EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "optuna": "tune", "pandas": "table"}  # each library that one command needs, with the extra in setup.cfg that installs it
 HEAVY = sorted({*INSTALLED_BY, *EXTRAS} - {"torch", "numpy", "einops"})
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 

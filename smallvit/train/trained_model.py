@@ -1,6 +1,8 @@
 """The trained model of a finished run: loading, and predicting the classes of new images."""
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,58 @@ from torch import Tensor, nn
 
 from smallvit import record as records
 from smallvit.data import DataSpec, Preprocess
+from smallvit.data.images import normalize
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
 
 from .initialize import read_weights
 
+HUB = "hf:"  # an address on the Hugging Face Hub begins with it: hf:user/name or hf:user/name@revision
+CONFIG = "config.json"  # in a shared folder: a short description of the model, and the hashes of the other files
 
-class TrainedModel:
+
+class ImageClassifier(ABC):
+    """Base class of objects that predict the classes of images: one trained model, or several that predict together. A subclass
+    has the attribute `preprocess`, which turns images into pixels, and the method `probabilities`.
+    """
+
+    preprocess: Preprocess
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes as a tuple, in the order of the probabilities."""
+        return self.preprocess.classes
+
+    @abstractmethod
+    def probabilities(self, pixels: Tensor) -> Tensor:
+        """Return the probability of each class for each image of one batch, as a tensor of shape (images, classes). `pixels` is
+        what `preprocess.pixels` returns, shape (images, channels, height, width).
+        """
+
+    @abstractmethod
+    def check_classes(self):
+        """Raise ValueError if a head was not trained on labels, so that its outputs have no meaning."""
+
+    @torch.no_grad()
+    def predict_proba(self, images: Any, batch: int = 256) -> Tensor:
+        """Return the probability of each class for each image, as a tensor of shape (images, classes). `batch` is the number of
+        images in one forward pass.
+
+        A list of files is read batch by batch, so its length is not limited by the memory.
+
+        Raises ValueError for images that cannot be read or do not fit, and for a model whose head was not trained on labels.
+        """
+        self.check_classes()
+        return torch.cat([self.probabilities(pixels) for pixels in split_images(images, self.preprocess, batch)])
+
+    def predict(self, images: Any) -> list[str]:
+        """Return the name of the most probable class of each image, as a list. The images are paths, PIL images, arrays or
+        tensors.
+        """
+        return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
+
+
+class TrainedModel(ImageClassifier):
     """A trained model together with the preprocessing of its images. It predicts the classes of new images. The function `load`
     creates this object from the folder of a finished run.
 
@@ -36,30 +83,31 @@ class TrainedModel:
     def __init__(self, model: nn.Module, preprocess: Preprocess, run: Run, record: Record):
         self.model, self.preprocess, self.run, self.record = model.eval(), preprocess, run, record
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes as a tuple, in the order of the model's outputs."""
-        return self.preprocess.classes
-
-    @torch.no_grad()
-    def predict_proba(self, images: Any, batch: int = 256) -> Tensor:
-        """Return the probability of each class for each image, as a tensor of shape (images, classes). `batch` is the number of
-        images in one forward pass.
-
-        Raises ValueError for images that cannot be read or do not fit, and for a model whose head was not trained on labels.
-        """
+    def check_classes(self):
         new_head = not self.run.steps and any("head." in name for name in (self.record.init_weights or {}).get("missing", ()))
         if new_head or not trains_classifier(self.run):
-            raise ValueError("the head of this model was not trained on labels, so it has no classes; use .model.features(...)")
-        parameter = next(self.model.parameters(), torch.zeros(()))
-        pixels = self.preprocess(images)
-        return torch.cat([self.model(part.to(parameter)).float().softmax(-1).cpu() for part in pixels.split(batch)])
+            raise ValueError(
+                "the head of this model was not trained on labels, so it has no classes; train a run with this one as init=... "
+                "on labels, or use .model.features(...)"
+            )
 
-    def predict(self, images: Any) -> list[str]:
-        """Return the name of the most probable class of each image, as a list. The images are paths, PIL images, arrays or
-        tensors.
-        """
-        return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
+    @torch.no_grad()
+    def probabilities(self, pixels: Tensor) -> Tensor:
+        parameter = next(self.model.parameters(), torch.zeros(()))
+        normalized = normalize(pixels, self.preprocess.mean, self.preprocess.std)
+        return self.model(normalized.to(parameter)).float().softmax(-1).cpu()
+
+
+def split_images(images: Any, preprocess: Preprocess, batch: int) -> Iterator[Tensor]:
+    """Yield the pixels of images in batches, as tensors of shape (batch, channels, height, width). `images` are paths, PIL
+    images, arrays or tensors, `preprocess` turns them into pixels, and `batch` is the largest number of images in a batch.
+
+    Of a list, only as many items as a batch has images are converted at a time.
+    """
+    is_long = isinstance(images, list | tuple) and len(images) > batch
+    parts = [images[start : start + batch] for start in range(0, len(images), batch)] if is_long else [images]
+    for part in parts:
+        yield from preprocess.pixels(part).split(batch)
 
 
 def trains_classifier(run: Run) -> bool:
@@ -73,22 +121,90 @@ def load(folder: str | Path) -> TrainedModel:
     """Return the trained model of a finished run, which is loaded from the folder of this run. The training data are not
     needed.
 
-    If the run uses components of your own recipe, import the recipe first: `smallvit.load_recipe(path)`.
+    `folder` may also be a folder that `smallvit share` has written, or the address of one on the Hugging Face Hub, such as
+    "hf:user/name" or "hf:user/name@revision". Only safetensors and JSON files are read.
 
-    Raises ValueError if no run has finished in `folder`, and for weights that are damaged or of another run.
+    If the run uses components of your own recipe, import the recipe first: `smallvit.load_recipe(path)`. A shared model with
+    such components is refused.
+
+    Raises ValueError if no run has finished in `folder`, for files that are damaged or of another run, and for a model on the
+    hub that cannot be downloaded.
     """
+    if str(folder).startswith(HUB):
+        folder = download(str(folder))
     folder = Path(folder)
+    shared = (folder / CONFIG).is_file()
+    if shared:
+        check_shared_files(folder)
     record = records.read_record(folder)
     if record is None or not record.finished:
         raise ValueError(f"no run has finished in {folder}; expected a folder with {records.RECORD} and {records.WEIGHTS}")
+    again = "download it again" if shared else "delete the folder and train the run again"
     if problem := records.damaged_weights(folder, record):
-        raise ValueError(f"{problem}; delete the folder and train the run again")
+        raise ValueError(f"{problem}; {again}")
     if record.preprocess is None:
         raise ValueError(f"the record in {folder} does not say how images are preprocessed; train the run again")
+    if shared and (foreign := custom_components(record.run)):
+        raise ValueError(
+            f"the shared model in {folder} needs code that is not part of smallvit: {', '.join(foreign)}; smallvit never runs "
+            "code of a shared model; ask its author for the recipe and train it yourself"
+        )
     run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
+    if fingerprint(run) != record.fingerprint:
+        raise ValueError(f"the settings in {folder / records.RECORD} were changed after training; {again}")
     model = run.model(preprocess.size, preprocess.channels, len(preprocess.classes))
     model.load_state_dict(read_weights(folder, record.fingerprint))
     return TrainedModel(model, preprocess, run, record)
+
+
+def download(address: str) -> Path:
+    """Download a shared model from the Hugging Face Hub, and return the folder with its files. `address` is "hf:user/name",
+    or "hf:user/name@revision" with a branch, a tag or a commit. Files that were downloaded before are not downloaded again.
+
+    Raises ValueError for another form of address, and if the download fails.
+    """
+    import huggingface_hub
+
+    name, _, revision = address.removeprefix(HUB).partition("@")
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ValueError(f"got the address {address!r}; expected {HUB}user/name or {HUB}user/name@revision")
+    try:
+        files = [CONFIG, records.RECORD, records.WEIGHTS]
+        return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=files))
+    except Exception as error:  # network, hub and login: each library raises its own class
+        raise ValueError(
+            f"{address} could not be downloaded ({type(error).__name__}: {error}); check the name, the network and, for a "
+            "private model, your login (hf auth login)"
+        ) from error
+
+
+def check_shared_files(folder: Path):
+    """Raise ValueError if a file in the folder of a shared model is not the one that was shared. The hashes of the files are in
+    `config.json`, which `smallvit share` writes.
+    """
+    try:
+        hashes = json.loads((folder / CONFIG).read_bytes())["files"]
+        there = [name for name in hashes if (folder / Path(name).name).is_file()]
+        wrong = [name for name in there if records.file_sha256(folder / Path(name).name) != hashes[name]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} is damaged or not of smallvit ({error!r}); download the model again") from error
+    missing = [name for name in (records.RECORD, records.WEIGHTS) if name not in hashes or not (folder / name).is_file()]
+    for names, problem in ((missing, "missing"), (wrong, "different from what was shared")):
+        if names:
+            raise ValueError(f"{folder}: {', '.join(names)} is {problem}, by {CONFIG}; download the model again")
+
+
+def custom_components(described: Any) -> list[str]:
+    """Return the full names of all components in the description of a run that are not part of smallvit, such as a class of a
+    recipe file. `described` is the run as JSON data, or a part of it.
+    """
+    if isinstance(described, list):
+        return sorted({name for item in described for name in custom_components(item)})
+    if not isinstance(described, dict):
+        return []
+    names = [described.get("call"), described.get("make")]
+    own = [str(name) for name in names if name is not None and not str(name).startswith("smallvit.")]
+    return sorted({*own, *custom_components(list(described.values()))})
 
 
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:

@@ -1,0 +1,53 @@
+"""smallvit share: a trained model with a model card, in a folder or on the Hugging Face Hub."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from smallvit.deploy.hub import share
+from smallvit.record import Record, read_record, settings_of
+
+from .finished import find_folders, one_folder
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write a folder with a trained model and its model card, or upload it to the Hugging Face Hub. `options` are the arguments
+    of the command line. Return the exit status 0.
+    """
+    run = one_folder(find_folders(options), options, "choose one with --seed")
+    records = other_seeds(Path(run))
+    for path in local_paths(read_record(Path(run))):
+        print(f"note: {path} is a path of this machine; others can read it in record.json", file=sys.stderr)
+    place = share(
+        run, options.target, records=records, license=options.license, onnx=options.onnx, private=options.private
+    )
+    print(f"shared: {place}\nload it with: smallvit.load({options.target!r})")
+    return 0
+
+
+def other_seeds(run: Path) -> list[Record]:
+    """Return the records of all finished runs that differ from a run only in the seed, with the record of this run. They are
+    looked for beside the folder `run`. A damaged record is left out.
+    """
+    record, found = read_record(run), []
+    if record is None:
+        return []
+    for folder in sorted(run.absolute().parent.iterdir()):
+        try:
+            other = read_record(folder)
+        except (OSError, ValueError):
+            continue
+        if other and other.finished and settings_of(other.run, "seed") == settings_of(record.run, "seed"):
+            found.append(other)
+    return found
+
+
+def local_paths(record: Record | None) -> list[str]:
+    """Return the absolute paths among the settings of a run, such as that of its data, from its record."""
+
+    def texts(plain: object) -> list[str]:
+        if isinstance(plain, dict | list):
+            return [text for part in (plain.values() if isinstance(plain, dict) else plain) for text in texts(part)]
+        return [plain] if isinstance(plain, str) and Path(plain).is_absolute() else []
+
+    return list(dict.fromkeys(texts(record.run))) if record else []

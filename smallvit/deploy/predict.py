@@ -1,0 +1,161 @@
+"""Predictions of trained models: several models together, and many image files into a table."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from smallvit.data.files import is_image
+from smallvit.record import RECORD, read_record
+from smallvit.train.trained_model import ImageClassifier, TrainedModel, load
+
+SHOWN = 20  # how many files an error message lists
+
+
+class Ensemble(ImageClassifier):
+    """Several trained models that predict together: the probability of a class is the mean of the probabilities of all models.
+    `models` is a list of `TrainedModel` objects, for example the runs of one arm with different seeds.
+
+        ensemble = smallvit.load_all("runs/quickstart/50/SPT")
+        ensemble.predict(["one.png", "two.png"])        # names of classes
+        ensemble.predict_proba(pixels)                  # probabilities, shape (images, classes)
+
+    Raises   ValueError without models, and for models with other classes or another kind of images.
+    """
+
+    def __init__(self, models: Sequence[TrainedModel]):
+        if not models:
+            raise ValueError("got no models; expected at least one TrainedModel, as smallvit.load returns it")
+        self.models, self.preprocess = list(models), models[0].preprocess
+        for model in models:
+            for name in ("classes", "size", "channels"):
+                one, other = getattr(self.preprocess, name), getattr(model.preprocess, name)
+                if one != other:
+                    raise ValueError(f"the models differ in {name}: {one} and {other}; expected models of the same images")
+
+    def check_classes(self):
+        for model in self.models:
+            model.check_classes()
+
+    def probabilities(self, pixels: Tensor) -> Tensor:
+        return torch.stack([model.probabilities(pixels) for model in self.models]).mean(0)
+
+
+def load_all(folders: str | Path | Iterable[str | Path]) -> Ensemble:
+    """Return an `Ensemble` of the trained models of several finished runs. `folders` is a list of folders of runs, or one
+    folder that contains them, such as "runs/quickstart/50/SPT".
+
+    Raises ValueError if no run has finished there, if one cannot be loaded (see `load`), and for a folder with the runs of
+    several arms or several numbers of labels.
+    """
+    found = finished_runs(Path(folders)) if isinstance(folders, str | Path) else list(folders)
+    return Ensemble([load(folder) for folder in found])
+
+
+def finished_runs(folder: Path) -> list[Path]:
+    """Return the folders of the finished runs in `folder`, sorted by seed. These are the folder itself, if it is the folder of
+    a run, or all folders in it. Runs that were trained only because another run needs them are left out.
+
+    Raises ValueError if no run has finished there, and for runs of several arms or several numbers of labels.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; expected the folder of a finished run, or RECIPE:ARM")
+    if (folder / RECORD).exists():
+        return [folder]
+    found = {path.parent: read_record(path.parent) for path in sorted(folder.rglob(RECORD))}
+    finished = {path: record for path, record in found.items() if record and record.finished and record.role != "dependency"}
+    if not finished:
+        left = f" ({len(found)} runs there have not finished)" if found else ""
+        raise ValueError(f"no run has finished in {folder}{left}; expected a folder with {RECORD}, which smallvit run writes")
+    kinds = sorted({f"{record.arm} with {record.labels or 'all'} labels" for record in finished.values()})
+    if len(kinds) > 1:
+        raise ValueError(f"{folder} contains runs of several arms: {', '.join(kinds)}; give the folder of one of them")
+    return sorted(finished, key=lambda path: finished[path].seed)
+
+
+def find_files(names: Iterable[str]) -> list[str]:
+    """Return the image files that the texts `names` stand for, each once. A text is a file, a folder, which is searched with
+    its subfolders, or a pattern such as "scans/*.png". A file that is named directly is always kept; in folders only files with
+    the suffix of an image count, and hidden files and folders do not.
+
+    Raises ValueError if a text stands for no image.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            listed = sorted(file for file in path.rglob("*") if is_image(file.name) and file.is_file())
+            files = [str(file) for file in listed if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        else:
+            files = [name] if path.exists() else sorted(file for file in glob(name, recursive=True) if Path(file).is_file())
+        if not files:
+            what = "has no images" if path.is_dir() else "is no file, no folder and no pattern of which a file exists"
+            raise ValueError(f"{name} {what}; expected image files, folders with images, or patterns such as 'scans/*.png'")
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+class Predictions(NamedTuple):
+    """The predictions for image files: the files, their probabilities as a tensor (files, classes), and for each file that
+    could not be read the reason.
+    """
+
+    files: list[str]
+    probabilities: Tensor
+    broken: dict[str, str]
+
+
+def predict_files(
+    model: ImageClassifier,
+    files: Sequence[str],
+    *,
+    skip_broken: bool = False,
+    batch: int = 64,
+    watch: Callable[[int], Any] = lambda done: None,
+) -> Predictions:
+    """Return the predictions of `model`, a trained model or an ensemble, for image files. Only one batch of images is in memory
+    at a time. `watch` is called after each batch with the number of files in it.
+
+    Raises ValueError with a list of all files that cannot be read, unless `skip_broken` is True: then they are left out.
+    """
+    model.check_classes()
+    read, probabilities, broken = [], [], {}
+    for start in range(0, len(files), batch):
+        pixels = []
+        for file in files[start : start + batch]:
+            try:
+                pixels.append(model.preprocess.pixels(file))
+            except ValueError as error:
+                broken[file] = str(error)
+            else:
+                read.append(file)
+        if pixels and (skip_broken or not broken):  # otherwise the remaining files are only checked
+            probabilities.append(model.probabilities(torch.cat(pixels)))
+        watch(len(files[start : start + batch]))
+    if broken and not skip_broken:
+        more = f"\n  and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        listed = "".join(f"\n  {reason}" for reason in list(broken.values())[:SHOWN])
+        raise ValueError(
+            f"{len(broken)} of {len(files)} files cannot be read; remove them, or leave them out with --skip-broken "
+            f"(skip_broken=True):{listed}{more}"
+        )
+    if not read:
+        raise ValueError(f"none of the {len(files)} files can be read; the first: {next(iter(broken.values()))}")
+    return Predictions(read, torch.cat(probabilities), broken)
+
+
+def table(predictions: Predictions, classes: Sequence[str]) -> str:
+    """Return predictions as text in CSV format: one line for each file, with the file, the most probable class and the
+    probability of each class. The column of a class is called `p_<class>`.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["file", "class", *(f"p_{name}" for name in classes)])
+    for file, row in zip(predictions.files, predictions.probabilities):
+        writer.writerow([file, classes[int(row.argmax())], *(f"{value:.6f}" for value in row.tolist())])
+    return text.getvalue()
