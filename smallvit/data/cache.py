@@ -185,8 +185,8 @@ def _from_disk(
             shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
             if needed > (free := shutil.disk_usage(folder.parent).free):
                 raise ValueError(
-                    f"{top}: the decoded images take {needed / 1e9:.1f} GB, but {folder.parent} has {free / 1e9:.1f} GB left; set "
-                    "a smaller size=, or set the environment variable XDG_CACHE_HOME to another folder"
+                    f"{top}: the decoded images take {needed / 1e9:.1f} GB, but {folder.parent} has {free / 1e9:.1f} GB left; "
+                    "set a smaller size=, or set the environment variable XDG_CACHE_HOME to another folder"
                 )
             partial_folder.mkdir()
             array = (len(files), shape[2], *shape[:2])

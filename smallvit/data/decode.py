@@ -59,9 +59,11 @@ def _load(source: Any, pixels: str, name: str) -> Any:
     file = Path(source) if isinstance(source, str | Path) else None
     if file and file.suffix.lower() in DICOM:
         return _read_dicom(file, pixels, name)
+    opened: Any
     try:
         with Image.open(file) if file else nullcontext(source) as opened:
-            image, raw, kind = ImageOps.exif_transpose(opened), _raw_mode(opened), opened.format
+            raw, kind = _raw_mode(opened), opened.format  # before the pixels are read
+            image = ImageOps.exif_transpose(opened)
     except Exception as error:  # each image format raises its own kinds of errors
         reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
         if isinstance(error, UnidentifiedImageError):
@@ -82,7 +84,7 @@ def _load(source: Any, pixels: str, name: str) -> Any:
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
         return np.array(image)[..., None].astype(np.float32) / np.float32(65535)
     if file and kind == "PNG":
-        from torchvision.io import ImageReadMode, decode_image
+        from torchvision.io import ImageReadMode, decode_image  # Pillow has no color images of 16 bits
 
         values = decode_image(str(file), ImageReadMode.UNCHANGED, apply_exif_orientation=True)
         return values.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(65535)

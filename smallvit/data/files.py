@@ -146,7 +146,7 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
     except re.error as error:
         raise ValueError(f"group_by={pattern!r} is no regular expression ({error}); expected one like r'(.*)_\\d+'") from error
     if not compiled.groups:
-        raise ValueError(f"group_by={pattern!r} has no parentheses around the name of the group; expected one like r'(.*)_\\d+'")
+        raise ValueError(f"group_by={pattern!r} has no parentheses around the group; expected one like r'(.*)_\\d+'")
     matches = [compiled.fullmatch(PurePosixPath(file).stem) for file in files]
     if unmatched := [file for file, match in zip(files, matches) if match is None or match[1] is None]:
         raise ValueError(
@@ -183,7 +183,8 @@ def groups_in_file(files: list[str], table: Path) -> list[str]:
             raise ValueError(f"{table}: {file} is in two groups, {group[file]} and {row[1].strip()}; expected one")
     missing = [file for file in files if file not in group]
     if missing or unknown:
-        wrong = [f"no group for {listed(missing)}"] * bool(missing) + [f"lines without an image: {listed(unknown)}"] * bool(unknown)
+        wrong = [f"no group for {listed(missing)}"] * bool(missing)
+        wrong += [f"lines without an image: {listed(unknown)}"] * bool(unknown)
         raise ValueError(f"{table} has {' and '.join(wrong)}; expected a line for each image, with its path in the folder")
     return [group[file] for file in files]
 

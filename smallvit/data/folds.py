@@ -132,7 +132,7 @@ def _check_class_sizes(labels: Tensor, groups: Tensor | None, needed: int, optio
     """Raise ValueError if a class has fewer than `needed` groups (without groups, images). The message says that `option` needs
     them, and what is possible instead.
     """
-    unit = "images" if groups is None else "groups of images"
+    unit = "images" if groups is None else "groups of images (or of identical images)"
     units = torch.arange(len(labels)) if groups is None else groups
     fewest, label = min((len(units[labels == label].unique()), label) for label in range(len(spec.classes)))
     if fewest < needed:

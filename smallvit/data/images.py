@@ -100,8 +100,12 @@ class Rows:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        read = [arg[:] if isinstance(arg, Rows) else arg for arg in args]
-        return function(*read, **(kwargs or {}))
+        def read(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(read, value))
+            return value[:] if isinstance(value, Rows) else value
+
+        return function(*read(args), **{name: read(value) for name, value in (kwargs or {}).items()})
 
 
 @dataclass(frozen=True, eq=False)

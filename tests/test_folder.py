@@ -1,0 +1,649 @@
+"""A folder of images as it comes: formats, broken files, float pixels, duplicates, notes, and the cache on disk."""
+
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+import unicodedata
+import warnings
+import zlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from smallvit import Run, data, fingerprint
+from smallvit.data import Preprocess
+
+GENERATOR = np.random.default_rng(0)
+
+
+def noise(h=6, w=9, c=3):
+    return GENERATOR.integers(0, 256, (h, w, c) if c > 1 else (h, w), np.uint8)
+
+
+def write_class_folders(top, count=6, classes=("cat", "dog"), c=3):
+    """Write `count` random PNG files for each class."""
+    for name in classes:
+        (top / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            Image.fromarray(noise(c=c)).save(top / name / f"{i}.png")
+    return top
+
+
+def write_png_16(path, values):
+    """Write a PNG file with 16 bits a channel, which Pillow can only do for gray. `values` is a uint16 array (h, w, c)."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    h, w, c = values.shape
+    header = struct.pack(">IIBBBBB", w, h, 16, {1: 0, 2: 4, 3: 2, 4: 6}[c], 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+
+
+def write_dicom(path, values, photometric="MONOCHROME2", bits=None, **tags):
+    """Write a DICOM file with the given stored values."""
+    pydicom = pytest.importorskip("pydicom")
+    header = pydicom.dataset.Dataset()
+    header.Rows, header.Columns = values.shape[:2]
+    header.SamplesPerPixel = 1 if values.ndim == 2 else 3
+    if values.ndim == 3:
+        header.PlanarConfiguration = 0
+    header.PhotometricInterpretation = photometric
+    header.BitsAllocated = values.dtype.itemsize * 8
+    header.BitsStored = bits or header.BitsAllocated
+    header.HighBit = header.BitsStored - 1
+    header.PixelRepresentation = int(values.dtype.kind == "i")
+    header.SOPClassUID, header.SOPInstanceUID = "1.2.840.10008.5.1.4.1.1.7", "1.2.3"
+    header.PixelData = values.tobytes()
+    for name, value in tags.items():
+        setattr(header, name, value)
+    header.file_meta = pydicom.dataset.FileMetaDataset()
+    header.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    header.save_as(path, enforce_file_format=True)
+
+
+def load(top, **options):
+    """Load a folder, and return the data set and the texts of all warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset = data.folder(str(top), **options)
+    return dataset, [str(warning.message) for warning in caught]
+
+
+def error_of(top, **options):
+    data.folder.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError) as error:
+            data.folder(str(top), **options)
+    return str(error.value)
+
+
+# A messy folder
+
+
+def messy_folder(top):
+    """Write one folder with everything that goes wrong in practice. Return a dict from file name to what `folder` should do:
+    "read", "ignored", or a part of the reason why the file cannot be used.
+    """
+    write_class_folders(top, count=4, classes=("cat", "Füchse & Hühner"))
+    cat, fox = top / "cat", top / "Füchse & Hühner"
+    expected = {str(file.relative_to(top)): "read" for file in top.rglob("*.png")}
+
+    def add(folder, name, outcome, write):
+        write(folder / name)
+        expected[str((folder / name).relative_to(top))] = outcome
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo = Image.fromarray(noise(16, 24))
+    add(cat, "exif_turned.jpg", "read", lambda path: photo.save(path, exif=exif))
+    add(cat, "print.jpg", "read, a note about CMYK", lambda path: photo.convert("CMYK").save(path))
+    add(cat, "palette.png", "read", lambda path: photo.quantize(16).save(path))
+    add(cat, "1_bit.png", "read", lambda path: photo.convert("1").save(path))
+    add(cat, "gray.bmp", "read", lambda path: photo.convert("L").save(path))
+    frames = [Image.fromarray(noise(16, 24)) for _ in range(3)]
+    add(cat, "animated.gif", "read", lambda path: frames[0].save(path, save_all=True, append_images=frames[1:]))
+    add(cat, "lossy.webp", "read", lambda path: photo.save(path))
+    add(cat, "scan.tiff", "read", lambda path: photo.save(path, compression="tiff_lzw"))
+    add(fox, "größer_日本.PNG", "read", lambda path: Image.fromarray(noise(30, 20)).save(path))
+    add(fox, "copy_of_0.png", "read", lambda path: path.write_bytes((fox / "0.png").read_bytes()))
+    add(fox, ".hidden.png", "ignored", lambda path: photo.save(path))
+    add(fox, "Thumbs.db", "ignored", lambda path: path.write_bytes(b"thumbs"))
+    add(fox, ".DS_Store", "ignored", lambda path: path.write_bytes(b"store"))
+    add(fox, "notes.txt", "ignored", lambda path: path.write_text("two foxes"))
+    add(fox, "phone.heic", "not read, a note", lambda path: path.write_bytes(b"heic"))
+    add(fox, "truncated.jpg", "truncated", lambda path: (photo.save(path), path.write_bytes(path.read_bytes()[:500])))
+    add(fox, "page.png", "no known image format", lambda path: path.write_text("<html>404</html>"))
+    add(fox, "empty.png", "the file is empty", lambda path: path.write_bytes(b""))
+    add(cat, "gray_16.png", "I;16", lambda path: Image.fromarray(noise(8, 8, 1).astype(np.uint16) * 257).save(path))
+    add(cat, "color_16.png", "16 bits a channel", partial(write_png_16, values=noise(8, 8).astype(np.uint16) * 257))
+    add(cat, "float.tiff", "is F", lambda path: Image.fromarray(noise(8, 8, 1).astype(np.float32) / 255).save(path))
+    add(cat, "logo.png", "transparent in places", lambda path: Image.new("RGBA", (8, 8)).save(path))
+    (top / ".ipynb_checkpoints").mkdir()
+    add(top / ".ipynb_checkpoints", "0-checkpoint.png", "ignored", lambda path: photo.save(path))
+    (top / "rare").mkdir()
+    for i in range(2):
+        add(top / "rare", f"{i}.png", "read", lambda path: Image.fromarray(noise()).save(path))
+    add(top, "loose.png", "not read, a note", lambda path: photo.save(path))
+    return expected
+
+
+def test_messy_folder_names_all_broken_files_at_once_and_goes_on_without_them(tmp_path):
+    expected = messy_folder(tmp_path)
+    broken = {file: reason for file, reason in expected.items() if not reason.startswith(("read", "ignored", "not read"))}
+    options = {"size": 8, "channels": 3, "folds": 2}
+    message = error_of(tmp_path, **options)
+    assert len(broken) == 7 and f"7 of {len(broken) + sum(r.startswith('read') for r in expected.values())} image files" in message
+    assert "skip_broken=True" in message
+    for file, reason in broken.items():
+        lines = [line for line in message.splitlines() if line.strip().startswith(file)]
+        assert len(lines) == 1 and reason in lines[0], (file, message)
+    dataset, notes = load(tmp_path, **options, skip_broken=True)
+    assert set(dataset.train.files) == {file for file, outcome in expected.items() if outcome.startswith("read")}
+    assert dataset.skipped == dataset.at_seed(1).skipped == 7
+    assert dataset.spec.classes == ("Füchse & Hühner", "cat", "rare")
+    assert sorted(note.partition(": ")[2] for note in notes) == [
+        "1 images are in no class folder and are not used, such as loose.png",
+        "1 images are in the color mode CMYK and were converted to RGB",
+        "files of these formats are not read: 1 .heic; convert them, for example to PNG",
+    ]
+    same = [dataset.train.files.index(f"Füchse & Hühner/{name}.png") for name in ("0", "copy_of_0")]
+    assert dataset.groups[same[0]] == dataset.groups[same[1]] and len(dataset.groups.unique()) == len(dataset.train) - 1
+    for file, image in zip(dataset.train.files, dataset.train.images):
+        assert Preprocess.from_spec(dataset.spec).pixels(tmp_path / file)[0].equal(image / 255)
+
+
+def test_float_pixels_read_what_uint8_refuses(tmp_path):
+    expected = messy_folder(tmp_path)
+    message = error_of(tmp_path, size=8, channels=3, folds=2, pixels="float")
+    assert "4 of" in message and not any(name in message for name in ("gray_16", "color_16", "float.tiff"))
+    assert 'pixels="float"' in error_of(tmp_path, size=8, channels=3, folds=2) and len(expected) > 25
+
+
+def test_grey_among_color_and_other_sizes_need_options(tmp_path):
+    write_class_folders(tmp_path)
+    Image.fromarray(noise(c=1)).save(tmp_path / "cat" / "gray.png")
+    message = r"cat/gray.png is (6, 9, 1) (h, w, c) but cat/0.png is (6, 9, 3): set channels="
+    assert error_of(tmp_path, folds=2) == message
+    Image.fromarray(noise(7, 9)).save(tmp_path / "dog" / "other.png")
+    assert error_of(tmp_path, folds=2).endswith("set size= and channels= (2 of 14 images differ from the first one)")
+    assert len(data.folder(str(tmp_path), size=6, channels=3, folds=2).train) == 14
+
+
+def test_gif_gives_its_first_frame_and_cmyk_its_colors(tmp_path):
+    write_class_folders(tmp_path)
+    red, blue = Image.new("RGB", (9, 6), (255, 0, 0)), Image.new("RGB", (9, 6), (0, 0, 255))
+    red.save(tmp_path / "cat" / "x.gif", save_all=True, append_images=[blue])
+    blue.convert("CMYK").save(tmp_path / "dog" / "x.jpg", quality=95)
+    dataset, notes = load(tmp_path, folds=2)
+    first = {file: image for file, image in zip(dataset.train.files, dataset.train.images)}
+    assert first["cat/x.gif"][:, 0, 0].tolist() == [255, 0, 0] and len(notes) == 1 and "1 images are in the color mode CMYK" in notes[0]
+    assert (first["dog/x.jpg"][:, 0, 0].int() - torch.tensor([0, 0, 255])).abs().max() < 8
+
+
+def test_folder_without_a_readable_image_or_class_is_refused(tmp_path):
+    write_class_folders(tmp_path, classes=("cat", "dog"))
+    (tmp_path / "eel").mkdir()
+    assert "no images in" in error_of(tmp_path, folds=2) and "eel" in error_of(tmp_path, folds=2)
+    (tmp_path / "eel" / "x.png").write_text("no image")
+    assert "no image of class 'eel'" in error_of(tmp_path, folds=2, skip_broken=True)
+    for file in tmp_path.rglob("*.png"):
+        file.write_bytes(b"")
+    assert "no image file can be read" in error_of(tmp_path, folds=2, skip_broken=True)
+
+
+# Which images are test images
+
+
+def test_without_train_and_test_folders_one_of_folds_and_test_is_needed(tmp_path):
+    top = str(write_class_folders(tmp_path / "plain"))
+    for options in ({}, {"folds": 3, "test": 0.2}):
+        message = error_of(top, **options)
+        assert "folds=5" in message and "test=0.2" in message and "expected either" in message
+    for split in ("train", "test"):
+        write_class_folders(tmp_path / "parts" / split)
+    for options in ({"folds": 3}, {"test": 0.2}):
+        assert "training and test images of its own" in error_of(tmp_path / "parts", **options)
+    assert "load" in (message := error_of(tmp_path / "half", **{})) or "no such folder" in message
+    (tmp_path / "parts" / "test").rename(tmp_path / "gone")
+    assert f"load {tmp_path / 'parts' / 'train'} with folds=" in error_of(tmp_path / "parts")
+
+
+def test_classes_may_be_called_train_and_test(tmp_path):
+    top = write_class_folders(tmp_path, classes=("bus", "test", "train"))
+    assert data.folder(str(top), folds=2).spec.classes == ("bus", "test", "train")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folds": 1}, "folds=1; expected a number of folds of at least 2"),
+        ({"folds": True}, "folds=True; expected"),
+        ({"folds": 2.5}, "folds=2.5; expected"),
+        ({"test": 2}, "test=2; expected a share of the images between 0 and 1"),
+        ({"test": 1.5}, "test=1.5; expected"),
+        ({"folds": 2, "pixels": "uint16"}, 'expected pixels="uint8" or "float"'),
+        ({"folds": 2, "cache": "tape"}, 'cache="memory" or "disk"'),
+        ({"folds": 2, "groups": "g.csv", "group_by": "(.)"}, "expected one of them"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, message):
+    assert message in error_of(write_class_folders(tmp_path), **options)
+
+
+def test_new_options_leave_fingerprints_of_older_runs_valid():
+    run = Run(data=partial(data.folder, path="shapes", size=32))
+    assert fingerprint(run) == "611f4743cc415c0d", "the fingerprint in version 0.2.0"
+    assert fingerprint(Run(data=partial(data.arrays, path="x.npz", digits=True))) == "ce1751431c65058f"
+    assert fingerprint(Run(data=partial(data.folder, path="shapes", size=32, folds=5))) != fingerprint(run)
+
+
+# Names of files
+
+
+def test_names_of_files_follow_their_images(tmp_path):
+    dataset = data.folder(str(write_class_folders(tmp_path)), folds=3)
+    subset = dataset.at_seed(4).subset(labels=6, val=2, seed=4)
+    for images in (dataset.train, subset.train, subset.val, dataset.at_seed(4).test.open(), dataset.train.take(slice(3))):
+        for file, image, label in zip(images.files, images.images, images.labels):
+            assert np.array_equal(np.array(Image.open(tmp_path / file)), image.permute(1, 2, 0).numpy())
+            assert file.startswith(dataset.spec.classes[label])
+    assert data.digits().train.take(slice(3)).files is None
+
+
+# Float pixels
+
+
+def write_deep_images(top):
+    """Write 16-bit gray and color PNG files, float TIFF files and an 8-bit PNG file for each of two classes."""
+    for name in ("cat", "dog"):
+        (top / name).mkdir(parents=True)
+        deep = GENERATOR.integers(0, 65536, (6, 9, 3)).astype(np.uint16)
+        write_png_16(top / name / "color.png", deep)
+        Image.fromarray(deep[..., 0]).save(top / name / "gray.png")
+        Image.fromarray(deep[..., 1]).save(top / name / "gray.tif")
+        Image.fromarray(GENERATOR.random((6, 9), np.float32)).save(top / name / "float.tif")
+        Image.fromarray(noise(c=1)).save(top / name / "bytes.png")
+    return top
+
+
+def test_float_pixels_keep_all_bits(tmp_path):
+    import torchvision
+
+    train = data.folder(str(write_deep_images(tmp_path)), channels=3, folds=2, pixels="float").train
+    assert train.images.dtype == torch.float32 and train.spec.dtype == "float32"
+    for file, pixels in zip(train.files, train.pixels()):
+        if "color" in file:
+            stored = torchvision.io.decode_image(str(tmp_path / file), "UNCHANGED").float()
+        else:
+            stored = torch.from_numpy(np.array(Image.open(tmp_path / file)).astype(np.float32))[None].expand(3, -1, -1)
+        scale = 1 if "float" in file else 255 if "bytes" in file else 65535
+        torch.testing.assert_close(pixels, stored / scale, atol=1e-7, rtol=0)
+    normalized = train.spec.normalise(train.pixels())
+    torch.testing.assert_close(normalized.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(normalized.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"channels": 3}, {"channels": 1, "size": 4}, {"channels": 4, "size": (7, 5)}], ids=str)
+def test_prediction_on_files_gives_exactly_the_training_pixels(tmp_path, options):
+    train = data.folder(str(write_deep_images(tmp_path)), **options, folds=2, pixels="float").train
+    preprocess = Preprocess.from_dict(Preprocess.from_spec(train.spec).to_dict())
+    assert preprocess.dtype == "float32" and torch.equal(preprocess([tmp_path / f for f in train.files]), train.spec.normalise(train.pixels()))
+    assert train.pixels().min() >= 0 and train.pixels().max() <= 1, "bicubic resizing must not leave the range of an image"
+    arrays = train.pixels().permute(0, 2, 3, 1).numpy()
+    assert torch.equal(preprocess(arrays), preprocess(train.pixels()))
+    sixteen = (arrays * 65535).round().astype(np.uint16)
+    assert (preprocess.pixels(sixteen) - train.pixels()).abs().max() < 1e-5
+
+
+def test_preprocess_of_older_records_has_no_dtype_and_others_may_hold_any_float():
+    old = {"size": [2, 2], "channels": 1, "mean": [0.0], "std": [1.0], "classes": ["a", "b"]}
+    assert Preprocess.from_dict(old).dtype == "uint8" and Preprocess.from_dict(old).to_dict() == old
+    wide = torch.tensor([[[-1000.0, 0.0], [1.0, 3000.0]]])
+    assert torch.equal(Preprocess.from_dict(old | {"dtype": "float32"})(wide)[0], wide)
+    with pytest.raises(ValueError, match="from -1e"):
+        Preprocess.from_dict(old)(wide)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        Preprocess.from_dict(old | {"dtype": "float32"})(wide / 0)
+    with pytest.raises(ValueError, match="dtype is 'int8'; expected uint8 or float32"):
+        Preprocess.from_dict(old | {"dtype": "int8"})
+
+
+def test_floats_outside_0_and_1_are_kept_with_a_note_and_nan_is_refused(tmp_path):
+    write_deep_images(tmp_path)
+    Image.fromarray(np.full((6, 9), 300, np.float32)).save(tmp_path / "cat" / "kelvin.tif")
+    dataset, notes = load(tmp_path, channels=1, folds=2, pixels="float")
+    assert dataset.train.pixels().max() == 300 and "to 300; they are kept" in " ".join(notes)
+    Image.fromarray(np.full((6, 9), np.nan, np.float32)).save(tmp_path / "cat" / "nan.tif")
+    assert "cat/nan.tif has NaN or infinite values" in error_of(tmp_path, channels=1, folds=2, pixels="float")
+
+
+def test_color_tiff_files_of_16_bits_and_floats_are_read_by_tifffile(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    values = {name: GENERATOR.integers(0, 65536, (6, 9, 3)).astype(np.uint16) for name in ("cat", "dog")}
+    for name, deep in values.items():
+        (tmp_path / name).mkdir()
+        tifffile.imwrite(tmp_path / name / "deep.tif", deep, photometric="rgb")
+        tifffile.imwrite(tmp_path / name / "double.tif", 1 - deep.astype(np.float64) / 65535, photometric="rgb")
+    train = load(tmp_path, folds=2, pixels="float")[0].train
+    for file, pixels in zip(train.files, train.pixels()):
+        stored = torch.from_numpy(values[file[:3]].transpose(2, 0, 1) / 65535)
+        assert pixels.sub(1 - stored if "double" in file else stored).abs().max() < 1e-6
+    assert "deep.tif is RGB with 16 bits a channel" in error_of(tmp_path, folds=2)
+
+
+def test_float_model_trains_and_predicts(tmp_path):
+    from smallvit import PatchEmbed, ViT, fit
+    from smallvit import load as load_model
+
+    write_deep_images(tmp_path / "images")
+    vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=16, depth=1, heads=2)
+    source = partial(data.folder, path=str(tmp_path / "images"), size=8, channels=1, test=0.4, pixels="float")
+    fit(Run(data=source, model=vit, steps=3, batch=4, val=2), tmp_path / "run")
+    trained = load_model(tmp_path / "run")
+    file = tmp_path / "images" / "cat" / "gray.png"
+    train = source().train
+    direct = trained.predict_proba(train.pixels()[list(train.files).index("cat/gray.png")]) if "cat/gray.png" in train.files else None
+    assert direct is None or torch.equal(trained.predict_proba(file), direct)
+
+
+# DICOM
+
+
+def test_dicom_files_give_bytes_units_or_shares_and_inverted_grays_are_turned(tmp_path):
+    pytest.importorskip("pydicom")
+    ct, xray, us = (tmp_path / f"{name}.dcm" for name in ("ct", "xray", "us"))
+    write_dicom(ct, np.array([[0, 1024], [2048, 4095]], np.uint16), bits=12, RescaleSlope=1, RescaleIntercept=-1024)
+    write_dicom(xray, np.array([[0, 4095]], np.uint16), "MONOCHROME1", bits=12)
+    write_dicom(us, np.array([[[255, 0, 7]]], np.uint8), "RGB")
+    signed = tmp_path / "signed.dcm"
+    write_dicom(signed, np.array([[-1000, 40]], np.int16), RescaleSlope=1, RescaleIntercept=0)
+
+    def read(file, channels=1, size=(1, 2)):
+        spec = {"size": size, "channels": channels, "mean": (0.0,) * channels, "std": (1.0,) * channels, "classes": ("a", "b")}
+        return Preprocess(**spec, dtype="float32").pixels(file).flatten().tolist()
+
+    assert read(ct, size=(2, 2)) == [-1024, 0, 1024, 3071] and read(xray) == [1, 0] and read(signed) == [-1000, 40]
+    assert read(us, 3, (1, 1)) == pytest.approx([1, 0, 7 / 255])
+    write_class_folders(tmp_path / "top", c=1)
+    for file in (ct, us):
+        (tmp_path / "top" / "cat" / file.name).write_bytes(file.read_bytes())
+    message = error_of(tmp_path / "top", folds=2, size=4, channels=1)
+    assert 'cat/ct.dcm is a DICOM file with rescaled values: expected 8 bits; pixels="float"' in message and "us.dcm" not in message
+
+
+def test_dicom_without_pydicom_names_the_extra(tmp_path, monkeypatch):
+    write_class_folders(tmp_path)
+    (tmp_path / "cat" / "x.dcm").write_bytes(b"DICM")
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    assert "pip install 'smallvit[dicom]'" in error_of(tmp_path, folds=2)
+
+
+# Duplicates
+
+
+def test_identical_images_across_train_and_test_are_named(tmp_path):
+    for split in ("train", "test", "val"):
+        write_class_folders(tmp_path / split, count=14)
+    (tmp_path / "test" / "dog" / "0.png").write_bytes((tmp_path / "train" / "dog" / "3.png").read_bytes())
+    dataset, notes = load(tmp_path)
+    assert dataset.repeats == 1 and dataset.test.reads == 0
+    assert len(notes) == 1 and "1 images are identical to an image of another part: train/dog/3.png = test/dog/0.png" in notes[0]
+    for i in range(12):
+        (tmp_path / "test" / "cat" / f"{i}.png").write_bytes((tmp_path / "train" / "dog" / f"{i}.png").read_bytes())
+    data.folder.cache_clear()
+    across, labels = load(tmp_path)[1]
+    assert "13 images" in across and across.count(" = ") == 10 and "and 3 more" in across
+    assert "12 images are identical to an image with another label" in labels and labels.count(" = ") == 10
+
+
+@pytest.mark.parametrize("options", [{"folds": 3}, {"test": 0.3}], ids=str)
+def test_identical_images_stay_on_one_side(tmp_path, options):
+    write_class_folders(tmp_path, count=12)
+    for name in ("cat", "dog"):
+        for i in range(5):
+            (tmp_path / name / f"{i}_copy.png").write_bytes((tmp_path / name / f"{i}.png").read_bytes())
+    dataset, notes = load(tmp_path, **options)
+    assert not notes
+    for seed in range(6):
+        part = dataset.at_seed(seed)
+        subset = part.subset(labels=None, val=None, seed=seed)
+        assert part.repeats == 0 and not set(subset.val.pixel_hashes) & set(subset.train.pixel_hashes) and len(subset.val) > 0
+
+
+# .npz archives
+
+
+def write_npz(path, n=20, **changes):
+    content = {"images": GENERATOR.integers(0, 256, (n, 6, 5), np.uint8), "labels": np.arange(n) % 2} | changes
+    np.savez(path, **{name: array for name, array in content.items() if array is not None})
+    return str(path)
+
+
+def test_archives_without_a_test_part_are_split(tmp_path):
+    path = write_npz(tmp_path / "a.npz", groups=np.repeat([f"p{i}" for i in range(10)], 2))
+    dataset = data.arrays(path, folds=5)
+    assert dataset.folds == 5 and len(dataset.train) == 20 and dataset.groups.tolist() == [i // 2 for i in range(20)]
+    held_out = data.arrays(path, test=0.2)
+    assert held_out.test.count == 4 and not set(held_out.groups.tolist()) & set(held_out.test_groups.tolist())
+    with pytest.raises(ValueError, match="expected either folds=5"):
+        data.arrays(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": np.zeros((20, 14), int)}, r"20 integers, got 14 labels for each image \(multi-label\), such as .*ChestMNIST.*labels\[:, 0\]"),
+        ({"images": np.zeros((20, 28, 28, 28), np.uint8)}, "3-D volumes, such as those of OrganMNIST3D"),
+        ({"images": np.zeros((20, 28, 28, 28, 3), np.uint8)}, "3-D volumes"),
+        ({"groups": np.zeros(3, int)}, "groups: expected 20 integers or texts"),
+        ({"groups": np.zeros(20)}, "groups: expected 20 integers or texts, got float64"),
+        ({"labels": None}, "leave it out|has no"),
+        ({"labels": np.arange(20) % 2 + 1}, "labels must be 0, 1, 2"),
+    ],
+)
+def test_archives_that_cannot_be_used_are_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        data.arrays(write_npz(tmp_path / "a.npz", **changes), folds=2)
+
+
+# The cache on disk
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache" / "smallvit" / "folders"
+    data.folder.cache_clear()
+
+
+def complete(cache):
+    return [entry for entry in cache.iterdir() if entry.is_dir() and not entry.name.endswith(".partial")]
+
+
+@pytest.mark.parametrize("pixels", ["uint8", "float"])
+def test_pixels_on_disk_equal_those_in_memory(tmp_path, cache, pixels):
+    top = write_class_folders(tmp_path / "top", count=9)
+    (top / "cat" / "broken.png").write_text("no image")
+    options = {"size": 5, "folds": 3, "skip_broken": True, "pixels": pixels}
+    memory, disk = (data.folder(str(top), **options, cache=kind) for kind in ("memory", "disk"))
+    assert len(complete(cache)) == 1 and disk.sha256 == memory.sha256 and disk.skipped == memory.skipped == 1
+    assert disk.spec == memory.spec and type(disk.train.images).__name__ == "Rows"
+    for seed in (0, 4):
+        one, other = (dataset.at_seed(seed) for dataset in (memory, disk))
+        assert one.spec == other.spec and one.test.sha256 == other.test.sha256 and one.repeats == other.repeats
+        one, other = (part.subset(labels=6, val=None, seed=seed) for part in (one, other))
+        assert torch.equal(one.train.pixels(), other.train.pixels()) and one.val.files == other.val.files
+        index = torch.tensor([3, 0, 3])
+        assert torch.equal(one.train.images[index], other.train.images[index]) and one.train.sha256 == other.train.sha256
+        assert torch.equal(torch.cat([x for x, _ in one.val.batches(2)]), torch.cat([x for x, _ in other.val.batches(2)]))
+        assert torch.equal(one.train.images.permute(1, 0, 2, 3), other.train.images.permute(1, 0, 2, 3))
+        assert torch.equal(torch.cat([one.train.images, one.val.images]), torch.cat([other.train.images, other.val.images]))
+
+
+def test_disk_is_used_when_the_pixels_take_more_than_a_quarter_of_the_memory(tmp_path, cache, monkeypatch):
+    from smallvit.data import cache as module
+
+    top = write_class_folders(tmp_path / "top")
+    needed = 12 * 6 * 9 * 3
+    assert module.available_memory() > 2**20
+    for available, kind in ((needed * 4, "Tensor"), (needed * 4 - 1, "Rows")):
+        monkeypatch.setattr(module, "available_memory", lambda available=available: available)
+        data.folder.cache_clear()
+        assert type(data.folder(str(top), folds=2).train.images).__name__ == kind
+
+
+def test_cached_pixels_are_used_until_a_file_changes_and_errors_leave_no_cache(tmp_path, cache, monkeypatch):
+    top = write_class_folders(tmp_path / "top")
+    first = data.folder(str(top), folds=2, cache="disk").sha256
+    with monkeypatch.context() as patch:
+        patch.setattr("smallvit.data.cache._decode_all", None)
+        data.folder.cache_clear()
+        assert data.folder(str(top), folds=2, cache="disk").sha256 == first
+    Image.fromarray(noise()).save(top / "cat" / "0.png")
+    data.folder.cache_clear()
+    assert data.folder(str(top), folds=2, cache="disk").sha256 != first and len(complete(cache)) == 2
+    (top / "cat" / "1.png").write_text("no image")
+    assert "cat/1.png cannot be read" in error_of(top, folds=2, cache="disk")
+    assert len(complete(cache)) == 2 and not [*cache.glob("*.partial")]
+
+
+def load_hash(top, queue):
+    queue.put(data.folder(top, folds=2, cache="disk").sha256)
+
+
+@pytest.mark.slow
+def test_several_processes_share_one_cache(tmp_path, cache):
+    top = str(write_class_folders(tmp_path / "top", count=40))
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=load_hash, args=(top, queue)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    hashes = {queue.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert hashes == {data.folder(top, folds=2, cache="memory").sha256} and len(complete(cache)) == 1
+
+
+def test_killed_process_leaves_no_cache_that_is_used(tmp_path, cache):
+    top = str(write_class_folders(tmp_path / "top"))
+    code = """
+import os, sys
+from smallvit.data import cache, folder
+decode = cache._decode_all
+def die(*arguments):
+    decode(*arguments)
+    os._exit(9)
+cache._decode_all = die
+folder(sys.argv[1], folds=2, cache="disk")
+"""
+    done = subprocess.run([sys.executable, "-c", code, top], cwd=Path(__file__).parents[1], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert done.returncode == 9 and not complete(cache) and [*cache.glob("*.partial")]
+    assert data.folder(top, folds=2, cache="disk").sha256 == data.folder(top, folds=2, cache="memory").sha256
+    assert len(complete(cache)) == 1 and not [*cache.glob("*.partial")]
+
+
+def test_full_disk_is_refused_before_decoding(tmp_path, cache, monkeypatch):
+    top = write_class_folders(tmp_path / "top")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and type("Usage", (), {"free": 10}))
+    assert "set the environment variable XDG_CACHE_HOME" in error_of(top, folds=2, cache="disk")
+
+
+def test_run_on_mapped_pixels_equals_the_run_in_memory(tmp_path, cache):
+    from safetensors.torch import load_file
+
+    from smallvit import PatchEmbed, ViT, fit
+
+    top = str(write_class_folders(tmp_path / "top", count=15))
+    vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=16, depth=1, heads=2)
+    records = []
+    for kind in ("memory", "disk"):
+        run = Run(data=partial(data.folder, path=top, size=8, test=0.3, cache=kind), model=vit, steps=5, batch=4)
+        records.append(fit(run, tmp_path / kind))
+    assert records[0].test == records[1].test and records[0].data_sha256 == records[1].data_sha256
+    one, other = (load_file(next((tmp_path / kind).glob("*.safetensors"))) for kind in ("memory", "disk"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Groups in files
+
+
+def write_patients(top, patients=6):
+    """Write 4 images of each patient: two in each class, named p0_0.png and so on."""
+    for name in ("ill", "well"):
+        (top / name).mkdir(parents=True, exist_ok=True)
+        for patient in range(patients):
+            for i in range(2):
+                Image.fromarray(noise()).save(top / name / f"p{patient}_{i}.png")
+    return top
+
+
+def test_groups_are_read_from_names_or_a_csv_file(tmp_path):
+    top = write_patients(tmp_path)
+    by_name = data.folder(str(top), folds=3, group_by=r"(.*)_\d+")
+    files = by_name.train.files
+    assert [f"p{group}" for group in by_name.groups.tolist()] == [file.split("/")[1].split("_")[0] for file in files]
+    for header, separator in (("", ","), ("file,group\n", ","), ("image;patient\n", ";")):
+        lines = [f"{file}{separator}{file.split('/')[1].split('_')[0]}" for file in files]
+        (top / "patients.csv").write_text(header + "\n".join(lines[::-1]) + "\n", encoding="utf-8-sig")
+        data.folder.cache_clear()
+        assert torch.equal(data.folder(str(top), folds=3, groups="patients.csv").groups, by_name.groups)
+
+
+def test_csv_file_may_have_other_slashes_and_accents(tmp_path):
+    top = write_class_folders(tmp_path, classes=("Füchse", "dog"))
+    files = data.folder(str(top), folds=2).train.files
+    lines = [unicodedata.normalize("NFD", file).replace("/", "\\") + f",{i // 2}" for i, file in enumerate(files)]
+    (top / "g.csv").write_text("\n".join(lines), encoding="utf-8")
+    assert data.folder(str(top), folds=2, groups="g.csv").groups.tolist() == [i // 2 for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ill/p0_0.png,p0\nill/absent.png,p9\n", "no group for ill/p0_1.png, .* and lines without an image: ill/absent.png"),
+        ("ill/p0_0.png,p0\nill/p0_0.png,p1\n", "is in two groups, p0 and p1"),
+        ("ill/p0_0.png\n", "line 1: expected two columns"),
+        ("", "no group for"),
+        (None, "patients.csv' cannot be read"),
+    ],
+)
+def test_csv_files_that_do_not_fit_are_refused_with_the_files(tmp_path, text, message):
+    top = write_patients(tmp_path)
+    if text is not None:
+        (top / "patients.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        data.folder(str(top), folds=3, groups="patients.csv")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (r"(p[0-4])_\d+", r"does not match ill/p5_0.png, ill/p5_1.png, well/p5_0.png, well/p5_1.png"),
+        (r".*_\d+", "no parentheses"),
+        (r"(.*", "no regular expression"),
+    ],
+)
+def test_expressions_that_do_not_fit_are_refused_with_the_files(tmp_path, pattern, message):
+    assert message in error_of(write_patients(tmp_path), folds=3, group_by=pattern)
+
+
+def test_group_in_training_and_test_folder_is_an_error_that_names_it(tmp_path):
+    for i, split in enumerate(("train", "test")):
+        for name in ("ill", "well"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for patient in range(3):
+                Image.fromarray(noise()).save(tmp_path / split / name / f"p{patient + 3 * i}_0.png")
+    dataset = data.folder(str(tmp_path), group_by=r"(.*)_\d+")
+    assert dataset.groups.unique().tolist() == [0, 1, 2] and dataset.test_groups.unique().tolist() == [3, 4, 5]
+    (tmp_path / "test" / "ill" / "p3_0.png").rename(tmp_path / "test" / "ill" / "p1_1.png")
+    assert "train and test both have images of p1;" in error_of(tmp_path, group_by=r"(.*)_\d+")
