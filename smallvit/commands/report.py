@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +16,17 @@ from smallvit.launch.scheduler import Damaged, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records, write_text
-from smallvit.report import html, markdown, text
+from smallvit.report import csv_table, html, latex_table, markdown, text
 from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.train.fit import new_record
 from smallvit.train.read_log import scored_settings
 from smallvit.trials import trials
+from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
+from .mistakes import show_mistakes
 from .stored import known_looks, removed_comparisons, stored_records, unused_seeds
 
 
@@ -32,14 +35,26 @@ def main(options: argparse.Namespace) -> int:
     such as "better" or "worse" than its baseline. `options` are the arguments of the command line. Return the exit status: 0 if
     all runs have finished, otherwise 1.
 
-    With `--disagreements A B`, also prints on which test images the arms A and B disagree. With `--publish`, writes records and
-    report beside the recipe file. If no run has finished, the report is that of the committed records.
+    With `--csv` or `--latex`, also writes the results as a table. With `--mistakes A`, also lists and draws the test images
+    that the arm A gets wrong most often. With `--disagreements A B`, also prints on which test images the arms A and B
+    disagree. With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of
+    the committed records.
+    """
+    if "-" in (options.csv, options.latex):  # only the table goes to the standard output
+        with redirect_stdout(sys.stderr):
+            return report(options)
+    return report(options)
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the report of a recipe file and everything else that the command `smallvit report` writes. `options` are the
+    arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
     """
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     runs, out = scaled(module.RUNS, options)
     runs = with_looks(runs, known_looks(runs, out, path.stem))
-    records = collect(runs, out, path.stem)
+    records = collected = collect(runs, out, path.stem)
     published = path.with_suffix(".jsonl")
     if options.publish:
         if options.scale_steps > 1:
@@ -53,6 +68,7 @@ def main(options: argparse.Namespace) -> int:
         records = one_picture_per_arm(records)
         write_records(published, records)
         write_report(path, module, records, path.with_suffix(""))
+        write_tables(records, path.with_suffix(""), options)
         return 0
     if all(record.status == "missing" for record in records):
         if not published.exists() or options.scale_steps > 1:
@@ -66,6 +82,9 @@ def main(options: argparse.Namespace) -> int:
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
     write_report(path, module, records, out / path.stem / "report", options.scale_steps)
+    write_tables(records, out / path.stem / "report", options)
+    if options.mistakes:
+        print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem))
     if options.disagreements:
         print("\n" + disagreement_text(disagreements(records, *options.disagreements)))
     return status(records)
@@ -140,6 +159,20 @@ def write_report(
     for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")
+
+
+def write_tables(records: Sequence[Record], target: Path, options: argparse.Namespace):
+    """Write the results of a comparison as a CSV file and as a LaTeX table, if the command line asks for them. `records` are
+    the results of the runs, `target` is the path of the report without its suffix, and `options` are the arguments of the
+    command line: the path of a file, an empty text for a file beside the report, or "-" for the standard output.
+    """
+    for name, suffix, table in ((options.csv, ".csv", csv_table), (options.latex, ".tex", latex_table)):
+        if name == "-":
+            print(table(compare(records)), end="", file=sys.__stdout__)
+        elif name is not None:
+            file = Path(name) if name else target.with_suffix(suffix)
+            write_text(file, table(compare(records)))
+            print(f"table: {file}")
 
 
 def status(records: Sequence[Record]) -> int:

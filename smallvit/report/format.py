@@ -47,16 +47,16 @@ def p_value(p: float | None) -> str:
     return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def mean_sd(row: Row) -> str:
+def mean_sd(row: Row, unit: str = "") -> str:
     """Return the mean score of an arm (variant) over its seeds as text, with the standard deviation (SD):
-    `93.10 ± 0.24 (SD, n = 8)`. `row` holds the results of the arm.
+    `93.10 ± 0.24 (SD, n = 8)`. `row` holds the results of the arm, and `unit` is written after the numbers.
     """
     score = score_of(row)
     if row.mean is None:
         return "–"
     if row.sd is None:
-        return f"{score.number(row.mean)} (n = 1)"
-    return f"{score.number(row.mean)} ± {score.number(row.sd)} (SD, n = {len(row.values)})"
+        return f"{score.number(row.mean)}{unit} (n = 1)"
+    return f"{score.number(row.mean)} ± {score.number(row.sd)}{unit} (SD, n = {len(row.values)})"
 
 
 def join_names(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
@@ -233,15 +233,19 @@ def superseded(records: Sequence[Record]) -> str:
     return f"{count} runs on this page come from an earlier version. {' '.join(texts)}"
 
 
-def notes(comparison: Comparison, warnings: Sequence[str]) -> str:
+def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Record] = ()) -> str:
     """Return sentences for the reader of a report: how the verdicts change with longer training, what would help to decide
-    inconclusive ones, which kinds of chance the confidence intervals leave out, and how many runs have no result. `comparison`
-    holds all results, and `warnings` are the texts of the warnings, which are counted.
+    inconclusive ones, how a cross-validation or groups of images were tested, which kinds of chance the confidence intervals
+    leave out, how many image files were left out, and how many runs have no result. `comparison` holds all results, `warnings`
+    are the texts of the warnings, which are counted, and `records` are the results of the runs.
     """
     lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
     total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
     removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
-    out = [longer(comparison), *help_for_undecided(comparison), *limits(comparison)]
+    out = [longer(comparison), *help_for_undecided(comparison), *methods(comparison), *limits(comparison)]
+    skipped = max((r.skipped_files or 0 for r in records), default=0)
+    what = f"{skipped:,} image files could not be read and were" if skipped > 1 else "1 image file could not be read and was"
+    out += [f"{what} left out."] if skipped else []
     out += [f"The family counts {removed}."] if comparison.earlier else []
     out += [f"{lost} of {total} runs have no result; see Failures."] if lost else []
     if warnings:
@@ -279,6 +283,15 @@ def help_for_undecided(comparison: Comparison) -> list[str]:
         "records": "new runs would help, because earlier records do not say which test images were right",
     }
     return [f"For {count[k]} inconclusive comparison{'s' * (count[k] > 1)}, {text}." for k, text in forms.items() if count[k]]
+
+
+def methods(comparison: Comparison) -> list[str]:
+    """Return sentences that say how the differences were tested, and why, if the data are divided into folds or the images
+    belong to groups, such as patients. `comparison` holds all results. Other data need no sentence.
+    """
+    found = dict.fromkeys(row.difference.method for row in comparison.main_rows if row.verdict and row.difference)
+    texts = [f"the differences are {text}" if text.startswith("tested") else text for text in found if text]
+    return [f"{text[0].upper()}{text[1:]}." for text in texts]
 
 
 def limits(comparison: Comparison) -> list[str]:
@@ -342,6 +355,12 @@ def how_to_read(comparison: Comparison) -> list[str]:
     at no other number. The p-values and intervals stay valid with all these looks. An arm stops when it is better or worse,
     when a difference of {excluded} is excluded, or when a verdict is unlikely even with {looks[-1]} seeds, so
     arms can have fewer seeds than their baseline.
+    """
+    if folds := next((row.folds for row in comparison.rows if row.folds), None):
+        text += f"""
+    The data are divided into {folds} folds. A pass trains {folds} models, and each of them is tested on the fold that it was
+    not trained on, so each image is a test image once in a pass. Each pass divides the images anew. The score of a pass is the
+    mean of the scores of its folds, weighted by their images. Passes take the place of seeds on this page.
     """
     if any(condition.tuned for condition in comparison.conditions):
         text += """

@@ -20,7 +20,7 @@ from .provenance import provenance, warnings
 from .settings import changes, hyperparameters, tuning_curves
 from .tables import FOLDED as FOLDED_TABLES
 from .tables import LENGTHS, TUNED, Table, tables
-from .units import score_in, with_one_score, without_other_differences
+from .units import score_in, with_one_score
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
@@ -137,14 +137,15 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
 
     Only the main conditions are shown: tuned settings if there are any, and the longest training.
     """
-    comparison = without_other_differences(compare(records, earlier))
+    comparison = compare(records, earlier)
     if not any(row.values for row in comparison.rows):
         return "no run has finished, so there is nothing to compare"
     rows = [row for row in comparison.main_rows if row.values]
     width = max((len(row.arm) for row in rows), default=0)
     lines, score = [], score_in(comparison)
     for condition in dict.fromkeys(row.condition for row in rows):
-        lines.append(f"{condition.title}: test {score.title}, mean and SD over seeds{score.direction}")
+        units = rows[0].units
+        lines.append(f"{condition.title}: test {score.title}, mean and SD over {units}{score.direction}")
         lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.condition == condition]
     lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
     if others := len(comparison.conditions) - len(comparison.main):
@@ -168,12 +169,12 @@ def content(
     shown = reported(records)
     if not shown:
         return page
-    comparison, warned = without_other_differences(compare(records, earlier)), warnings(shown, trials)
+    comparison, warned = compare(records, earlier), warnings(shown, trials)
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
         "answer": answer(comparison),
-        "notes": format.notes(comparison, warned),
+        "notes": format.notes(comparison, warned, shown),
         "tables": tables(comparison, shown) | class_tables(comparison, shown),
         "explained": EXPLAINED | ({"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}),
         "warnings": warned,

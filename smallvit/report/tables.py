@@ -13,7 +13,8 @@ from .settings import option_name, tuning_of
 from .units import ACCURACY, score_in, score_of
 
 TUNED, LENGTHS, OTHER_COSTS = "Tuned against common settings", "Difference and training length", "Costs under other conditions"
-FOLDED = (" with common settings", OTHER_COSTS, " of every seed")  # ends of headings whose tables are shown on request
+# ends of headings whose tables are shown on request
+FOLDED = (" with common settings", OTHER_COSTS, " of every seed", " of every pass")
 Cell = tuple[str, list[str]]  # text and remarks
 
 
@@ -53,7 +54,7 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
         OTHER_COSTS: cost_tables(comparison, others),
         "Probes of frozen features": probe_tables(comparison, records),
         "Other measurements": other_tables(comparison, records),
-        f"{score} of every seed": seed_tables(comparison),
+        f"{score} of every {'pass' if comparison.rows[0].folds else 'seed'}": seed_tables(comparison),
     }
     return {heading: each for heading, each in found.items() if each}
 
@@ -81,7 +82,7 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
     """
     score = score_in(comparison)
     columns = (
-        f"Test {score.title}{score.unit} (mean ± SD over seeds{score.direction})",
+        f"Test {score.title}{score.unit} (mean ± SD over {comparison.rows[0].units}{score.direction})",
         f"Difference{score.points and ', points'} [95% CI on new images]",
         "Holm p",
         "Verdict",
@@ -90,7 +91,7 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
     def cells(row: Row) -> list[Cell]:
         d = row.difference
         return [
-            (mean_sd(row), []),
+            (mean_sd(row) if score_of(row).percent == score.percent else mean_sd(row, "%"), []),
             (f"{score.difference(d.mean)} {interval(d, score)}", difference_remarks(row, d)) if d else ("–", []),
             (p_value(d and d.p_holm), []),
             (row.verdict or row.role, verdict_remarks(row) + judged_by(comparison, row)),
@@ -134,7 +135,7 @@ def judged_by(comparison: Comparison, row: Row) -> list[str]:
     """
     title = score_in(comparison).title
     named = row.score == title if score_of(row) == ACCURACY else score_of(row).title == title
-    return [] if named else [f"by {row.score}"]
+    return [] if named or row.reason.startswith("judged by ") else [f"by {row.score}"]
 
 
 def tuning_tables(comparison: Comparison, records: Sequence[Record]) -> list[Table]:
@@ -263,7 +264,7 @@ def seed_tables(comparison: Comparison) -> list[Table]:
         return [(extent, []), (p_value(row.difference and row.difference.p), []), (", ".join(seeds), [])]
 
     score = score_in(comparison)
-    columns = ("Range", "p, not corrected", f"{score.capital}{score.unit} (seed)")
+    columns = ("Range", "p, not corrected", f"{score.capital}{score.unit} ({'pass' if comparison.rows[0].folds else 'seed'})")
     conditions = [*comparison.main, *(c for c in comparison.conditions if c not in comparison.main)]
     found = [(title, {row.arm: cells(row) for row in rows if row.values}) for title, rows in each_table(comparison, conditions)]
     return [Table(title=title, columns=columns, rows=rows, text=columns[2:]) for title, rows in found if rows]

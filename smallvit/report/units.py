@@ -9,8 +9,7 @@ from smallvit.verdicts.comparison import Comparison, Row
 # Names in records -> names in a text. Accuracies, also those of probes, are all called accuracy.
 TITLES = {"macro_f1": "macro F1", "auc": "AUC", "ece": "ECE"}
 ACCURACIES = re.compile(r"accuracy|knn_\d+|linear_probe|few_shot")
-LOSSES = ("log_loss",)  # numbers without an upper limit, which are no percentages
-LOWER = (*LOSSES, "ece")  # scores of which a lower one is better, for rows that do not say it
+ERRORS = ("ece",)  # scores of which a lower one is better and that are shares from 0 to 1, so that they are written in percent
 
 
 class Score(NamedTuple):
@@ -60,19 +59,17 @@ class Score(NamedTuple):
 ACCURACY = Score()
 
 
-def score_named(name: str, lower: bool | None = None) -> Score:
-    """Return how a report writes the score that has this `name` in the records. `lower` says whether a lower score is better;
-    None means that this follows from the name.
+def score_named(name: str, lower: bool) -> Score:
+    """Return how a report writes the score that has this `name` in the records. `lower` says whether a lower score is better:
+    then it may be any number from 0 on, such as a loss, and is written as a plain number.
     """
-    if ACCURACIES.fullmatch(name):
-        return ACCURACY
-    lower = name in LOWER if lower is None else lower
-    return Score(TITLES.get(name, name.replace("_", " ")), name not in LOSSES and not (lower and name not in LOWER), lower)
+    title = "accuracy" if ACCURACIES.fullmatch(name) else TITLES.get(name, name.replace("_", " "))
+    return Score(title, not lower or name in ERRORS, lower)
 
 
 def score_of(row: Row) -> Score:
     """Return how a report writes the score of an arm (variant). `row` holds its results."""
-    return score_named(row.score, getattr(row, "lower_is_better", None))
+    return score_named(row.score, row.lower_is_better)
 
 
 def score_in(comparison: Comparison) -> Score:
@@ -85,14 +82,6 @@ def same_score(comparison: Comparison, row: Row) -> bool:
     such as the accuracy of raw pixels beside models that are judged by their log loss. `row` holds the results of the arm.
     """
     return not row.values or score_of(row) == score_in(comparison)
-
-
-def without_other_differences(comparison: Comparison) -> Comparison:
-    """Return the comparison without the differences of references that have another score than their baseline, because a
-    difference of two scores has no meaning.
-    """
-    rows = (row if same_score(comparison, row) else replace(row, difference=None) for row in comparison.rows)
-    return replace(comparison, rows=tuple(rows))
 
 
 def with_one_score(comparison: Comparison) -> Comparison:

@@ -1,0 +1,144 @@
+"""smallvit report R --mistakes ARM: the test images that an arm gets wrong most often and most surely, over all seeds."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smallvit.ablation import ArmRun
+from smallvit.launch.scheduler import folder
+from smallvit.record import Record, write_atomic
+from smallvit.verdicts.comparison import Comparison, condition_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from smallvit.data import Images
+
+SHOWN = 20  # images
+
+
+@dataclass(kw_only=True)
+class Mistake:
+    """The predictions that the models of one arm (variant) make for one test image.
+
+    image       the position of the image in the test set; in a cross-validation, in all images
+    name        the name of its file, or a text with its position
+    true        the name of its class
+    pixels      the image, shape (channels, height, width), from 0 to 1
+    tested      how many models predicted its class
+    guesses     the name of the predicted class of each model that was wrong
+    confidence  the probability that each of these models gave to its prediction
+    """
+
+    image: int
+    name: str
+    true: str
+    pixels: "Tensor"
+    tested: int = 0
+    guesses: list[str] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+
+    @property
+    def guess(self) -> str:
+        """The class that was predicted most often by the models that were wrong."""
+        return max(dict.fromkeys(self.guesses), key=self.guesses.count)
+
+    @property
+    def surety(self) -> float:
+        """The mean probability that the models that were wrong gave to their prediction."""
+        return sum(self.confidence) / len(self.confidence)
+
+
+def show_mistakes(
+    arm: str, runs: Sequence[ArmRun], records: Sequence[Record], comparison: Comparison, out: Path, recipe: str
+) -> str:
+    """Return a text that lists the test images that an arm (variant) gets wrong most often, and among these most surely, over
+    all seeds. Also draw them and save the drawing as a PNG file beside the report. `runs` are the runs of the recipe `recipe`,
+    `records` are their results, `comparison` holds all results, and `out` is the folder of all results.
+
+    The trained models in `out` predict the classes of the test images again. No setting is scored by this, so it is not counted
+    as a use of the test images. A setting that is changed after looking at the mistakes is counted when it is scored.
+
+    The runs are those of the main condition with the most labelled images in which the arm has finished.
+
+    Raises ValueError for an unknown arm, an arm without finished runs in `out`, and an arm whose models have no trained head.
+    """
+    known = list(dict.fromkeys(entry.arm for entry in runs))
+    if arm not in known:
+        raise ValueError(f"the recipe {recipe} has no arm {arm!r}; expected one of {', '.join(map(repr, known))}")
+    pairs = [(entry, record) for entry, record in zip(runs, records) if entry.arm == arm and record.finished]
+    pairs = [pair for pair in pairs if folder(pair[0], out, recipe).exists()]
+    if not pairs:
+        raise ValueError(
+            f"no finished run of {arm!r} is in {out}, and its mistakes are found with the trained models; train them with: "
+            f"smallvit run {recipe}"
+        )
+    finished = {condition_of(record) for _, record in pairs}
+    condition = next(c for c in reversed((*comparison.conditions, *comparison.main)) if c in finished)
+    entries = [entry for entry, record in pairs if condition_of(record) == condition]
+    found = find_mistakes(entries, out, recipe)
+    wrong = sorted((m for m in found if m.guesses), key=lambda m: (-len(m.guesses) / m.tested, -m.surety, m.image))
+    title = f"Mistakes of {arm} at {condition.title}: {len(wrong):,} of {len(found):,} test images are wrong in at least one of"
+    lines = [f"{title} {len(entries)} run{'s' * (len(entries) > 1)}"]
+    if wrong:
+        path = out / recipe / f"mistakes-{re.sub(r'[^A-Za-z0-9]+', '-', arm).strip('-') or 'arm'}.png"
+        lines += [table(wrong[:SHOWN]), draw(wrong[:SHOWN], path)]
+    return "\n".join(lines)
+
+
+def find_mistakes(entries: Sequence[ArmRun], out: Path, recipe: str) -> list[Mistake]:
+    """Return the predictions for each test image, in the order of the test set, as a list. `entries` are the runs of one arm
+    (variant), `out` is the folder of all results, and `recipe` is the name of the recipe.
+
+    Raises ValueError for runs whose head was not trained on labels.
+    """
+    from smallvit.evaluate import predictions
+    from smallvit.train import load
+    from smallvit.train.trained_model import trains_classifier
+
+    found: dict[int, Mistake] = {}
+    for entry in entries:
+        if not trains_classifier(entry.run):
+            raise ValueError(f"the head of {entry.arm!r} was not trained on labels, so it predicts nothing; choose another arm")
+        data = entry.run.data().at_seed(entry.run.seed)
+        images: Images = data.test.open()
+        index = range(len(images)) if data.fold is None else data.fold.index.tolist()
+        probabilities = predictions(load(folder(entry, out, recipe)).model, images)
+        guesses = probabilities.argmax(1).tolist()
+        for place, image in enumerate(index):
+            if image not in found:
+                name = images.files[place] if images.files else f"test image {image}"
+                true = images.spec.classes[int(images.labels[place])]
+                found[image] = Mistake(image=image, name=name, true=true, pixels=images.pixels(slice(place, place + 1))[0])
+            found[image].tested += 1
+            if guesses[place] != images.labels[place]:
+                found[image].guesses.append(images.spec.classes[guesses[place]])
+                found[image].confidence.append(float(probabilities[place, guesses[place]]))
+    return [found[image] for image in sorted(found)]
+
+
+def table(wrong: Sequence[Mistake]) -> str:
+    """Return a table of mistakes as text for the terminal, with one line for each image."""
+    lines = [("image", "class", "predicted", "wrong", "confidence")]
+    lines += [(m.name, m.true, m.guess, f"{len(m.guesses)} of {m.tested}", f"{100 * m.surety:.1f}%") for m in wrong]
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    return "\n".join("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def draw(wrong: Sequence[Mistake], path: Path) -> str:
+    """Draw the images of some mistakes, save the figure as a PNG file at `path`, and return a line of text with the path. The
+    title of an image is its class, the predicted class, and how often it was wrong.
+    """
+    import torch
+
+    from smallvit.explain import gallery
+
+    titles = [f"{m.true[:16]}\nnot {m.guess[:16]}\n{len(m.guesses)} of {m.tested}" for m in wrong]
+    try:
+        figure = gallery(torch.stack([m.pixels for m in wrong]), titles, columns=5)
+    except ValueError as error:
+        return f"the images cannot be drawn: {error}"
+    write_atomic(path, lambda new: figure.savefig(new, format="png", dpi=150))
+    return f"drawn in {path}"
