@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "data", "deploy", "evaluate", "explain", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials",
+        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials",
         "tuning", "verdicts",
     },
     "launch": {
@@ -79,7 +79,7 @@ INSTALLED_BY = {
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip
-EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "optuna": "tune", "pandas": "table"}  # each library that one command needs, with the extra in setup.cfg that installs it
+EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "optuna": "tune", "pandas": "table", "pydicom": "dicom", "tifffile": "tiff"}  # each library that one command needs, with the extra in setup.cfg that installs it
 HEAVY = sorted({*INSTALLED_BY, *EXTRAS} - {"torch", "numpy", "einops"})
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 

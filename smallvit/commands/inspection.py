@@ -1,0 +1,214 @@
+"""What a folder of images holds, as far as a recipe depends on it: classes, sizes, color modes, broken files and groups."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from smallvit.baselines import fitting_patch
+
+FEWEST = 5  # files that a message lists
+UNEQUAL = 1.5  # the largest class has so many times the images of the smallest one
+LARGE = 2_000  # images from which a fixed test part replaces folds
+LARGEST = 64  # pixels of a side that is kept
+PATCH = 8  # pixels of a side of a patch, for images that are resized
+PATCHES = 36  # of such an image
+
+# words before a number that name what several images may be of
+WORDS = (
+    "patient", "subject", "person", "participant", "donor", "case", "animal", "mouse", "plate", "slide", "scan", "video",
+    "session", "plant", "tree",
+)  # fmt: skip
+NUMBERED = r"(.*)[_ -]\d+"  # a regular expression whose first pair of parentheses is the group of an image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was found in a folder of images, and what a recipe for it should use.
+
+    counts     part ("train", "test", "val", or "pool" if there are no parts) -> class -> number of images that can be read
+    sizes      number of images of each (height, width)
+    modes      number of images of each color mode of the file, such as "RGB"
+    broken     file -> why it cannot be read
+    channels   1 if all images are gray, 4 if some are transparent in places, otherwise 3
+    floats     True if some images have more than 8 bits a channel
+    unit       True if all pixels are in [0, 1], as all images of 8 and 16 bits are
+    size       (height, width) to which images are resized
+    patch      side of the patches in pixels
+    folds      number of folds; None if there is a test part
+    test       share of the images that is held out for testing; None if there are folds or a test part
+    group_by   regular expression for the group of an image, or "" if the file names show no groups
+    groups     number of these groups, and `example` is one of them
+    grouped    True if the images can be split by these groups
+    digits     True if mirroring an image changes its label
+    """
+
+    counts: dict[str, dict[str, int]]
+    sizes: Counter
+    modes: Counter
+    broken: dict[str, str]
+    channels: int
+    floats: bool
+    unit: bool
+    size: tuple[int, int]
+    patch: int
+    folds: int | None
+    test: float | None
+    group_by: str
+    groups: int
+    example: str
+    grouped: bool
+    digits: bool
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes as a list."""
+        return [*next(iter(self.counts.values()))]
+
+    @property
+    def unequal(self) -> bool:
+        """Whether the largest class has at least 1.5 times as many images for training as the smallest one."""
+        counts = next(iter(self.counts.values())).values()
+        return max(counts) >= UNEQUAL * min(counts)
+
+    @property
+    def smallest(self) -> int:
+        """The number of training images that a run has of the smallest class."""
+        count = min(next(iter(self.counts.values())).values())
+        return count - (-(-count // self.folds) if self.folds else round(count * (self.test or 0)))
+
+    @property
+    def training(self) -> int:
+        """The number of training images that a run has, with its validation images."""
+        count = sum(next(iter(self.counts.values())).values())
+        return count - (count // self.folds if self.folds else round(count * (self.test or 0)))
+
+
+def inspect_images(top: Path, digits: bool = False) -> Inspection:
+    """Read all images in a folder and return what was found. `top` is the folder, and `digits` says that mirroring an image
+    changes its label.
+
+    Raises ValueError for a folder without classes, and for a class without two images that can be read.
+    """
+    from tqdm import tqdm
+
+    from smallvit.data.decode import read_image
+    from smallvit.data.files import find_images
+
+    found = find_images(top)
+    sizes, modes, broken = Counter(), Counter(), {}
+    gray, transparent, low, high = True, False, 0.0, 1.0
+    for file in tqdm(found.files, "images", leave=False, disable=len(found.files) < LARGE):
+        try:
+            pixels, mode = read_image(top / file, None, "RGBA", "float", name=file)
+        except ValueError as error:
+            broken[file] = str(error)
+            continue
+        sizes[pixels.shape[:2]] += 1
+        modes[mode] += 1
+        color = pixels[..., :3]
+        gray = gray and bool((color == color[..., :1]).all())
+        transparent = transparent or bool(pixels[..., 3].min() < 1)
+        low, high = min(low, float(color.min())), max(high, float(color.max()))
+    counts = {
+        part: {
+            name: sum(label == index and file not in broken for file, label in files.items())
+            for index, name in enumerate(found.classes)
+        }
+        for part, files in found.parts.items()
+    }
+    check_counts(top, counts, broken)
+    readable = {file: label for part in found.parts.values() for file, label in part.items() if file not in broken}
+    group_by, names = groups_of(readable) if "pool" in counts else ("", {})
+    fewest = min(map(len, groups_in_classes(readable, names).values())) if names else 0
+    grouped = fewest >= 2
+    smallest, total = fewest if grouped else min(counts[next(iter(counts))].values()), len(readable)
+    pool, large = "pool" in counts, total >= LARGE and smallest >= 5
+    size, patch = fitting_size(sizes)
+    return Inspection(
+        counts=counts,
+        sizes=sizes,
+        modes=modes,
+        broken=broken,
+        channels=4 if transparent else 1 if gray else 3,
+        floats="float" in modes,
+        unit=low >= 0 and high <= 1,
+        size=size,
+        patch=patch,
+        folds=min(5, smallest) if pool and not large else None,
+        test=0.2 if pool and large else None,
+        group_by=group_by,
+        groups=len({*names.values()}),
+        example=next(iter(names.values()), ""),
+        grouped=grouped,
+        digits=digits,
+    )
+
+
+def check_counts(top: Path, counts: dict[str, dict[str, int]], broken: dict[str, str]):
+    """Raise ValueError if there is only one class, or if a class has too few images that can be read: fewer than 2 if they must
+    still be split, otherwise none in some part. `counts` has the numbers of images of each part and class, and `broken` the
+    files that cannot be read.
+    """
+    for part, of_class in counts.items():
+        needed = 2 if part == "pool" else 1
+        if len(of_class) < 2:
+            raise ValueError(f"{top} has one class, {next(iter(of_class))!r}; expected a folder for each of at least 2 classes")
+        for name, count in of_class.items():
+            if count < needed:
+                also = f"; {len(broken)} files cannot be read, such as {next(iter(broken.values()))}" if broken else ""
+                raise ValueError(
+                    f"class {name!r} in {top} has {count} images that can be read, and {needed} are needed{also}; add images, "
+                    "or move the class out of the folder"
+                )
+
+
+def fitting_size(sizes: Counter) -> tuple[tuple[int, int], int]:
+    """Return the size (height, width) to which images are resized, and the side of the patches, in pixels. `sizes` counts the
+    images of each size.
+
+    Images that all have one size of at most 64 pixels a side keep it, if patches of at least 2 pixels give 16 to 64 tokens.
+    Others are resized to about 36 patches of 8 pixels, with the proportions of the median image.
+    """
+    if len(sizes) == 1:
+        (size,) = sizes
+        patch = fitting_patch(size)
+        tokens = size[0] * size[1] // patch**2
+        if max(size) <= LARGEST and patch > 1 and 16 <= tokens <= 64 and not (size[0] % patch or size[1] % patch):
+            return size, patch
+    ratio = median(width / height for height, width in sizes.elements()) ** 0.5
+    rows, columns = (min(max(round(PATCHES**0.5 * factor), 2), 16) for factor in (1 / ratio, ratio))
+    return (PATCH * rows, PATCH * columns), PATCH
+
+
+def groups_of(files: dict[str, int]) -> tuple[str, dict[str, str]]:
+    """Return a regular expression that reads the group of an image, such as a patient, from its file name, and a dict from file
+    to group. `files` is a dict from file to class. Return ("", {}) if the names show no groups.
+
+    Names show groups if an expression matches all of them, and a group has 1.5 images or more on average. Names that only end
+    with a number, without a word such as patient, show groups if each class has at least 5, with 20 images or fewer on average:
+    `cat_1`, `cat_2` are the first and second cat, and no group.
+    """
+    from smallvit.data.files import groups_by_name
+
+    for pattern in (*(rf"(?i)(.*?{word}[_ -]?\d+)(?:\D.*)?" for word in WORDS), NUMBERED):
+        try:
+            names = dict(zip(files, groups_by_name([*files], pattern)))
+        except ValueError:  # some names do not match
+            continue
+        count = len({*names.values()})
+        fewest = min(map(len, groups_in_classes(files, names).values()))
+        shown = count > len({*files.values()}) if pattern != NUMBERED else fewest >= 5 and len(files) <= 20 * count
+        if shown and count * 1.5 <= len(files):
+            return pattern, names
+    return "", {}
+
+
+def groups_in_classes(files: dict[str, int], names: dict[str, str]) -> dict[int, set[str]]:
+    """Return the groups of each class as a dict from class to a set of names. `files` is a dict from file to class, and `names`
+    a dict from file to group.
+    """
+    found = defaultdict(set)
+    for file, label in files.items():
+        found[label].add(names[file])
+    return found
