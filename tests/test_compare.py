@@ -8,6 +8,7 @@ import pytest
 from smallvit.record import Record, pack_bits
 from smallvit.report import format
 from smallvit.report.answer import answer
+from smallvit.report.units import ACCURACY
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
 from smallvit.verdicts.contrasts import trends, tuned_pairs
 from smallvit.verdicts.sequential import nominal_level, sequential_p
@@ -462,7 +463,7 @@ def test_a_verdict_of_an_earlier_look_is_shown_with_its_difference():
     row, c = row_of(rows, "+A"), compare(rows)
     d = row.difference
     assert row.verdict == "better" and d.low < 0 < d.mean and d.strongest.low > 0
-    assert row.reason == f"decided at the look at 6 seeds: {format.points(d.strongest.mean)} {format.interval(d.strongest)}"
+    assert row.reason == f"decided at the look at 6 seeds: {ACCURACY.difference(d.strongest.mean)} {format.interval(d.strongest, ACCURACY)}"
     assert row.reason in format.sentence(c, row)
 
 

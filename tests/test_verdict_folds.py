@@ -20,6 +20,7 @@ from smallvit.data.folds import draw_folds
 from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
 from smallvit.packing import pack_bits, pack_floats
 from smallvit.record import Record
+from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags, fit
 from smallvit.verdicts import compare, disagreements, next_looks, pooled
 from smallvit.verdicts.statistics import half_width, in_groups, of_folds, paired_variance, two_part_p
@@ -365,10 +366,14 @@ def null_of_folds(rng, train_and_score, images=300, passes=8) -> dict[str, bool]
     pixels, labels = digit_images()
     chosen = rng.choice(len(labels), images, replace=False)
     folds = fold_of_images(labels[chosen], passes)
-    right = out_of_fold(train_and_score, halves(rng, pixels[chosen]), labels[chosen], folds)
+    return called_different(out_of_fold(train_and_score, halves(rng, pixels[chosen]), labels[chosen], folds), folds)
+
+
+def called_different(right, folds) -> dict[str, bool]:
+    """Which tests call two arms different. `right` says which images they classify correctly, (arms, passes, images)."""
     rows = records(right, folds)
     each = right[1].astype(float) - right[0]
-    single = [each[p][folds[p] == f].mean() for p in range(passes) for f in range(K)]
+    single = [each[p][fold == f].mean() for p, fold in enumerate(folds) for f in range(K)]
     return {
         "two-part": row_of(rows).decided,
         "Nadeau-Bengio": row_of([r for r in rows if r.seed < K]).decided,
@@ -416,6 +421,25 @@ SCORES = {"accuracy": accuracy_of, "balanced accuracy": balanced_accuracy_of, "m
 
 def below(p: float | None) -> bool:
     return p is not None and p < 0.05
+
+
+def transformers(rng, folder, images=300, passes=6) -> dict[str, bool]:
+    """Which tests call two equal arms different, with small ViTs that are trained as in a recipe. `folder` is a new folder."""
+    pixels, labels = digit_images()
+    chosen = rng.choice(len(labels), images, replace=False)
+    folds = fold_of_images(labels[chosen], passes)
+    right = np.empty((2, *folds.shape), bool)
+    for arm, x in enumerate(halves(rng, pixels[chosen])):
+        path = folder / f"{arm}.npz"
+        np.savez(path, images=np.uint8(255 * x).reshape(-1, 8, 4), labels=labels[chosen])
+        data = partial(arrays, path=str(path), folds=K, digits=True)
+        run = Run(data=data, model=partial(TINY_VIT, dim=32), steps=80, batch=60, lr=3e-3, val=0)
+        seeds = range(passes * K)
+        found = fit_stacked([run.at_seed(s) for s in seeds], [folder / f"{arm}-{s}" for s in seeds])
+        for number, r in enumerate(pooled(found)):
+            right[arm, number] = r.correct_bits
+            assert r.seed == number
+    return called_different(right, folds)
 
 
 def null_of_scores(rng, seeds=8, labelled=100, tested=(150, 80, 45, 25)) -> dict[str, bool]:
@@ -486,3 +510,44 @@ def null_of_groups_in_folds(rng, train_and_score, groups=75, size=4, passes=6) -
 
 
 CLASSIFIERS = {"random features": random_features, "1-NN": nearest}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_cross_validation_errs_in_at_most_five_percent(name):
+    shares = rates(name, partial(null_of_folds, train_and_score=CLASSIFIERS[name]), 120, 0)
+    assert shares["two-part"] <= 0.05 and shares["Nadeau-Bengio"] <= 0.05
+    assert shares["plain t, passes"] > 0.3, "the plain t-test takes the luck of the images for an effect"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_cross_validation_errs_in_at_most_five_percent_often(name):
+    shares = rates(name, partial(null_of_folds, train_and_score=CLASSIFIERS[name]), 1000, 0)
+    assert shares["two-part"] <= 0.05 and shares["Nadeau-Bengio"] <= 0.05
+
+
+@pytest.mark.long
+def test_cross_validation_of_transformers_errs_rarely(tmp_path_factory):
+    shares = rates("ViT", lambda rng: transformers(rng, tmp_path_factory.mktemp("runs")), 20, 0)
+    for name in ("two-part", "Nadeau-Bengio"):
+        assert stats.binomtest(round(20 * shares[name]), 20, 0.05, alternative="greater").pvalue > 0.01
+
+
+@pytest.mark.long
+def test_other_scores_err_in_at_most_five_percent():
+    shares = rates("other scores", null_of_scores, 1000, 0)
+    assert all(shares[name] <= 0.05 for name in SCORES)
+
+
+@pytest.mark.slow
+def test_groups_that_are_counted_as_images_give_false_verdicts():
+    shares = rates("groups", null_of_groups, 400, 0)
+    assert shares["groups"] <= 0.05 and shares["images"] > 2 * shares["groups"] and shares["images"] > 0.06
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_groups_in_folds_err_in_at_most_five_percent(name):
+    shares = rates(f"groups, {name}", partial(null_of_groups_in_folds, train_and_score=CLASSIFIERS[name]), 400, 0)
+    assert shares["groups"] <= 0.05 and shares["images"] > 0.1

@@ -60,13 +60,12 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     unavailable = {cell for cell in pairs if all(status_of(r) == "unavailable" for r in runs[cell].values())}
     judged = [cell for cell in pairs if roles[cell[1]] == "technique" and cell not in unavailable]
     scores = {cell: why for cell in pairs if (why := unequal_scores(runs[cell], controls[cell[1]], others[cell]))}
-    tests = {
-        cell: None if cell in scores else difference(runs[cell], others[cell], looks if cell in judged else ()) for cell in pairs
-    }
+    measured = [cell for cell in pairs if cell not in scores]
+    tests = {cell: difference(runs[cell], others[cell], looks if cell in judged else ()) for cell in measured}
     gaps = {cell: gaps_of(cell[1], runs[cell], controls[cell[1]], others[cell], looks) for cell in runs}
     untuned = {cell: why for cell in judged if (why := unequal_tuning(runs[cell], controls[cell[1]], others[cell]))}
     gaps |= untuned | scores
-    verdicts = judge({cell: tests[cell] for cell in judged}, gaps, len(judged) + earlier, looks)
+    verdicts = judge({cell: tests.get(cell) for cell in judged}, gaps, len(judged) + earlier, looks)
     costs = {cell: costs_of([r for r in each.values() if r and r.finished]) for cell, each in runs.items()}
     rows = []
     for cell, each in runs.items():
