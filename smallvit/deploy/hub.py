@@ -171,8 +171,8 @@ def model_card(trained: TrainedModel, records: Sequence[Record], license: str | 
         "## Preprocessing",
         "",
         f"Images are turned upright, converted to {gray}, resized to {h} x {w} pixels (bicubic, antialiased), scaled to [0, 1] "
-        f"and normalized with mean {numbers(preprocess.mean)} and standard deviation {numbers(preprocess.std)}. `smallvit.load` "
-        "does all this.",
+        f"and normalized with mean {numbers(preprocess.mean)} and standard deviation {numbers(preprocess.std)}. "
+        "`smallvit.load` does all this.",
         "",
         "## Limits",
         "",
