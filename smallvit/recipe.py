@@ -266,9 +266,14 @@ def expand_range(text: str) -> list[str]:
 
 def smoke_test_runs(runs: Sequence["ArmRun"]) -> list["ArmRun"]:
     """Return a few very short runs that test whether a recipe file works. There is one run for each arm (variant), with at most
-    two training steps, the fewest labelled images and the smallest seed.
+    two training steps, the fewest labelled images and the smallest seed. In a cross-validation, there is one for each fold.
     """
     first: dict[str, ArmRun] = {}
     for entry in sorted(runs, key=lambda entry: (entry.labels is None, entry.labels or 0, entry.seed)):
-        first.setdefault(entry.arm, entry.with_steps(lambda steps: min(steps, 2)))
-    return list(first.values())
+        first.setdefault(entry.arm, entry)
+
+    def is_in_first_pass(entry: ArmRun) -> bool:
+        other, folds = first[entry.arm], entry.run.folds or 1
+        return entry.cell == other.cell and entry.seed // folds == other.seed // folds
+
+    return [entry.with_steps(lambda steps: min(steps, 2)) for entry in runs if is_in_first_pass(entry)]
