@@ -18,8 +18,8 @@ NAMES = {
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
-        "DataSpec", "Dataset", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist", "fashion_mnist",
-        "folder", "kmnist", "mnist", "qmnist", "svhn",
+        "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
+        "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
     ),
     "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"),
     "evaluate": (

@@ -5,10 +5,12 @@ Here each draw has a stream of its own name. Enabling a technique therefore leav
 augmented pixels and the initial weights of all shared layers byte-identical, and a resumed run needs no generator state.
 
 Names in use: `subset` (which images are labeled and, if the data has no validation images, which ones validate), `subset/class`
-(the order in which the classes take turns to get a label), `val` (which of the data's own validation images),
-`few_shot` (the images of a few-shot probe), `order` (batches), `augment` (pixels), `init` (weights; those of an objective are
-`init/objective`) and `dropout` (draws inside a training step, beginning with the patches that an objective masks).
-The fixed test split of `digits()` is independent of the run: it is drawn like a subset, as `digits/test` with seed 0.
+(the order in which the classes take turns to get a label), `subset/group` (the order in which groups are taken for validation),
+`val` (which of the data's own validation images), `few_shot` (the images of a few-shot probe), `order` (batches), `augment`
+(pixels), `init` (weights; those of an objective are `init/objective`) and `dropout` (draws inside a training step, beginning
+with the patches that an objective masks).
+The fixed test split of `digits()` is independent of the run: it is drawn like a subset, as `digits/test` with seed 0. So is the
+held-out part of your own images: it is drawn as `test/group` with seed 0.
 """
 
 import hashlib

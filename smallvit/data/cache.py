@@ -156,7 +156,8 @@ def _check(
         count = f" ({len(other):,} of {len(files):,} images differ from the first one)" if len(other) > 1 else ""
         messages.append(f"{files[index]} is {found} (h, w, c) but {first} is {shape}: set {advice}{count}")
     if messages:
-        raise ValueError("\n".join(messages))
+        text = "\n".join(messages)
+        raise ValueError(text)
 
 
 def _broken_text(top: Path, files: Sequence[str], problems: list[Problem]) -> str:
