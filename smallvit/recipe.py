@@ -272,7 +272,7 @@ def smoke_test_runs(runs: Sequence["ArmRun"]) -> list["ArmRun"]:
     for entry in sorted(runs, key=lambda entry: (entry.labels is None, entry.labels or 0, entry.seed)):
         first.setdefault(entry.arm, entry)
 
-    def is_in_first_pass(entry: ArmRun) -> bool:
+    def is_in_first_pass(entry: "ArmRun") -> bool:
         other, folds = first[entry.arm], entry.run.folds or 1
         return entry.cell == other.cell and entry.seed // folds == other.seed // folds
 
