@@ -10,6 +10,7 @@ published.py    digits, mnist and related sets, cifar10, svhn: public data sets,
 own.py          folder, arrays: your own image files and .npz archives
 files.py        finding the image files, classes and groups of a folder
 cache.py        decoding many files, into memory or into a memory-mapped file
+notes.py        warnings about data
 
 Every loader returns a `Dataset` and reads the files once per process, so that many runs share one copy. A loader takes plain
 values only, so that a record can store the call.

@@ -9,8 +9,8 @@ import hashlib
 import json
 import math
 import os
+import sys
 import shutil
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .decode import read_image
 from .images import Rows
+from .notes import note
 
 FORMAT = 1  # of the files in the cache; increased when decoding changes
 MANY = 2_000  # files from which a progress bar is shown
@@ -90,7 +91,7 @@ def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | 
         problems, converted = _decode_all(images, top, files, options, shape)
         _check(top, files, problems, options, first, shape)
     if converted:
-        warnings.warn(f"{top}: {converted:,} images are in the color mode CMYK and were converted to RGB", stacklevel=4)
+        note(f"{top}: files in the color mode CMYK were converted to RGB: {converted:,}")
     broken = {problem.index for problem in problems}
     kept = [index for index in range(len(files)) if index not in broken]
     tensor, index = torch.from_numpy(images), torch.tensor(kept)
@@ -132,8 +133,10 @@ def _decode_all(
 
     threads = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
-        bar = partial(tqdm, total=len(files), desc=f"reading {top.name}", unit=" images", leave=False)
-        found = list(bar(pool.map(decode, range(len(files))), disable=None if len(files) > MANY else True))
+        decoded = pool.map(decode, range(len(files)))
+        if len(files) > MANY and sys.stderr.isatty():  # only then: in a worker process, the lock of tqdm would be left behind
+            decoded = tqdm(decoded, total=len(files), desc=f"reading {top.name}", unit=" images", leave=False)
+        found = list(decoded)
     return [problem for problem, _ in found if problem], sum(is_cmyk for _, is_cmyk in found)
 
 

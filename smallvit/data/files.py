@@ -4,7 +4,6 @@ import csv
 import os
 import re
 import unicodedata
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .decode import DICOM, TIFF
+from .notes import note
 
 PARTS = ("train", "test", "val")
 SUFFIXES = (
@@ -128,11 +128,9 @@ def _warn_of_other_files(top: Path, other: Counter, outside: list[str]):
     class folders.
     """
     if unread := [f"{count:,} {suffix}" for suffix, count in sorted(other.items()) if count]:
-        text = f"{top}: files of these formats are not read: {', '.join(unread)}; convert them, for example to PNG"
-        warnings.warn(text, stacklevel=4)
+        note(f"{top}: files of these formats are not read: {', '.join(unread)}; convert them, for example to PNG")
     if outside:
-        text = f"{top}: {len(outside):,} images are in no class folder and are not used, such as {outside[0]}"
-        warnings.warn(text, stacklevel=4)
+        note(f"{top}: images outside of the class folders are not used: {listed(sorted(outside))}")
 
 
 def groups_by_name(files: list[str], pattern: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import combinations
@@ -17,6 +16,7 @@ from .dataset import Dataset, as_images, to_uint8, unnormalized
 from .decode import MODES
 from .files import Found, find_images, groups_by_name, groups_in_file, listed
 from .images import Images
+from .notes import note
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
@@ -166,7 +166,7 @@ def _warn_of_range(images: Images):
     low, high = min(float(b.min) for b in bounds), max(float(b.max) for b in bounds)
     if low < 0 or high > 1:
         text = "they are kept, but transforms that change colors or add noise cut them at 0 and 1"
-        warnings.warn(f"{images.spec.name}: pixel values go from {low:.4g} to {high:.4g}; {text}", stacklevel=4)
+        note(f"{images.spec.name}: pixel values go from {low:.4g} to {high:.4g}; {text}")
 
 
 @cached_by_path

@@ -1,12 +1,12 @@
 """Identical images: found by a hash of their pixels, named in warnings, and kept on one side of a split."""
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .images import Images
+from .notes import note
 
 NAMED = 10  # how many pairs of files a warning lists
 
@@ -44,11 +44,11 @@ def warn_of_repeats(name: str, images: Images, sides: Sequence[str] | Tensor | N
     if across:
         by_group = isinstance(sides, Tensor)
         where, advice = ("of another group", "give them one group") if by_group else ("of another part", "remove one of each")
-        text = f"{len(across):,} images are identical to an image {where}: {_listed(across)}"
-        _warn(f"{name}: {text}; {advice}, or the score may be too high")
+        text = f"images that are identical to an image {where}: {len(across):,}, {_listed(across)}"
+        note(f"{name}: {text}; {advice}, or the score may be too high")
     if labels:
-        text = f"{len(labels):,} images are identical to an image with another label: {_listed(labels)}"
-        _warn(f"{name}: {text}; correct the labels")
+        text = f"images that are identical to an image with another label: {len(labels):,}, {_listed(labels)}"
+        note(f"{name}: {text}; correct the labels")
 
 
 def _file(images: Images, index: int) -> str:
@@ -59,7 +59,3 @@ def _listed(pairs: Pairs) -> str:
     """Return the first pairs of a list as text, and how many more there are."""
     more = f" and {len(pairs) - NAMED:,} more" if len(pairs) > NAMED else ""
     return ", ".join(f"{one} = {other}" for one, other in pairs[:NAMED]) + more
-
-
-def _warn(text: str):
-    warnings.warn(text, stacklevel=5)
