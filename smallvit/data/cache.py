@@ -9,11 +9,10 @@ import hashlib
 import json
 import math
 import os
-import sys
 import shutil
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
