@@ -7,7 +7,7 @@ from typing import Any
 
 from smallvit.augment import MultiCrop
 from smallvit.components import function
-from smallvit.evaluate import accuracy, declaration, knn, linear_probe
+from smallvit.evaluate import METRICS, accuracy, declaration, knn, linear_probe, probe_metric
 from smallvit.objectives import Supervised
 from smallvit.passes import common_folds, seeds_of
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
@@ -364,15 +364,24 @@ def standard_references(arms: list[Run]) -> dict[str, Run]:
 
     They are raw pixels under two classifiers; a small CNN with the training settings of the baseline, if the baseline is
     trained; and an untrained model, if an arm is judged by a probe.
+
+    The references have the score of the baseline, such as its balanced accuracy. Raw pixels have an accuracy if classifiers on
+    features do not have this score.
     """
     baseline = arms[0]
+    judge = baseline.evaluators[0]
+    metric = probe_metric(judge)
     untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
-    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(knn,))
-    probes = (linear_probe_of_pixels, *probes_for_pixels(arms))
+    neighbour, linear = knn, linear_probe_of_pixels
+    if metric is not None:
+        neighbour, linear = partial(knn, metric=metric), partial(linear_probe, standardise=False, metric=metric)
+    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(neighbour,))
+    probes = (linear, *probes_for_pixels(arms))
     references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbour": pixels}
     if baseline.steps:
         transforms = tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop))
-        references["small CNN"] = replace(baseline, model=SmallCNN, augment=transforms, **SUPERVISED, evaluators=(accuracy,))
+        evaluators = (judge, accuracy) if function(judge) in METRICS else (accuracy,)
+        references["small CNN"] = replace(baseline, model=SmallCNN, augment=transforms, **SUPERVISED, evaluators=evaluators)
     probed = next((run for run in arms if declaration(run.evaluators[0]).probe), None)
     return references if probed is None else references | {RANDOM: replace(probed, **untrained)}
 

@@ -13,7 +13,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 from toys import TINY_VIT
 
-from smallvit import Run, Supervised, digits, fingerprint
+from smallvit import Pixels, Run, Supervised, ablate, digits, fingerprint, fit
+from smallvit.components import function
 from smallvit.data import Dataset, DataSpec, Images
 from smallvit.evaluate import (
     PerImage,
@@ -25,6 +26,8 @@ from smallvit.evaluate import (
     calibration,
     confusion,
     declaration,
+    knn,
+    linear_probe,
     log_loss,
     macro_f1,
     predictions,
@@ -285,7 +288,7 @@ def unequal() -> Dataset:
 
 
 def test_class_weights_use_the_labels_of_the_run_and_leave_fingerprints_unchanged():
-    run = Run(data=unequal, model=TINY_VIT, val=100, steps=6, batch=8)
+    run = Run(data=digits, model=TINY_VIT, val=100, steps=6, batch=8)
     weighted = run.vary(objective=partial(Supervised, class_weight="balanced"))
     assert fingerprint(run) == fingerprint(run.vary(objective=partial(Supervised, class_weight=None))) != fingerprint(weighted)
     data = unequal()
@@ -297,3 +300,53 @@ def test_class_weights_use_the_labels_of_the_run_and_leave_fingerprints_unchange
     for training in trainings:
         training.train_step()
     assert torch.equal(*(training.objective.model.head.weight for training in trainings))
+
+
+# References in a comparison
+
+
+@pytest.mark.parametrize("metric", [balanced_accuracy, macro_f1, auc], ids=lambda metric: metric.__name__)
+def test_probes_can_be_judged_by_a_metric(metric):
+    whole = unequal()
+    subset = whole.subset(labels=None, val=50, seed=0)
+    splits, model = Splits(subset.train, subset.val, whole.test.open()), Pixels((8, 8), 1, 10)
+    labels = splits.test.labels.numpy()
+    for probe, options in ((linear_probe, {"strengths": (1.0,)}), (knn, {"ks": (1,)})):
+        (name, score), (own, accuracy_of_probe), *_ = probe(model, splits, metric=metric.__name__, **options)
+        assert name == metric.__name__ and own in ("linear_probe", "knn_1") and isinstance(score, PerImage)
+        plain = dict(probe(model, splits, **options))
+        assert plain[own] == accuracy_of_probe and name not in plain
+        if metric is balanced_accuracy:  # the mean recall of what the probe gets right
+            right = accuracy_of_probe.values
+            assert score == pytest.approx(np.mean([right[labels == c].mean() for c in range(10)]))
+        assert 0.8 < score < 1
+    with pytest.raises(ValueError, match="metric is 'f2'; expected one of 'balanced_accuracy', 'macro_f1', 'auc', or None"):
+        list(knn(model, splits, metric="f2"))
+
+
+def test_references_have_the_score_of_the_baseline():
+    run = Run(data=digits, model=TINY_VIT, steps=2, batch=8)
+
+    def judges(*evaluators):
+        entries = ablate({"vit": run.vary(evaluators=evaluators)}, seeds=[0])
+        return {entry.arm: entry.run.evaluators[0] for entry in entries if entry.role == "reference"}
+
+    plain = judges(accuracy)
+    assert all(function(judge) in (accuracy, knn, linear_probe) for judge in plain.values())
+    balanced = judges(balanced_accuracy, accuracy)
+    assert balanced["small CNN"] is balanced_accuracy
+    assert balanced["pixels, nearest neighbour"].keywords == {"metric": "balanced_accuracy"}
+    assert balanced["pixels, logistic regression"].keywords["metric"] == "balanced_accuracy"
+    loss = judges(log_loss, accuracy)  # probes have no log loss
+    assert loss["small CNN"] is log_loss and loss["pixels, nearest neighbour"] is plain["pixels, nearest neighbour"]
+
+
+def test_a_run_is_judged_by_its_first_metric(tmp_path):
+    run = Run(data=digits, model=TINY_VIT, labels=50, val=50, steps=3, batch=8, ema=0.0)
+    for metric, name in ((auc, "auc"), (log_loss, "log_loss")):
+        record = fit(run.vary(evaluators=(metric, accuracy, calibration)), tmp_path / name)
+        assert record.score == name and record.result == pytest.approx(record.per_image.mean(), abs=1e-5)
+        assert bool(record.lower_is_better) == (metric is log_loss) and np.sum(record.confusion) == record.test_images
+        assert set(record.test) == {name, "accuracy", "nll", "ece"} and len(record.reliability) == 15
+        assert np.trace(record.confusion) / record.test_images == pytest.approx(record.test["accuracy"])
+        assert record.test["nll"] == pytest.approx(dict.get(record.test, "log_loss", record.test["nll"]), abs=1e-5)

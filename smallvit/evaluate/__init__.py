@@ -44,12 +44,13 @@ from .cache import cached_features
 from .declare import Declaration, declaration, evaluator
 from .features import FeatureExtractor
 from .hooks import features, frozen
-from .metrics import auc, balanced_accuracy, calibration, confusion, log_loss, macro_f1, reliability
+from .metrics import METRICS, auc, balanced_accuracy, calibration, confusion, log_loss, macro_f1, probe_metric, reliability
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, cost, predictions
 from .splits import NamedScores, PerImage, Splits, require_images
 
 __all__ = [
+    "METRICS",
     "Declaration",
     "FeatureExtractor",
     "NamedScores",
@@ -72,6 +73,7 @@ __all__ = [
     "log_loss",
     "macro_f1",
     "predictions",
+    "probe_metric",
     "reliability",
     "require_images",
 ]

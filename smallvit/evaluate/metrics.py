@@ -6,7 +6,8 @@ first, so it can judge a run, and each has one value for each test image, so tha
 Shapes: n images, k classes; probabilities are (n, k) in float64, labels are (n).
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -57,13 +58,19 @@ def balanced_accuracy(model: nn.Module, splits: Splits) -> NamedScores:
 
     Raises   ValueError if a class has no image among the test images, and the errors of `accuracy`.
     """
+    yield "balanced_accuracy", balanced_accuracy_of(*scored(model, splits))
+
+
+def balanced_accuracy_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
+    """Return the balanced accuracy of class probabilities `found` (n, k) for images with the given `labels` (n). Each class has
+    an image.
+    """
     import numpy as np
     from sklearn.metrics import balanced_accuracy_score
 
-    found, labels = scored(model, splits)
     predicted, counts = found.argmax(1), np.bincount(labels)
     values = (predicted == labels) * (len(labels) / (len(counts) * counts[labels]))
-    yield "balanced_accuracy", PerImage(values, float(balanced_accuracy_score(labels, predicted)))
+    return PerImage(values, float(balanced_accuracy_score(labels, predicted)))
 
 
 @evaluator(needs=require_every_class)
@@ -77,13 +84,17 @@ def macro_f1(model: nn.Module, splits: Splits) -> NamedScores:
 
     Raises   ValueError if a class has no image among the test images, and the errors of `accuracy`.
     """
+    yield "macro_f1", macro_f1_of(*scored(model, splits))
+
+
+def macro_f1_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
+    """Return the macro F1 score of class probabilities `found` (n, k) for images with the given `labels` (n)."""
     import numpy as np
     from sklearn.metrics import f1_score
 
-    found, labels = scored(model, splits)
     predicted, k = found.argmax(1), found.shape[1]
     score = f1_score(labels, predicted, labels=np.arange(k), average="macro", zero_division=0)  # pyright: ignore
-    yield "macro_f1", PerImage(jackknife(float(score), macro_f1_without(labels, predicted, k)), float(score))
+    return PerImage(jackknife(float(score), macro_f1_without(labels, predicted, k)), float(score))
 
 
 @evaluator(needs=require_every_class)
@@ -98,12 +109,18 @@ def auc(model: nn.Module, splits: Splits) -> NamedScores:
 
     Raises   ValueError if a class has no image among the test images, and the errors of `accuracy`.
     """
+    yield "auc", auc_of(*scored(model, splits))
+
+
+def auc_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
+    """Return the area under the ROC curve of class probabilities `found` (n, k) for images with the given `labels` (n). Each
+    class has an image.
+    """
     from sklearn.metrics import roc_auc_score
 
-    found, labels = scored(model, splits)
     two = found.shape[1] == 2
     score = roc_auc_score(labels, found[:, 1]) if two else roc_auc_score(labels, found, multi_class="ovr", average="macro")
-    yield "auc", PerImage(jackknife(float(score), auc_without(labels, found)), float(score))
+    return PerImage(jackknife(float(score), auc_without(labels, found)), float(score))
 
 
 @evaluator(lower_is_better=True)
@@ -147,6 +164,32 @@ def calibration(model: nn.Module, splits: Splits, *, bins: int = BINS) -> NamedS
     gaps, place = (found.argmax(1) == labels) - found.max(1), bin_of(found.max(1), bins)
     values = np.sign(np.bincount(place, gaps, bins))[place] * gaps
     yield "ece", PerImage(values, float(np.abs(np.bincount(place, gaps, bins)).sum() / len(labels)))
+
+
+METRICS = (balanced_accuracy, macro_f1, auc, log_loss, calibration)
+# metrics by which a probe can also be judged: name -> a function of class probabilities and labels
+OF_PROBES = {"balanced_accuracy": balanced_accuracy_of, "macro_f1": macro_f1_of, "auc": auc_of}
+
+
+def probe_metric(evaluator: Callable) -> str | None:
+    """Return the option `metric` with which a probe has the same score as `evaluator`, such as "auc". It is None for an
+    accuracy and for a score that probes do not have.
+    """
+    return evaluator.__name__ if evaluator in METRICS and evaluator.__name__ in OF_PROBES else None
+
+
+def score_probe(metric: str, probabilities: Any, splits: Splits) -> PerImage:
+    """Return the score of a probe, a classifier on frozen features. `metric` is the name of the score, `probabilities` (n, k)
+    are those of the probe for the test images, and `splits` holds the images.
+
+    Raises   ValueError for an unknown metric, and if a class has no test image.
+    """
+    import numpy as np
+
+    if metric not in OF_PROBES:
+        raise ValueError(f"metric is {metric!r}; expected one of {', '.join(map(repr, OF_PROBES))}, or None for the accuracy")
+    require_every_class(splits)
+    return OF_PROBES[metric](np.asarray(probabilities, dtype="float64"), splits.test.labels.numpy())
 
 
 def confusion(model: nn.Module, images: Images) -> list[list[int]]:

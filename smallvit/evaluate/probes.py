@@ -16,6 +16,7 @@ from smallvit.rng import shuffled
 from .cache import cached
 from .declare import evaluator
 from .hooks import Array, features
+from .metrics import score_probe
 from .splits import NamedScores, PerImage, Splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
@@ -29,6 +30,7 @@ def knn(
     splits: Splits,
     *,
     ks: tuple[int, ...] = (1, 5, 20),
+    metric: str | None = None,
     of: str = "head",
     layers: int = 1,
     norm: str = "after",
@@ -43,7 +45,10 @@ def knn(
     Values of k above the number of labelled images are left out. Similarities are computed in float64, because the features of
     an untrained model all point in nearly the same direction. Which of several equally near images are used is not specified.
 
-    Raises   ValueError for a k below 1, or if every k is above the number of labelled images.
+    With `metric="balanced_accuracy"`, "macro_f1" or "auc", this score is yielded first, under its own name. It is that of the
+    first k, where the share of the votes is the probability of a class.
+
+    Raises   ValueError for a k below 1, if every k is above the number of labelled images, and for an unknown metric.
     """
     if not isinstance(ks, tuple | list) or min(ks, default=0) < 1:
         raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
@@ -56,12 +61,16 @@ def knn(
     )
     classes = len(splits.train.spec.classes)
     correct: dict[int, list[Tensor]] = {k: [] for k in ks}
+    shares: list[Tensor] = []  # of the votes of the first k
     tie_break = torch.linspace(0.5, 0, classes)  # argmax of equal counts is not specified
     rows = max(1, AT_ONCE // max(len(train), max(ks) * classes))
     for queries, labels in zip(test.split(rows), splits.test.labels.split(rows)):
         votes = F.one_hot(splits.train.labels[(queries @ train.T).topk(max(ks)).indices], classes)
+        shares.append(votes[:, : ks[0]].double().mean(1) + 1e-9 * tie_break)
         for k in ks:
             correct[k].append((votes[:, :k].sum(1) + tie_break).argmax(-1) == labels)
+    if metric is not None:
+        yield metric, score_probe(metric, torch.cat(shares) / torch.cat(shares).sum(1, keepdim=True), splits)
     for k in ks:
         yield f"knn_{k}", PerImage(torch.cat(correct[k]))
 
@@ -73,6 +82,7 @@ def linear_probe(
     *,
     strengths: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0, 10.0),
     standardise: bool = True,
+    metric: str | None = None,
     of: str = "head",
     layers: int = 1,
     norm: str = "after",
@@ -89,9 +99,12 @@ def linear_probe(
     standardise  scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
                  one scale, such as pixels.
 
+    metric       "balanced_accuracy", "macro_f1" or "auc": this score of the test images is yielded first, under its own name.
+                 None: the accuracy alone. C is chosen by the accuracy in both cases.
+
     `linear_probe_iterations` is the number of iterations that the solver took.
 
-    Raises   RuntimeError if the solver does not converge; ValueError if there are no strengths.
+    Raises   RuntimeError if the solver does not converge; ValueError if there are no strengths, and for an unknown metric.
     """
     if not isinstance(strengths, tuple | list) or not strengths:
         raise ValueError(f"strengths is {strengths!r}; expected a tuple of at least one inverse strength C, such as (1.0,)")
@@ -111,6 +124,8 @@ def linear_probe(
     else:
         probes, best = {1.0: fit_probe(1.0)}, 1.0
     probe, edge = probes[best], len(probes) > 1 and best in (min(probes), max(probes))
+    if metric is not None:
+        yield metric, score_probe(metric, all_probabilities(probe, test, len(splits.train.spec.classes)), splits)
     yield "linear_probe", probe_accuracy(probe, test, splits.test.labels)
     yield "linear_probe_c", best
     yield "linear_probe_edge", float(edge)
@@ -215,6 +230,17 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
             raise RuntimeError(
                 f"the probe with C={strength:g} did not converge in {ITERATIONS:,} iterations; try smaller C"
             ) from warning
+
+
+def all_probabilities(probe: Any, x: Array, classes: int) -> Array:
+    """Return the probabilities that the trained scikit-learn classifier `probe` gives to each of `classes` classes, shape
+    (images, classes). `x` holds the features (images, features). A class without training images has the probability 0.
+    """
+    import numpy as np
+
+    found = np.zeros((len(x), classes))
+    found[:, probe.classes_] = probe.predict_proba(x.astype("float64"))
+    return found
 
 
 def probe_accuracy(probe: Any, x: Array, labels: Tensor) -> PerImage:

@@ -95,16 +95,22 @@ def below_raw_pixels(records: Sequence[Record]) -> list[str]:
     """Return a warning if some arms (variants in the comparison) are less accurate on average than logistic regression or the
     nearest neighbour on raw pixels, with the same number of labelled images. `records` are the results of the runs.
 
-    Arms without training steps of their own are left out.
+    Arms without training steps of their own are left out. If the arms and the raw pixels are judged by the same score, such as
+    the balanced accuracy, this score is compared; otherwise their accuracies are.
     """
-    pixels: dict[int | None, dict[str, list[float]]] = {}
-    for r in records:
-        if r.finished and (r.run.get("model") or {}).get("call") == PIXELS and (accuracy := accuracy_of(r)) is not None:
-            pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(accuracy)
-    best = {labels: max(map(fmean, arms.values())) for labels, arms in pixels.items()}
+    references = [r for r in records if r.finished and (r.run.get("model") or {}).get("call") == PIXELS]
     cells = {cell: runs for cell, runs in main_cells(records).items() if runs[0].steps}  # an untrained arm cannot train longer
-    known = {cell: [a for r in runs if (a := accuracy_of(r)) is not None] for cell, runs in cells.items()}
-    means = {cell: fmean(accuracies) for cell, accuracies in known.items() if accuracies}
+    same = len({r.score for r in (*references, *(r for runs in cells.values() for r in runs))}) == 1
+
+    def mean_of(runs: Sequence[Record]) -> float | None:
+        values = [value for r in runs if (value := r.result if same else accuracy_of(r)) is not None]
+        return fmean(values) if values else None
+
+    pixels: dict[int | None, dict[str, list[Record]]] = {}
+    for r in references:
+        pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(r)
+    best = {labels: max((mean_of(runs) or 0.0 for runs in arms.values()), default=0.0) for labels, arms in pixels.items()}
+    means = {cell: mean for cell, runs in cells.items() if (mean := mean_of(runs)) is not None}
     lost = [cell for cell, mean in means.items() if mean < best.get(cell[0].labels, 0.0) - TIE]
     if not lost:
         return []

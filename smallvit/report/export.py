@@ -55,7 +55,7 @@ def latex_table(comparison: Comparison) -> str:
         lines += [r"\midrule"]
         lines += [f"\\multicolumn{{5}}{{l}}{{\\emph{{{latex(condition.title)}}}}} \\\\"] if several else []
         best = best_arms(rows)
-        lines += [f"{' & '.join(cells(row, row.arm in best))} \\\\" for row in rows]
+        lines += [f"{' & '.join(cells(row, row.arm in best, score_of(row) != score))} \\\\" for row in rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
@@ -68,9 +68,9 @@ def best_arms(rows: Sequence[Row]) -> list[str]:
     return [row.arm for row in rows if row.mean == best]
 
 
-def cells(row: Row, bold: bool) -> list[str]:
+def cells(row: Row, bold: bool, other: bool) -> list[str]:
     """Return the cells of one line of a LaTeX table as a list of texts. `row` holds the results of an arm (variant). With
-    `bold`, its score is bold.
+    `bold`, its score is bold. With `other`, the arm has another score than the table, which is named.
     """
     score, d = score_of(row), row.difference
     value = score.number(row.mean or 0.0)
@@ -78,7 +78,8 @@ def cells(row: Row, bold: bool) -> list[str]:
     difference = latex(score.difference(d.mean)) if d else "--"
     if d and d.low is not None and d.high is not None:
         difference += " " + latex(score.interval(d.low, d.high))
-    return [latex(row.arm), value, difference, latex(p_value(d and d.p_holm)), latex(row.verdict or row.role)]
+    name = row.arm + f" (by {row.score})" * other
+    return [latex(name), value, difference, latex(p_value(d and d.p_holm)), latex(row.verdict or row.role)]
 
 
 def caption(comparison: Comparison) -> str:
@@ -87,7 +88,8 @@ def caption(comparison: Comparison) -> str:
     units = "passes" if any(row.folds for row in comparison.rows) else "seeds"
     counts = sorted({len(row.values) for row in comparison.main_rows if row.values})
     numbers = join_names([str(n) for n in counts], len(counts)) or "0"
-    place = "" if len(comparison.main) > 1 else f" at {latex(comparison.main[0].title)}"
+    conditions = comparison.main
+    place = f" at {latex(conditions[0].title)}" if len(conditions) == 1 else ""
     text = f"Test {latex(score.title)}{place}: mean and standard deviation over {numbers} {units}"
     text += " (lower is better)" * score.lower
     baselines = join_names([f"“{name}”" for name in comparison.baselines])

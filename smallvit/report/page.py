@@ -20,7 +20,7 @@ from .provenance import provenance, warnings
 from .settings import changes, hyperparameters, tuning_curves
 from .tables import FOLDED as FOLDED_TABLES
 from .tables import LENGTHS, TUNED, Table, tables
-from .units import score_in, with_one_score
+from .units import score_in, score_of, with_one_score
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
 
@@ -146,7 +146,8 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
     for condition in dict.fromkeys(row.condition for row in rows):
         units = rows[0].units
         lines.append(f"{condition.title}: test {score.title}, mean and SD over {units}{score.direction}")
-        lines += [f"  {row.arm:{width}}  {mean_sd(row)}" for row in rows if row.condition == condition]
+        for row in (row for row in rows if row.condition == condition):
+            lines.append(f"  {row.arm:{width}}  {mean_sd(row)}" + f" ({row.score})" * (score_of(row) != score))
     lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
     if others := len(comparison.conditions) - len(comparison.main):
         lines.append(f"The report also shows {others} other condition{'s' * (others > 1)} (common settings, shorter training).")
