@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smallvit.rng import shuffled
 
-from .folds import Fold, balanced_split, check_folds, draw_folds, held_out_part
+from .folds import Fold, balanced_split, draw_folds, first_folds, held_out_part
 from .images import DataSpec, HeldOut, Images, with_moments
 from .repeats import same_pixels, warn_of_repeats
 
@@ -183,10 +183,12 @@ class Dataset:
         warn_of_repeats(images.spec.name, images, groups)
         groups = same_pixels(images) if groups is None else groups
         if folds is not None:
-            check_folds(images.labels, groups, folds, images.spec)
+            first = first_folds(images.labels, groups, folds, images.spec)
             spec = with_moments(images.spec, images)
             images = images.with_spec(spec)
-            return cls(spec, images, HeldOut(images.take(slice(0))), folds=folds, groups=groups, skipped=skipped)
+            pool = cls(spec, images, HeldOut(images.take(slice(0))), folds=folds, groups=groups, skipped=skipped)
+            pool._divisions[0] = first
+            return pool
         is_test = held_out_part(images.labels, groups, test, images.spec)
         train_index, test_index = (~is_test).nonzero()[:, 0], is_test.nonzero()[:, 0]
         train = images.take(train_index)

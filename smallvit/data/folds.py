@@ -115,9 +115,9 @@ def held_out_part(labels: Tensor, groups: Tensor | None, share: float | None, sp
     return chosen
 
 
-def check_folds(labels: Tensor, groups: Tensor | None, folds: int, spec: DataSpec):
-    """Raise ValueError if the images cannot be divided into `folds` folds that each have images of all classes. The message
-    says what is possible instead.
+def first_folds(labels: Tensor, groups: Tensor | None, folds: int, spec: DataSpec) -> list[Tensor]:
+    """Return the first division of the images into folds: the indices of the images of each fold. Raise ValueError if the
+    images cannot be divided into `folds` folds that each have images of all classes. The message says what is possible instead.
 
     labels, groups  class and group number of each image; None: every image is a group of its own
     spec            description of the data set
@@ -125,7 +125,7 @@ def check_folds(labels: Tensor, groups: Tensor | None, folds: int, spec: DataSpe
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
         raise ValueError(f"folds={folds!r}; expected a number of folds of at least 2, such as folds=5")
     _check_class_sizes(labels, groups, folds, f"folds={folds}", spec)
-    draw_folds(labels, groups, folds, 0, len(spec.classes))
+    return draw_folds(labels, groups, folds, 0, len(spec.classes))
 
 
 def _check_class_sizes(labels: Tensor, groups: Tensor | None, needed: int, option: str, spec: DataSpec):
