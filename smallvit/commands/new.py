@@ -1,7 +1,6 @@
 """smallvit new: images at a folder of images and write a recipe that compares all techniques on them."""
 
 import argparse
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
     print("\n".join(findings(images)))
     shown = folder.resolve()
     with_relative = shown.is_relative_to(Path.cwd()) and shown != Path.cwd()
-    text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown), file.stem)
+    text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown))
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x", encoding="utf-8") as stream:
@@ -98,7 +97,7 @@ def planned(file: Path) -> str:
 
     runs, _ = with_dependencies(load_recipe(file).RUNS)
     arms = Counter(entry.arm for entry in runs if entry.role in ("baseline", "technique"))
-    jobs = min(cores(), len(runs), os.cpu_count() or 1)
+    jobs = min(cores(), len(runs))
     total = parallel([estimate(runs[0].run, "cpu")] * len(runs), jobs)
     time = f"about {clock(total)} with {jobs} worker processes if every run takes as long as the baseline"
     return f"{len(arms)} arms, {len(runs):,} runs, {time}"

@@ -1,32 +1,31 @@
 """The text of a new recipe that compares all techniques on a folder of images."""
 
+import ast
+
+import smallvit
+
 from .inspection import Inspection
 
-NAMES = (  # what a recipe imports if it uses it; `ablate` and `partial` are always used
-    "DINO", "Block", "ConvStem", "Distill", "LocalityAttention", "Merge", "PatchEmbed", "Run", "ShiftedPatchEmbed", "SmallCNN",
-    "Supervised", "ViT", "ablate", "accuracy", "augment", "balanced_accuracy", "folder", "knn",
-)  # fmt: skip
 BATCH = 32
 FEWEST_STEPS, MOST_STEPS, EPOCHS = 300, 1_000, 30
 
 
-def recipe_text(images: Inspection, path: str, name: str) -> str:
+def recipe_text(images: Inspection, path: str) -> str:
     """Return the text of a recipe file (a Python file that lists the runs of a comparison). `images` is what was found in the
-    folder of images, `path` is the path of this folder as the recipe should write it, and `name` is the name of the recipe.
+    folder of images, and `path` is the path of this folder as the recipe should write it.
     """
     body = "\n\n".join([data_text(images, path), baseline_text(images), arms_text(images), runs_text(images)])
-    used = [each for each in NAMES if f"{each}" in words(body)]
+    names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    used = sorted(names & {*smallvit.__all__}, key=lambda each: (not each.isupper(), not each[0].isupper(), each))
     imports = "from functools import partial\n\nfrom smallvit import (\n" + "".join(f"    {each},\n" for each in used) + ")"
-    return f'"""{docstring(images, path, name)}"""\n\n{imports}\n\n{body}\n'
+    return f'"""{docstring(images, path)}"""\n\n{imports}\n\n{body}\n'
 
 
-def words(text: str) -> set[str]:
-    """Return the identifiers in a Python text as a set."""
-    return set("".join(letter if letter.isidentifier() else " " for letter in text).split())
+def docstring(images: Inspection, path: str) -> str:
+    """Return the docstring of the recipe: the question, the setup and what the user expects, which is left to write.
 
-
-def docstring(images: Inspection, path: str, name: str) -> str:
-    """Return the docstring of the recipe: the question, the setup and what the user expects, which is left to write."""
+    images, path  what was found in the folder of images, and the path of this folder
+    """
     count = sum(map(sum, (of_class.values() for of_class in images.counts.values())))
     unit = "groups of images" if images.grouped else "images"
     split = (
