@@ -97,13 +97,10 @@ def run_onnx(path, images: np.ndarray) -> torch.Tensor:
 
 
 def covering_sample() -> list[dict]:
-    """Combinations of slots in which every option of every slot occurs at least twice, and every reduction with both kinds of
-    attention.
-    """
-    count = max(len(options) for options in SLOTS.values()) * 2
+    """Five combinations of slots in which every option of every slot occurs."""
     return [
-        {name: options[(index + shift * (index // 5)) % len(options)] for shift, (name, options) in enumerate(SLOTS.items())}
-        for index in range(count)
+        {name: options[(index + shift) % len(options)] for shift, (name, options) in enumerate(SLOTS.items())}
+        for index in range(5)
     ]
 
 
@@ -112,18 +109,18 @@ class Separate(PixelsToProbabilities):
 
     def forward(self, images):
         pixels = images.permute(0, 3, 1, 2).float() / 255
-        outputs = [model((pixels - mean) / std).softmax(-1) for model, mean, std in zip(self.models, self.mean, self.std)]
-        return torch.stack(outputs)
+        numbers = zip(self.models, self.pixel_mean, self.pixel_std)
+        return torch.stack([model((pixels - mean) / std).softmax(-1) for model, mean, std in numbers])
 
 
-def differences(combinations: list[dict]) -> list[float]:
+def differences(combinations: list[dict], depth: int = 2) -> list[float]:
     """The largest difference between ONNX Runtime and PyTorch for a model of each combination, over batches of 1, 2, 5 and 16
     images.
     """
     models = []
     for index, options in enumerate(combinations):
         torch.manual_seed(index)
-        models.append(trained_vit(**options))
+        models.append(trained_vit(depth=depth, **options))
     ensemble = Ensemble(models)
     with torch.no_grad(), quiet():
         _, run = onnx_file(Separate(ensemble, resize=False).eval(), description(ensemble, False))
@@ -140,11 +137,11 @@ def differences(combinations: list[dict]) -> list[float]:
 def test_sample_covers_every_option():
     sample = covering_sample()
     for name, options in SLOTS.items():
-        assert all(sum(each[name] is option for each in sample) >= 2 for option in options)
+        assert all(sum(each[name] is option for each in sample) for option in options)
 
 
 def test_onnx_equals_torch_for_a_sample_of_slots():
-    assert max(differences(covering_sample())) <= LARGEST
+    assert max(differences(covering_sample(), depth=1)) <= LARGEST
 
 
 @pytest.mark.long
@@ -165,7 +162,7 @@ def test_onnx_equals_torch_for_all_combinations_of_slots(tokenizer, position, at
 def resizing(tmp_path_factory):
     """A model of RGB images, and its ONNX file that takes images of any size."""
     torch.manual_seed(0)
-    model, path = trained_vit((16, 20), reduction=partial(Merge, r=3)), tmp_path_factory.mktemp("onnx") / "model.onnx"
+    model, path = trained_vit((16, 20), depth=1), tmp_path_factory.mktemp("onnx") / "model.onnx"
     assert export(model, path) <= LARGEST
     return model, path
 
@@ -197,16 +194,17 @@ def test_onnx_file_describes_itself(resizing):
     assert "resized to 16 x 20" in metadata["description"]
 
 
-@pytest.mark.parametrize("trial", range(40))
-def test_resizing_equals_pil_in_every_pixel(trial):
-    generator = np.random.default_rng(trial)
-    h, w, rows, columns = (int(side) for side in generator.integers(1, 120, 4))
-    image = generator.integers(0, 256, (h, w, 3), dtype=np.uint8)
-    expected = np.array(Image.fromarray(image).resize((columns, rows), Image.Resampling.BICUBIC))
-    found = resize_bytes(torch.from_numpy(image).permute(2, 0, 1)[None], (rows, columns), pil_orders_passes())
-    assert np.array_equal(found[0].permute(1, 2, 0).numpy(), expected)
+def test_resizing_equals_pil_in_every_pixel():
+    generator, tall_first = np.random.default_rng(0), pil_orders_passes()
+    for _ in range(60):
+        h, w, rows, columns = (int(side) for side in generator.integers(1, 120, 4))
+        image = generator.integers(0, 256, (h, w), dtype=np.uint8)
+        expected = np.array(Image.fromarray(image).resize((columns, rows), Image.Resampling.BICUBIC))
+        found = resize_bytes(torch.from_numpy(image)[None, None], (rows, columns), tall_first)
+        assert np.array_equal(found[0, 0].numpy(), expected), (h, w, rows, columns)
 
 
+@pytest.mark.slow
 def test_torch_export_file_gives_the_same_probabilities(tmp_path):
     model, path = trained_vit(channels=1), tmp_path / "model.pt2"
     assert export(model, path) <= LARGEST
@@ -218,6 +216,7 @@ def test_torch_export_file_gives_the_same_probabilities(tmp_path):
     assert json.loads(json.loads(extra["smallvit.json"])["classes"]) == list(model.classes)
 
 
+@pytest.mark.slow
 def test_ensemble_is_exported_as_its_mean(tmp_path):
     models = [trained_vit(), trained_vit(tokenizer=partial(PatchEmbed, patch=8))]
     export(Ensemble(models), tmp_path / "m.onnx", resize=False)
@@ -226,6 +225,7 @@ def test_ensemble_is_exported_as_its_mean(tmp_path):
     assert (run_onnx(tmp_path / "m.onnx", pixels) - expected).abs().max() <= LARGEST
 
 
+@pytest.mark.slow
 def test_model_of_float_pixels_takes_floats(tmp_path):
     model = trained_vit(channels=1)
     object.__setattr__(model.preprocess, "dtype", "float32")
@@ -238,6 +238,7 @@ def test_model_of_float_pixels_takes_floats(tmp_path):
     assert (found - model.predict_proba(str(tmp_path / "f.tiff"))).abs().max() <= LARGEST
 
 
+@pytest.mark.slow
 def test_four_channels_are_exported_with_a_fixed_size(tmp_path):
     model = trained_vit(channels=4)
     export(model, tmp_path / "m.onnx")
@@ -289,13 +290,13 @@ class DataDependent(torch.nn.Module):
 def test_model_that_cannot_be_exported_is_refused_by_name(tmp_path):
     model = trained_vit()
     model.model = DataDependent()
-    with pytest.raises(ValueError, match="cannot be exported to ONNX .* its parts: DataDependent"):
+    with pytest.raises(ValueError, match=r"cannot be exported to ONNX .* its parts: DataDependent"):
         export(model, tmp_path / "m.onnx", resize=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_file_that_differs_from_the_model_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("smallvit.deploy.onnx.largest_difference", lambda *_: 2e-5)
-    with pytest.raises(ValueError, match="was not written: .* 2.0e-05"):
+    monkeypatch.setattr("smallvit.deploy.onnx.onnx_file", lambda *_: (b"", lambda images: torch.ones(len(images), 5) / 5))
+    with pytest.raises(ValueError, match="was not written: its probabilities differ"):
         export(trained_vit(), tmp_path / "m.onnx", resize=False)
     assert not list(tmp_path.iterdir())

@@ -32,8 +32,8 @@ class PixelsToProbabilities(nn.Module):
     float32 for a model of float pixels.
     """
 
-    mean: Tensor
-    std: Tensor
+    pixel_mean: Tensor  # not "mean", a name that the exporter gives to results
+    pixel_std: Tensor
 
     def __init__(self, classifier: ImageClassifier, resize: bool):
         super().__init__()
@@ -41,7 +41,7 @@ class PixelsToProbabilities(nn.Module):
         self.models = nn.ModuleList(each.model for each in trained)
         for name in ("mean", "std"):
             values = torch.tensor([getattr(each.preprocess, name) for each in trained])[..., None, None]
-            self.register_buffer(name, values, persistent=False)
+            self.register_buffer(f"pixel_{name}", values, persistent=False)
         self.size, self.resize, self.floats = classifier.preprocess.size, resize, takes_floats(classifier.preprocess)
         self.tall_first = pil_orders_passes()
 
@@ -53,8 +53,8 @@ class PixelsToProbabilities(nn.Module):
         elif self.resize:
             pixels = resize_bytes(pixels, self.size, self.tall_first)
         pixels = pixels.float() if self.floats else pixels.float() / 255
-        outputs = [model((pixels - mean) / std).softmax(-1) for model, mean, std in zip(self.models, self.mean, self.std)]
-        return torch.stack(outputs).mean(0)
+        numbers = zip(self.models, self.pixel_mean, self.pixel_std)
+        return torch.stack([model((pixels - mean) / std).softmax(-1) for model, mean, std in numbers]).mean(0)
 
 
 def members(classifier: ImageClassifier) -> list[TrainedModel]:
@@ -160,7 +160,7 @@ def example_input(module: PixelsToProbabilities) -> tuple[Tensor, dict[int, Any]
     the axis to its name.
     """
     margin = 3 if module.resize else 0
-    shape = (2, module.size[0] + margin, module.size[1] + 2 * margin, module.mean.shape[1])
+    shape = (2, module.size[0] + margin, module.size[1] + 2 * margin, module.pixel_mean.shape[1])
     axes = {0: "n", 1: "h", 2: "w"} if module.resize else {0: "n"}
     dtype = torch.float32 if module.floats else torch.uint8
     return torch.zeros(shape, dtype=dtype), {axis: torch.export.Dim(name) for axis, name in axes.items()}

@@ -17,16 +17,23 @@ def resize_bytes(images: Tensor, size: tuple[int, int], tall_first: bool) -> Ten
     """
     pixels = images.double()
     if not tall_first:
-        return change_height(change_width(pixels, size[1]), size[0])
+        return width_first(pixels, size)
     # sides as tensors: an exported graph must decide for each batch anew
-    rows, columns = (torch.ones_like(pixels[0, 0, :, 0]).sum(), torch.ones_like(pixels[0, 0, 0]).sum())
+    rows, columns = torch.ones_like(pixels[0, 0, :, 0]).sum(), torch.ones_like(pixels[0, 0, 0]).sum()
     is_tall = (rows > size[0]) & (rows - size[0] > 2 * (columns - size[1]))
-    return torch.cond(
-        is_tall,
-        lambda x: change_width(change_height(x, size[0]), size[1]),
-        lambda x: change_height(change_width(x, size[1]), size[0]),
-        (pixels,),
-    )
+    if not torch.compiler.is_compiling():  # outside of an export, torch.cond would compile both functions
+        return height_first(pixels, size) if is_tall else width_first(pixels, size)
+    return torch.cond(is_tall, lambda x: height_first(x, size), lambda x: width_first(x, size), (pixels,))
+
+
+def width_first(pixels: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return images that are resized to `size` (height, width), first along the width. See `resize_bytes`."""
+    return change_height(change_width(pixels, size[1]), size[0])
+
+
+def height_first(pixels: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return images that are resized to `size` (height, width), first along the height. See `resize_bytes`."""
+    return change_width(change_height(pixels, size[0]), size[1])
 
 
 def change_width(pixels: Tensor, width: int) -> Tensor:

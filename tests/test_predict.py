@@ -1,0 +1,174 @@
+"""smallvit predict: files into a table, for one run, for an arm of a recipe, and for all its seeds together."""
+
+import csv
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from toys import TINY_VIT
+
+from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, fit, load, load_all, load_recipe
+from smallvit.__main__ import main
+from smallvit.deploy.predict import find_files, predict_files
+from smallvit.launch.scheduler import folder, tags
+
+RECIPE = '''"""Does a second arm help?"""
+
+from functools import partial
+from smallvit import Run, SmallCNN, ablate, digits
+
+base = Run(data=digits, model=SmallCNN, val=50, steps=2, batch=16)
+RUNS = ablate({"scratch": base, "+slow": base.vary(lr=1e-4)}, labels=(100,), seeds=range(2), references=())
+'''
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A folder with 10 digits as PNG files, some in a subfolder, and a hidden file."""
+    folder = tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
+    test = digits().test.open()
+    for index in range(10):
+        place = folder / "more" if index > 6 else folder
+        Image.fromarray(test.images[index, 0].numpy()).save(place / f"{index}.png")
+    (folder / ".hidden.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory):
+    """A folder with two finished runs that differ in the seed."""
+    folder = tmp_path_factory.mktemp("arm")
+    for seed in (0, 1):
+        fit(Run(model=SmallCNN, labels=100, val=50, steps=8, batch=16, seed=seed), folder / f"seed{seed}")
+    return folder
+
+
+def rows(text: str) -> list[dict]:
+    return list(csv.DictReader(text.splitlines()))
+
+
+# One run
+
+
+def test_table_has_file_class_and_probabilities(arm, images, capsys):
+    assert main(["predict", str(arm / "seed0"), str(images)]) == 0
+    printed = rows(capsys.readouterr().out)
+    model = load(arm / "seed0")
+    files = sorted(map(str, images.rglob("[0-9].png")))
+    assert sorted(row["file"] for row in printed) == files
+    for row in printed:
+        expected = model.predict_proba(row["file"])[0]
+        assert [*row] == ["file", "class", *(f"p_{name}" for name in model.classes)]
+        assert row["class"] == model.predict(row["file"])[0]
+        assert np.allclose([float(row[f"p_{name}"]) for name in model.classes], expected, atol=1e-5)
+
+
+def test_files_folders_and_patterns_give_each_image_once(images):
+    one = str(images / "3.png")
+    found = find_files([one, str(images), str(images / "more" / "*.png"), str(images / "**" / "*.png")])
+    assert found[0] == one and len(found) == len(set(found)) == 10
+
+
+@pytest.mark.parametrize("name", ["nothing.png", "*.tiff", "empty"])
+def test_text_without_images_is_an_error(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="expected image files, folders with images, or patterns"):
+        find_files([str(tmp_path / name)])
+
+
+def test_unreadable_files_are_listed_together(arm, images, tmp_path, capsys):
+    for name in ("broken.png", "torn.jpg"):
+        (images / name).write_bytes(b"no image")
+    table = tmp_path / "out.csv"
+    assert main(["predict", str(arm / "seed0"), str(images), "-o", str(table)]) == 2
+    error = capsys.readouterr().err
+    assert "2 of 12 files cannot be read" in error and "broken.png" in error and "torn.jpg" in error and "--skip-broken" in error
+    assert not table.exists()
+    assert main(["predict", str(arm / "seed0"), str(images), "-o", str(table), "--skip-broken"]) == 0
+    assert len(rows(table.read_text())) == 10 and capsys.readouterr().err.count("skipped:") == 2
+
+
+def test_nothing_but_broken_files_is_an_error(arm, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="none of the 1 files can be read"):
+        predict_files(load(arm / "seed0"), [str(tmp_path / "a.png")], skip_broken=True)
+
+
+def test_only_one_batch_of_images_is_in_memory(arm, images, monkeypatch):
+    model, largest = load(arm / "seed0"), []
+    probabilities = model.probabilities
+    monkeypatch.setattr(model, "probabilities", lambda pixels: largest.append(len(pixels)) or probabilities(pixels))
+    files = find_files([str(images)]) * 3
+    together = predict_files(model, files, batch=4).probabilities
+    assert max(largest) == 4 and torch.allclose(together[:10], model.predict_proba(files[:10]), atol=1e-6)
+    largest.clear()
+    assert model.predict_proba(files, batch=7).shape == (30, 10) and max(largest) == 7
+
+
+# Several runs
+
+
+def test_ensemble_is_the_mean_of_the_probabilities(arm, images, tmp_path):
+    files = find_files([str(images)])
+    expected = torch.stack([load(arm / f"seed{seed}").predict_proba(files) for seed in (0, 1)]).mean(0)
+    ensemble = load_all(arm)
+    assert isinstance(ensemble, Ensemble) and len(ensemble.models) == 2
+    assert torch.allclose(ensemble.predict_proba(files), expected, atol=1e-6)
+    assert ensemble.predict(files) == [ensemble.classes[index] for index in expected.argmax(1)]
+    assert main(["predict", str(arm), *files, "--ensemble", "-o", str(tmp_path / "out.csv")]) == 0
+    table = rows((tmp_path / "out.csv").read_text())
+    assert np.allclose([[float(row[f"p_{c}"]) for c in ensemble.classes] for row in table], expected, atol=1e-5)
+
+
+def test_several_runs_need_ensemble_or_seed(arm, images, capsys):
+    assert main(["predict", str(arm), str(images)]) == 2
+    assert re.search("2 finished runs .*--ensemble .*--seed", capsys.readouterr().err)
+    assert main(["predict", str(arm), str(images), "--seed", "1"]) == 0
+    assert "seed 1" in capsys.readouterr().err
+    assert main(["predict", str(arm), str(images), "--seed", "5"]) == 2
+    assert "has the seeds 0, 1" in capsys.readouterr().err
+
+
+def test_arm_of_a_recipe_is_found(workdir, images, capsys):
+    assert main(["predict", "mine.py:+slow", str(images)]) == 2
+    assert "smallvit run mine.py --only 'arm=+slow'" in capsys.readouterr().err
+    for entry in load_recipe("mine.py").RUNS:
+        fit(entry.run, folder(entry, "runs", "mine"), tags=tags(entry, "mine"))
+    assert main(["predict", "mine.py:+slow", str(images), "--seed", "1"]) == 0
+    one = capsys.readouterr()
+    assert len(rows(one.out)) == 10 and "+slow, seed 1" in one.err
+    assert main(["predict", "mine.py:+slow", str(images), "--ensemble", "--labels", "100"]) == 0
+    assert "the mean of 2 models" in capsys.readouterr().err
+    assert main(["predict", "mine.py:+slwo", str(images)]) == 2
+    assert "did you mean '+slow'?" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"several arms: .*slow.*scratch"):
+        load_all("runs/mine")
+
+
+# What cannot predict
+
+
+def test_folder_without_a_finished_run_is_refused(tmp_path, images, capsys):
+    for place, words in ((tmp_path / "nowhere", "there is no folder"), (images, "no run has finished in")):
+        assert main(["predict", str(place), str(images)]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_model_without_a_trained_head_says_what_to_do(tmp_path, images, capsys):
+    fit(Run(model=TINY_VIT, objective=partial(MAE, decoder_dim=16), labels=100, val=50, steps=1, batch=16), tmp_path / "run")
+    assert main(["predict", str(tmp_path / "run"), str(images)]) == 2
+    assert re.search("not trained on labels.*train a run with this one as init", capsys.readouterr().err)
+
+
+def test_models_of_other_images_make_no_ensemble(arm, tmp_path):
+    pixels, labels = np.zeros((20, 9, 9), np.uint8), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+    fit(Run(data=partial(arrays, path=str(tmp_path / "a.npz")), model=SmallCNN, val=2, steps=1, batch=8), tmp_path / "run")
+    with pytest.raises(ValueError, match="the models differ in classes"):
+        load_all([arm / "seed0", tmp_path / "run"])
+    with pytest.raises(ValueError, match="got no models"):
+        load_all([])

@@ -1,0 +1,215 @@
+"""smallvit share: a folder or a page on the hub that others can load, and everything that is refused on the way."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from toys import TINY_VIT, write_recipe
+
+from smallvit import MAE, Merge, Run, arrays, digits, fit, load, load_recipe, share
+from smallvit.__main__ import main
+from smallvit.record import file_sha256, read_record
+
+SHORT = Run(model=partial(TINY_VIT, reduction=partial(Merge, r=2)), labels=100, val=50, steps=4, batch=16)
+RECIPE = '''"""Is my own model better?"""
+
+from smallvit import Run, SmallCNN, ablate, digits
+
+class Mine(SmallCNN):
+    """A small CNN of my own."""
+
+RUNS = ablate({"mine": Run(data=digits, model=Mine, val=50, steps=1, batch=16)}, labels=(100,), seeds=range(1), references=())
+'''
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with three finished runs that differ in the seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in range(3):
+        fit(SHORT.at_seed(seed), folder / f"seed{seed}")
+    return folder
+
+
+@pytest.fixture
+def shared(runs, tmp_path) -> Path:
+    """The folder of a shared model."""
+    return Path(share(runs / "seed1", tmp_path / "shared"))
+
+
+def test_shared_folder_loads_and_predicts_the_same(runs, shared):
+    images = digits().train.images[:9]
+    assert torch.equal(load(shared).predict_proba(images), load(runs / "seed1").predict_proba(images))
+    assert {path.name for path in shared.iterdir()} == {"README.md", "config.json", "model.safetensors", "record.json"}
+
+
+def test_pictures_of_images_are_not_shared(runs, shared):
+    assert read_record(runs / "seed1").picture and read_record(shared).picture is None
+
+
+def test_model_card_says_what_a_reader_needs(runs, tmp_path, capsys):
+    place = tmp_path / "shared"
+    assert main(["share", str(runs), str(place), "--seed", "2", "--license", "mit"]) == 0
+    assert f"smallvit.load({str(place)!r})" in capsys.readouterr().out
+    _, front, text = (place / "README.md").read_text().split("---\n", 2)
+    values = {line.partition(": ")[0]: json.loads(line.partition(": ")[2]) for line in front.splitlines()}
+    assert values["library_name"] == "smallvit" and values["license"] == "mit" and values["datasets"] == ["digits"]
+    record = read_record(runs / "seed2")
+    assert f"accuracy of this model on 500 test images: {record.test['accuracy']:.4g}" in text
+    assert "accuracy of 3 models that differ in the seed" in text and "95% interval" in text
+    assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9" in text and "8 x 8" in text and "100 labels" in text and "Limits" in text
+
+
+def test_license_is_unknown_unless_given(shared):
+    assert 'license: "unknown"' in (shared / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_onnx_file_is_shared_on_request(runs, tmp_path):
+    pytest.importorskip("onnxscript")
+    place = Path(share(runs / "seed0", tmp_path / "shared", onnx=True))
+    assert (place / "model.onnx").exists() and "onnx" in (place / "README.md").read_text()
+    (place / "model.onnx").write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"model.onnx is different from what was shared"):
+        load(place)
+
+
+# The hub
+
+
+class Hub:
+    """A hub in a folder, in place of the one in the internet. It has the functions that smallvit calls."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.asked, self.private = folder, [], None
+
+    def HfApi(self):
+        return self
+
+    def create_repo(self, name, repo_type, private, exist_ok):
+        self.private = private
+        return f"https://huggingface.co/{name}"
+
+    def upload_folder(self, repo_id, folder_path, commit_message):
+        shutil.copytree(folder_path, self.folder / repo_id)
+
+    def snapshot_download(self, name, revision, allow_patterns):
+        self.asked.append((name, revision))
+        if not (self.folder / name).exists():
+            raise FileNotFoundError("404 Client Error")
+        copy = self.folder / "cache" / name
+        copy.mkdir(parents=True, exist_ok=True)
+        for file in (self.folder / name).iterdir():
+            if file.name in allow_patterns:
+                shutil.copy(file, copy)
+        return str(copy)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    hub = Hub(tmp_path / "hub")
+    for name in ("HfApi", "snapshot_download"):
+        monkeypatch.setattr(huggingface_hub, name, getattr(hub, name))
+    return hub
+
+
+def test_model_goes_to_the_hub_and_comes_back(runs, hub, capsys):
+    assert main(["share", str(runs / "seed0"), "hf:user/name", "--private"]) == 0
+    assert "https://huggingface.co/user/name" in capsys.readouterr().out and hub.private
+    assert 'smallvit.load("hf:user/name")' in (hub.folder / "user/name/README.md").read_text()
+    (hub.folder / "user/name/pytorch_model.bin").write_bytes(b"a pickle")
+    images = digits().train.images[:5]
+    expected = load(runs / "seed0").predict_proba(images)
+    assert torch.equal(load("hf:user/name").predict_proba(images), expected)
+    assert torch.equal(load("hf:user/name@a1b2c3").predict_proba(images), expected)
+    assert hub.asked == [("user/name", None), ("user/name", "a1b2c3")]
+    assert not (hub.folder / "cache/user/name/pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize("address, words", [("hf:name", "expected hf:user/name"), ("hf:user/none", "could not be downloaded")])
+def test_address_without_a_model_is_refused(address, words, hub):
+    with pytest.raises(ValueError, match=words):
+        load(address)
+
+
+def test_failed_upload_says_what_to_check(runs, hub, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError("401 Client Error")
+
+    monkeypatch.setattr(hub, "create_repo", fail)
+    with pytest.raises(ValueError, match=r"could not be uploaded .*401.*hf auth login"):
+        share(runs / "seed0", "hf:user/name")
+    with pytest.raises(ValueError, match="expected hf:user/name"):
+        share(runs / "seed0", "hf:name")
+
+
+# Refused
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "record.json"])
+def test_changed_file_is_refused(name, shared):
+    content = bytearray((shared / name).read_bytes())
+    content[-2] ^= 1
+    (shared / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is different from what was shared.*download the model again"):
+        load(shared)
+    (shared / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        load(shared)
+
+
+def test_damaged_config_is_refused(shared):
+    (shared / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config.json is damaged or not of smallvit"):
+        load(shared)
+
+
+def test_changed_settings_are_refused(runs, tmp_path):
+    shutil.copytree(runs / "seed0", tmp_path / "run")
+    plain = json.loads((tmp_path / "run/record.json").read_text())
+    plain["run"]["lr"] = 0.5
+    (tmp_path / "run/record.json").write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match=r"settings in .* were changed after training"):
+        load(tmp_path / "run")
+
+
+def test_own_code_is_neither_shared_nor_loaded(workdir, shared):
+    write_recipe(RECIPE)
+    run = Path("run")
+    fit(load_recipe("mine.py").RUNS[0].run, run)
+    with pytest.raises(ValueError, match=r"code that is not part of smallvit: recipes.mine.Mine; .*smallvit export"):
+        share(run, "out")
+    for name in ("record.json", "model.safetensors"):
+        shutil.copy(run / name, shared / name)
+    config = json.loads((shared / "config.json").read_text())
+    config["files"] = {name: file_sha256(shared / name) for name in config["files"]}
+    (shared / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"recipes.mine.Mine; smallvit never runs code of a shared model"):
+        load(shared)
+
+
+def test_folder_that_is_not_empty_is_refused(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        share(runs / "seed0", tmp_path)
+
+
+def test_model_without_a_trained_head_is_refused(tmp_path):
+    fit(Run(model=TINY_VIT, objective=partial(MAE, decoder_dim=16), labels=100, val=50, steps=1, batch=16), tmp_path / "run")
+    with pytest.raises(ValueError, match="not trained on labels"):
+        share(tmp_path / "run", tmp_path / "shared")
+
+
+def test_paths_in_the_settings_are_named(tmp_path, capsys):
+    pixels, labels = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+    data = partial(arrays, path=str(tmp_path / "a.npz"))
+    fit(Run(data=data, model=TINY_VIT, val=2, steps=1, batch=8), tmp_path / "run")
+    assert main(["share", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert f"note: {tmp_path / 'a.npz'} is a path of this machine" in capsys.readouterr().err
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text().replace("path/to", "")
