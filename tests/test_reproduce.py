@@ -304,3 +304,12 @@ def test_an_unavailable_arm_does_not_affect_the_others():
     again = records([0.90]) + records([0.9], arm="other", status="unavailable", error="no file")
     lines, good = compare_with_committed(records(SCORES), again)
     assert good and len(lines) == 2
+
+
+def test_log_loss_is_written_as_a_plain_number():
+    losses = [
+        replace(each, test={"log_loss": 0.2 + 0.01 * each.seed}, score="log_loss", lower_is_better=True, correct=None)
+        for each in records([0.9, 0.9, 0.9])
+    ]
+    text, inside = compare_with_seeds(losses, losses)
+    assert inside and text.startswith("mean 0.210, interval 0.") and text.count("%") == 1  # that of the 99% interval

@@ -23,6 +23,8 @@ from typing import NamedTuple
 from smallvit.record import Record
 from smallvit.verdicts.comparison import condition_of
 
+from .units import Score, score_named
+
 LEVEL = 0.99  # of the prediction interval: by chance one arm in a hundred lies outside
 MAX_WIDTH = 0.6  # a wider interval contains almost any result and excludes nothing
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # relative, of the loss in each of the first steps
@@ -111,13 +113,13 @@ def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
     same_weights = bool(old.weights_sha256) and old.weights_sha256 == new.weights_sha256
     differences = test_differences(old, new)
     if same_weights and not differences:
-        return Outcome(f"{percent(new.result)}, identical to the record (weights and score)", True, identical=True)
+        return Outcome(f"{result_text(new)}, identical to the record (weights and score)", True, identical=True)
     reasons = machine or (version_changes(old, new, list(new.versions or ())) if same_weights else excuses(old))
     if reasons:
         return compare_scores(committed, old, new, same_weights, reasons)
     if same_weights:
         return Outcome(f"FAILED, the same weights {', '.join(differences)}", False)
-    score = "the same score" if new.result == old.result else f"{percent(new.result)} instead of {percent(old.result)}"
+    score = "the same score" if new.result == old.result else f"{result_text(new)} instead of {result_text(old)}"
     text = f"FAILED, {score} but other weights; the same machine and versions must give the same weights"
     return Outcome(text + code_change(old, new), False)
 
@@ -151,10 +153,10 @@ def compare_scores(
         return Outcome(f"FAILED, {problem} ({why})", False)
     allowed, rule = score_tolerance(committed, old, new)
     if abs(new.result - old.result) > allowed + 1e-12:
-        text = f"{percent(new.result)} instead of {percent(old.result)}; allowed are {points(allowed)}, {rule}"
+        text = f"{result_text(new)} instead of {result_text(old)}; allowed are {tolerance(new, allowed)}, {rule}"
         return Outcome(f"FAILED, {text} ({why})", False)
-    record = "as in the record" if new.result == old.result else f"the record has {percent(old.result)}"
-    return Outcome(f"{percent(new.result)}, {record}; allowed are {points(allowed)}, {rule} ({why})", True)
+    record = "as in the record" if new.result == old.result else f"the record has {result_text(old)}"
+    return Outcome(f"{result_text(new)}, {record}; allowed are {tolerance(new, allowed)}, {rule} ({why})", True)
 
 
 def test_differences(old: Record, new: Record) -> list[str]:
@@ -166,7 +168,7 @@ def test_differences(old: Record, new: Record) -> list[str]:
     """
     found = []
     if new.result != old.result:
-        found.append(f"score {percent(new.result)} instead of {percent(old.result)}")
+        found.append(f"score {result_text(new)} instead of {result_text(old)}")
     before, now = old.test or {}, new.test or {}
     for name in {**before, **now}:
         if name not in (*TIMES, old.score) and before.get(name) != now.get(name):
@@ -369,12 +371,13 @@ def compare_with_seeds(old: Sequence[Record], new: Sequence[Record]) -> tuple[st
     if len(old) < 2:
         return "no interval over seeds (fewer than 2 committed seeds)", True
     low, high = prediction_interval([record.result for record in old], len(new))
-    low, high, inside = max(low, 0.0), min(high, 1.0), low - 1e-12 <= mean <= high + 1e-12
+    inside = low - 1e-12 <= mean <= high + 1e-12
+    low, high = max(low, 0.0), high if score_of_record(old[0]).lower else min(high, 1.0)
     verdict = "inside" if inside else "OUTSIDE"
     if inside and high - low > MAX_WIDTH:
         verdict = "inside, but the interval is TOO WIDE to exclude anything"
-    interval = f"interval {100 * low:.2f} to {percent(high)} (99%, {len(old)} committed seeds)"
-    return f"mean {percent(mean)}, {interval}: {verdict}", inside
+    interval = f"interval {score_of_record(old[0]).number(low)} to {written(old[0], high)} (99%, {len(old)} committed seeds)"
+    return f"mean {written(old[0], mean)}, {interval}: {verdict}", inside
 
 
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
@@ -387,11 +390,29 @@ def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float
     return fmean(values) - half, fmean(values) + half
 
 
-def percent(share: float) -> str:
-    """Return a fraction as text in percent, such as `94.20%`."""
-    return f"{100 * share:.2f}%"
+def score_of_record(record: Record) -> Score:
+    """Return how a report writes the score by which a run is judged, such as an accuracy in percent or a log loss as a plain
+    number. `record` holds the results of the run.
+    """
+    return score_named(record.score or "accuracy", bool(record.lower_is_better))
 
 
-def points(share: float) -> str:
-    """Return a difference of two fractions as text in percentage points, such as `0.60 points`."""
-    return f"{100 * share:.2f} points"
+def written(record: Record, value: float) -> str:
+    """Return the score `value` as text with its unit, such as `94.20%`, or `0.214` for a log loss. `record` holds the results
+    of a run with this score.
+    """
+    score = score_of_record(record)
+    return score.number(value) + "%" * score.percent
+
+
+def result_text(record: Record) -> str:
+    """Return the score by which a run is judged as text with its unit, such as `94.20%`. `record` holds the results."""
+    return written(record, record.result)
+
+
+def tolerance(record: Record, value: float) -> str:
+    """Return a difference of two scores as text with its unit, such as `0.60 points`. `value` is the difference, and `record`
+    holds the results of a run with this score.
+    """
+    score = score_of_record(record)
+    return score.number(value) + score.points
