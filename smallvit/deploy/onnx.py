@@ -133,7 +133,8 @@ def onnx_file(module: PixelsToProbabilities, metadata: dict[str, str]) -> tuple[
         content = proto.SerializeToString()
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     except Exception as error:  # torch, onnx and ONNX Runtime each raise their own classes
-        raise ValueError(not_exported(module, "ONNX", error)) from error
+        message = not_exported(module, "ONNX", error)
+        raise ValueError(message) from error
     return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
@@ -151,7 +152,8 @@ def program_file(module: PixelsToProbabilities, metadata: dict[str, str]) -> tup
         file.seek(0)
         loaded = torch.export.load(file).module()
     except Exception as error:  # torch raises many classes
-        raise ValueError(not_exported(module, "torch.export", error)) from error
+        message = not_exported(module, "torch.export", error)
+        raise ValueError(message) from error
     return file.getvalue(), loaded
 
 
