@@ -497,9 +497,9 @@ def null_of_groups(rng, groups=50, size=6, seeds=8, labelled=100) -> dict[str, b
 
 
 def null_of_groups_in_folds(rng, train_and_score, groups=75, size=4, passes=6) -> dict[str, bool]:
-    """The same in a cross-validation whose folds keep groups together. The digits are put into four classes."""
+    """The same in a cross-validation whose folds keep groups together. The digits are put into three classes."""
     images, digits = digit_images()
-    labels = digits % 4
+    labels = digits % 3
     pixels, chosen, group = alike(rng, images, groups, size)
     folds = fold_of_images(labels[chosen], passes, group)
     right = out_of_fold(train_and_score, halves(rng, pixels, group), labels[chosen], folds)

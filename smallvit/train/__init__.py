@@ -2,6 +2,7 @@
 
 fit.py            fit: trains and evaluates a run and writes its record; start reading here
 loop.py           train, Training.train_step, next_batch, validate: the training loop
+evaluation.py     the scores of a finished training, for its record
 checkpoint.py     saving an unfinished training and resuming it
 read_log.py       the file that counts the reads of the test images
 trace.py          hashes of the first steps, by which two trainings are compared

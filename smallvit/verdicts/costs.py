@@ -17,7 +17,8 @@ def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
     The number of extra labels is the maximum over the runs. A cost that does not apply is None, such as the training time of an
     untrained model.
 
-    MACs are those measured on test images if the evaluator `cost` has counted them. Tuning is counted by itself: the number of
+    In a cross-validation, the costs of a pass are means over its folds: those of one model. MACs are those measured on test
+    images if the evaluator `cost` has counted them. Tuning is counted by itself: the number of
     trials and their seconds.
     """
 

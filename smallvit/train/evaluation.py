@@ -1,0 +1,98 @@
+"""The final evaluation of a run: its scores on validation and test images, and which images they are about, for its record."""
+
+import math
+import re
+
+from torch import nn
+
+from smallvit import packing
+from smallvit.components import function
+from smallvit.data import Dataset, HeldOut, Images, Subset, sealed_test_images
+from smallvit.evaluate import PerImage, Splits, cached_features, confusion, declaration, reliability
+from smallvit.run import Run
+
+from .trained_model import trains_classifier
+
+MOST_CLASSES = 100  # a record has the confusion matrix of a data set with at most so many classes
+
+
+def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -> dict:
+    """Measure a trained model with all evaluators of its run, on the validation images in `subset` and then on the test images
+    in `test`. Return the results as a dict. If `test` is None, only the validation images are used.
+
+    Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first cannot judge a run: it
+    must be between 0 and 1 or, if lower numbers are better, finite and at least 0.
+    """
+    probes: dict[str, None] = {}
+    lower = declaration(run.evaluators[0]).lower_is_better
+
+    def measure(images: Images) -> tuple[dict[str, float], dict]:
+        splits, numbers, values = Splits(subset.train, subset.val, images), {}, {}
+        for evaluator in run.evaluators if len(images) else ():
+            title = function(evaluator).__name__
+            for name, value in evaluator(model, splits):
+                if name in numbers:
+                    raise ValueError(f"{title} reports {name!r}, as another evaluator does; expected another name")
+                if not numbers and not (0 <= value < math.inf if lower else 0 <= value <= 1):
+                    expected = "a finite number of at least 0" if lower else "a number from 0 to 1"
+                    raise ValueError(f"{title} reports {name}={value:.4g} first; expected {expected} to judge it")
+                if not numbers and isinstance(value, PerImage):
+                    values = packed(value, len(images), f"{title} reports {name}")
+                numbers[name] = float(value)
+                if declaration(evaluator).probe and re.fullmatch(rf"{title}(_\d+)?", name):
+                    probes[name] = None
+        return numbers, values
+
+    on_test: dict = {"test": None, "test_reads": 0}
+    with cached_features():
+        numbers, values = val_numbers, _ = measure(subset.val)
+        if test is not None:
+            with sealed_test_images(None):
+                reads, images = test.reads, test.open()
+            numbers, values = measure(images)
+            majority = images.labels.bincount().max().item() / len(images)
+            on_test = {"test": numbers, "test_images": len(images), "test_majority": majority, "test_reads": test.reads - reads}
+            if trains_classifier(run):
+                on_test["reliability"] = reliability(model, images)
+                on_test["confusion"] = confusion(model, images) if len(images.spec.classes) <= MOST_CLASSES else None
+    chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
+    return {
+        "score": next(iter(numbers)),
+        "val": val_numbers,
+        "val_images": len(subset.val),
+        "probes": list(probes),
+        "lower_is_better": lower or None,
+        "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
+    } | values | on_test
+
+
+def packed(score: PerImage, count: int, source: str) -> dict:
+    """Return the value of each image as text, in a dict with one field of the record (results) of a run. `score` has one value
+    for each image. If all are 1 (right) or 0 (wrong), the field is `correct`, with one bit for each image. Otherwise it is
+    `contributions`, with one number of 4 bytes each. `count` is the number of images, and `source` names the score in error
+    messages.
+
+    Raises ValueError if the number of values is not the number of images, or if a value is not finite.
+    """
+    values = score.values
+    if len(values) != count:
+        raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
+    if ((values == 0) | (values == 1)).all():
+        return {"correct": packing.pack_bits(values)}
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{source} with a value that is infinite or NaN; expected finite values")
+    return {"contributions": packing.pack_floats(values)}
+
+
+def test_part(data: Dataset) -> dict:
+    """Return which images of a cross-validation are the test images of a run, and to which groups they belong, as fields of the
+    record (saved results) of the run. `data` is the data set of the run. The dict is empty for a data set without folds and
+    groups.
+    """
+    found: dict = {}
+    if data.fold is not None:
+        mask = [False] * data.fold.pool
+        for index in data.fold.index.tolist():
+            mask[index] = True
+        found = {"pool_images": data.fold.pool, "test_index": packing.pack_bits(mask)}
+    return found if data.test_groups is None else found | {"test_groups": data.test_groups.tolist()}
