@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock, Timeout
@@ -37,6 +38,7 @@ from smallvit import (
     optim,
 )
 from smallvit.evaluate import PerImage
+from smallvit.packing import unpack_floats
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, code, read_record, unpack_bits, write_record
 from smallvit.rng import stream
 from smallvit.train import checkpoint
@@ -264,7 +266,7 @@ def test_numbers_that_hide_another_or_cannot_judge_are_refused():
     model, subset = SHORT.model((8, 8), 1, 10), data.subset(labels=50, val=20, seed=0)
 
     def results(*evaluators):
-        return evaluate(SimpleNamespace(evaluators=evaluators, early_stop=0), model, subset, data.test)
+        return evaluate(SimpleNamespace(evaluators=evaluators, early_stop=0, reads_labels=False), model, subset, data.test)
 
     for evaluators, words in (
         ((half, another_half), "another_half reports 'half'.*expected another name"),
@@ -277,20 +279,24 @@ def test_numbers_that_hide_another_or_cannot_judge_are_refused():
     assert found["correct"] is None
 
 
-def test_values_of_the_single_images_are_kept_if_they_are_0_or_1():
+def test_values_of_the_single_images_are_kept():
     data = digits()
     model, subset = SHORT.model((8, 8), 1, 10), data.subset(labels=50, val=20, seed=0)
 
-    def correct(values):
+    def kept(values):
         def mine(model, splits):
             yield "mine", PerImage(values(len(splits.test)))
 
-        return evaluate(SimpleNamespace(evaluators=(mine,), early_stop=0), model, subset, data.test)["correct"]
+        run = SimpleNamespace(evaluators=(mine,), early_stop=0, reads_labels=False)
+        found = evaluate(run, model, subset, data.test)
+        return found["correct"], found["contributions"]
 
-    assert unpack_bits(correct(lambda n: torch.arange(n) % 2), 500).tolist() == [i % 2 == 1 for i in range(500)]
-    assert correct(lambda n: torch.full((n,), 0.5)) is None
+    bits, nothing = kept(lambda n: torch.arange(n) % 2)
+    assert unpack_bits(bits, 500).tolist() == [i % 2 == 1 for i in range(500)] and nothing is None
+    nothing, numbers = kept(lambda n: torch.arange(n) / 1_000)
+    assert unpack_floats(numbers, 500) == pytest.approx(np.arange(500) / 1_000) and nothing is None
     with pytest.raises(ValueError, match="mine reports mine with 10 values for 20 images; expected one for each"):
-        correct(lambda n: torch.ones(10))
+        kept(lambda n: torch.ones(10))
 
 
 # Refused

@@ -63,6 +63,8 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -
         "probes": list(probes),
         "lower_is_better": lower or None,
         "chosen_on_val": {"what": ", ".join(chosen), "labels": len(subset.val)} if chosen and len(subset.val) else None,
+        "correct": None,
+        "contributions": None,
     } | values | on_test
 
 
@@ -72,15 +74,13 @@ def packed(score: PerImage, count: int, source: str) -> dict:
     `contributions`, with one number of 4 bytes each. `count` is the number of images, and `source` names the score in error
     messages.
 
-    Raises ValueError if the number of values is not the number of images, or if a value is not finite.
+    Raises ValueError if the number of values is not the number of images.
     """
     values = score.values
     if len(values) != count:
         raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
     if ((values == 0) | (values == 1)).all():
         return {"correct": packing.pack_bits(values)}
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"{source} with a value that is infinite or NaN; expected finite values")
     return {"contributions": packing.pack_floats(values)}
 
 
