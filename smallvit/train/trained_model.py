@@ -141,7 +141,7 @@ def load(folder: str | Path) -> TrainedModel:
         raise ValueError(f"no run has finished in {folder}; expected a folder with {records.RECORD} and {records.WEIGHTS}")
     again = "download it again" if shared else "delete the folder and train the run again"
     if problem := records.damaged_weights(folder, record):
-        raise ValueError(f"{problem}; {again}")
+        raise ValueError(f"the model cannot be loaded: {problem}; {again}")
     if record.preprocess is None:
         raise ValueError(f"the record in {folder} does not say how images are preprocessed; train the run again")
     if shared and (foreign := custom_components(record.run)):
