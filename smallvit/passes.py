@@ -5,7 +5,10 @@ has the seed p * k + f. Without cross-validation (k = 0), a pass is a single run
 """
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+from smallvit.components import options
 from smallvit.run import Run
 
 
@@ -41,8 +44,9 @@ def common_folds(runs: dict[str, Run]) -> int:
 
 
 def check_earlier_folds(run: Run, name: str):
-    """Raise ValueError if an earlier run that `run` needs, such as pretraining, has another number of folds. `name` is the name
-    of the arm in the message. Earlier runs on data without folds are allowed.
+    """Raise ValueError if an earlier run that `run` needs, such as pretraining, could be trained on test images of `run`: if it
+    has another number of folds, or if it loads the same path with other options, which divide the images in another way. `name`
+    is the name of the arm in the message. Earlier runs on other data without folds are allowed.
     """
     for field, earlier in run.dependencies.items():
         if earlier.folds not in (0, run.folds):
@@ -50,4 +54,35 @@ def check_earlier_folds(run: Run, name: str):
                 f"{name!r} has folds={run.folds} and its {field} has folds={earlier.folds}; expected the same number, because "
                 f"the {field} could otherwise be trained on test images"
             )
+        mine, other = data_options(run), data_options(earlier)
+        differing = sorted(option for option in mine.keys() | other.keys() if mine.get(option) != other.get(option))
+        is_divided = any(found.get(option) is not None for found in (mine, other) for option in ("folds", "test"))
+        if is_divided and differing and mine.get("path") is not None and mine["path"] == other.get("path"):
+            raise ValueError(
+                f"{name!r} and its {field} load the same path with different {', '.join(differing)}; expected equal options, "
+                f"because the images could otherwise be divided differently, and the {field} be trained on test images"
+            )
         check_earlier_folds(earlier, name)
+
+
+def check_same_fold(run: Run):
+    """Raise ValueError if an earlier run that `run` needs, such as pretraining, could be trained on test images of `run`: see
+    `check_earlier_folds`, or if both are runs of a cross-validation and have different seeds, which name different folds.
+    """
+    check_earlier_folds(run, f"the run with seed {run.seed}")
+    for field, earlier in run.dependencies.items():
+        if earlier.folds and earlier.seed != run.seed:
+            raise ValueError(
+                f"the run has seed={run.seed} and its {field} has seed={earlier.seed}, so they have different test images, and "
+                f"the {field} is trained on test images of the run; expected equal seeds, such as run.at_seed({run.seed})"
+            )
+        check_same_fold(earlier)
+
+
+def data_options(run: Run) -> dict[str, Any]:
+    """Return the options with which a run loads its data, as a dict from name to value. An option `path` is written in full.
+    The option `cache` is left out, because it does not change the data.
+    """
+    found: dict[str, Any] = {name: option.default for name, option in options(run.data).items() if name != "cache"}
+    path = found.get("path")
+    return found | {"path": Path(path).expanduser().absolute() if isinstance(path, str | Path) else None}

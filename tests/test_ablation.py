@@ -13,6 +13,7 @@ from smallvit.commands.stored import unused_seeds
 from smallvit.data import arrays
 from smallvit.looks import Looks, with_looks
 from smallvit.match import TOLERANCE, match_cost, model_cost
+from smallvit.passes import check_same_fold
 from smallvit.recipe import check_comparable, only
 from smallvit.record import Record
 from smallvit.run import difference, fingerprint
@@ -208,6 +209,14 @@ def test_seeds_of_a_cross_validation_are_passes_with_one_run_for_each_fold():
         ({"a": OWN, "b": OWN.vary(data=partial(FOLDED, folds=10))}, {}, "'b' has folds=10"),
         ({"a": OWN}, {"extra_references": {"pixels": BASE.vary(depth=1)}}, "'pixels' has folds=0"),
         ({"a": OWN.vary(init=PRETRAINED.vary(data=partial(FOLDED, folds=4)))}, {}, "its init has folds=4; expected the same"),
+        (
+            {"a": OWN.vary(init=PRETRAINED.vary(data=partial(FOLDED, digits=True)))}, {},
+            "'a' and its init load the same path with different digits; expected equal options",
+        ),
+        (
+            {"a": OWN.vary(init=PRETRAINED.vary(data=partial(arrays, path="./own.npz", test=0.2)))}, {},
+            "load the same path with different folds, test; expected equal options",
+        ),
         ({"a": OWN}, {"tune": Tune({"lr": (1e-4, 1e-2)})}, r"folds=5 of 'a'.* use a fixed test part, such as folder"),
         ({"a": BASE.vary(evaluators=(log_loss, accuracy))}, {"tune": Tune({"lr": (1e-4, 1e-2)})}, "log_loss, where lower is"),
     ],
@@ -215,6 +224,16 @@ def test_seeds_of_a_cross_validation_are_passes_with_one_run_for_each_fold():
 def test_folds_must_agree_and_cannot_be_tuned(arms, options, words):
     with pytest.raises(ValueError, match=words):
         ablate(arms, **options)
+
+
+def test_pretraining_must_not_see_the_test_images_of_a_fold():
+    run = OWN.vary(init=PRETRAINED.vary(data=partial(FOLDED)))
+    check_same_fold(run.at_seed(3))
+    check_same_fold(run.vary(seed=3, init=PRETRAINED))  # other data, without folds
+    with pytest.raises(ValueError, match=r"seed=3 and its init has seed=0, .* expected equal seeds, such as run.at_seed\(3\)"):
+        check_same_fold(run.vary(seed=3))
+    with pytest.raises(ValueError, match="seed=3 and its init has seed=0"):
+        check_same_fold(OWN.vary(init=run.vary(seed=3)).vary(seed=3))
 
 
 def test_added_seeds_of_a_cross_validation_are_whole_passes():

@@ -18,14 +18,14 @@ def pool(labels, groups=None, **options):
     n, k = len(labels), max(labels) + 1
     number = torch.arange(n).view(-1, 1, 1, 1)
     spec = DataSpec(name="toy", channels=1, size=(1, 2), classes=tuple("abcdefgh"[:k]), mean=(0.0,), std=(1.0,))
-    images = Images(torch.cat([number // 250, number % 250], 3).to(torch.uint8), torch.tensor(labels), spec)
+    images = Images(torch.cat([number // 250, number % 250 + 2], 3).to(torch.uint8), torch.tensor(labels), spec)
     groups = None if groups is None else torch.tensor(groups)
     return Dataset.from_pool(images, groups, **({"folds": None, "test": None} | options))
 
 
 def numbers(images):
     """The numbers of the images in the data set of `pool`."""
-    return [250 * high + low for high, low in images.images[:, 0, 0].tolist()]
+    return [250 * high + low - 2 for high, low in images.images[:, 0, 0].tolist()]
 
 
 # Cross-validation
@@ -57,6 +57,13 @@ def test_split_of_a_seed_is_fixed_and_hashes_are_those_of_the_pool():
         assert one.at_seed(seed).sha256 == one.sha256 and one.at_seed(seed).test.sha256 == one.train.sha256
         assert one.at_seed(seed).test.reads == 0 and one.at_seed(seed).repeats == 0
     assert one.sha256 != pool([i % 3 for i in range(49)] + [0], folds=5).sha256
+
+
+def test_hash_of_a_data_set_depends_on_the_division_into_groups_and_not_on_their_numbers():
+    labels = [i % 3 for i in range(60)]
+    hashes = [pool(labels, groups, folds=2).sha256 for groups in ([i // 6 for i in range(60)], [90 - i // 6 for i in range(60)])]
+    assert hashes[0] == hashes[1] != pool(labels, [i // 5 for i in range(60)], folds=2).sha256
+    assert pool(labels, folds=2).sha256 not in hashes
 
 
 def test_folds_are_those_of_scikit_learn():

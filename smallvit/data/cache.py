@@ -210,12 +210,12 @@ def _from_disk(
 
 
 def _key(top: Path, files: Sequence[str], options: Options) -> str:
-    """Return a hash of the names, sizes and modification times of the files and of the options. It changes when a file
-    changes.
+    """Return a hash of the names, sizes and times of the files and of the options. It changes when a file changes, also where
+    a program restores the time of modification, because the time of the last change of status is included.
     """
     import PIL
 
-    stats = [(file, stat.st_size, stat.st_mtime_ns) for file in files for stat in [(top / file).stat()]]
+    stats = [(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file in files for stat in [(top / file).stat()]]
     text = json.dumps([FORMAT, PIL.__version__, str(top), options, stats])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

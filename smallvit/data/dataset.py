@@ -71,11 +71,12 @@ class Dataset:
         string.
 
         The hash depends only on the data, not on where the files are. All folds of a data set have the same hash, that of all
-        its images.
+        its images. Groups are part of the data: another division of the same images into groups has another hash.
         """
         if self.whole is not None:
             return self.whole.sha256
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
+        parts += [hash_of_groups(groups) for groups in (self.groups, self.test_groups) if groups is not None]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @functools.cached_property
@@ -247,6 +248,14 @@ class Dataset:
                     f"labels={labels} needs {needed} training images of class {name!r}, which has {left[label]} besides the "
                     f"{held_out} validation images; the largest balanced subset here has {most} labels"
                 )
+
+
+def hash_of_groups(groups: Tensor) -> str:
+    """Return a SHA-256 hash of a division of images into groups. `groups` is the group number of each image; only which images
+    have equal numbers counts.
+    """
+    _, first, number = np.unique(groups.numpy(), return_index=True, return_inverse=True)
+    return hashlib.sha256(first[number].astype("<i8").tobytes()).hexdigest()
 
 
 def unnormalized(

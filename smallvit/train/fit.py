@@ -9,10 +9,12 @@ from typing import NamedTuple
 from torch import nn
 
 from smallvit import record as records
+from smallvit.components import function
 from smallvit.data import Dataset, DataSpec, Subset, sealed_test_images
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics
+from smallvit.passes import check_same_fold
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
 
@@ -206,9 +208,19 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
     the data set is divided into folds, the data set of the fold that the seed of the run names is returned.
 
     Raises ValueError if the data set contains digits and an augmentation of the run would turn one digit into another, such as
-    a flip.
+    a flip; if the number of folds is not that of the loader's option; and if an earlier run, such as pretraining, could be
+    trained on test images of this run.
     """
-    data = run.data().at_seed(run.seed)
+    check_same_fold(run)
+    whole = run.data()
+    if whole.folds != run.folds:
+        name = getattr(function(run.data), "__name__", "the data loader")
+        raise ValueError(
+            f"{name} returns data that are divided into {whole.folds or 'no'} folds, and its option folds is "
+            f"{run.folds or 'not set'}; give {name} an option folds, pass it on to the data set, and set it in the run: "
+            f"data=partial({name}, folds={whole.folds or run.folds})"
+        )
+    data = whole.at_seed(run.seed)
     check_transforms(run, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
