@@ -149,7 +149,7 @@ class Difference:
                 f"tested over {len(self.values)} passes of {self.folds} folds and {images}images; the variance over images is "
                 f"multiplied by {FOLDS_FACTOR:g}, because all folds share the same images"
             )
-        if self.groups:
+        if self.groups and not self.single_folds:  # then single folds count
             parts.append(f"the {self.groups:,} groups count and not the {images}images, because images of a group are alike")
         return "; ".join(parts)
 
