@@ -60,7 +60,7 @@ def check_earlier_folds(run: Run, name: str):
         if is_divided and differing and mine.get("path") is not None and mine["path"] == other.get("path"):
             raise ValueError(
                 f"{name!r} and its {field} load the same path with different {', '.join(differing)}; expected equal options, "
-                f"because the images could otherwise be divided differently, and the {field} be trained on test images"
+                f"because the {field} could otherwise be trained on test images"
             )
         check_earlier_folds(earlier, name)
 
