@@ -453,6 +453,41 @@ def test_bar_shows_the_start_at_once_and_the_time_left_with_the_first_steps(monk
     assert "scratch 50.0" in bar.headline()
 
 
+def test_log_file_gets_a_line_from_within_a_stack(monkeypatch, capsys):
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    runs = [ArmRun(run=SHORT.vary(steps=100, seed=seed), arm=arm) for arm in ("scratch", "+LSA") for seed in range(8)]
+    bar, groups = progress.Bar(runs, [None] * 16, range(16)), [range(8), range(8, 16)]
+    clock[0] += 31
+    bar.show_progress([-1, -1], groups)
+    assert "0/16 runs; training" in (text := capsys.readouterr().err) and "starting the workers" in text
+    bar.show_progress([0.0, 0.0], groups)
+    clock[0] += 20
+    bar.show_progress([160.0, 40.0], groups)
+    assert capsys.readouterr().err == ""
+    clock[0] += 20
+    bar.show_progress([320.0, 80.0], groups)  # 40 s for 400 of 1,600 steps
+    line = "0/16 runs; training scratch (40% of the steps), +LSA (10% of the steps); about 2 min left\n"
+    assert capsys.readouterr().err == line
+    clock[0] += 1
+    bar.show_progress([320.0, 80.0], groups)
+    assert capsys.readouterr().err == ""
+    for entry in runs:
+        bar.run_ended(entry, finished(entry))
+    bar.close()
+    assert capsys.readouterr().err.endswith("16/16 runs, 50 labels, validation: scratch 50.0  +LSA 50.0\n")
+
+
+def test_lines_of_a_long_training_are_few(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    bar = progress.Bar([ArmRun(run=SHORT.vary(steps=36_000), arm="scratch")], [None], [0])
+    for second in range(36_000):
+        clock[0] = float(second)
+        bar.show_progress([float(second)], [[0]])
+    assert 60 < len(capsys.readouterr().err.splitlines()) < 150
+
+
 def test_last_line_of_the_users_code_is_found_in_a_traceback():
     package = Path(progress.__file__).parents[1]
     lines = [("/home/me/mine.py", "return f(x)"), ("/home/me/mine.py", "return x + 1"), (package / "vit.py", "raise")]

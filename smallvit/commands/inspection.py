@@ -19,7 +19,9 @@ WORDS = (
     "patient", "subject", "person", "participant", "donor", "case", "animal", "mouse", "plate", "slide", "scan", "video",
     "session", "plant", "tree",
 )  # fmt: skip
-NUMBERED = r"(.*)[_ -]\d+"  # a regular expression whose first pair of parentheses is the group of an image
+# regular expressions whose first pair of parentheses is the group of an image
+TWO_NUMBERS = r"([^_ -]*\d[^_ -]*)[_ -].*\d.*"  # P07_img3: a word with a number, and another number
+NUMBERED = r"(.*)[_ -]\d+"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,20 +187,21 @@ def groups_of(files: dict[str, int]) -> tuple[str, dict[str, str]]:
     """Return a regular expression that reads the group of an image, such as a patient, from its file name, and a dict from file
     to group. `files` is a dict from file to class. Return ("", {}) if the names show no groups.
 
-    Names show groups if an expression matches all of them, and a group has 1.5 images or more on average. Names that only end
-    with a number, without a word such as patient, show groups if each class has at least 5, with 20 images or fewer on average:
-    `cat_1`, `cat_2` are the first and second cat, and no group.
+    Names show groups if an expression matches all of them, and a group has 1.5 images or more on average. Names without a word
+    such as patient show groups if each class has at least 5, with 20 images or fewer on average: `P07_img3` is an image of
+    `P07`, but `cat_1`, `cat_2` are the first and second cat, and no group.
     """
     from smallvit.data.files import groups_by_name
 
-    for pattern in (*(rf"(?i)(.*?{word}[_ -]?\d+)(?:\D.*)?" for word in WORDS), NUMBERED):
+    for pattern in (*(rf"(?i)(.*?{word}[_ -]?\d+)(?:\D.*)?" for word in WORDS), TWO_NUMBERS, NUMBERED):
         try:
             names = dict(zip(files, groups_by_name([*files], pattern)))
         except ValueError:  # some names do not match
             continue
         count = len({*names.values()})
         fewest = min(map(len, groups_in_classes(files, names).values()))
-        shown = count > len({*files.values()}) if pattern != NUMBERED else fewest >= 5 and len(files) <= 20 * count
+        has_word = pattern not in (TWO_NUMBERS, NUMBERED)
+        shown = count > len({*files.values()}) if has_word else fewest >= 5 and len(files) <= 20 * count
         if shown and count * 1.5 <= len(files):
             return pattern, names
     return "", {}

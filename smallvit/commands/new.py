@@ -80,6 +80,8 @@ def findings(images: Inspection) -> list[str]:
         sentence = used if images.grouped else "the classes have too few groups for a split, so group_by is not used"
         lines.append(f"the file names show {images.groups:,} groups, such as {images.example!r}: {sentence}")
         lines.append(f"    the pattern is {images.group_by!r}; correct group_by in the recipe if it is wrong")
+    elif images.folds or images.test:
+        lines.append("no groups were found in the file names; if several images show the same patient or object, set group_by")
     if images.folds and images.folds < 5:
         unit = "groups" if images.grouped else "images"
         lines.append(f"{images.folds} folds instead of 5, because the smallest class has {images.folds} {unit}")

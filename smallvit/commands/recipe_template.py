@@ -66,6 +66,12 @@ def data_text(images: Inspection, path: str) -> str:
     if images.grouped:
         where = next(index for index, line in enumerate(lines) if line.startswith("    group_by="))
         lines.insert(where, "    # the group of an image in its file name; images of one group stay on one side of a split")
+    elif images.folds or images.test:
+        lines += [
+            "    # If several images show the same patient, object or video, say which; otherwise the scores are too high.",
+            "    # This pattern takes everything before the first _ of the file name; see also groups= of `folder`.",
+            '    # group_by=r"([^_]+)_.*",',
+        ]
     return "data = partial(\n    folder,\n" + "\n".join(lines) + "\n)"
 
 
@@ -184,6 +190,8 @@ def runs_text(images: Inspection) -> str:
     )
     return "\n".join(
         [
+            "# To be faster, delete arms first. Fewer seeds or folds make a verdict less likely. With fewer steps, an arm may",
+            "# learn nothing; the references (raw pixels, a small CNN) show it, and references=False leaves them out.",
             "RUNS = ablate(",
             "    arms,",
             f"    labels=[{', '.join(labels)}],  # None: all labelled images{reach}",

@@ -147,8 +147,10 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
         raise ValueError(f"group_by={pattern!r} has no parentheses around the group; expected one like r'(.*)_\\d+'")
     matches = [compiled.fullmatch(PurePosixPath(file).stem) for file in files]
     if unmatched := [file for file, match in zip(files, matches) if match is None or match[1] is None]:
+        shown, more = ", ".join(unmatched[:3]), f" and {len(unmatched) - 3:,} more" * (len(unmatched) > 3)
         raise ValueError(
-            f"group_by={pattern!r} must match the whole file name without its suffix, and does not match {listed(unmatched)}"
+            f'group_by=r"{pattern}" must match the whole file name without its suffix, and does not match {shown}{more}; for '
+            'example, r"([^_]+)_.*" takes everything before the first _ as the group'
         )
     return [match[1] for match in matches if match is not None]
 

@@ -110,7 +110,8 @@ def launch(
                 if isinstance(error, BrokenProcessPool):
                     worker.restart()
                 schedule.handle(worker.group, future.result() if error is None else error)
-            schedule.bar.show_progress([worker.progress[0] for worker in busy.values()])
+            working = busy.values()
+            schedule.bar.show_progress([worker.progress[0] for worker in working], [worker.group for worker in working])
     finally:
         for worker in workers:
             worker.kill()

@@ -19,6 +19,7 @@ from smallvit.run import Run, difference, fingerprint
 
 from .autotune import begun, step_seconds
 from .local import Worker, check_device, cores, process_context
+from .progress import clock
 
 if TYPE_CHECKING:
     from smallvit.train.loop import Training
@@ -199,8 +200,3 @@ def may_reduce(model: Callable) -> bool:
     """
     slot = options(model).get("reduction")
     return slot is None or slot.default is not None
-
-
-def clock(seconds: float) -> str:
-    """Return a time as text, in seconds, minutes or hours: `90 s`, `15 min` or `2.5 h`."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

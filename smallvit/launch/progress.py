@@ -9,6 +9,8 @@ from smallvit.ablation import ArmRun
 from smallvit.record import Record, user_line
 
 FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {remaining}]{postfix}"
+# a log file gets a line after so many seconds, and later after this share of the time that has passed, so that it stays short
+SECONDS, SHARE = 30, 0.05
 
 
 class Bar:
@@ -17,7 +19,8 @@ class Bar:
 
     The accuracies are those on validation images, because a reader may stop or change the recipe after seeing them. The clock
     starts with the first training step, so the time left does not include the start of the workers. If the output is not a
-    terminal (a log file), there is one line for every tenth of the runs and for every failure instead.
+    terminal (a log file or a notebook), lines are printed instead: one for every tenth of the runs, one for every failure, and
+    one after 30 seconds without a line. In a long training, the time without a line grows to a twentieth of the time passed.
 
     runs   all runs
     found  their records, None for a run without one
@@ -36,6 +39,8 @@ class Bar:
         steps = max(sum(runs[index].run.steps for index in todo), 1)
         self.watched = sys.stderr.isatty() and bool(todo)
         self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, nrows=20, disable=not self.watched)
+        self.training: dict[str, float] = {}  # arms in training -> share of their steps that is done
+        self.steps_now, self.began, self.printed = 0.0, time.time(), time.time()
         self.show_progress()
 
     def add_score(self, entry: ArmRun, record: Record | None):
@@ -60,7 +65,28 @@ class Bar:
         elif record.status == "failed":
             self.bar.write(f"FAILED {name}: {error_text(record)}", file=sys.stderr)
         elif not self.watched and self.ended % max(self.todo // 10, 1) == 0:
-            print(self.headline(), file=sys.stderr, flush=True)
+            self.print_line()
+
+    def print_line(self):
+        """Print a line with the number of finished runs, the validation accuracies, the arms (variants) in training, and the
+        estimated time left. This line replaces the progress bar where the output is not a terminal.
+        """
+        parts = [self.headline()]
+        if self.training:
+            parts.append("training " + ", ".join(f"{arm} ({share:.0%} of the steps)" for arm, share in self.training.items()))
+        if self.started and (left := self.seconds_left()):
+            parts.append(f"about {clock(left)} left")
+        if not self.started and self.ended < len(self.runs):
+            parts.append("starting the workers")
+        self.printed = time.time()
+        print("; ".join(parts), file=sys.stderr, flush=True)
+
+    def seconds_left(self) -> float:
+        """Return the estimated time until all runs have ended, in seconds. The estimate assumes that the remaining training
+        steps take as long as those since the first one. Returns 0 if no steps have been taken, or if none remain.
+        """
+        done, total = self.steps + self.steps_now, self.bar.total
+        return (time.time() - self.began) * max(total - done, 0) / done if done else 0.0
 
     def headline(self) -> str:
         """Return a line of text with the number of runs that have ended. It also shows the mean validation accuracy of each arm
@@ -72,17 +98,33 @@ class Bar:
         scores = f", {current}, validation: {'  '.join(means)}" if means else ""
         return f"{self.ended}/{len(self.runs)} runs{scores}"
 
-    def show_progress(self, steps: Sequence[float] = ()):
-        """Redraw the progress bar. `steps` has one number for each worker process: the training steps that its current runs
-        have taken, or -1 if the training has not started.
+    def show_progress(self, steps: Sequence[float] = (), groups: Sequence[Sequence[int]] = ()):
+        """Redraw the progress bar, or print a line if the output is not a terminal and the last line is old. `steps` has one
+        number for each worker process: the training steps that its current runs have taken, or -1 if the training has not
+        started. `groups` has the positions of these runs in the list of all runs, for each worker process.
         """
-        if not self.watched:
-            return
+        now = time.time()
         if not self.started and any(step >= 0 for step in steps):
-            self.started, self.bar.start_t = True, time.time()
-        self.bar.n = min(self.steps + sum(step for step in steps if step > 0), self.bar.total)
-        text = self.headline() if self.started else f"starting the workers, {self.headline()}"
-        self.bar.set_postfix_str(text[: get_terminal_size().columns - 45])  # the bar itself takes 45 columns
+            self.started, self.began, self.bar.start_t = True, now, now
+        self.steps_now = sum(step for step in steps if step > 0)
+        self.training = self.arms_in_training(steps, groups)
+        if self.watched:
+            self.bar.n = min(self.steps + self.steps_now, self.bar.total)
+            text = self.headline() if self.started else f"starting the workers, {self.headline()}"
+            self.bar.set_postfix_str(text[: get_terminal_size().columns - 45])  # the bar itself takes 45 columns
+        elif steps and now - self.printed >= max(SECONDS, SHARE * (now - self.began)):
+            self.print_line()
+
+    def arms_in_training(self, steps: Sequence[float], groups: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Return a dict from each arm (variant) that is in training to the share of the steps of its current runs that is done.
+        `steps` and `groups` are those of `show_progress`.
+        """
+        done: dict[str, tuple[float, float]] = {}
+        for step, group in zip(steps, groups):
+            arm = self.runs[group[0]].arm
+            before, total = done.get(arm, (0.0, 0.0))
+            done[arm] = before + max(step, 0.0), total + sum(self.runs[index].run.steps for index in group)
+        return {arm: min(some / total, 1.0) if total else 1.0 for arm, (some, total) in done.items()}
 
     def close(self):
         """End the line of the progress bar. The bar stays visible in the terminal."""
@@ -96,3 +138,7 @@ def error_text(record: Record) -> str:
     line = user_line(record.traceback or "")
     return f"{record.error} ({line})" if line else str(record.error)
 
+
+def clock(seconds: float) -> str:
+    """Return a time as text, in seconds, minutes or hours: `90 s`, `15 min` or `2.5 h`."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
