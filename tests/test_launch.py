@@ -460,7 +460,7 @@ def test_log_file_gets_a_line_from_within_a_stack(monkeypatch, capsys):
     bar, groups = progress.Bar(runs, [None] * 16, range(16)), [range(8), range(8, 16)]
     clock[0] += 31
     bar.show_progress([-1, -1], groups)
-    assert "0/16 runs; training" in (text := capsys.readouterr().err) and "starting the workers" in text
+    assert capsys.readouterr().err == "0/16 runs; starting the workers\n"
     bar.show_progress([0.0, 0.0], groups)
     clock[0] += 20
     bar.show_progress([160.0, 40.0], groups)
@@ -472,10 +472,17 @@ def test_log_file_gets_a_line_from_within_a_stack(monkeypatch, capsys):
     clock[0] += 1
     bar.show_progress([320.0, 80.0], groups)
     assert capsys.readouterr().err == ""
-    for entry in runs:
+    for entry in runs[:8]:
         bar.run_ended(entry, finished(entry))
+    clock[0] += 9
+    bar.show_progress([200.0], groups[1:])  # one line for a whole stack; 50 s for 1,000 of 1,600 steps
+    lines = capsys.readouterr().err
+    assert lines == f"8/16 runs, {runs[0].condition}, validation: scratch 50.0; training +LSA (25% of the steps); about 30 s left\n"
+    for entry in runs[8:]:
+        bar.run_ended(entry, finished(entry))
+    bar.show_progress([], [])
+    assert capsys.readouterr().err.endswith("validation: scratch 50.0  +LSA 50.0\n")
     bar.close()
-    assert capsys.readouterr().err.endswith("16/16 runs, 50 labels, validation: scratch 50.0  +LSA 50.0\n")
 
 
 def test_lines_of_a_long_training_are_few(monkeypatch, capsys):

@@ -40,7 +40,7 @@ class Bar:
         self.watched = sys.stderr.isatty() and bool(todo)
         self.bar = tqdm(total=steps, file=sys.stderr, bar_format=FORMAT, nrows=20, disable=not self.watched)
         self.training: dict[str, float] = {}  # arms in training -> share of their steps that is done
-        self.steps_now, self.began, self.printed = 0.0, time.time(), time.time()
+        self.steps_now, self.began, self.printed, self.line_due = 0.0, time.time(), time.time(), False
         self.show_progress()
 
     def add_score(self, entry: ArmRun, record: Record | None):
@@ -64,8 +64,8 @@ class Bar:
             self.bar.write(f"{name} is being trained by another process", file=sys.stderr)
         elif record.status == "failed":
             self.bar.write(f"FAILED {name}: {error_text(record)}", file=sys.stderr)
-        elif not self.watched and self.ended % max(self.todo // 10, 1) == 0:
-            self.print_line()
+        elif self.ended % max(self.todo // 10, 1) == 0:
+            self.line_due = True  # printed by the next show_progress, which knows what is in training then
 
     def print_line(self):
         """Print a line with the number of finished runs, the validation accuracies, the arms (variants) in training, and the
@@ -78,7 +78,7 @@ class Bar:
             parts.append(f"about {clock(left)} left")
         if not self.started and self.ended < len(self.runs):
             parts.append("starting the workers")
-        self.printed = time.time()
+        self.printed, self.line_due = time.time(), False
         print("; ".join(parts), file=sys.stderr, flush=True)
 
     def seconds_left(self) -> float:
@@ -112,7 +112,7 @@ class Bar:
             self.bar.n = min(self.steps + self.steps_now, self.bar.total)
             text = self.headline() if self.started else f"starting the workers, {self.headline()}"
             self.bar.set_postfix_str(text[: get_terminal_size().columns - 45])  # the bar itself takes 45 columns
-        elif steps and now - self.printed >= max(SECONDS, SHARE * (now - self.began)):
+        elif self.line_due or (steps and now - self.printed >= max(SECONDS, SHARE * (now - self.began))):
             self.print_line()
 
     def arms_in_training(self, steps: Sequence[float], groups: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -121,9 +121,9 @@ class Bar:
         """
         done: dict[str, tuple[float, float]] = {}
         for step, group in zip(steps, groups):
-            arm = self.runs[group[0]].arm
-            before, total = done.get(arm, (0.0, 0.0))
-            done[arm] = before + max(step, 0.0), total + sum(self.runs[index].run.steps for index in group)
+            if step >= 0:
+                before, total = done.get(arm := self.runs[group[0]].arm, (0.0, 0.0))
+                done[arm] = before + step, total + sum(self.runs[index].run.steps for index in group)
         return {arm: min(some / total, 1.0) if total else 1.0 for arm, (some, total) in done.items()}
 
     def close(self):
