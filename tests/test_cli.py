@@ -152,7 +152,10 @@ def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, 
     monkeypatch.setattr(plan, "estimate", lambda run, device: 60.0)
     monkeypatch.setattr(plan, "worker_start", lambda device: 3600.0)
     assert main(["run", "mine.py", "--dry-run", "--jobs", "2"]) == 0
-    assert "20 runs, about 70 min with 2 worker processes" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "20 runs, about 70 min with 2 worker processes" in out and "without" not in out
+    assert main(["run", "mine.py", "--dry-run", "--jobs", "2", "--stack", "8"]) == 0
+    assert "the time is that without --stack; the runs may be faster with it" in capsys.readouterr().out
     assert "about 100 min" in plan.plan(load_recipe("mine.py").RUNS, 2, "cpu", startup=1800.0)
 
 

@@ -55,6 +55,8 @@ def main(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         print(plan(runs, options.jobs, options.device, finished, recipe_runs, time.perf_counter() - options.started))
+        if faster := [name for name in ("stack", "fast") if getattr(options, name)]:
+            print(f"the time is that without --{' and --'.join(faster)}; the runs may be faster with it")
         if options.until_decided and looks:
             print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")
         return 0
