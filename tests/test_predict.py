@@ -145,8 +145,27 @@ def test_arm_of_a_recipe_is_found(workdir, images, capsys):
     assert "the mean of 2 models" in capsys.readouterr().err
     assert main(["predict", "mine.py:+slwo", str(images)]) == 2
     assert "did you mean '+slow'?" in capsys.readouterr().err
+    assert "have finished" not in one.err
     with pytest.raises(ValueError, match=r"several arms: .*slow.*scratch"):
         load_all("runs/mine")
+
+
+def test_ensemble_of_an_unfinished_arm_says_how_many_runs_have_finished(workdir, images, capsys):
+    first = next(entry for entry in load_recipe("mine.py").RUNS if entry.arm == "+slow")
+    fit(first.run, folder(first, "runs", "mine"), tags=tags(first, "mine"))
+    assert main(["predict", "mine.py:+slow", str(images), "--ensemble"]) == 0
+    printed = capsys.readouterr()
+    assert "1 of 2 runs of +slow have finished" in printed.err and len(rows(printed.out)) == 10
+
+
+@pytest.mark.parametrize("terminal, copies, bar", [(True, 1, False), (True, 20, True), (False, 20, False)])
+def test_progress_bar_needs_a_terminal_and_many_files(terminal, copies, bar, arm, images, monkeypatch, capsys):
+    files = [file for file in find_files([str(images)]) for _ in range(copies)]
+    monkeypatch.setattr("smallvit.commands.predict.find_files", lambda names: files)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    assert main(["predict", str(arm / "seed0"), str(images)]) == 0
+    error = capsys.readouterr().err
+    assert ("image/s" in error) == bar and f"predicting {len(files)} images" in error
 
 
 # What cannot predict

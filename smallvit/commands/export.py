@@ -1,6 +1,7 @@
 """smallvit export: a trained model as one file, for ONNX Runtime or torch.export."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from smallvit.deploy.onnx import export
@@ -13,6 +14,8 @@ def main(options: argparse.Namespace) -> int:
     the model in PyTorch. `options` are the arguments of the command line. Return the exit status 0.
     """
     model = load_model(options)
+    text = f"writing {options.file}, with a check against PyTorch; this can take a minute"
+    print(f"smallvit: {text}", file=sys.stderr, flush=True)
     difference = export(model, options.file, resize=False if options.fixed_size else None)
     size = Path(options.file).stat().st_size / 1e6
     print(f"{options.file}: {size:.1f} MB; largest difference of a probability from PyTorch: {difference:.1e}")

@@ -21,7 +21,7 @@ def load_model(options: argparse.Namespace) -> ImageClassifier:
     """
     folders = find_folders(options)
     if options.ensemble:
-        print(f"smallvit: the mean of {len(folders)} models", file=sys.stderr)
+        print(f"smallvit: the mean of {len(folders)} models, which are loaded now", file=sys.stderr, flush=True)
         return Ensemble([load(each) for each in folders])
     model = load(one_folder(folders, options, "use --ensemble for the mean of all, or choose one with --seed"))
     print(f"smallvit: {model.record.arm}, seed {model.record.seed}, {folders[0]}", file=sys.stderr)
@@ -62,7 +62,8 @@ def find_folders(options: argparse.Namespace) -> list[str]:
 
 def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]:
     """Return the folders of the finished runs of one arm of a recipe, in the order of their seeds. `options` are the arguments
-    of the command line: the folder of all runs, the number of labels and the seed.
+    of the command line: the folder of all runs, the number of labels and the seed. If some of these runs have not finished, a
+    note on stderr says how many have.
 
     Raises ValueError for an unknown recipe or arm, if no run has finished, and for several numbers of labels.
     """
@@ -85,4 +86,8 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
             for entry in cells.values()
         )
         raise ValueError(f"{options.run} has finished runs of several conditions: {listed}; choose one with --only")
+    planned = sum(entry.cell in cells for entry in runs)
+    if len(finished) < planned:
+        text = f"note: {len(finished)} of {planned} runs of {arm} have finished; the others are left out"
+        print(text, file=sys.stderr, flush=True)
     return [str(folder(entry, out, path.stem)) for entry in sorted(finished, key=lambda entry: entry.seed)]

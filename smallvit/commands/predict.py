@@ -10,6 +10,8 @@ from smallvit.record import write_atomic
 
 from .finished import load_model
 
+BAR = 200  # a progress bar is shown for so many files; fewer are fast, and a notebook would keep each state of the bar
+
 
 def main(options: argparse.Namespace) -> int:
     """Predict the classes of image files with a trained model, and print a table in CSV format or write it to a file. `options`
@@ -19,7 +21,8 @@ def main(options: argparse.Namespace) -> int:
 
     files = find_files(options.images)
     model = load_model(options)
-    with tqdm(total=len(files), unit="image", disable=not sys.stderr.isatty(), leave=False) as bar:
+    print(f"smallvit: predicting {len(files):,} images", file=sys.stderr, flush=True)
+    with tqdm(total=len(files), unit="image", disable=True if len(files) < BAR else None, leave=False) as bar:
         predictions = predict_files(model, files, skip_broken=options.skip_broken, watch=bar.update)
     for reason in predictions.broken.values():
         print(f"skipped: {reason}", file=sys.stderr)
