@@ -244,7 +244,8 @@ def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str
     arm it is compared with. A control may have a control itself; this chain is followed up to a baseline. `roles` is a dict
     from an arm to its role, such as "baseline".
 
-    The dict lists the arms of one baseline together. Raises ValueError if the controls of some arms form a circle.
+    The dict lists the arms of one baseline together, after the baseline itself. Raises ValueError if the controls of some arms
+    form a circle.
     """
     ends: dict[str, str] = {}
     for arm in controls:
@@ -258,7 +259,8 @@ def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str
             chain.append(controls[chain[-1]])
         ends[arm] = chain[-1]
     baselines = [arm for arm in controls if roles[arm] == "baseline"]
-    return {arm: end for baseline in baselines for arm, end in ends.items() if end == baseline}
+    ordered = sorted(ends, key=lambda arm: roles[arm] != "baseline")  # stable: the other arms keep their order
+    return {arm: baseline for baseline in baselines for arm in ordered if ends[arm] == baseline}
 
 
 def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Sequence[int] = ()) -> str:
