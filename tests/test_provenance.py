@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from smallvit.packing import pack_bits, pack_floats
 from smallvit.record import Record
+from smallvit.report import html, markdown, text
 from smallvit.report.alarms import at_the_edge, below_raw_pixels, no_better_than_guessing, undertrained
 from smallvit.report.provenance import warnings
+from smallvit.verdicts import compare
 
 PIXELS = {"model": {"call": "smallvit.references.Pixels"}}
 
@@ -109,3 +112,67 @@ def test_guessing_depends_on_the_number_of_test_images(images, guesses):
     assert bool(lines) == guesses
     if images:
         assert guesses == (1.96 * math.sqrt(0.1135 * 0.8865 / images) > 0.1354 - 0.1135)
+
+
+def folded(arms: dict[str, float], score="balanced_accuracy", passes=6, noise=0.0, **fields) -> list[Record]:
+    """The records of a cross-validation with two folds of 30 images of three classes. `arms` is a dict from an arm to its score;
+    the first one is the baseline. `noise` makes the differences of odd and even passes different.
+    """
+    rows = []
+    for arm, value in arms.items():
+        for r in runs(arm, seeds=2 * passes, role="technique" if rows and arm != rows[0].arm else "baseline"):
+            index = pack_bits([k // 30 == r.seed % 2 for k in range(60)])
+            chance = noise * (-1) ** (r.seed // 2) if rows and arm != rows[0].arm else (r.seed // 2 - (passes - 1) / 2) / 1000
+            test = {score: value + chance}
+            values = pack_floats([test[score]] * 30)
+            rows.append(replace(r, score=score, test=test, contributions=values, test_images=30, folds=2, pool_images=60, test_index=index))
+    return [replace(r, confusion=[[10, 0, 0]] * 3, **fields) for r in rows]
+
+
+@pytest.mark.parametrize("score, chance", [("balanced_accuracy", 1 / 3), ("auc", 0.5)])
+def test_scores_at_chance_give_an_alarm_on_both_pages(score, chance):
+    rows = folded({"A": chance, "B": 0.9}, score)
+    (line,) = no_better_than_guessing(rows)
+    name = {"auc": "AUC"}.get(score, "balanced accuracy")
+    assert line.startswith(f"A at 1,000 labels: {name} {100 * chance:.2f}%, not shown to be better than guessing ({100 * chance:.2f}%)")
+    assert not no_better_than_guessing(folded({"A": 0.8, "B": 0.9}, score)) and "than guessing" not in text(rows)
+    assert not no_better_than_guessing(folded({"A": chance}, "macro_f1"))
+    rows, first = folded({"A": chance, "B": chance + 0.01}, score, noise=0.03), f"No arm was shown to be better than guessing ({100 * chance:.2f}%): "
+    assert text(rows).startswith(first)
+    for page in (markdown, html):
+        found = page(rows, title="demo", doc="")
+        assert found.count(first) == 1 and "before adding passes." in found and "would help" not in found
+        assert found.index(first) < found.index("no technique was shown") and "inconclusive" in found
+    learned = folded({"A": 0.8, "B": 0.81}, score, noise=0.03)
+    assert "more seeds would help" in markdown(learned, title="demo", doc="").replace("passes", "seeds")
+
+
+def test_the_chance_of_classes_is_known_without_a_confusion_matrix():
+    rows = [replace(r, confusion=None, preprocess={"classes": ["a", "b", "c"]}) for r in folded({"A": 0.34})]
+    assert len(no_better_than_guessing(rows)) == 1
+    assert not no_better_than_guessing([replace(r, preprocess=None) for r in rows])
+
+
+def test_the_alarm_of_a_cross_validation_has_the_mean_of_the_table():
+    rows = folded({"A": 0.3171, "B": 0.9}, "accuracy", test_majority=0.34)
+    sizes = {0: 20, 1: 40}  # folds of different sizes
+    rows = [
+        replace(
+            r, test={"accuracy": 0.3 + 0.03 * (r.seed % 2)} if r.arm == "A" else r.test, test_images=sizes[r.seed % 2],
+            test_index=pack_bits([(k >= 20) == r.seed % 2 for k in range(60)]),
+            contributions=pack_floats([(0.3 + 0.03 * (r.seed % 2)) if r.arm == "A" else r.result] * sizes[r.seed % 2]),
+        )
+        for r in rows
+    ]  # fmt: skip
+    (line,) = no_better_than_guessing(rows)
+    assert "accuracy 32.00%" in line and "| A | 32.00 ± 0.00" in markdown(rows, title="demo", doc="")
+
+
+def test_guessing_at_few_labels_is_no_reason_to_stop():
+    rows = [replace(r, labels=10) for r in folded({"A": 1 / 3, "B": 1 / 3})] + folded({"A": 0.8, "B": 0.9})
+    assert len(no_better_than_guessing(rows)) == 2 and "No arm was shown" not in text(rows)
+
+
+def test_the_baseline_is_the_first_row_in_any_order_of_records():
+    rows = folded({"A": 0.8, "B": 0.9, "C": 0.85})
+    assert [row.arm for row in compare(rows[::-1]).rows] == ["A", "C", "B"]

@@ -4,14 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from smallvit.record import RANDOM, Record, format_labels, settings_of
 from smallvit.verdicts.comparison import Condition, condition_of
-from smallvit.verdicts.statistics import MIN_PAIRS, TIE, spread
+from smallvit.verdicts.folds import pooled
+from smallvit.verdicts.statistics import FOLDS_FACTOR, MIN_PAIRS, TIE, spread
 
 from .format import join_names
 from .settings import option_name
-from .units import ACCURACIES
+from .units import ACCURACIES, ACCURACY, Score, score_named
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
 RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm
@@ -151,31 +153,91 @@ def one_token(records: Sequence[Record]) -> list[str]:
     return [f"The image is a single token, so attention has nothing to compare, in: {join_names(arms)}"] if arms else []
 
 
-def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
-    """Return a list of warnings, one for each arm (variant) that may be no better than guessing. The comparison is with a model
-    that always predicts the most frequent class. `records` are the results of the runs.
+class Guess(NamedTuple):
+    """The score of an arm (variant) that is not shown to be better than guessing. `score` says how a report writes it, `mean`
+    is the mean score over seeds or passes, and `chance` is the score of guesses.
+    """
 
-    The accuracy must exceed the share of this class by more than the chance of the seeds and of the test images explain. The
-    part of the test images is the 95% interval of a binomial proportion.
+    score: Score
+    mean: float
+    chance: float
+
+
+def guesses(records: Sequence[Record]) -> dict[tuple[Condition, str], Guess]:
+    """Return the arms (variants) that are not shown to be better than guessing, as a dict from (condition, arm) to a `Guess`.
+    `records` are the results of the runs. References and scores whose value for guesses is unknown are left out.
+
+    The mean score must exceed that of guesses by more than the chance of the seeds and of the test images explain. The part of
+    the seeds is their 95% interval; the part of the test images is 1.96 times the standard error of the score of guesses. In a
+    cross-validation, a complete pass over all folds takes the place of a seed, and the variance over images is larger by the
+    same factor as in verdicts.
     """
     cells: dict[tuple[Condition, str], list[Record]] = {}
-    for r in records:
-        if r.finished and r.test_majority and r.role != "reference" and r.score == "accuracy":
+    for r in pooled(records):
+        if r.finished and r.role in ("baseline", "technique") and chance_of(r) is not None:
             cells.setdefault((condition_of(r), r.arm), []).append(r)
-    out = []
-    for (condition, arm), runs in cells.items():
+    found = {}
+    for cell, runs in cells.items():
         mean, _, low, _ = spread([r.result for r in runs])
-        share, images = runs[0].test_majority or 0.0, runs[0].test_images
-        if mean is None:
-            continue
-        over_seeds = mean - low if low is not None and len(runs) >= MIN_PAIRS else 0.0
-        over_images = 1.96 * math.sqrt(share * (1 - share) / images) if images else 0.0
-        if mean - math.hypot(over_seeds, over_images) <= share + TIE:
-            out.append(
-                f"{arm} at {condition.title}: accuracy {100 * mean:.2f}%, not shown to be better than always naming the "
-                f"most frequent class ({100 * share:.2f}%). Check the learning rate and the number of steps"
-            )
-    return out
+        chance, error = chance_of(runs[0]) or (0.0, 0.0)
+        over_seeds = mean - low if mean is not None and low is not None and len(runs) >= MIN_PAIRS else 0.0
+        if mean is not None and mean - math.hypot(over_seeds, 1.96 * error) <= chance + TIE:
+            found[cell] = Guess(score_named(runs[0].score or "", False), mean, chance)
+    return found
+
+
+def chance_of(record: Record) -> tuple[float, float] | None:
+    """Return the score of guesses and its standard error over test images, or None if it is unknown. `record` holds the results
+    of a run or of a pass over all folds.
+
+    For the accuracy, this is the share of the most frequent class. Guesses have the balanced accuracy 1/k with k classes, if
+    they name each class equally often, and the AUC 0.5. The AUC of more than two classes is a mean over classes, whose errors
+    are taken to be fully dependent.
+    """
+    images, matrix = record.test_images or 0, record.confusion
+    k = len(matrix or (record.preprocess or {}).get("classes") or ())
+    counts = [sum(row) or 1 for row in matrix] if matrix else [images / k] * k if images and k else []
+    factor = FOLDS_FACTOR if record.folds else 1.0
+    if record.score == "accuracy" and record.test_majority:
+        chance = record.test_majority
+        variance = chance * (1 - chance) / images if images else 0.0
+    elif record.score == "balanced_accuracy" and k:
+        chance = 1 / k
+        variance = chance * (1 - chance) * sum(1 / n for n in counts) / k**2
+    elif record.score == "auc":
+        chance, total = 0.5, sum(counts)
+        errors = [math.sqrt((total + 1) / (12 * n * (total - n))) for n in counts if n < total]  # of the Mann-Whitney statistic
+        variance = fmean(errors) ** 2 if errors else 0.0
+    else:
+        return None
+    return chance, math.sqrt(factor * variance)
+
+
+def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
+    """Return a list of warnings, one for each arm (variant) that may be no better than guessing, by the rule of `guesses`. An
+    accuracy is compared with that of a model that always predicts the most frequent class. `records` are the results of the
+    runs.
+    """
+    return [
+        f"{arm} at {condition.title}: {score.title} {100 * mean:.2f}%, not shown to be better than "
+        f"{'always naming the most frequent class' if score == ACCURACY else 'guessing'} ({100 * chance:.2f}%). "
+        "Check the learning rate and the number of steps"
+        for (condition, arm), (score, mean, chance) in guesses(records).items()
+    ]
+
+
+def nothing_learned(records: Sequence[Record]) -> str:
+    """Return a sentence that says that no arm (variant) was shown to be better than guessing, and what to do. The text is empty
+    if an arm was, or if this is unknown for an arm. `records` are the results of the runs. Only the main conditions count: the
+    longest training, and tuned settings if there are any.
+    """
+    found, cells = guesses(records), main_cells(records)
+    if not found or any(cell not in found for cell in cells):
+        return ""
+    chances = {f"{100 * found[cell].chance:.2f}%" for cell in cells}
+    level = f" ({chances.pop()})" if len(chances) == 1 else ""
+    units = "passes" if any(r.folds for runs in cells.values() for r in runs) else "seeds"
+    return f"No arm was shown to be better than guessing{level}: train longer or change the settings before adding {units}."
 
 
 def no_better_than_random(records: Sequence[Record]) -> list[str]:

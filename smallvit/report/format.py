@@ -233,16 +233,19 @@ def superseded(records: Sequence[Record]) -> str:
     return f"{count} runs on this page come from an earlier version. {' '.join(texts)}"
 
 
-def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Record] = ()) -> str:
+def notes(
+    comparison: Comparison, warnings: Sequence[str], records: Sequence[Record] = (), *, more_seeds: bool = True
+) -> str:
     """Return sentences for the reader of a report: how the verdicts change with longer training, what would help to decide
     inconclusive ones, how a cross-validation or groups of images were tested, which kinds of chance the confidence intervals
     leave out, how many image files were left out, and how many runs have no result. `comparison` holds all results, `warnings`
-    are the texts of the warnings, which are counted, and `records` are the results of the runs.
+    are the texts of the warnings, which are counted, and `records` are the results of the runs. With `more_seeds=False`, more
+    seeds are not advised, because no arm was shown to be better than guessing.
     """
     lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
     total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
     removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
-    out = [longer(comparison), *help_for_undecided(comparison), *methods(comparison), *limits(comparison)]
+    out = [longer(comparison), *help_for_undecided(comparison, more_seeds), *methods(comparison), *limits(comparison)]
     skipped = max((r.skipped_files or 0 for r in records), default=0)
     what = f"{skipped:,} image files could not be read and were" if skipped > 1 else "1 image file could not be read and was"
     out += [f"{what} left out."] if skipped else []
@@ -268,10 +271,11 @@ def longer(comparison: Comparison) -> str:
     return f"From {lengths[0]:,} to {lengths[-1]:,} training steps, the difference {'; it '.join(texts)}." if texts else ""
 
 
-def help_for_undecided(comparison: Comparison) -> list[str]:
+def help_for_undecided(comparison: Comparison, more_seeds: bool = True) -> list[str]:
     """Return sentences that say how many inconclusive verdicts more seeds, more images or new runs would help to decide, as a
     list. New runs help if old records do not say which test images were right. Only the main conditions count: the longest
-    training, and tuned settings if there are any. `comparison` holds all results.
+    training, and tuned settings if there are any. `comparison` holds all results. With `more_seeds=False`, comparisons that
+    more seeds would help are left out.
     """
     count = Counter(row.difference.needs for row in comparison.main_rows if row.difference and what_helps(comparison, row))
     first = not any(row.looks for row in comparison.rows)
@@ -282,6 +286,8 @@ def help_for_undecided(comparison: Comparison) -> list[str]:
         "pool": "more images to draw the labelled ones from would help, not more seeds",
         "records": "new runs would help, because earlier records do not say which test images were right",
     }
+    if not more_seeds:
+        del forms["seeds"]
     return [f"For {count[k]} inconclusive comparison{'s' * (count[k] > 1)}, {text}." for k, text in forms.items() if count[k]]
 
 

@@ -12,6 +12,7 @@ from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
 
 from . import class_figures, figures, format
+from .alarms import nothing_learned
 from .answer import answer
 from .classes import CALIBRATION, CLASSES, CONFUSION, class_tables
 from .drawing import DARK, LIGHT, styles
@@ -142,7 +143,8 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
         return "no run has finished, so there is nothing to compare"
     rows = [row for row in comparison.main_rows if row.values]
     width = max((len(row.arm) for row in rows), default=0)
-    lines, score = [], score_in(comparison)
+    guessing, score = nothing_learned(reported(records)), score_in(comparison)
+    lines = [guessing] if guessing else []
     for condition in dict.fromkeys(row.condition for row in rows):
         units = rows[0].units
         lines.append(f"{condition.title}: test {score.title}, mean and SD over {units}{score.direction}")
@@ -171,11 +173,12 @@ def content(
     if not shown:
         return page
     comparison, warned = compare(records, earlier), warnings(shown, trials)
+    guessing = nothing_learned(shown)
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
-        "answer": answer(comparison),
-        "notes": format.notes(comparison, warned, shown),
+        "answer": " ".join(filter(None, (guessing, answer(comparison)))),
+        "notes": format.notes(comparison, warned, shown, more_seeds=not guessing),
         "tables": tables(comparison, shown) | class_tables(comparison, shown),
         "explained": EXPLAINED | ({"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}),
         "warnings": warned,
