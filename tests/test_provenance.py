@@ -176,3 +176,21 @@ def test_guessing_at_few_labels_is_no_reason_to_stop():
 def test_the_baseline_is_the_first_row_in_any_order_of_records():
     rows = folded({"A": 0.8, "B": 0.9, "C": 0.85})
     assert [row.arm for row in compare(rows[::-1]).rows] == ["A", "C", "B"]
+
+
+def test_unfinished_passes_are_counted():
+    rows = folded({"A": 0.8, "B": 0.9})
+    assert "complete" not in text(rows)
+    first = "o pass over all folds is complete yet (2 of 24 runs have finished), so there is nothing to compare"
+    assert text(missing(rows, lambda r: r.seed > 0)) == f"n{first}"
+    assert f"N{first}." in markdown(missing(rows, lambda r: r.seed > 0), title="demo", doc="").replace("\\", "")
+    assert text(missing(rows, lambda r: True)) == "no run has finished, so there is nothing to compare"
+    some = missing(rows, lambda r: r.seed > 3 or (r.arm, r.seed) == ("B", 2))
+    assert text(some).startswith("1 of 6 passes is complete for all arms.\n")
+    assert "1 of 6 passes is complete for all arms. " in html(some, title="demo", doc="")
+
+
+def missing(rows, which) -> list[Record]:
+    """The records, where the runs for which `which` is true have not started."""
+    nothing = dict.fromkeys(("test", "contributions", "confusion", "test_images", "test_index"))
+    return [replace(r, status="missing", **nothing) if which(r) else r for r in rows]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from smallvit.record import format_labels
+from smallvit.record import Record, format_labels
 from smallvit.verdicts.comparison import Comparison, Row
 from smallvit.verdicts.contrasts import tuned_pairs
 from smallvit.verdicts.statistics import MIN_PAIRS
@@ -42,6 +42,27 @@ def answer(comparison: Comparison) -> str:
             second += [f"{every}{count} comparison{'s have' if count > 1 else ' has'} {problem}"]
     texts = (first, small_cnn(comparison), "; ".join(second), common_settings(comparison))
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in texts if text)
+
+
+def passes_done(comparison: Comparison, records: Sequence[Record]) -> str:
+    """Return a sentence, without its final period, that says how many passes over all folds of a cross-validation are complete:
+    `1 of 6 passes is complete for all arms`. `records` are the results of the runs, and those that have not started have the
+    status "missing". The text is empty if no pass is missing, without folds, and if no run has finished.
+    """
+    rows = [row for row in comparison.main_rows if not row.unavailable]
+    finished = sum(r.finished for r in records if r.role != "dependency")
+    if not finished or not any(row.folds for row in rows):
+        return ""
+    if not any(row.values for row in comparison.rows):
+        total = sum(r.role != "dependency" and r.status != "unavailable" for r in records)
+        runs = f"{finished} of {total} runs {'has' if finished == 1 else 'have'} finished"
+        return f"no pass over all folds is complete yet ({runs}), so there is nothing to compare"
+    missing = {number for row in rows for number in row.failures}
+    complete = {number for row in rows for number in row.seeds} - missing
+    total = len(missing | complete)
+    if not missing:
+        return ""
+    return f"{len(complete)} of {total} pass{'es' * (total > 1)} {'is' if len(complete) == 1 else 'are'} complete for all arms"
 
 
 def setting(comparison: Comparison) -> str:

@@ -13,7 +13,7 @@ from smallvit.verdicts.comparison import Comparison
 
 from . import class_figures, figures, format
 from .alarms import nothing_learned
-from .answer import answer
+from .answer import answer, passes_done
 from .classes import CALIBRATION, CLASSES, CONFUSION, class_tables
 from .drawing import DARK, LIGHT, styles
 from .format import mean_sd
@@ -140,11 +140,11 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
     """
     comparison = compare(records, earlier)
     if not any(row.values for row in comparison.rows):
-        return "no run has finished, so there is nothing to compare"
+        return passes_done(comparison, records) or "no run has finished, so there is nothing to compare"
     rows = [row for row in comparison.main_rows if row.values]
     width = max((len(row.arm) for row in rows), default=0)
     guessing, score = nothing_learned(reported(records)), score_in(comparison)
-    lines = [guessing] if guessing else []
+    lines = [f"{line.rstrip('.')}." for line in (guessing, passes_done(comparison, records)) if line]
     for condition in dict.fromkeys(row.condition for row in rows):
         units = rows[0].units
         lines.append(f"{condition.title}: test {score.title}, mean and SD over {units}{score.direction}")
@@ -173,12 +173,15 @@ def content(
     if not shown:
         return page
     comparison, warned = compare(records, earlier), warnings(shown, trials)
-    guessing = nothing_learned(shown)
+    done = passes_done(comparison, records)
+    first = [nothing_learned(shown), *([f"{done[0].upper()}{done[1:]}."] if done else [])]
+    if any(row.values for row in comparison.rows) or not done:
+        first.append(answer(comparison))
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
-        "answer": " ".join(filter(None, (guessing, answer(comparison)))),
-        "notes": format.notes(comparison, warned, shown, more_seeds=not guessing),
+        "answer": " ".join(filter(None, first)),
+        "notes": format.notes(comparison, warned, shown, more_seeds=not first[0]),
         "tables": tables(comparison, shown) | class_tables(comparison, shown),
         "explained": EXPLAINED | ({"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}),
         "warnings": warned,
