@@ -293,18 +293,20 @@ def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None =
 
 def unused_seeds(records: Sequence[Record]) -> list[str]:
     """Return a warning if arms (variants) were also trained with random seeds that the recipe does not list. Choosing seeds by
-    their results makes verdicts wrong. `records` are the results of the runs.
+    their results makes verdicts wrong. In a cross-validation, they are numbers of passes. `records` are the results of the
+    runs.
     """
     found: dict[str, set[int]] = {}
     for r in records:
         if r.unused_seeds:
             found.setdefault(r.arm, set()).update(r.unused_seeds)
+    units = "passes" if any(r.folds for r in records if r.unused_seeds) else "seeds"
     arms: dict[str, list[str]] = {}
     for arm, seeds in found.items():
         arms.setdefault(seed_ranges(seeds), []).append(f"“{arm}”")
     return [
-        f"Finished runs of {join_names(names)} with other seeds ({seeds}) are not used. Deciding by their results which seeds "
-        "to use makes verdicts invalid"
+        f"Finished runs of {join_names(names)} with other {units} ({seeds}) are not used. Deciding by their results which "
+        f"{units} to use makes verdicts invalid"
         for seeds, names in arms.items()
     ]
 

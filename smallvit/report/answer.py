@@ -34,7 +34,7 @@ def answer(comparison: Comparison) -> str:
     first += f", and {decided_arms(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
     second = [f"no difference was shown for {undecided_arms(comparison, judged, undecided)}"] if undecided else []
     for verdict, problem in (
-        ("not enough seeds", f"fewer than the {MIN_PAIRS} seeds that a verdict needs"),
+        ("not enough seeds", f"fewer than the {MIN_PAIRS} {judged[0].units} that a verdict needs"),
         ("no verdict", "no verdict, for the reasons in the table"),
     ):
         if count := sum(row.verdict == verdict for row in judged):

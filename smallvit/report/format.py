@@ -281,8 +281,8 @@ def help_for_undecided(comparison: Comparison, more_seeds: bool = True) -> list[
     first = not any(row.looks for row in comparison.rows)
     twice = " (this report and the next one together give a false verdict in about 8 of 100 comparisons, each alone in 5)"
     forms = {
-        "seeds": f"more seeds would help: {until_decided(comparison)}{twice * first}",
-        "images": "more test images would help, not more seeds",
+        "seeds": f"more {comparison.rows[0].units} would help: {until_decided(comparison)}{twice * first}",
+        "images": f"more test images would help, not more {comparison.rows[0].units}",
         "pool": "more images to draw the labelled ones from would help, not more seeds",
         "records": "new runs would help, because earlier records do not say which test images were right",
     }
@@ -327,46 +327,76 @@ def limits(comparison: Comparison) -> list[str]:
     return out
 
 
-def how_to_read(comparison: Comparison) -> list[str]:
+def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[str]:
     """Return paragraphs of text for a reader who does not know the code. They explain the terms of a report, such as intervals,
-    p-values, verdicts and costs.
+    p-values, verdicts and costs. `records` are the results of the runs, whose measured numbers are explained too.
     """
+    folds = next((row.folds for row in comparison.rows if row.folds), None)
+    units, run = ("passes", "the same pass and fold") if folds else ("seeds", "the same seed")
+    single = any(row.difference.single_folds for row in comparison.rows if row.difference)
     judged = [row.difference for row in comparison.rows if row.verdict and row.difference]
     seeds = max((len(d.values) for d in judged), default=MIN_PAIRS)
     looks = next((row.looks for row in comparison.rows if row.looks), ())
     score = score_in(comparison)
     excluded = f"{100 * EQUIVALENCE:g} points" if score.percent else f"{EQUIVALENCE:g}"
     unit = f"in percentage points of test {score.title}" if score.percent else f"in units of the test {score.title}"
-    text = f"""
-    Differences are paired: runs with the same seed are trained on the same images in the same order. Each difference has two
-    95% intervals, {unit}. The first one is about new test images: it covers the chance in the
-    seeds and in the choice of the test images. The second one, over seeds alone, is about these test images. It says what
+    intervals = f"""
+    Each difference has two 95% intervals, {unit}. The first one is about new test images: it covers the chance in the {units}
+    and in the choice of the test images. The second one, over {units} alone, is about these test images. It says what
     training again would give, and nothing about other images. Neither is corrected for the number of comparisons.
+    """
+    shared = (
+        "All folds share the same images, so the first interval is widened."
+        if folds
+        else "If each seed draws its training images from the same pool, two seeds share some of them. The first interval is "
+        "widened for this share."
+    )
+    needed = f", at least {MIN_PAIRS} {units} and no missing run"
+    if single:
+        intervals = f"""
+    Each difference has a 95% interval, {unit}, that is about new test images. It is computed from the differences of the single
+    folds, because there are fewer than {MIN_PAIRS} passes. It is not corrected for the number of comparisons.
+    """
+        shared, needed = "", " and no missing run"
+    text = f"""
+    Differences are paired: runs with {run} are trained on the same images in the same order. {intervals}
 
     The verdict answers whether the arm is better on new images. p-values are Holm-corrected for the number of comparisons
-    ({comparison.family} in this recipe). A verdict of better or worse needs a corrected p below {LEVEL}, at least {MIN_PAIRS}
-    seeds and no missing run. Inconclusive means that no difference was shown. It does not mean that the arms are equal.
-    References are rows for orientation and get no verdict.
+    ({comparison.family} in this recipe): “Holm p” is the p-value, made larger so that chance alone gives one or more
+    false verdicts in at most 5 of 100 recipes. A verdict of better or worse needs a corrected p below {LEVEL}{needed}.
+    Inconclusive means that no difference was shown. It does not mean that the arms are equal. “80% power at” a difference means
+    that a true difference of this size would be found in 80 of 100 repetitions. References are rows for orientation and get no
+    verdict.
 
-    If each seed draws its training images from the same pool, two seeds share some of them. The first interval is widened for
-    this share. Standard deviations (SD) are over seeds.
+    {shared} Standard deviations (SD) are over {units}.
 
-    “Again in 78 of 100” means: if the comparison is run again with as many fresh seeds and as many new test images, the verdict
-    comes out again in about 78 of 100 repetitions. It is an upper estimate if effects are small. Below 80 the verdict is
-    fragile. {collapse(seeds)}
+    “Again in 78 of 100” means: if the comparison is run again with as many fresh {units} and as many new test images, the
+    verdict comes out again in about 78 of 100 repetitions. It is an upper estimate if effects are small. Below 80 the verdict
+    is fragile. {"" if folds else collapse(seeds)}
     """
     if looks:
         text += f"""
-    Seeds are added until a comparison is decided. It is tested at {join_names([str(n) for n in looks], len(looks))} seeds and
-    at no other number. The p-values and intervals stay valid with all these looks. An arm stops when it is better or worse,
-    when a difference of {excluded} is excluded, or when a verdict is unlikely even with {looks[-1]} seeds, so
-    arms can have fewer seeds than their baseline.
+    {units.capitalize()} are added until a comparison is decided. It is tested at
+    {join_names([str(n) for n in looks], len(looks))} {units} and at no other number. The p-values and intervals stay valid with
+    all these looks. An arm stops when it is better or worse, when a difference of {excluded} is excluded, or when a verdict is
+    unlikely even with {looks[-1]} {units}, so arms can have fewer {units} than their baseline.
     """
-    if folds := next((row.folds for row in comparison.rows if row.folds), None):
+    if folds:
         text += f"""
     The data are divided into {folds} folds. A pass trains {folds} models, and each of them is tested on the fold that it was
     not trained on, so each image is a test image once in a pass. Each pass divides the images anew. The score of a pass is the
     mean of the scores of its folds, weighted by their images. Passes take the place of seeds on this page.
+    """
+    if single:
+        text += f"""
+    With fewer than {MIN_PAIRS} passes, the verdict is about the differences of the single folds. The models of two folds share
+    training images, so their scores are alike, and a usual t-test would be too sure. Nadeau and Bengio's correction makes the
+    variance of the mean difference larger by the share of test images, and the interval wider. From {MIN_PAIRS} complete passes
+    on, the test is over passes and images.
+    """
+    if any("nll" in (r.test or {}) for r in records):
+        text += """
+    nll (negative log-likelihood) is the mean of -log(probability of the true class) over the test images, and lower is better.
     """
     if any(condition.tuned for condition in comparison.conditions):
         text += """
@@ -375,8 +405,8 @@ def how_to_read(comparison: Comparison) -> list[str]:
     without trials keeps its settings, and gets no verdict if its baseline was tuned. Common means that all arms have the
     settings of the recipe.
     """
-    text += """
-    Costs are medians over seeds and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
+    text += f"""
+    Costs are medians over {units} and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
     Extra labels are validation labels that were used to choose something, labels of the trials that tuned the settings, and
     labels of an earlier run that the arm starts from.
     """
@@ -414,7 +444,7 @@ def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[st
             seeds = list(group)
             traceback = next((text for s in seeds if (text := tracebacks.get((row.arm, row.condition, s)))), "")
             line = user_line(traceback)
-            text = f"{row.arm} at {row.condition.title}, {format_seeds(seeds)}: {reason}"
+            text = f"{row.arm} at {row.condition.title}, {format_seeds(seeds, unit='pass' if row.folds else 'seed')}: {reason}"
             out.append((text + f" ({line})" * bool(line), traceback))
     return out
 

@@ -36,7 +36,7 @@ EXPLAINED = {  # heading -> a paragraph below its tables
     "worse. In between: so at a length between the first and the last one.",
     CLASSES: "Recall: the share of the images of a class that are classified correctly. Precision: the share of the images "
     "predicted as this class that belong to it. F1: the harmonic mean of both. Numbers of images are means over seeds.",
-    CONFUSION: "Mean numbers of test images over the seeds. Rows are true classes, columns are predicted classes.",
+    CONFUSION: "Mean numbers of test images over seeds. Rows are true classes, columns are predicted classes.",
     CALIBRATION: "Test images of all seeds in bins of equal width by confidence, the probability of the predicted class. "
     "Numbers of images are means over seeds. A model is calibrated if mean confidence and accuracy are equal in each bin.",
 }
@@ -106,7 +106,7 @@ def html(
     template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
     page = content(records, title, doc, options, earlier, trials)
     page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
-    page |= {"confusion": CONFUSION, "calibration": CALIBRATION}
+    page |= {"confusion": CONFUSION, "calibration": CALIBRATION, "units": "seeds"}
     if comparison := page["comparison"]:
         shown = reported(records)
         draw: dict[str, Callable[[Comparison], str]] = {
@@ -125,7 +125,7 @@ def html(
         page["controls"] = any(row.baseline != row.group for row in comparison.rows)
         page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
         page["styles"] = {arm: look for part in comparison.parts() for arm, look in styles(part).items()}
-        page["score"] = score_in(comparison)
+        page["score"], page["units"] = score_in(comparison), comparison.rows[0].units
         pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}
         page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in comparison.arms if arm in pictures}
     return template.render(page)
@@ -177,20 +177,26 @@ def content(
     first = [nothing_learned(shown), *([f"{done[0].upper()}{done[1:]}."] if done else [])]
     if any(row.values for row in comparison.rows) or not done:
         first.append(answer(comparison))
+    timed = {"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}
     return page | {
         "comparison": comparison,
         "superseded": format.superseded(shown),
         "answer": " ".join(filter(None, first)),
         "notes": format.notes(comparison, warned, shown, more_seeds=not first[0]),
         "tables": tables(comparison, shown) | class_tables(comparison, shown),
-        "explained": EXPLAINED | ({"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}),
+        "explained": {name: in_units(text, comparison) for name, text in EXPLAINED.items()} | timed,
         "warnings": warned,
         "failures": format.failures(comparison, shown),
         "unavailable": format.unavailable(comparison),
         "changes": changes(comparison, shown),
         "provenance": provenance(shown, options, trials),
-        "how_to_read": format.how_to_read(comparison),
+        "how_to_read": format.how_to_read(comparison, shown),
     }
+
+
+def in_units(text: str, comparison: Comparison) -> str:
+    """Return a text with the word "passes" in place of "seeds" if the comparison is a cross-validation, otherwise unchanged."""
+    return text.replace("seeds", comparison.rows[0].units)
 
 
 def reported(records: Sequence[Record]) -> list[Record]:

@@ -121,11 +121,11 @@ def verdict_remarks(row: Row) -> list[str]:
     if d and d.replication is not None:
         again = f"again in {often(d)} of 100" + ", fragile" * d.fragile
         more = d.seeds_for_90 if d.replication < 0.9 else None
-        remarks.append(again + (f"; {more} seeds: in 90" if more else ""))
+        remarks.append(again + (f"; {more} {row.units}: in 90" if more else ""))
     if d and d.detectable is not None:
         remarks.append(f"80% power at {score_of(row).number(d.detectable)}{score_of(row).points}")
     if d and d.looks:
-        remarks.append(f"look{'s' * (len(d.looks) > 1)} at {', '.join(map(str, d.looks))} seeds")
+        remarks.append(f"look{'s' * (len(d.looks) > 1)} at {', '.join(map(str, d.looks))} {row.units}")
     return remarks
 
 
