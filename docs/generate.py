@@ -47,7 +47,7 @@ MORE = {  # documented names that are not public at the top level
 }
 
 
-WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate")  # modules whose classes are shown with their methods
+WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate", "deploy")  # modules whose classes are shown with their methods
 
 
 def names_of(module: str) -> tuple[str, ...]:
