@@ -47,7 +47,8 @@ MORE = {  # documented names that are not public at the top level
 }
 
 
-WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate", "deploy")  # modules whose classes are shown with their methods
+# modules whose classes are shown with their methods
+WITH_MEMBERS = ("run", "train", "data", "objectives", "evaluate", "deploy")
 
 
 def names_of(module: str) -> tuple[str, ...]:
