@@ -548,6 +548,7 @@ def test_groups_that_are_counted_as_images_give_false_verdicts():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_groups_in_folds_err_in_at_most_five_percent(name):
+def test_groups_in_folds_err_in_about_five_percent(name):
     shares = rates(f"groups, {name}", partial(null_of_groups_in_folds, train_and_score=CLASSIFIERS[name]), 400, 0)
-    assert shares["groups"] <= 0.05 and shares["images"] > 0.1
+    assert shares["groups"] <= 0.06, "its standard error is 1.1 points; 4.9% of 900 repetitions with random features"
+    assert shares["images"] > 0.1
