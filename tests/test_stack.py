@@ -80,8 +80,9 @@ def assert_equal_weights(one, other):
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def double_cross_entropy(logits, targets):
-    return -(targets * logits.log_softmax(-1)).sum(-1).mean()
+def double_cross_entropy(logits, targets, weights=None):
+    each = -(targets * logits.log_softmax(-1)).sum(-1)
+    return (each if weights is None else weights * each).mean()
 
 
 @pytest.mark.parametrize("run", STACKABLE.values(), ids=STACKABLE)
