@@ -63,6 +63,8 @@ def pool(runs: Sequence[Record]) -> Pass:
 
     Raises ValueError if the test images of the folds are not all images once.
     """
+    import numpy as np
+
     runs = sorted(runs, key=lambda r: r.seed)
     first = runs[0]
     k, number = first.folds or 1, first.seed // (first.folds or 1)
@@ -72,7 +74,7 @@ def pool(runs: Sequence[Record]) -> Pass:
         if bad := [fold for fold in range(k) if status_of[fold] == status]:
             return incomplete(found, status, bad, k, number)
     masks = [unpack_bits(r.test_index or "", r.pool_images or 0) for r in runs]
-    if len({len(mask) for mask in masks}) > 1 or not (sum(mask.astype(int) for mask in masks) == 1).all():
+    if len({len(mask) for mask in masks}) > 1 or not (np.stack(masks).sum(0) == 1).all():
         raise ValueError(f"{first.arm!r}, pass {number}: its folds do not contain every image once; train these runs again")
     weights = [r.test_images or 0 for r in runs]
     return as_pass(
