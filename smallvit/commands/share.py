@@ -8,6 +8,7 @@ from smallvit.deploy.hub import share
 from smallvit.record import Record, read_record, settings_of
 
 from .finished import find_folders, one_folder
+from .stored import finished_records
 
 
 def main(options: argparse.Namespace) -> int:
@@ -29,17 +30,11 @@ def other_seeds(run: Path) -> list[Record]:
     """Return the records of all finished runs that differ from a run only in the seed, with the record of this run. They are
     looked for beside the folder `run`. A damaged record is left out.
     """
-    record, found = read_record(run), []
+    record = read_record(run)
     if record is None:
         return []
-    for folder in sorted(run.absolute().parent.iterdir()):
-        try:
-            other = read_record(folder)
-        except (OSError, ValueError):
-            continue
-        if other and other.finished and settings_of(other.run, "seed") == settings_of(record.run, "seed"):
-            found.append(other)
-    return found
+    settings, beside = settings_of(record.run, "seed"), sorted(run.absolute().parent.iterdir())
+    return [other for other in finished_records(beside) if settings_of(other.run, "seed") == settings]
 
 
 def local_paths(record: Record | None) -> list[str]:

@@ -16,13 +16,21 @@ def stored_records(out: Path, recipe: str) -> list[Record]:
     lists. `out` is the folder of all results, and `recipe` is the name of the recipe file. Damaged records, and records of
     another version of smallvit, are left out.
     """
+    folders = [path.parent for path in sorted((out / recipe).rglob(RECORD))]
+    return [record for record in finished_records(folders) if record.recipe == recipe]
+
+
+def finished_records(folders: Iterable[Path]) -> list[Record]:
+    """Return the records (saved results) of the finished runs in `folders`, in this order. Folders without a record, damaged
+    records, and records of another version of smallvit are left out.
+    """
     found = []
-    for path in sorted((out / recipe).rglob(RECORD)):
+    for folder in folders:
         try:
-            record = read_record(path.parent)
+            record = read_record(folder)
         except (OSError, ValueError):
             continue
-        if record and record.finished and record.recipe == recipe:
+        if record and record.finished:
             found.append(record)
     return found
 
