@@ -168,6 +168,13 @@ class Run:
         """
         return replace(self, seed=seed, **{name: run.at_seed(seed) for name, run in self.dependencies.items()})
 
+    @property
+    def stack_key(self) -> str:
+        """A fingerprint (short hash) that is equal for runs that can be trained together as one model: runs that differ only
+        in their random seed and in their learning rate.
+        """
+        return fingerprint(replace(self.at_seed(0), lr=1.0))
+
     def with_steps(self, change: Callable[[int], int]) -> "Run":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
         new one. Earlier runs that this run needs, such as pretraining, are changed in the same way.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from smallvit.record import Record, pack_bits
-from smallvit.report import format
+from smallvit.report import format, remarks
 from smallvit.report.answer import answer
 from smallvit.report.units import ACCURACY
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
@@ -76,8 +76,8 @@ def test_records_without_bits_use_an_upper_bound_and_the_page_says_so():
     d = row_of(old, "+A").difference
     assert d.bound and [d.seeds_low, d.seeds_high] == pytest.approx([with_bits.seeds_low, with_bits.seeds_high])
     assert d.high - d.low > with_bits.high - with_bits.low
-    assert "earlier version keep no data on single test images" in format.notes(compare(old), [])
-    assert "earlier version" not in format.notes(compare(PLAIN), [])
+    assert "earlier version keep no data on single test images" in remarks.notes(compare(old), [])
+    assert "earlier version" not in remarks.notes(compare(PLAIN), [])
     one_old = change(PLAIN, "+A", [3], correct=None)
     assert row_of(one_old, "+A").difference.bound, "bits of seven pairs are not used for eight"
     unknown = [replace(r, correct=None, test_images=None) for r in PLAIN]
@@ -103,8 +103,8 @@ def test_better_on_these_images_only_is_inconclusive_and_says_why():
     assert (
         "More seeds would help: smallvit run demo --until-decided" in format.certainty(compare(noisy), row_of(noisy, "+A"))[1]
     )
-    assert "false verdict in about 8 of 100 comparisons" in format.notes(compare(noisy), [])
-    assert "in about 8 of 100" not in format.notes(compare([replace(r, looks=list(LOOKS)) for r in noisy]), [])
+    assert "false verdict in about 8 of 100 comparisons" in remarks.notes(compare(noisy), [])
+    assert "in about 8 of 100" not in remarks.notes(compare([replace(r, looks=list(LOOKS)) for r in noisy]), [])
 
 
 def test_records_say_how_many_comparisons_count_besides_their_own():
@@ -128,7 +128,7 @@ def test_training_images_that_seeds_share_widen_the_interval():
 def test_shared_training_images_are_named(fields):
     rows = [replace(r, **fields) for r in PLAIN]
     d = row_of(rows, "+A").difference
-    assert (d.overlap, d.pool) == (0.0, "fixed") and "for this pool of training images and not for others" in format.notes(
+    assert (d.overlap, d.pool) == (0.0, "fixed") and "for this pool of training images and not for others" in remarks.notes(
         compare(rows), []
     )
 
@@ -138,7 +138,7 @@ def test_old_records_of_known_data_sets_give_the_overlap(data, overlap):
     rows = [replace(r, labels=1000, drawn_share=None, run={"data": {"call": data}}) for r in PLAIN]
     assert row_of(rows, "+A").difference.overlap == pytest.approx(overlap)
     unknown = [replace(r, drawn_share=None) for r in PLAIN]
-    assert row_of(unknown, "+A").difference.pool == "unknown" and "It is not recorded" in format.notes(compare(unknown), [])
+    assert row_of(unknown, "+A").difference.pool == "unknown" and "It is not recorded" in remarks.notes(compare(unknown), [])
 
 
 def test_a_verdict_that_shared_training_images_undo_says_so():
@@ -182,7 +182,7 @@ def test_more_seeds_do_not_help_where_they_share_their_training_images():
     row = row_of(rows, "+A")
     assert row.difference.needs == "pool"
     assert "More images to draw the labelled ones from would help, not more seeds." in format.certainty(compare(rows), row)
-    assert "more images to draw the labelled ones from would help" in format.notes(compare(rows), [])
+    assert "more images to draw the labelled ones from would help" in remarks.notes(compare(rows), [])
 
 
 def test_an_inconclusive_verdict_says_what_would_have_been_found():
@@ -203,7 +203,7 @@ def test_a_score_that_is_neither_an_accuracy_nor_recorded_per_image_gets_no_verd
     assert row.verdict == "no verdict" and f"the score {score} is neither an accuracy nor recorded for each" in row.reason
     assert row.difference.p is None and row.difference.low is None and row.difference.seeds_low is not None
     assert row.next_look is None and next_looks([r for r in rows if r.seed < 6]) == {}
-    assert "earlier version" not in format.notes(compare(rows), [])
+    assert "earlier version" not in remarks.notes(compare(rows), [])
     kept = [replace(r, score=score, test={score: r.result}) for r in PLAIN]
     assert row_of(kept, "+A").verdict == "better", "with bits, every score is a mean over images"
 
@@ -212,7 +212,7 @@ def test_a_score_that_is_neither_an_accuracy_nor_recorded_per_image_gets_no_verd
 def test_accuracies_of_probes_without_bits_use_the_upper_bound(score):
     rows = [replace(r, correct=None, score=score, probes=[score], test={score: r.result} | {"few_shot_sd": 0.1}) for r in PLAIN]
     assert row_of(rows, "+A").difference.bound
-    assert ("earlier version" in format.notes(compare(rows), [])) == (score != "few_shot")
+    assert ("earlier version" in remarks.notes(compare(rows), [])) == (score != "few_shot")
 
 
 @pytest.mark.parametrize("images", [2, 5])
@@ -292,7 +292,7 @@ def test_what_becomes_of_a_verdict_with_longer_training(effects, word):
     (trend,) = trends(compare(rows))
     assert (trend.arm, trend.outcome, [row.length for row in trend.rows]) == ("+A", word, lengths)
     note = f"From 500 to 2,000 training steps, the difference {word} for “+A”."
-    assert (note in format.notes(compare(rows), [])) == bool(word)
+    assert (note in remarks.notes(compare(rows), [])) == bool(word)
     assert trends(compare(PLAIN)) == []
 
 
@@ -305,7 +305,7 @@ def test_a_difference_that_may_have_grown_does_not_fade():
         first.decided and last.verdict == "inconclusive" and last.difference.low < first.difference.mean < last.difference.high
     )
     assert trend.outcome == "is no longer shown"
-    assert "the difference is no longer shown for “+A”." in format.notes(compare(rows), [])
+    assert "the difference is no longer shown for “+A”." in remarks.notes(compare(rows), [])
 
 
 def test_the_small_cnn_is_part_of_the_answer():
@@ -380,8 +380,8 @@ def test_an_arm_that_has_stopped_is_complete():
     c = compare(rows)
     row = row_of(rows, "+A")
     assert (row.verdict, row.stopped, row.next_look) == ("better", "decided", None) and not any(r.failures for r in c.rows)
-    assert "have no result" not in format.notes(c, []) and len(row.difference.seeds) == 6
-    assert "An arm stops when it is better or worse" in " ".join(format.how_to_read(c))
+    assert "have no result" not in remarks.notes(c, []) and len(row.difference.seeds) == 6
+    assert "An arm stops when it is better or worse" in " ".join(remarks.how_to_read(c))
 
 
 def test_looks_make_a_verdict_harder_than_a_single_test():

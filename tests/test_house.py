@@ -42,9 +42,9 @@ MAY_IMPORT = {
     "looks": {"ablation", "passes", "record"},
     "trials": {"record", "tuning"},
     "tuning": {"ablation", "components", "record", "run"},
-    "ablation": {
-        "augment", "components", "evaluate", "match", "objectives", "passes", "pretrained", "record", "references", "run", "tokenizers",
-        "vit",
+    "ablation": {"components", "evaluate", "match", "passes", "record", "reference_runs", "run"},
+    "reference_runs": {
+        "augment", "components", "evaluate", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
     },
     "passes": {"components", "run"},
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},

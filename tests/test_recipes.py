@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from smallvit import Dataset, Run, Weights, compare, fingerprint, fit, flops, html, markdown, rebuild
-from smallvit.ablation import standard_references
 from smallvit.data.images import HeldOut
 from smallvit.launch.plan import plan
 from smallvit.recipe import load_recipe, smoke_test_runs
 from smallvit.record import read_records
+from smallvit.reference_runs import standard_references
 from smallvit.trials import trials
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))

@@ -85,10 +85,12 @@ def double_cross_entropy(logits, targets, weights=None):
     return (each if weights is None else weights * each).mean()
 
 
+@pytest.mark.parametrize("rates", [(1, 1, 1), (0.3, 3, 1)], ids=["one rate", "three rates"])
 @pytest.mark.parametrize("run", STACKABLE.values(), ids=STACKABLE)
-def test_stack_takes_the_same_steps_as_its_members_alone(run, monkeypatch):
+def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch):
     monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double_cross_entropy)
-    alone, together = ([training(run, seed) for seed in (3, 1, 4)] for _ in range(2))
+    runs = [run.vary(lr=rate * run.lr) for rate in rates]
+    alone, together = ([training(one, seed) for one, seed in zip(runs, (3, 1, 4))] for _ in range(2))
     initial = [weights(one) for one in together]
     stack = Stack(together)
     for one in (*alone, *together):
@@ -227,10 +229,10 @@ def test_run_that_cannot_be_stacked_is_trained_alone(run, reason, tmp_path):
         assert_equal_weights(tmp_path / "alone", folders[1])
 
 
-@pytest.mark.parametrize("change", [{"lr": 0.1}, {"steps": 24}, {"weight_decay": 0.5}, {"labels": 40}], ids=lambda x: next(iter(x)))
-def test_runs_that_differ_in_more_than_their_seed_are_trained_alone(change, tmp_path):
+@pytest.mark.parametrize("change", [{"steps": 24}, {"weight_decay": 0.5}, {"labels": 40}], ids=lambda x: next(iter(x)))
+def test_runs_that_differ_in_more_than_seed_and_learning_rate_are_trained_alone(change, tmp_path):
     runs = [SHORT, SHORT.vary(seed=1, **change)]
-    with pytest.raises(NotStackable, match="more than their seed"):
+    with pytest.raises(NotStackable, match="more than their seed and learning rate"):
         Stack([training(run, run.seed) for run in runs])
     assert [r.stacked for r in fit_stacked(runs, [tmp_path / "0", tmp_path / "1"])] == [None, None]
 

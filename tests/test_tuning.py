@@ -639,4 +639,4 @@ def test_stacked_trials_have_the_same_weights_for_any_number_of_workers(tmp_path
         records = [record for arm in todo for record in arm.records.values()]
         found.append({record.fingerprint: (record.stacked, record.weights_sha256) for record in records})
     assert found[0] == found[1] == found[2] and len(found[0]) == 16
-    assert sum(stacked == 2 for stacked, _ in found[0].values()) == 8, "the third and the fourth seed"
+    assert all(stacked == 2 for stacked, _ in found[0].values()), "both rates of a seed, or two seeds of a rate"

@@ -41,11 +41,12 @@ from smallvit import (
     markdown,
     rebuild,
 )
-from smallvit.ablation import ArmRun, training_data
+from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.optim import decay_groups
 from smallvit.pretrained import Unavailable
 from smallvit.pretrained.convert import rename
+from smallvit.reference_runs import training_data
 
 TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"  # trained with mean and standard deviation 0.5
 DEIT = "deit_tiny_patch16_224.fb_in1k"  # trained with those of ImageNet, which differ by channel

@@ -55,8 +55,8 @@ def launch(
     recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
     source       the recipe file, if it defines components that the runs use
     jobs         number of worker processes; None means one for each core
-    stack        train so many runs that differ only in their seed as one model. This is faster for small models. The weights
-                 agree with those of single runs up to rounding
+    stack        train so many runs that differ only in their seed and learning rate as one model. This is faster for small
+                 models. The weights agree with those of single runs up to rounding
     device       "cpu", "cuda", "mps" or "auto"
     numerics     precision, attention kernel and compilation; `smallvit.launch.autotune.autotune` finds the fastest
     fail_fast    start no further run after the first failure

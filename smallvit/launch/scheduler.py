@@ -62,7 +62,7 @@ class Scheduler:
     out, recipe  the runs lie in the folder `out/recipe`
     recipe_runs  all runs of the recipe. A dependency that is one of them keeps its arm and its folder
     try_again    a function of a record: whether a run that has this record is trained once more
-    stack        the largest number of runs, equal except for their seed, that are trained together
+    stack        the largest number of runs, equal except for seed and learning rate, that are trained together
     full_stacks  train as many runs together as `stack` allows, also if other workers then have nothing to do. Which runs are
                  trained together, and so how they round, then does not depend on the number of workers
     fail_fast    start no further run after the first failure
@@ -113,7 +113,7 @@ class Scheduler:
         self.queue, self.in_training = dependencies_first(todo, self.dependencies), set[int]()
         self.stopped = False  # by fail_fast
         self.alone = set[int]()  # runs that are not stacked any more, because a stack with them has failed
-        self.stack_keys = [fingerprint(e.run.at_seed(0)) if stack > 1 else index for index, e in enumerate(self.runs)]
+        self.stack_keys = [e.run.stack_key if stack > 1 else index for index, e in enumerate(self.runs)]
         self.bar = Bar(self.runs, self.records, todo)
 
     def existing_record(self, entry: ArmRun) -> Record | None:
@@ -181,7 +181,9 @@ class Scheduler:
                 self.end_run(index, record_failure(self.runs[index], self.out, self.recipe, obstacle) if obstacle else None)
                 continue
             key = self.stack_keys[index]
+            rate = self.runs[index].run.lr
             equal = [i for i in ready if self.stack_keys[i] == key and i not in self.alone and self.is_free(i)]
+            equal.sort(key=lambda i: self.runs[i].run.lr != rate)  # stable: seeds of one arm first
             share = self.stack if self.full_stacks else -(-len(ready) // workers)  # leaves enough runs for the other workers
             group = [index] if index in self.alone else equal[: min(self.stack, share)]
             self.queue = [other for other in self.queue if other not in group]
@@ -193,8 +195,8 @@ class Scheduler:
         """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
         it needs, such as pretraining, have ended.
 
-        With `full_stacks`, this must hold for all runs that are equal except for their seed, because otherwise the groups would
-        depend on the order in which runs end.
+        With `full_stacks`, this must hold for all runs that could be trained together with it, because otherwise the groups
+        would depend on the order in which runs end.
         """
         unfinished = {*self.queue, *self.in_training}
         found = [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]

@@ -287,12 +287,12 @@ def label_count(run: Run, tune: Tune) -> int:
 
 
 def expected_loss(arm: Candidates) -> float | None:
-    """Return how much accuracy tuning is expected to lose, as a fraction, because noise in the scores can hide the best trial
-    of an arm (variant). It is the expected difference between the best trial and the chosen one. `arm` is the `Candidates`
-    object with the trials. Only those that were trained with all seeds are used.
+    """Return how much of the score tuning is expected to lose, as a fraction, because noise in the scores can hide the best
+    trial of an arm (variant). It is the expected difference between the best trial and the chosen one. `arm` is the
+    `Candidates` object with the trials. Only those that were trained with all seeds are used.
 
-    The result is None if it cannot be estimated: with a single seed, or if it is not known which images a run classified
-    correctly.
+    The result is None if it cannot be estimated: with a single seed, or if the records do not say what each image adds to the
+    score.
 
     Departs  from the loss when all trials have all seeds: successive halving loses 1.16 times as much, which was simulated for
              8 trials and 4 seeds.
@@ -304,9 +304,9 @@ def expected_loss(arm: Candidates) -> float | None:
     run, tune = arm.runs[0], arm.entry.tune
     seeds, tables = range(FIRST_SEED, FIRST_SEED + tune.seeds), []
     for index in arm.best(tune.trials):
-        bits = [arm.records[fingerprint(arm.runs[index].at_seed(seed))].correct_bits for seed in seeds]
-        if None not in arm.scores[index] and all(one is not None for one in bits):
-            tables.append(np.array(bits, dtype=float))
+        values = [arm.records[fingerprint(arm.runs[index].at_seed(seed))].per_image for seed in seeds]
+        if None not in arm.scores[index] and all(one is not None for one in values):
+            tables.append(np.array(values))
     drawn = [validation.numpy() for _, validation in trial_images(run.data, run.labels, tune.val, tune.seeds)]
     pairs = [on_all_images(one - other, drawn) for number, one in enumerate(tables) for other in tables[:number]]
     return round(HALVING * tuning_loss(pairs), 6) if pairs and tune.seeds > 1 else None
@@ -314,9 +314,9 @@ def expected_loss(arm: Candidates) -> float | None:
 
 def on_all_images(differences: Any, drawn: Sequence[Any]) -> Any:
     """Fill a table of differences between two trials, so that seeds with different validation images can be compared. Return it
-    with shape (seeds, all images). `differences` has shape (seeds, images of a seed), with 1, -1 or 0 if only the first, only
-    the second, or neither trial is better on an image. `drawn` has the positions of each seed's images. Other images get the
-    seed's mean.
+    with shape (seeds, all images). `differences` has shape (seeds, images of a seed): what an image adds to the score of the
+    first trial minus what it adds to that of the second, for example 1 if only the first is right. `drawn` has the positions of
+    each seed's images. Other images get the seed's mean.
 
     All images are those that at least one seed has drawn. An image that a seed has not drawn gets the mean of the seed, and the
     deviations of the drawn images from this mean are multiplied by (all images) / (drawn images). The means over seeds and the

@@ -58,10 +58,10 @@ def work(
     validation_only: bool = False,
     reads: Path | None = None,
 ) -> list[Record]:
-    """Train one run, or several runs that differ only in their seed, and return their records (results). `tasks` has the
-    settings and the folder of each run, and `source` is the recipe file, or None. `device` is, for example, "cpu", and
-    `numerics` sets precision, attention kernel and compilation. `validation_only=True` reads no test images; otherwise each
-    read is counted in the file `reads`.
+    """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
+    `tasks` has the settings and the folder of each run, and `source` is the recipe file, or None. `device` is, for example,
+    "cpu", and `numerics` sets precision, attention kernel and compilation. `validation_only=True` reads no test images;
+    otherwise each read is counted in the file `reads`.
 
     The recipe file is needed if it defines components that the runs use.
 

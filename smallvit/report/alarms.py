@@ -192,12 +192,14 @@ def chance_of(record: Record) -> tuple[float, float] | None:
 
     For the accuracy, this is the share of the most frequent class. Guesses have the balanced accuracy 1/k with k classes, if
     they name each class equally often, and the AUC 0.5. The AUC of more than two classes is a mean over classes, whose errors
-    are taken to be fully dependent.
+    are taken to be fully dependent. If the images belong to groups, such as patients, all images of a group are taken to have
+    one class, so a group counts as a single image.
     """
     images, matrix = record.test_images or 0, record.confusion
     k = len(matrix or (record.preprocess or {}).get("classes") or ())
     counts = [sum(row) or 1 for row in matrix] if matrix else [images / k] * k if images and k else []
-    factor = FOLDS_FACTOR if record.folds else 1.0
+    sizes = Counter(record.test_groups or ()).values()
+    factor = (FOLDS_FACTOR if record.folds else 1.0) * (sum(n**2 for n in sizes) / sum(sizes) if sizes else 1.0)
     if record.score == "accuracy" and record.test_majority:
         chance = record.test_majority
         variance = chance * (1 - chance) / images if images else 0.0

@@ -11,7 +11,7 @@ from smallvit.record import Record
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
 
-from . import class_figures, figures, format
+from . import class_figures, figures, format, remarks
 from .alarms import nothing_learned
 from .answer import answer, passes_done
 from .classes import CALIBRATION, CLASSES, CONFUSION, class_tables
@@ -177,20 +177,20 @@ def content(
     first = [nothing_learned(shown), *([f"{done[0].upper()}{done[1:]}."] if done else [])]
     if any(row.values for row in comparison.rows) or not done:
         first.append(answer(comparison))
-    timed = {"Costs": format.how_it_was_timed(shown)} if comparison.reduced else {}
+    timed = {"Costs": remarks.how_it_was_timed(shown)} if comparison.reduced else {}
     return page | {
         "comparison": comparison,
-        "superseded": format.superseded(shown),
+        "superseded": remarks.superseded(shown),
         "answer": " ".join(filter(None, first)),
-        "notes": format.notes(comparison, warned, shown, more_seeds=not first[0]),
+        "notes": remarks.notes(comparison, warned, shown, more_seeds=not first[0]),
         "tables": tables(comparison, shown) | class_tables(comparison, shown),
         "explained": {name: in_units(text, comparison) for name, text in EXPLAINED.items()} | timed,
         "warnings": warned,
-        "failures": format.failures(comparison, shown),
-        "unavailable": format.unavailable(comparison),
+        "failures": remarks.failures(comparison, shown),
+        "unavailable": remarks.unavailable(comparison),
         "changes": changes(comparison, shown),
         "provenance": provenance(shown, options, trials),
-        "how_to_read": format.how_to_read(comparison, shown),
+        "how_to_read": remarks.how_to_read(comparison, shown),
     }
 
 

@@ -100,10 +100,10 @@ def fit_stacked(
     validation_only: bool = False,
     reads: str | Path | None = None,
 ) -> list[Record]:
-    """Train several runs that differ only in their seed at the same time, as one model (a stack): each weight tensor has an
-    additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has one folder for
-    each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the folders of earlier runs that each
-    run needs.
+    """Train several runs that differ only in their seed and learning rate at the same time, as one model (a stack): each weight
+    tensor has an additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has
+    one folder for each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the folders of earlier
+    runs that each run needs.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that

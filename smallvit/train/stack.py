@@ -1,4 +1,4 @@
-"""Stacking: runs that differ only in their seed, trained together as one model with a leading axis.
+"""Stacking: runs that differ only in their seed and learning rate, trained together as one model with a leading axis.
 
 A small model does not keep the machine busy; k of them at once do. `torch.func.vmap` computes one step for all of them. Each
 run (a member of the stack) keeps its own random streams, weights, curve, checkpoint and record: its weights are slices of the
@@ -13,7 +13,6 @@ from torch.func import functional_call, vmap
 
 from smallvit.augment import Batch
 from smallvit.optim import ema_update
-from smallvit.run import fingerprint
 
 from .loop import Training
 
@@ -26,8 +25,8 @@ class NotStackable(ValueError):
 
 
 class Stack:
-    """Several training runs that are computed together as one model, because this is faster. They differ only in their seed.
-    `members` are their `Training` objects, and each keeps its own weights, optimizer state and loss.
+    """Several training runs that are computed together as one model, because this is faster. They differ only in their seed and
+    in their learning rate. `members` are their `Training` objects, and each keeps its own weights, optimizer state and loss.
 
     Each member also keeps its own moving average (EMA) and step, so it can be saved and evaluated like a single training.
 
@@ -35,16 +34,16 @@ class Stack:
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
     with random numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
 
-    Raises NotStackable for trainings at different steps, runs that differ in more than their seed, an objective that is not
-    stackable, and losses or gradients that differ from those of the members alone.
+    Raises NotStackable for trainings at different steps, runs that differ in more than seed and learning rate, an objective
+    that is not stackable, and losses or gradients that differ from those of the members alone.
     """
 
     def __init__(self, members: Sequence[Training]):
         first = members[0]
         if not first.run.steps:
             raise NotStackable("there is nothing to train")
-        if len({fingerprint(member.run.at_seed(0)) for member in members}) > 1:
-            raise NotStackable("the runs differ in more than their seed")
+        if len({member.run.stack_key for member in members}) > 1:
+            raise NotStackable("the runs differ in more than their seed and learning rate")
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
         if len({member.numerics for member in members}) > 1 or first.numerics.compiled:
@@ -58,6 +57,9 @@ class Stack:
         self.weights = stack_modules([member.objective for member in members])
         self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
         self.optimizer = self.stacked_optimizer()
+        rates = [member.run.lr for member in members]
+        self.fastest = members[rates.index(max(rates))]
+        self.rate_shares = torch.tensor([rate / max(rates) for rate in rates], device=first.device)
         for member in members:
             member.stacked = len(members)
         self.ema_pairs = []
@@ -124,8 +126,7 @@ class Stack:
             zero = torch.zeros_like(parameter[0])
             initial = {"step": parameter.new_zeros(()), "exp_avg": zero, "exp_avg_sq": zero}  # before the first step
             states = [
-                member.optimizer.state[parameters[name]] or initial
-                for member, parameters in zip(self.members, parameters_of)
+                member.optimizer.state[parameters[name]] or initial for member, parameters in zip(self.members, parameters_of)
             ]
             state = stack_states(states) | {"step": states[0]["step"].clone()}  # all members are at the same step
             optimizer.state[parameter] = state
@@ -138,17 +139,31 @@ class Stack:
         """Take one training step of all runs in the stack (several runs that are trained together as one model). Each run has
         its own batch, weights and loss.
         """
-        self.first.set_learning_rates(self.optimizer)
+        self.fastest.set_learning_rates(self.optimizer)
         self.optimizer.zero_grad()
         losses = self.losses(self.weights, stack_batches([member.next_batch() for member in self.members]))
         losses.sum().backward()
         if self.first.run.clip:
             clip([p.grad for p in self.parameters.values() if p.grad is not None], self.first.run.clip)
-        self.optimizer.step()
+        self.update_weights()
         for member, loss in zip(self.members, losses.detach()):
             member.count_step(loss)
         if self.ema_pairs:
             ema_update(self.ema_pairs, self.first.ema_weight)
+
+    @torch.no_grad()
+    def update_weights(self):
+        """Change the weights by one step of AdamW, with the learning rate of each run.
+
+        The optimizer takes its step with the largest rate. Both parts of a step of AdamW, the weight decay and the change along
+        the gradient, are multiples of the learning rate. So runs with a smaller rate keep only a part of their step.
+        """
+        parameters = [*self.parameters.values()]
+        before = [p.clone() for p in parameters] if self.rate_shares.min() < 1 else []
+        self.optimizer.step()
+        for parameter, start in zip(parameters, before):
+            share = self.rate_shares.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype)
+            torch.lerp(start, parameter, share, out=parameter)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
