@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from toys import TINY_VIT
 
 from smallvit import Pixels, Run, Supervised, ablate, digits, fingerprint, fit
 from smallvit.components import function
-from smallvit.data import Dataset, DataSpec, Images
+from smallvit.data import Dataset, DataSpec, HeldOut, Images
 from smallvit.evaluate import (
     PerImage,
     Splits,
@@ -246,6 +247,19 @@ def test_a_class_without_test_images_is_an_error_that_names_it(metric):
         declaration(metric).needs(lacking)
     declaration(metric).needs(splits)
     declaration(metric).needs(Splits(splits.test, splits.val, splits.val))  # no validation images
+
+
+def digits_without_a_four_in_the_test_part() -> Dataset:
+    data = digits()
+    test = data.test.open()
+    return replace(data, test=HeldOut(test.take(test.labels != 4)))
+
+
+def test_a_class_without_test_images_is_found_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["smallvit.train.fit"], "Training", lambda *_: pytest.fail("the training has begun"))
+    run = Run(data=digits_without_a_four_in_the_test_part, model=TINY_VIT, labels=50, val=50, steps=5, evaluators=(macro_f1,))
+    with pytest.raises(ValueError, match=r"class '4' has no image among the \d+ images to score"):
+        fit(run, tmp_path)
 
 
 def test_a_class_without_test_images_is_no_error_for_the_others():

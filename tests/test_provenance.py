@@ -115,6 +115,14 @@ def test_guessing_depends_on_the_number_of_test_images(images, guesses):
         assert guesses == (1.96 * math.sqrt(0.1135 * 0.8865 / images) > 0.1354 - 0.1135)
 
 
+def test_guessing_depends_on_the_number_of_groups_of_test_images():
+    """1,000 images of 10 patients tell no more about the score of guesses than 10 images."""
+    rows = [replace(r, test={"accuracy": 0.6 + r.seed / 10_000}, test_images=1_000) for r in runs("A", seeds=8, test_majority=0.5)]
+    assert not no_better_than_guessing(rows)
+    assert not no_better_than_guessing([replace(r, test_groups=[*range(1_000)]) for r in rows])
+    assert no_better_than_guessing([replace(r, test_groups=[k // 100 for k in range(1_000)]) for r in rows])
+
+
 def folded(arms: dict[str, float], score="balanced_accuracy", passes=6, noise=0.0, **fields) -> list[Record]:
     """The records of a cross-validation with two folds of 30 images of three classes. `arms` is a dict from an arm to its score;
     the first one is the baseline. `noise` makes the differences of odd and even passes different.

@@ -273,6 +273,13 @@ class HeldOut:
         """
         return len(self.__images)
 
+    def without_pixels(self) -> Images:
+        """Return the labels of the test images with blank pixels, for checks before training, such as that every class has a
+        test image. This does not count as reading the test images.
+        """
+        images = self.__images
+        return Images(images.images.new_zeros(()).expand(images.images.shape), images.labels, images.spec)
+
     def open(self) -> Images:
         """Return the test images. Each call adds 1 to the attribute `reads`, which counts how often the test images were read.
 

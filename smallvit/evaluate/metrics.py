@@ -34,7 +34,7 @@ def require_every_class(splits: Splits, **options):
     """Raise ValueError if a class has no image among `splits.test`, because a mean over classes is not defined then. An empty
     set of images is allowed: without validation images, nothing is scored on them. Other `options` of an evaluator are ignored.
 
-    Before training, this is called with the validation images as `test`.
+    Before training, this is called with the validation images and with the test images (without their pixels) as `test`.
     """
     images = splits.test
     counts = images.labels.bincount(minlength=len(images.spec.classes)).tolist()

@@ -10,7 +10,7 @@ from torch import nn
 
 from smallvit import record as records
 from smallvit.components import function
-from smallvit.data import Dataset, DataSpec, Subset, sealed_test_images
+from smallvit.data import Dataset, DataSpec, HeldOut, Subset, sealed_test_images
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics
@@ -171,7 +171,7 @@ def prepare_training(
                 raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
         record = new_record(run, tags)  # first, so that it names the code that is running
         data, subset = load_data(run)
-        check_evaluation(run, subset)
+        check_evaluation(run, subset, None if validation_only else data.test)
         if validation_only and not len(subset.val):
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
@@ -252,16 +252,17 @@ def check_transforms(run: Run, spec: DataSpec):
             )
 
 
-def check_evaluation(run: Run, subset: Subset):
+def check_evaluation(run: Run, subset: Subset, test: HeldOut | None = None):
     """Raise ValueError if images are missing that the run needs: validation images for early stopping, or enough images for its
-    evaluators (functions that score the model). `subset` holds the training and validation images. The check is made before
-    training.
+    evaluators (functions that score the model). `subset` holds the training and validation images, and `test` the test images,
+    or None if they are not used. The check is made before training. It does not read the pixels of the test images.
     """
     if run.early_stop and not len(subset.val):
         raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
     for evaluator in run.evaluators:
         if needs := declaration(evaluator).needs:
-            needs(Splits(subset.train, subset.val, subset.val), **getattr(evaluator, "keywords", {}))
+            for scored in (subset.val, *([] if test is None else [test.without_pixels()])):
+                needs(Splits(subset.train, subset.val, scored), **getattr(evaluator, "keywords", {}))
 
 
 def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Record | None:
