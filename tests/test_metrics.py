@@ -249,17 +249,15 @@ def test_a_class_without_test_images_is_an_error_that_names_it(metric):
     declaration(metric).needs(Splits(splits.test, splits.val, splits.val))  # no validation images
 
 
-def digits_without_a_four_in_the_test_part() -> Dataset:
-    data = digits()
-    test = data.test.open()
-    return replace(data, test=HeldOut(test.take(test.labels != 4)))
-
-
-def test_a_class_without_test_images_is_found_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["smallvit.train.fit"], "Training", lambda *_: pytest.fail("the training has begun"))
-    run = Run(data=digits_without_a_four_in_the_test_part, model=TINY_VIT, labels=50, val=50, steps=5, evaluators=(macro_f1,))
+def test_a_class_without_test_images_is_found_before_training():
+    check = sys.modules["smallvit.train.fit"].check_evaluation
+    run, data = Run(data=digits, model=TINY_VIT, labels=50, val=100, evaluators=(macro_f1,)), digits()
+    images = data.test.open()
+    test, subset = HeldOut(images.take(images.labels != 4)), data.subset(labels=50, val=100, seed=0)
+    check(run, subset, data.test)
     with pytest.raises(ValueError, match=r"class '4' has no image among the \d+ images to score"):
-        fit(run, tmp_path)
+        check(run, subset, test)
+    assert test.reads == 0 and not test.without_pixels().images.any()
 
 
 def test_a_class_without_test_images_is_no_error_for_the_others():
