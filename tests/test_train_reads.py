@@ -80,6 +80,19 @@ def test_validation_only_run_is_the_same_training_without_test_results(tmp_path)
         validated.result  # noqa: B018
 
 
+def test_a_run_without_learning_curves_has_the_same_weights_and_score(tmp_path):
+    """Trials of `smallvit tune` are scored once, at their end."""
+    for run in (SHORT, SHORT.vary(early_stop=2)):
+        (full,), (bare,) = (
+            fit_stacked([run], [tmp_path / f"{run.early_stop} {curves}"], validation_only=True, curves=curves)
+            for curves in (True, False)
+        )
+        assert bare.weights_sha256 == full.weights_sha256 and bare.val == full.val and bare.steps == full.steps
+        scores = [point[2] for point in bare.curve]
+        assert scores == ([point[2] for point in full.curve] if run.early_stop else [None] * len(full.curve))
+        assert all(point[2] is not None for point in full.curve)
+
+
 def test_dependencies_of_a_validation_only_run_are_validation_only_too(tmp_path):
     reads = digits().test.reads
     tuned = SHORT.vary(init=SHORT, lr=5e-4)

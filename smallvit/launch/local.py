@@ -41,6 +41,7 @@ def launch(
     retry: bool = False,
     fail_fast: bool = False,
     validation_only: bool = False,
+    curves: bool = True,
     show: Callable[[Record], None] | None = None,
 ) -> list[Record]:
     """Train runs in several worker processes. Return a list with the record (settings, results and costs) of each run, in the
@@ -62,6 +63,7 @@ def launch(
     fail_fast    start no further run after the first failure
     validation_only  score the runs on validation images only; the test images cannot be read. `out` must be a folder in which
                  no other runs lie
+    curves       measure the validation accuracy 12 times during training; False saves this time
     show         called with each new record
 
     Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
@@ -92,7 +94,7 @@ def launch(
         show=show,
     )
     reads = None if validation_only else Path(out, recipe, READS)
-    settings = (source, device, numerics, validation_only, reads)
+    settings = (source, device, numerics, validation_only, reads, curves)
     workers = [Worker(context, *settings) for _ in range(min(jobs or cores(), len(schedule.queue)))]
     if workers:
         text = f"{recipe}: training {len(schedule.queue)} runs; starting {len(workers)} worker processes"
@@ -175,8 +177,9 @@ class Worker:
         numerics: Numerics,
         validation_only: bool = False,
         reads: Path | None = None,
+        curves: bool = True,
     ):
-        self.context, self.settings = context, (source, device, numerics, validation_only, reads)
+        self.context, self.settings = context, (source, device, numerics, validation_only, reads, curves)
         self.group: list[int] = []
         self.restart()
 

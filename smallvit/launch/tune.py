@@ -217,7 +217,7 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
             for seed in seeds:
                 run = arm.runs[index].at_seed(seed)
                 runs.setdefault(fingerprint(run), replace(arm.entry, run=run, length=arm.entry.length and run.steps))
-    records = launch(list(runs.values()), out, validation_only=True, retry=True, **options)
+    records = launch(list(runs.values()), out, validation_only=True, curves=False, retry=True, **options)
     found = {record.fingerprint: record for record in records}
     if missing := len(runs) - len(found):
         raise ValueError(f"{missing} trials are being trained by another process; start the command again when it has ended")

@@ -57,11 +57,12 @@ def work(
     numerics: Numerics,
     validation_only: bool = False,
     reads: Path | None = None,
+    curves: bool = True,
 ) -> list[Record]:
     """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
     `tasks` has the settings and the folder of each run, and `source` is the recipe file, or None. `device` is, for example,
     "cpu", and `numerics` sets precision, attention kernel and compilation. `validation_only=True` reads no test images;
-    otherwise each read is counted in the file `reads`.
+    otherwise each read is counted in the file `reads`. `curves=False` leaves out the validation accuracy during training.
 
     The recipe file is needed if it defines components that the runs use.
 
@@ -76,7 +77,7 @@ def work(
         load_recipe(source, tuned=False)
     runs, tags, folders, dependencies = zip(*tasks)
     options = {"tags": tags, "device": device, "watch": watch, "dependencies": dependencies, "numerics": numerics}
-    options |= {"validation_only": validation_only, "reads": reads}
+    options |= {"validation_only": validation_only, "reads": reads, "curves": curves}
     try:
         return fit_stacked([rebuild(run) for run in runs], folders, **options)
     except Exception as error:

@@ -99,6 +99,7 @@ def fit_stacked(
     numerics: Numerics = DEFAULT,
     validation_only: bool = False,
     reads: str | Path | None = None,
+    curves: bool = True,
 ) -> list[Record]:
     """Train several runs that differ only in their seed and learning rate at the same time, as one model (a stack): each weight
     tensor has an additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has
@@ -107,10 +108,11 @@ def fit_stacked(
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that
-    each run depends on, by field ("init", "teacher"); see `fit` for the other parameters.
+    each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks during
+    training, which saves time if only the last score counts. See `fit` for the other parameters.
     """
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
-    options = numerics, validation_only, reads
+    options = numerics, validation_only, reads, curves
     with ExitStack() as stack:
         opened_runs = [
             stack.enter_context(
@@ -138,11 +140,13 @@ def prepare_training(
     numerics: Numerics = DEFAULT,
     validation_only: bool = False,
     reads: str | Path | None = None,
+    curves: bool = True,
 ) -> Iterator[tuple[Training | None, Callable[[], Record]]]:
     """Context manager that locks `folder` and prepares the training of `run` there. It yields the `Training` object and a
     function that evaluates the model and returns the record (results). `tags` is the place in the comparison, `init` and
     `teacher` are folders of earlier runs, `numerics` are precision, attention kernel and compilation, `validation_only=True`
-    leaves out test images, and `reads` is the file that counts reads of test images.
+    leaves out test images, `reads` is the file that counts reads of test images, and `curves=False` leaves out the validation
+    accuracy during training.
 
     Earlier runs that the run needs, such as pretraining, are trained first, unless they have finished in `init` or `teacher`;
     see `fit` for these parameters. If there is a checkpoint, the training resumes from it. The `Training` object is None if the
@@ -175,6 +179,7 @@ def prepare_training(
         if validation_only and not len(subset.val):
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
+        training.curves = curves
         training.resume(checkpoint, "".join([records.code()["sha256"], data.sha256, *training.init_hashes]))
 
         def close() -> Record:

@@ -109,6 +109,7 @@ class Training:
         self.best: dict[str, Tensor] | None = None  # weights of the best check, for early stopping
         self.health: list[dict] = []  # collapse statistics at each check, for runs without labels
         self.monitor = Monitor(run.steps)
+        self.curves = True  # whether the validation accuracy is measured during training
         self.stacked: int | None = None  # how many runs were trained together with this one, at any time
         self.origin, self.checkpoint_file = "", Path()
 
@@ -261,7 +262,7 @@ class Training:
                 f"the loss is {loss} at step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr"
             )
         self.loss.zero_()
-        val, score = self.subset.val, None
+        val, score = self.subset.val if self.curves or self.run.early_stop else self.subset.val.take(slice(0)), None
         splits = Splits(self.subset.train.take(slice(1_000)), val, val)
         if len(val) and accuracy in self.run.evaluators:
             score = float(next(accuracy(self.model, splits))[1])
