@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from toys import TINY_VIT
 from smallvit import ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit.launch import launch, progress
 from smallvit.launch.plan import parallel
-from smallvit.launch.scheduler import Damaged, Scheduler, dependencies_first, folder, recall, record_failure, tags
+from smallvit.launch.scheduler import Damaged, Killed, Scheduler, dependencies_first, folder, recall, record_failure, tags
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
 from smallvit.train.fit import new_record
 
@@ -306,7 +305,7 @@ def test_seeds_are_stacked_while_the_other_workers_still_have_runs(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_full_stacks_depend_neither_on_the_workers_nor_on_the_order_in_which_runs_end(workers, tmp_path):
-    runs = comparison(3, {"scratch": SHORT, "+LSA": SHORT.vary(init=SHORT.vary(lr=0.5))})
+    runs = comparison(3, {"scratch": SHORT, "+LSA": SHORT.vary(init=SHORT.vary(weight_decay=0.5))})
     schedule = scheduler(runs, tmp_path, stack=2, full_stacks=True)
     groups: list[list[int]] = []
     while schedule.queue:
@@ -322,10 +321,10 @@ def test_full_stacks_depend_neither_on_the_workers_nor_on_the_order_in_which_run
 def test_runs_of_a_failed_stack_are_tried_alone_and_a_run_killed_twice_fails(tmp_path):
     runs = comparison(2, {"scratch": SHORT})
     schedule = scheduler(runs, tmp_path, stack=2)
-    schedule.handle(schedule.next_group(1), BrokenProcessPool("killed"))
+    schedule.handle(schedule.next_group(1), Killed("killed"))
     assert schedule.next_group(1) == [0] and schedule.next_group(1) == [1]
     schedule.handle([0], [finished(runs[0])])
-    schedule.handle([1], BrokenProcessPool("killed"))
+    schedule.handle([1], Killed("killed"))
     first, second = schedule.requested_records
     assert first.finished and second.status == "failed" and "killed twice" in second.error
     assert not schedule.queue and not schedule.in_training
@@ -337,7 +336,7 @@ def test_fail_fast_starts_nothing_after_the_first_failure(tmp_path):
     schedule.handle(second, RuntimeError("the stack failed"))
     assert schedule.queue == [2, 3, 4]
     schedule.handle(first[:1], RuntimeError("failed"))
-    schedule.handle(schedule.next_group(2), BrokenProcessPool("killed"))
+    schedule.handle(schedule.next_group(2), Killed("killed"))
     assert schedule.queue == [] and [r.status for r in schedule.requested_records] == ["failed"]
 
 
@@ -442,11 +441,11 @@ def test_bar_shows_the_start_at_once_and_the_time_left_with_the_first_steps(monk
     bar.bar._time = lambda: clock[0]
     assert "starting the workers" in capsys.readouterr().err
     clock[0] += 10
-    bar.show_progress([-1])
+    bar.show_progress([([0], -1)])
     assert "starting the workers" in capsys.readouterr().err
-    bar.show_progress([0.0])
+    bar.show_progress([([0], 0.0)])
     clock[0] += 2
-    bar.show_progress([20.0])  # 2 s for 20 of 100 steps, not counting the 10 s of the start
+    bar.show_progress([([0], 20.0)])  # 2 s for 20 of 100 steps, not counting the 10 s of the start
     assert "[00:02 < 00:08]" in capsys.readouterr().err
     bar.run_ended(entry, finished(entry))
     bar.close()
@@ -459,28 +458,28 @@ def test_log_file_gets_a_line_from_within_a_stack(monkeypatch, capsys):
     runs = [ArmRun(run=SHORT.vary(steps=100, seed=seed), arm=arm) for arm in ("scratch", "+LSA") for seed in range(8)]
     bar, groups = progress.Bar(runs, [None] * 16, range(16)), [range(8), range(8, 16)]
     clock[0] += 31
-    bar.show_progress([-1, -1], groups)
+    bar.show_progress([*zip(groups, [-1, -1])])
     assert capsys.readouterr().err == "0/16 runs; starting the workers\n"
-    bar.show_progress([0.0, 0.0], groups)
+    bar.show_progress([*zip(groups, [0.0, 0.0])])
     clock[0] += 20
-    bar.show_progress([160.0, 40.0], groups)
+    bar.show_progress([*zip(groups, [160.0, 40.0])])
     assert capsys.readouterr().err == ""
     clock[0] += 20
-    bar.show_progress([320.0, 80.0], groups)  # 40 s for 400 of 1,600 steps
+    bar.show_progress([*zip(groups, [320.0, 80.0])])  # 40 s for 400 of 1,600 steps
     line = "0/16 runs; training scratch (40% of the steps), +LSA (10% of the steps); about 2 min left\n"
     assert capsys.readouterr().err == line
     clock[0] += 1
-    bar.show_progress([320.0, 80.0], groups)
+    bar.show_progress([*zip(groups, [320.0, 80.0])])
     assert capsys.readouterr().err == ""
     for entry in runs[:8]:
         bar.run_ended(entry, finished(entry))
     clock[0] += 9
-    bar.show_progress([200.0], groups[1:])  # one line for a whole stack; 50 s for 1,000 of 1,600 steps
+    bar.show_progress([*zip(groups[1:], [200.0])])  # one line for a whole stack; 50 s for 1,000 of 1,600 steps
     lines = capsys.readouterr().err
     assert lines == f"8/16 runs, {runs[0].condition}, validation: scratch 50.0; training +LSA (25% of the steps); about 30 s left\n"
     for entry in runs[8:]:
         bar.run_ended(entry, finished(entry))
-    bar.show_progress([], [])
+    bar.show_progress()
     assert capsys.readouterr().err.endswith("validation: scratch 50.0  +LSA 50.0\n")
     bar.close()
 
@@ -491,7 +490,7 @@ def test_lines_of_a_long_training_are_few(monkeypatch, capsys):
     bar = progress.Bar([ArmRun(run=SHORT.vary(steps=36_000), arm="scratch")], [None], [0])
     for second in range(36_000):
         clock[0] = float(second)
-        bar.show_progress([float(second)], [[0]])
+        bar.show_progress([([0], float(second))])
     assert 60 < len(capsys.readouterr().err.splitlines()) < 150
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.launch import launch
-from smallvit.launch.local import check_device
+from smallvit.launch.launcher import check_device
 from smallvit.looks import seed_list
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.passes import passes_of, seeds_of

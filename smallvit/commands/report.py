@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.local import READS
+from smallvit.launch.launcher import READS
 from smallvit.launch.progress import error_text
 from smallvit.launch.scheduler import Damaged, recall, tags
 from smallvit.looks import with_looks

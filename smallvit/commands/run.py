@@ -11,7 +11,7 @@ from pathlib import Path
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.autotune import autotune
-from smallvit.launch.local import check_device
+from smallvit.launch.launcher import check_device
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.scheduler import Damaged, recall
 from smallvit.looks import with_looks

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.local import check_device
+from smallvit.launch.launcher import check_device
 from smallvit.launch.tune import Candidates, candidates, run_count, tune_arms
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
-from smallvit.launch.local import check_device
+from smallvit.launch.launcher import check_device
 from smallvit.numerics import Numerics
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, code, read_records

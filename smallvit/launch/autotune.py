@@ -19,7 +19,8 @@ from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
 
-from .local import check_device, cores
+from .launcher import check_device
+from .local import cores
 
 if TYPE_CHECKING:
     from smallvit.train.loop import Training

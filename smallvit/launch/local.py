@@ -1,126 +1,63 @@
-"""Launching runs on this machine: one worker process for each core, with one thread each.
+"""Training on this machine: one worker process for each core, with one thread each.
 
 Runs are independent and every worker has one thread, so the results are bitwise equal for any number of workers. A worker gets
-a run as plain JSON and leaves a record. Nothing is lost when a process dies: finished runs are skipped the next time, and
-interrupted ones continue from their checkpoint.
+a run as plain JSON and leaves a record.
 """
 
 import os
 import signal
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-from smallvit.ablation import ArmRun
-from smallvit.numerics import DEFAULT, Numerics, check_numerics
 from smallvit.record import Record
 
-from .scheduler import Scheduler, Task
+from .engine import Engine, Killed, Settings
+from .scheduler import Task
 
-READS = "test_reads.jsonl"  # which settings have been scored on which test images
 
-
-def launch(
-    runs: Sequence[ArmRun],
-    out: str | Path,
-    *,
-    recipe: str,
-    recipe_runs: Iterable[ArmRun] = (),
-    source: str | Path | None = None,
-    jobs: int | None = None,
-    stack: int = 1,
-    device: str = "cpu",
-    numerics: Numerics = DEFAULT,
-    retry: bool = False,
-    fail_fast: bool = False,
-    validation_only: bool = False,
-    curves: bool = True,
-    show: Callable[[Record], None] | None = None,
-) -> list[Record]:
-    """Train runs in several worker processes. Return a list with the record (settings, results and costs) of each run, in the
-    order of `runs`. Runs that already have a record in the folder `out` are not trained again.
-
-    A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
-    `retry=True`; runs whose external weights were unavailable are tried again each time. If a worker is killed, its run is
-    resumed once from its checkpoint.
-
-    runs         the runs to train, as `ablate` returns them
-    out, recipe  the runs lie in the folder `out/recipe`
-    recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
-    source       the recipe file, if it defines components that the runs use
-    jobs         number of worker processes; None means one for each core
-    stack        train so many runs that differ only in their seed and learning rate as one model. This is faster for small
-                 models. The weights agree with those of single runs up to rounding
-    device       "cpu", "cuda", "mps" or "auto"
-    numerics     precision, attention kernel and compilation; `smallvit.launch.autotune.autotune` finds the fastest
-    fail_fast    start no further run after the first failure
-    validation_only  score the runs on validation images only; the test images cannot be read. `out` must be a folder in which
-                 no other runs lie
-    curves       measure the validation accuracy 12 times during training; False saves this time
-    show         called with each new record
-
-    Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
-                 data that cannot be read or have changed.
+class LocalEngine(Engine):
+    """Trains runs in worker processes of this machine, each with one thread. `settings` are the `Settings` of the runs,
+    `groups` is the largest number of groups of runs that could be trained at once, and `jobs` the number of processes; None
+    means one for each core.
     """
-    check_device(device)
-    if stack < 1:
-        raise ValueError(f"stack is {stack}; expected the number of runs to train as one model, at least 1")
-    if wrong := [run for run in runs if not isinstance(run, ArmRun)]:
-        raise ValueError(f"runs contains {type(wrong[0]).__name__}; expected ArmRun(run=..., arm=...), as ablate returns")
-    check_numerics(numerics, stack)
-    for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; torch.set_num_threads does not reach them all
-        os.environ[f"{library}_NUM_THREADS"] = "1"
 
-    def try_again(record: Record) -> bool:
-        return record.status == "unavailable" or (retry and not record.finished)
+    def __init__(self, settings: Settings, groups: int, jobs: int | None = None):
+        for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; torch.set_num_threads does not reach them all
+            os.environ[f"{library}_NUM_THREADS"] = "1"
+        self.slots = max(1, min(jobs or cores(), groups))
+        context = process_context(settings.device)
+        self.workers = [Worker(context, settings) for _ in range(self.slots)]
+        self.busy: dict[Future, Worker] = {}
 
-    context = process_context(device)
-    schedule = Scheduler(
-        runs,
-        out,
-        recipe,
-        recipe_runs=recipe_runs,
-        try_again=try_again,
-        stack=stack,
-        full_stacks=validation_only,  # choices by validation images must not depend on the number of workers
-        fail_fast=fail_fast,
-        show=show,
-    )
-    reads = None if validation_only else Path(out, recipe, READS)
-    settings = (source, device, numerics, validation_only, reads, curves)
-    workers = [Worker(context, *settings) for _ in range(min(jobs or cores(), len(schedule.queue)))]
-    if workers:
-        text = f"{recipe}: training {len(schedule.queue)} runs; starting {len(workers)} worker processes"
-        print(text, file=sys.stderr, flush=True)
-    busy: dict[Future, Worker] = {}
-    try:
-        while schedule.queue or busy:
-            for worker in workers:
-                if worker not in busy.values() and (group := schedule.next_group(len(workers))):
-                    busy[worker.start(group, [schedule.task(index) for index in group])] = worker
-            ended, _ = wait(busy, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in ended:
-                worker = busy.pop(future)
-                error = future.exception()
-                if isinstance(error, BrokenProcessPool):
-                    worker.restart()
-                schedule.handle(worker.group, future.result() if error is None else error)
-            working = busy.values()
-            schedule.bar.show_progress([worker.progress[0] for worker in working], [worker.group for worker in working])
-    finally:
-        for worker in workers:
+    def start(self, group: list[int], tasks: list[Task]):
+        worker = next(worker for worker in self.workers if worker not in self.busy.values())
+        self.busy[worker.start(group, tasks)] = worker
+
+    def wait(self, seconds: float) -> list[tuple[list[int], list[Record] | BaseException]]:
+        ended, _ = wait(self.busy, timeout=seconds, return_when=FIRST_COMPLETED)
+        found: list[tuple[list[int], list[Record] | BaseException]] = []
+        for future in ended:
+            worker, error = self.busy.pop(future), future.exception()
+            if isinstance(error, BrokenProcessPool):
+                worker.restart()
+                error = Killed("the worker process was killed")
+            found.append((worker.group, future.result() if error is None else error))
+        return found
+
+    def progress(self) -> list[tuple[list[int], float]]:
+        return [(worker.group, worker.progress[0]) for worker in self.busy.values()]
+
+    def close(self):
+        for worker in self.workers:
             worker.kill()
-        for worker in workers:
+        for worker in self.workers:
             worker.pool.shutdown(wait=True, cancel_futures=True)
-        schedule.bar.close()
-    return schedule.requested_records
 
 
 def process_context(device: str) -> Any:
@@ -163,23 +100,13 @@ class Worker:
     Each worker has a process pool of its own, which is why the parent knows this.
 
     context   the multiprocessing context
-    source    the recipe file, or None
-    reads     the file in which reads of the test images are counted, or None
+    settings  what is the same for all runs
     group     positions of the runs that it trains
     progress  shared array with one number: the steps done, or -1 before the worker has begun
     """
 
-    def __init__(
-        self,
-        context: Any,
-        source: str | Path | None,
-        device: str,
-        numerics: Numerics,
-        validation_only: bool = False,
-        reads: Path | None = None,
-        curves: bool = True,
-    ):
-        self.context, self.settings = context, (source, device, numerics, validation_only, reads, curves)
+    def __init__(self, context: Any, settings: Settings):
+        self.context, self.settings = context, settings
         self.group: list[int] = []
         self.restart()
 
@@ -200,7 +127,7 @@ class Worker:
 
         self.group, self.progress[0] = group, -1
         try:
-            return self.pool.submit(work, tasks, *self.settings)
+            return self.pool.submit(work, tasks, self.settings)
         except BrokenProcessPool:  # the process died while it was idle
             self.restart()
             return self.start(group, tasks)
@@ -211,19 +138,6 @@ class Worker:
         """
         for process in list((self.pool._processes or {}).values()):
             process.kill()
-
-
-def check_device(device: str):
-    """Raise ValueError if the device, such as "cpu" or "cuda", is unknown or is not available on this machine."""
-    import torch
-
-    if device not in ("cpu", "cuda", "mps", "auto"):
-        raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(device, bool)
-        if device in ("cuda", "mps") and not found():
-            raise ValueError(f"device is {device!r}, but torch finds no such GPU on this machine; use --device cpu")
 
 
 def cores() -> int:

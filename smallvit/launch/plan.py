@@ -18,7 +18,9 @@ from smallvit.record import user_line
 from smallvit.run import Run, difference, fingerprint
 
 from .autotune import begun, step_seconds
-from .local import Worker, check_device, cores, process_context
+from .engine import Settings
+from .launcher import check_device
+from .local import Worker, cores, process_context
 from .progress import clock
 
 if TYPE_CHECKING:
@@ -154,7 +156,7 @@ def worker_start(device: str) -> float:
     measure this time.
     """
     started = time.perf_counter()
-    worker = Worker(process_context(device), None, device, DEFAULT)
+    worker = Worker(process_context(device), Settings(None, device, DEFAULT))
     try:
         worker.pool.submit(os.getpid).result()
     finally:

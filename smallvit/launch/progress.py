@@ -98,16 +98,17 @@ class Bar:
         scores = f", {current}, validation: {'  '.join(means)}" if means else ""
         return f"{self.ended}/{len(self.runs)} runs{scores}"
 
-    def show_progress(self, steps: Sequence[float] = (), groups: Sequence[Sequence[int]] = ()):
-        """Redraw the progress bar, or print a line if the output is not a terminal and the last line is old. `steps` has one
-        number for each worker process: the training steps that its current runs have taken, or -1 if the training has not
-        started. `groups` has the positions of these runs in the list of all runs, for each worker process.
+    def show_progress(self, groups: Sequence[tuple[Sequence[int], float]] = ()):
+        """Redraw the progress bar, or print a line if the output is not a terminal and the last line is old. `groups` has a
+        pair for each group of runs in training: the positions of its runs in the list of all runs, and the training steps that
+        they have taken together, or -1 if the training has not started.
         """
+        steps = [step for _, step in groups]
         now = time.time()
         if not self.started and any(step >= 0 for step in steps):
             self.started, self.began, self.bar.start_t = True, now, now
         self.steps_now = sum(step for step in steps if step > 0)
-        self.training = self.arms_in_training(steps, groups)
+        self.training = self.arms_in_training(groups)
         if self.watched:
             self.bar.n = min(self.steps + self.steps_now, self.bar.total)
             text = self.headline() if self.started else f"starting the workers, {self.headline()}"
@@ -115,12 +116,12 @@ class Bar:
         elif self.line_due or (steps and now - self.printed >= max(SECONDS, SHARE * (now - self.began))):
             self.print_line()
 
-    def arms_in_training(self, steps: Sequence[float], groups: Sequence[Sequence[int]]) -> dict[str, float]:
+    def arms_in_training(self, groups: Sequence[tuple[Sequence[int], float]]) -> dict[str, float]:
         """Return a dict from each arm (variant) that is in training to the share of the steps of its current runs that is done.
-        `steps` and `groups` are those of `show_progress`.
+        `groups` is that of `show_progress`.
         """
         done: dict[str, tuple[float, float]] = {}
-        for step, group in zip(steps, groups):
+        for group, step in groups:
             if step >= 0:
                 before, total = done.get(arm := self.runs[group[0]].arm, (0.0, 0.0))
                 done[arm] = before + step, total + sum(self.runs[index].run.steps for index in group)

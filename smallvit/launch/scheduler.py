@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +35,12 @@ class Task(NamedTuple):
     tags: Tags
     folder: Path
     dependencies: dict[str, Path]
+
+
+class Killed(RuntimeError):
+    """Error for runs whose worker process was killed, or whose machine was lost, while it trained them. It is not their fault,
+    so they are tried once more.
+    """
 
 
 class Damaged(ValueError):
@@ -234,7 +239,7 @@ class Scheduler:
         If a stack fails, or if the worker of a run is killed for the first time, each of its runs is tried once more, alone.
         """
         self.in_training.difference_update(group)
-        killed = isinstance(result, BrokenProcessPool)
+        killed = isinstance(result, Killed)
         if isinstance(result, list):
             for index, record in zip(group, result):
                 self.end_run(index, record)
@@ -333,7 +338,7 @@ def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseExcep
     if isinstance(error, Timeout):
         return None
     status, reason, traceback = "failed", f"{type(error).__name__}: {error}", None
-    if isinstance(error, BrokenProcessPool):
+    if isinstance(error, Killed):
         reason = "the worker process was killed twice (out of memory?)"
     elif isinstance(error, Unavailable):
         status, reason = "unavailable", str(error)

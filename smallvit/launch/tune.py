@@ -33,7 +33,7 @@ from smallvit.tuning import (
     runs_to_tune,
 )
 
-from .local import launch
+from .launcher import launch
 from .scheduler import unavailable_weights
 from .suggest import at_edge, is_logarithmic, suggestions
 

@@ -9,19 +9,18 @@ import pickle
 import signal
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 
 from smallvit import record as records
-from smallvit.numerics import Numerics
 from smallvit.recipe import load_recipe
 from smallvit.record import Record
 from smallvit.run import rebuild
 from smallvit.train import fit_stacked
 
+from .engine import Settings
 from .scheduler import Task
 
 records.code()  # hash the files as they were imported: they may be edited while this worker trains
@@ -50,19 +49,10 @@ def exit_with(parent: BaseProcess | None):
     os._exit(1)
 
 
-def work(
-    tasks: list[Task],
-    source: str | Path | None,
-    device: str,
-    numerics: Numerics,
-    validation_only: bool = False,
-    reads: Path | None = None,
-    curves: bool = True,
-) -> list[Record]:
+def work(tasks: list[Task], settings: Settings) -> list[Record]:
     """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
-    `tasks` has the settings and the folder of each run, and `source` is the recipe file, or None. `device` is, for example,
-    "cpu", and `numerics` sets precision, attention kernel and compilation. `validation_only=True` reads no test images;
-    otherwise each read is counted in the file `reads`. `curves=False` leaves out the validation accuracy during training.
+    `tasks` has the settings and the folder of each run, and `settings` what is the same for all runs: the recipe file, the
+    device, the numerics, and what is measured.
 
     The recipe file is needed if it defines components that the runs use.
 
@@ -73,11 +63,11 @@ def work(
         PROGRESS[0] = step * len(tasks)
 
     PROGRESS[0] = 0
-    if source is not None:
-        load_recipe(source, tuned=False)
+    if settings.source is not None:
+        load_recipe(settings.source, tuned=False)
     runs, tags, folders, dependencies = zip(*tasks)
-    options = {"tags": tags, "device": device, "watch": watch, "dependencies": dependencies, "numerics": numerics}
-    options |= {"validation_only": validation_only, "reads": reads, "curves": curves}
+    options = settings._asdict() | {"tags": tags, "watch": watch, "dependencies": dependencies}
+    del options["source"]
     try:
         return fit_stacked([rebuild(run) for run in runs], folders, **options)
     except Exception as error:

@@ -1,0 +1,124 @@
+"""Launching: training the runs of a recipe, wherever the engine trains them, and keeping their records.
+
+Nothing is lost when a process dies: finished runs are skipped the next time, and interrupted ones continue from their
+checkpoint.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from smallvit.ablation import ArmRun
+from smallvit.numerics import DEFAULT, Numerics, check_numerics
+from smallvit.record import Record
+
+from .engine import Engine, Settings
+from .local import LocalEngine, process_context
+from .scheduler import Scheduler
+
+READS = "test_reads.jsonl"  # which settings have been scored on which test images
+
+
+def launch(
+    runs: Sequence[ArmRun],
+    out: str | Path,
+    *,
+    recipe: str,
+    recipe_runs: Iterable[ArmRun] = (),
+    source: str | Path | None = None,
+    jobs: int | None = None,
+    stack: int = 1,
+    device: str = "cpu",
+    numerics: Numerics = DEFAULT,
+    retry: bool = False,
+    fail_fast: bool = False,
+    validation_only: bool = False,
+    curves: bool = True,
+    show: Callable[[Record], None] | None = None,
+    engine: Callable[[Settings, int], Engine] | None = None,
+) -> list[Record]:
+    """Train runs in several worker processes. Return a list with the record (settings, results and costs) of each run, in the
+    order of `runs`. Runs that already have a record in the folder `out` are not trained again.
+
+    A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
+    `retry=True`; runs whose external weights were unavailable are tried again each time. If a worker is killed, its run is
+    resumed once from its checkpoint.
+
+    runs         the runs to train, as `ablate` returns them
+    out, recipe  the runs lie in the folder `out/recipe`
+    recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
+    source       the recipe file, if it defines components that the runs use
+    jobs         number of worker processes; None means one for each core
+    engine       a function that creates the `Engine` that trains the runs, from `Settings` and a number of groups of runs. None
+                 means the worker processes of this machine
+    stack        train so many runs that differ only in their seed and learning rate as one model. This is faster for small
+                 models. The weights agree with those of single runs up to rounding
+    device       "cpu", "cuda", "mps" or "auto"
+    numerics     precision, attention kernel and compilation; `smallvit.launch.autotune.autotune` finds the fastest
+    fail_fast    start no further run after the first failure
+    validation_only  score the runs on validation images only; the test images cannot be read. `out` must be a folder in which
+                 no other runs lie
+    curves       measure the validation accuracy 12 times during training; False saves this time
+    show         called with each new record
+
+    Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
+                 data that cannot be read or have changed.
+    """
+    check_device(device)
+    if stack < 1:
+        raise ValueError(f"stack is {stack}; expected the number of runs to train as one model, at least 1")
+    if wrong := [run for run in runs if not isinstance(run, ArmRun)]:
+        raise ValueError(f"runs contains {type(wrong[0]).__name__}; expected ArmRun(run=..., arm=...), as ablate returns")
+    check_numerics(numerics, stack)
+
+    def try_again(record: Record) -> bool:
+        return record.status == "unavailable" or (retry and not record.finished)
+
+    if engine is None:
+        engine = partial(LocalEngine, jobs=jobs)
+        process_context(device)  # the server of the workers imports torch while the records are read
+    schedule = Scheduler(
+        runs,
+        out,
+        recipe,
+        recipe_runs=recipe_runs,
+        try_again=try_again,
+        stack=stack,
+        full_stacks=validation_only,  # choices by validation images must not depend on the number of workers
+        fail_fast=fail_fast,
+        show=show,
+    )
+    reads = None if validation_only else Path(out, recipe, READS)
+    if not schedule.queue:
+        schedule.bar.close()
+        return schedule.requested_records
+    settings = Settings(source, device, numerics, validation_only, reads, curves)
+    trainer = engine(settings, len(schedule.queue))
+    try:
+        text = f"{recipe}: training {len(schedule.queue)} runs; starting {trainer.slots} worker processes"
+        print(text, file=sys.stderr, flush=True)
+        while schedule.queue or trainer.progress():
+            while len(trainer.progress()) < trainer.slots and (group := schedule.next_group(trainer.slots)):
+                trainer.start(group, [schedule.task(index) for index in group])
+            for group, result in trainer.wait(0.5):
+                schedule.handle(group, result)
+            schedule.bar.show_progress(trainer.progress())
+    finally:
+        trainer.close()
+        schedule.bar.close()
+    return schedule.requested_records
+
+
+def check_device(device: str):
+    """Raise ValueError if the device, such as "cpu" or "cuda", is unknown or is not available on this machine."""
+    import torch
+
+    if device not in ("cpu", "cuda", "mps", "auto"):
+        raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(device, bool)
+        if device in ("cuda", "mps") and not found():
+            raise ValueError(f"device is {device!r}, but torch finds no such GPU on this machine; use --device cpu")
