@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
     "record": {"packing"},
+    "trackers": {"record"},
     **{part: set() for part in (*SLOTS, "augment", "components", "numerics", "optim", "packing", "rng")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
@@ -77,7 +78,7 @@ INSTALLED_BY = {
     "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "huggingface_hub": "timm", "jinja2": "jinja2",
     "lightly": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
-    "torchvision": "torchvision", "tqdm": "tqdm",
+    "torchvision": "torchvision", "tqdm": "tqdm", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow",
 }  # fmt: skip
 EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "optuna": "tune", "pandas": "table", "pydicom": "dicom", "tifffile": "tiff"}  # each library that one command needs, with the extra in setup.cfg that installs it
 HEAVY = sorted({*INSTALLED_BY, *EXTRAS} - {"torch", "numpy", "einops"})
