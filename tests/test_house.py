@@ -78,9 +78,9 @@ INSTALLED_BY = {
     "PIL": "torchvision", "einops": "einops", "filelock": "filelock", "huggingface_hub": "timm", "jinja2": "jinja2",
     "lightly": "lightly", "markupsafe": "jinja2", "matplotlib": "matplotlib", "numpy": "torchvision",
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
-    "torchvision": "torchvision", "tqdm": "tqdm", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow",
+    "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip
-EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "optuna": "tune", "pandas": "table", "pydicom": "dicom", "tifffile": "tiff"}  # each library that one command needs, with the extra in setup.cfg that installs it
+EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "mlflow": "mlflow", "optuna": "tune", "pandas": "table", "pydicom": "dicom", "tensorboard": "tensorboard", "tifffile": "tiff", "wandb": "wandb"}  # each library that one command needs, with the extra in setup.cfg that installs it
 HEAVY = sorted({*INSTALLED_BY, *EXTRAS} - {"torch", "numpy", "einops"})
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
