@@ -153,7 +153,7 @@ def test_onnx_equals_torch_for_all_combinations_of_slots(tokenizer, position, at
         if (each["tokenizer"], each["position"], each["attention"]) == (tokenizer, position, attention)
     ]
     assert len(combinations) == 25 and len(COMBINATIONS) == 1000
-    found = differences(combinations)
+    found = [differences([each])[0] for each in combinations]  # one graph with 25 models takes longer
     record_property("largest", max(found))
     assert max(found) <= LARGEST, combinations[found.index(max(found))]
 
