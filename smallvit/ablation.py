@@ -95,7 +95,7 @@ def ablate(
     *,
     labels: Iterable[int | None] = (None,),
     seeds: Iterable[int] = range(8),
-    references: bool = True,
+    references: bool | Iterable[str] = True,
     extra_references: dict[str, Run] | None = None,
     steps: Iterable[int] | None = None,
     tune: Any = None,
@@ -112,7 +112,8 @@ def ablate(
     one run for each fold, so that every image is a test image once. With 5 folds, `range(8)` gives 40 runs of each arm.
 
     references        add reference models, which get no verdict: raw pixels with logistic regression and with kNN, a small CNN
-                      trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model
+                      trained like the baseline and, if an arm is judged by a probe, the same probe of an untrained model.
+                      False: none; a list of names, such as ["small CNN"]: these
     extra_references  more reference models by name, such as `imagenet_vit_s(baseline)`
     steps             train at several lengths. These are the steps of the baseline, in increasing order; the steps of each
                       other arm, and of its pretraining, are scaled by the same factor
@@ -140,7 +141,7 @@ def ablate(
     first = next(iter(arms))
     lengths = training_lengths(steps, arms[first])
     named = {name: (run, "baseline" if name == first else "technique") for name, run in arms.items()}
-    standard = standard_references(list(arms.values())) if references else {}
+    standard = chosen_references(standard_references(list(arms.values())), references) if references else {}
     for kind, more in (("a standard reference", standard), ("an extra reference", extra_references or {})):
         for name, run in more.items():
             if name in named:
@@ -178,6 +179,18 @@ def ablate(
         for seed in seeds_of(seeds, folds)
         for name, (run, role) in named.items()
     ]
+
+
+def chosen_references(standard: dict[str, Run], names: bool | Iterable[str]) -> dict[str, Run]:
+    """Return the standard reference models that a comparison asks for, as a dict from name to run. `standard` has all of them.
+    `names` is a list of names, or True for all.
+
+    Raises ValueError for a name that is not in `standard`.
+    """
+    chosen = list(standard) if names is True else [names] if isinstance(names, str) else list(names or ())
+    if unknown := [name for name in chosen if name not in standard]:
+        raise ValueError(f"references names {unknown[0]!r}; expected True, False, or names from {', '.join(standard)}")
+    return {name: run for name, run in standard.items() if name in chosen}
 
 
 def check_tunable(arms: dict[str, Run]):

@@ -29,6 +29,18 @@ def by_arm(entries: list[ArmRun], **condition) -> dict[str, ArmRun]:
     return {e.arm: e for e in entries if all(getattr(e, name) == value for name, value in condition.items())}
 
 
+def test_some_of_the_standard_references_can_be_chosen():
+    arms = {"a": BASE, "b": LSA}
+    everything = {e.arm: e for e in ablate(arms, seeds=[0]) if e.role == "reference"}
+    assert list(everything) == ["pixels, logistic regression", "pixels, nearest neighbour", "small CNN"]
+    for names in (["small CNN"], "small CNN", ["pixels, nearest neighbour", "small CNN"]):
+        chosen = [names] if isinstance(names, str) else names
+        found = [e for e in ablate(arms, seeds=[0], references=names) if e.role == "reference"]
+        assert found == [everything[name] for name in chosen]
+    with pytest.raises(ValueError, match="references names 'CNN'; expected True, False, or names from pixels, logistic"):
+        ablate(arms, seeds=[0], references=["CNN"])
+
+
 # Lengths
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from smallvit import Run, data, fingerprint
 from smallvit.data import Preprocess
+from smallvit.launch.plan import data_text
 
 GENERATOR = np.random.default_rng(0)
 
@@ -636,6 +637,40 @@ def test_csv_files_that_do_not_fit_are_refused_with_the_files(tmp_path, text, me
 )
 def test_expressions_that_do_not_fit_are_refused_with_the_files(tmp_path, pattern, message):
     assert message in error_of(write_patients(tmp_path), folds=3, group_by=pattern)
+
+
+def test_the_plan_says_how_many_groups_there_are(tmp_path):
+    top = write_patients(tmp_path / "clinic")
+    text = "data: clinic, 24 images of 2 classes, 3 folds"
+    assert data_text(data.folder(str(top), folds=3)) == text
+    assert data_text(data.folder(str(top), folds=3, group_by=r"(p\d)_\d+")) == f"{text}, 6 groups of 4 images, which stay together"
+    assert data_text(data.digits()).startswith("data: digits, 1,297 training and 500 test images of 10 classes")
+
+
+def test_files_that_are_left_out_need_no_group(tmp_path):
+    top = write_patients(tmp_path)
+    files = data.folder(str(top), folds=3).train.files
+    (top / "ill" / "broken.png").write_bytes(b"<html>404</html>")
+    (top / "patients.csv").write_text("".join(f"{file},{file[-7:-6]}\n" for file in [*files, "ill/broken.png"]))
+    for option in ({"group_by": r"(p\d)_\d+"}, {"groups": "patients.csv"}):
+        assert len(data.folder(str(top), folds=3, skip_broken=True, **option).groups.unique()) == 6
+        data.folder.cache_clear()
+    assert "does not match ill/broken.png" in error_of(top, folds=3, group_by=r"(p\d)_\d+")
+    (top / "ill" / "other.png").write_bytes((top / "ill" / "p0_0.png").read_bytes())
+    assert "does not match ill/other.png;" in error_of(top, folds=3, group_by=r"(p\d)_\d+", skip_broken=True)
+    assert "no regular expression" in error_of(top, folds=3, group_by=r"(p\d", skip_broken=True)
+
+
+def test_a_group_for_every_image_is_noted(tmp_path):
+    top = write_patients(tmp_path)
+    _, notes = load(top, folds=3, group_by=r"(p\d_\d+)")
+    assert not notes  # p0_0 lies in both classes
+    _, notes = load(top, folds=2, test=None, group_by=r"(.*)")
+    assert not notes
+    for path in top.glob("well/*.png"):
+        path.rename(path.with_name(f"w{path.name}"))
+    _, (text,) = load(top, folds=3, group_by=r"(.*)")
+    assert 'group_by=r"(.*)" gives each of the 24 images a group of its own; expected some images in one group' in text
 
 
 def test_group_in_training_and_test_folder_is_an_error_that_names_it(tmp_path):

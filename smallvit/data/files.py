@@ -155,9 +155,10 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
     return [match[1] for match in matches if match is not None]
 
 
-def groups_in_file(files: list[str], table: Path) -> list[str]:
-    """Return the name of the group of each file, read from a CSV file with two columns: the image file, relative to the folder
-    of the data set, and the name of its group. A first line that names no image is a header.
+def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]:
+    """Return the name of the group of each file in `files`, read from a CSV file with two columns: the image file, relative to
+    the folder of the data set, and the name of its group. A first line that names no image is a header. Lines with other files
+    of the list `known`, which has all files of the data set, are ignored.
 
     Raises    ValueError for a file that cannot be read, lines without two columns, and images that are missing in the CSV file
               or in the folder, which are listed.
@@ -170,7 +171,7 @@ def groups_in_file(files: list[str], table: Path) -> list[str]:
         raise ValueError(f"groups={str(table)!r} cannot be read ({error}); {expected}") from error
     head = text.partition("\n")[0]
     rows = [row for row in csv.reader(text.splitlines(), delimiter=";" if ";" in head and "," not in head else ",") if any(row)]
-    names = {_normal(file): file for file in files}
+    names = {_normal(file): file for file in known}
     group: dict[str, str] = {}
     unknown = []
     for number, row in enumerate(rows, 1):

@@ -93,18 +93,24 @@ def folder(
     _check_split(str(top), "pool" not in found.parts, folds, test)
     if groups is not None and group_by is not None:
         raise ValueError(f"got groups={groups!r} and group_by={group_by!r}; expected one of them")
-    names = None
-    if groups is not None:
-        names = groups_in_file(found.files, top / Path(groups).expanduser())
-    elif group_by is not None:
-        names = groups_by_name(found.files, group_by)
 
+    def group_names(files: list[str]) -> list[str] | None:
+        if groups is not None:
+            return groups_in_file(files, top / Path(groups).expanduser(), found.files)
+        return None if group_by is None else groups_by_name(files, group_by)
+
+    names = group_names([] if skip_broken else found.files)  # an error comes before the images are read
     mode = MODES[channels] if channels else None
     loaded = load_pixels(top, found.files, Options(size, mode, pixels, skip_broken), cache)
     kept = torch.tensor(loaded.kept)
+    if skip_broken:
+        names = group_names([found.files[i] for i in loaded.kept])
     spec = unnormalized(top.name, found.classes, loaded.images.shape, digits, "uint8" if pixels == "uint8" else "float32")
     images = Images(loaded.images, found.labels[kept], spec, tuple(found.files[i] for i in loaded.kept))
-    numbers = None if names is None else torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))[kept]
+    numbers = None if names is None else torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))
+    if names is not None and len(set(names)) == len(names):
+        option = f"groups={groups!r}" if groups is not None else f'group_by=r"{group_by}"'
+        note(f"{top}: {option} gives each of the {len(names):,} images a group of its own; expected some images in one group")
     parts = _slices(found, loaded.kept)
     for part, where in parts.items():
         if missing := {*range(len(found.classes))} - {*images.labels[where].tolist()}:
@@ -116,7 +122,7 @@ def folder(
     if "pool" in parts:
         return Dataset.from_pool(images, numbers, folds=folds, test=test, skipped=skipped)
     if names is not None:
-        _check_groups(top, {part: {names[i] for i in loaded.kept[where]} for part, where in parts.items()})
+        _check_groups(top, {part: set(names[where]) for part, where in parts.items()})
     return Dataset.from_parts(images, parts, numbers, skipped=skipped)
 
 

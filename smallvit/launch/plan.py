@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import options
-from smallvit.data import HeldOut
+from smallvit.data import Dataset, HeldOut
 from smallvit.numerics import DEFAULT
 from smallvit.pretrained import Weights
 from smallvit.record import user_line
@@ -58,6 +58,7 @@ def plan(
     left = [entry for entry in runs if not finished(entry)]
     jobs = max(1, min(jobs or cores(), len(left)))
     tokens = tokens_left(runs)
+    data = [data_text(load()) for load in dict.fromkeys(entry.run.data for entry in runs)]
     now: list[float] = []
     after_download: list[float] = []
     lines = []
@@ -88,7 +89,23 @@ def plan(
     source = "estimated from a few steps and one evaluation of each arm"
     text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
     done = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
-    return "\n".join([*lines, f"{len(runs)} runs, {done}{text}"])
+    return "\n".join([*data, *lines, f"{len(runs)} runs, {done}{text}"])
+
+
+def data_text(data: Dataset) -> str:
+    """Return a line of text about a data set: how many images, classes and folds it has, and into how many groups, such as
+    patients, the images are divided.
+    """
+    spec, parts = data.spec, [f"{len(data.train):,} images of {len(data.spec.classes)} classes"]
+    if data.folds:
+        parts.append(f"{data.folds} folds")
+    else:
+        parts[0] = f"{len(data.train):,} training and {data.test.count:,} test images of {len(spec.classes)} classes"
+    if data.groups is not None:
+        sizes = data.groups.unique(return_counts=True)[1].tolist()
+        extent = f"{min(sizes)}" + f" to {max(sizes)}" * (min(sizes) < max(sizes))
+        parts.append(f"{len(sizes):,} groups of {extent} images, which stay together")
+    return f"data: {spec.name}, {', '.join(parts)}"
 
 
 def kind(entry: ArmRun) -> tuple:

@@ -75,6 +75,17 @@ def undertrained(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def length_not_checked(records: Sequence[Record]) -> list[str]:
+    """Return a sentence that says that it was not checked whether the arms (variants) were trained long enough, because there
+    are no validation images, as a list. The list is empty if it was checked. `records` are the results of the runs.
+    """
+    trained = [r for runs in main_cells(records).values() for r in runs if r.curve and r.run.get("objective") and r.steps]
+    if not trained or any(point[2] is not None for r in trained for point in r.curve or ()):
+        return []
+    text = "Whether the training was long enough is not checked, because there are no validation images"
+    return [f"{text}: compare with --scale-steps 4, or set val."]
+
+
 def late_rise(runs: Sequence[Record]) -> float | None:
     """Return by how much the validation accuracy of an arm (variant) rose over the last quarter of training, as a mean over its
     runs. Return None unless this rise and the falling training loss show that the training was probably too short. `runs` are

@@ -19,6 +19,7 @@ BUDGETS = {
 TUNING = {"trials": "Trials", "tuning_seconds": "Seconds of tuning"}  # shown if settings were tuned
 COST = "smallvit.evaluate.cost"
 REDUCED = {"tokens": "Tokens left", "macs": "MACs per image", "ms": "ms per batch", "speedup": "Speed-up"}
+FEW = 8.0  # effective number of test images below which a report says that they are few
 NAMED = 3  # arms named in one sentence; more are counted
 
 
@@ -167,7 +168,32 @@ def certainty(comparison: Comparison, row: Row) -> list[str]:
         return []
     amount = score_of(row).number(d.detectable) + score_of(row).points
     found = f"A difference of {amount} would have been found with 80% probability."
-    return [found, *([advice] if (advice := what_helps(comparison, row)) else [])]
+    if beyond_reach(row):
+        found = f"Even a score of {score_of(row).number(1.0)} would not have been shown to be better with 80% probability."
+    return [found, *few_units(row), *([advice] if (advice := what_helps(comparison, row)) else [])]
+
+
+def beyond_reach(row: Row) -> bool:
+    """Return whether even the best possible score of an arm (variant), 100%, would probably not have been shown to be better
+    than its control. `row` holds the results of the arm. The result is False for scores without a largest value.
+    """
+    d, score = row.difference, score_of(row)
+    if d is None or d.detectable is None or row.mean is None or score.lower or not score.percent:
+        return False
+    return d.detectable > 1 - (row.mean - d.mean)
+
+
+def few_units(row: Row) -> list[str]:
+    """Return a sentence that says that the difference between an arm (variant) and its control comes from a few test images, or
+    groups of them, as a list. Such a difference has a wide interval. The list is empty if it comes from many. `row` holds the
+    results of the arm.
+    """
+    d = row.difference
+    variance = d and d.variance
+    if d is None or variance is None or variance.n_eff is None or variance.n_eff >= FEW:
+        return []
+    what = f"of the {d.groups:,} groups of test images" if d.groups else "test images"
+    return [f"The interval is wide because the difference comes from only about {max(round(variance.n_eff), 1)} {what}."]
 
 
 def collapse(seeds: int) -> str:
@@ -187,7 +213,9 @@ def what_helps(comparison: Comparison, row: Row) -> str:
         return ""
     return {
         "seeds": "" if row.looks and row.next_look is None else f"More seeds would help: {until_decided(comparison)}",
-        "images": "More test images would help, not more seeds.",
+        "images": f"More groups of test images would help, not more {row.units} or more images of these groups."
+        if d.groups
+        else f"More test images would help, not more {row.units}.",
         "pool": "More images to draw the labelled ones from would help, not more seeds.",
         "records": "Run it again: the interval is wide because earlier records do not say which test images were right.",
     }.get(d.needs, "")

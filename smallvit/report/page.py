@@ -151,9 +151,25 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
         for row in (row for row in rows if row.condition == condition):
             lines.append(f"  {row.arm:{width}}  {mean_sd(row)}" + f" ({row.score})" * (score_of(row) != score))
     lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
+    lines += how_to_predict(comparison, records)
     if others := len(comparison.conditions) - len(comparison.main):
         lines.append(f"The report also shows {others} other condition{'s' * (others > 1)} (common settings, shorter training).")
     return "\n".join(lines)
+
+
+def how_to_predict(comparison: Comparison, records: Sequence[Record]) -> list[str]:
+    """Return a line with the command that predicts the classes of new images by the arm (variant) with the best mean score, as
+    a list. References count too, if their model is a trained network. The list is empty unless the images are your own files,
+    or if no arm was trained on labels. `comparison` holds all results, and `records` are the results of the runs.
+    """
+    own = [r for r in records if str((r.run.get("data") or {}).get("call", "")).rpartition(".")[2] == "folder"]
+    trained = {r.arm for r in own if r.finished and r.steps and r.confusion is not None}
+    rows = [row for row in comparison.main_rows if row.arm in trained and row.mean is not None]
+    if not rows:
+        return []
+    best = (min if rows[0].lower_is_better else max)(rows, key=lambda row: row.mean or 0.0)
+    command = f'smallvit predict "{comparison.recipe}.py:{best.arm}" IMAGES --ensemble -o predictions.csv'
+    return ["", f"predictions by the arm with the best mean: {command}"]
 
 
 def content(

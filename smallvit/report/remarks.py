@@ -11,6 +11,7 @@ from smallvit.verdicts.compare import format_seeds
 from smallvit.verdicts.comparison import Comparison, condition_of
 from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS
 
+from .alarms import length_not_checked
 from .format import COST, at_labels, collapse, join_names, trends, until_decided, what_helps
 from .units import score_in
 
@@ -30,6 +31,7 @@ def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Rec
     what = f"{skipped:,} image files could not be read and were" if skipped > 1 else "1 image file could not be read and was"
     out += [f"{what} left out."] if skipped else []
     out += [f"The family counts {removed}."] if comparison.earlier else []
+    out += length_not_checked(records)
     out += [f"{lost} of {total} runs have no result; see Failures."] if lost else []
     if warnings:
         out.append("There is 1 warning below." if len(warnings) == 1 else f"There are {len(warnings)} warnings below.")
@@ -60,9 +62,11 @@ def help_for_undecided(comparison: Comparison, more_seeds: bool = True) -> list[
     count = Counter(row.difference.needs for row in comparison.main_rows if row.difference and what_helps(comparison, row))
     first = not any(row.looks for row in comparison.rows)
     twice = " (this report and the next one together give a false verdict in about 8 of 100 comparisons, each alone in 5)"
+    grouped = any(row.difference.groups for row in comparison.main_rows if row.difference)
+    more_images = "more groups of test images (such as patients)" if grouped else "more test images"
     forms = {
         "seeds": f"more {comparison.rows[0].units} would help: {until_decided(comparison)}{twice * first}",
-        "images": f"more test images would help, not more {comparison.rows[0].units}",
+        "images": f"{more_images} would help, not more {comparison.rows[0].units}",
         "pool": "more images to draw the labelled ones from would help, not more seeds",
         "records": "new runs would help, because earlier records do not say which test images were right",
     }

@@ -8,7 +8,20 @@ from smallvit.record import Record
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row, condition_of
 from smallvit.verdicts.contrasts import Trend, trends, tuned_pairs
 
-from .format import BUDGETS, REDUCED, TUNING, cost, interval, mean_sd, often, p_value, percent, seeds_interval
+from .format import (
+    BUDGETS,
+    REDUCED,
+    TUNING,
+    beyond_reach,
+    cost,
+    few_units,
+    interval,
+    mean_sd,
+    often,
+    p_value,
+    percent,
+    seeds_interval,
+)
 from .settings import option_name, tuning_of
 from .units import ACCURACY, score_in, score_of
 
@@ -123,7 +136,9 @@ def verdict_remarks(row: Row) -> list[str]:
         more = d.seeds_for_90 if d.replication < 0.9 else None
         remarks.append(again + (f"; {more} {row.units}: in 90" if more else ""))
     if d and d.detectable is not None:
-        remarks.append(f"80% power at {score_of(row).number(d.detectable)}{score_of(row).points}")
+        power = f"80% power at {score_of(row).number(d.detectable)}{score_of(row).points}"
+        remarks.append("no possible score would have been shown to be better" if beyond_reach(row) else power)
+        remarks += [text[0].lower() + text[1:].rstrip(".") for text in few_units(row)]
     if d and d.looks:
         remarks.append(f"look{'s' * (len(d.looks) > 1)} at {', '.join(map(str, d.looks))} {row.units}")
     return remarks
@@ -285,9 +300,11 @@ def other_tables(comparison: Comparison, records: Sequence[Record]) -> list[Tabl
     """Return the tables with all measured numbers that no other table of the report shows, as a list. The numbers are means
     over the seeds, under the main conditions. `records` are the results of the runs.
 
-    Scores, probes and the numbers in the tables of costs are left out, because other tables show them.
+    Scores, probes and the numbers in the tables of costs are left out, because other tables show them. How a probe was fitted
+    (its regularization, whether this lies at the edge of its range, its iterations) is also left out; the records keep it.
     """
-    shown = {"macs", "macs_sd"} | (set(REDUCED) if comparison.reduced else set())
+    shown = {"macs", "macs_sd", "linear_probe_c", "linear_probe_edge", "linear_probe_iterations"}
+    shown |= set(REDUCED) if comparison.reduced else set()
 
     def others(r: Record) -> list[str]:
         return [name for name in r.test or () if name not in {r.score, *(r.probes or ()), *shown}]
