@@ -1,4 +1,4 @@
-"""The command line: smallvit list | run | tune | explore | report | verify | new | predict | export | share | summary.
+"""The command line: smallvit list | run | status | tune | explore | report | verify | new | predict | export | share | summary.
 
 The file of a command is imported when the command is used, so `smallvit --help` does not import torch.
 """
@@ -14,6 +14,8 @@ from io import TextIOWrapper
 
 from smallvit import __version__
 
+MOST_PARTS = 100_000  # into which the runs of a recipe are divided
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command of the command line, such as `smallvit run`. Return the exit status: 0 for success, 1 if something
@@ -21,12 +23,14 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = parser().parse_args(arguments)
     options.started = time.perf_counter()
+    if "device" in options and options.device is None:
+        options.device = "cuda" if getattr(options, "gpus", None) else "cpu"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not lose a report
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if options.command in ("run", "tune", "explore", "verify"):  # importing torch takes seconds
+    if options.command in ("run", "status", "tune", "explore", "verify"):  # importing torch takes seconds
         print(f"smallvit: loading {options.recipe}", file=sys.stderr, flush=True)
     try:
         return import_module(f"smallvit.commands.{options.command}").main(options)
@@ -62,12 +66,28 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def part(text: str) -> tuple[int, int]:
+    """Return a command-line argument such as `3/64`, the third of 64 parts, as a pair of numbers. Raises
+    argparse.ArgumentTypeError for any other text, and for a part that does not exist.
+    """
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= MOST_PARTS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; expected I/N from 1/N to N/N, such as 3/64, and N at most {MOST_PARTS:,}"
+        )
+    return int(index), int(count)
+
+
 COMMANDS = {  # name -> help text and options; the code of a command is in smallvit/commands
     "list": ("list the available recipes and the question that each one asks", ""),
     "run": (
         "train the runs of a recipe and write its report; run it again to continue after an interruption",
-        "recipe --out --scale-steps --jobs --device --stack --fast --numerics --only --until-decided --max-seeds --smoke"
-        " --dry-run --retry --fail-fast",
+        "recipe --out --scale-steps --jobs --device --gpus --per-gpu --stack --fast --numerics --only --shard --until-decided"
+        " --max-seeds --smoke --dry-run --retry --fail-fast",
+    ),
+    "status": (
+        "show which runs of a recipe have finished, which are being trained and where, and the time left",
+        "recipe --out --scale-steps --only --watch",
     ),
     "tune": (
         "choose the settings of each arm on validation images, with equally many trials for all arms",
@@ -112,6 +132,8 @@ HELP = {
     "--scale-steps": "multiply the training steps of every run by N; these runs are stored in a folder of their own",
     "--jobs": "number of worker processes, with one thread each (default: the number of cores)",
     "--device": "cpu, cuda, mps or auto (default: cpu)",
+    "--gpus": "train on all GPUs of this machine (all) or on some (0,2), with one worker process on each; means --device cuda",
+    "--per-gpu": "with --gpus: N worker processes share each GPU (default: 1)",
     "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1)",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",
@@ -119,6 +141,8 @@ HELP = {
     "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
     "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
     "length=2000  settings=tuned|common",
+    "--shard": "train part I of N independent parts of the runs, such as 3/64, for example in a job of a cluster; no report",
+    "--watch": "show it again every 2 seconds until all runs have ended",
     "--until-decided": "look at the verdicts after 6, 8, 12, 16, 24 and 32 seeds, and train more seeds only of the arms "
     "without a verdict so far",
     "--max-seeds": "with --until-decided: use at most N seeds (default: 32)",
@@ -159,7 +183,9 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--out": {"default": "runs"},
     "--scale-steps": NUMBER | {"default": 1},
     "--jobs": NUMBER,
-    "--device": {"default": "cpu"},
+    "--gpus": {"metavar": "GPUS"},
+    "--per-gpu": NUMBER,
+    "--shard": {"type": part, "metavar": "I/N"},
     "--stack": NUMBER,
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
     "--only": {"nargs": "+", "default": [], "metavar": "FILTER"},
@@ -178,7 +204,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--digits": {"action": "store_true"},
     "--channels": NUMBER,
     **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run")},
-    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish")},
+    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch")},
     **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--private")},
 }
 

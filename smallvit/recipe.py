@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smallvit.ablation import ArmRun
 
+LISTED = 5  # files that a message lists
+
 
 def recipe_files() -> list[Path]:
     """Return the paths of all available recipe files (Python files that list the runs of a comparison). They are in the folder
@@ -28,7 +30,8 @@ def find_recipe(name: str) -> Path:
     """Return the path of a recipe file (a Python file that lists the runs of a comparison). `name` is a path or the name of an
     installed recipe, such as quickstart.
 
-    Raises ValueError if there is none, with similar names: of the files beside that path, or of the available recipes.
+    Raises ValueError if there is none, with a similar name: of the Python files in that folder first, then of the available
+    recipes.
     """
     path = Path(name)
     for file in (path, path.parent / f"{path.name}.py"):
@@ -37,10 +40,25 @@ def find_recipe(name: str) -> Path:
     recipes = {path.stem: path for path in recipe_files()}
     if path.stem in recipes and path.suffix in ("", ".py") and path.parent in (Path("."), Path("recipes")):
         return recipes[path.stem]
-    beside = {str(file): file for file in sorted(path.parent.glob("*.py"))} if path.suffix == ".py" else {}
-    similar = get_close_matches(str(path), beside, 1, 0.6) or get_close_matches(path.stem, recipes, 1, 0.4)
-    advice = f"did you mean {similar[0]!r}?" if similar else f"expected the path of a .py file, or one of {', '.join(recipes)}"
-    raise ValueError(f"there is no recipe {name!r}; {advice}")
+    raise ValueError(missing_recipe(path, list(recipes)))
+
+
+def missing_recipe(path: Path, recipes: Sequence[str]) -> str:
+    """Return an error message for a recipe file that does not exist. `path` is what the user gave, and `recipes` are the names
+    of the available recipes. The message names the folder that was searched, and a similar file in it or a similar recipe.
+    """
+    folder = path.parent.absolute()
+    beside = {file.stem: str(file) for file in sorted(path.parent.glob("*.py"))}
+    near = [beside[stem] for stem in get_close_matches(path.stem, beside, 1, 0.6)]
+    near = near or get_close_matches(path.stem, recipes, 1, 0.4)
+    is_file = path.suffix == ".py" or path.parent != Path(".")
+    missing = f"there is no file {path.name} in {folder}" if is_file else f"there is no recipe {str(path)!r}"
+    if not folder.is_dir():
+        missing = f"there is no file {path}, because there is no folder {folder}"
+    if near:
+        return f"{missing}; did you mean {near[0]!r}?"
+    files = f"one of the files {', '.join([*beside.values()][:LISTED])}, or " if beside else ""
+    return f"{missing}; expected {files}the path of another .py file, or one of the recipes {', '.join(recipes)}"
 
 
 def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
@@ -198,12 +216,14 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
             chain.append(control)
 
 
-FILTERS = ("arm", "labels", "seed", "length", "settings")
+FILTERS = ("arm", "labels", "seed", "pass", "length", "settings")
 
 
 def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
     """Return the list of the runs that pass all filters. A filter is a text: `arm=a,b` selects variants of the comparison
     (arms) by name, `labels=100,1000` selects by number of labelled images, and `seed=0-3` selects by seed.
+
+    In a cross-validation, a seed is one fold: that of pass p and fold f is p * folds + f. `pass=0` selects all folds of a pass.
 
     The filter `arm=references` selects all reference models. `length=500` selects by training length, and `settings=tuned` or
     `settings=common` by how the settings were chosen.
@@ -214,7 +234,11 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
     for text in filters:
         key, _, values = text.partition("=")
         if key not in FILTERS or not values:
-            raise ValueError(f"--only got {text!r}; expected arm=..., labels=..., seed=..., length=... or settings=...")
+            *names, last = (f"{name}=..." for name in FILTERS)
+            raise ValueError(f"--only got {text!r}; expected {', '.join(names)} or {last}")
+        folds = max((entry.run.folds for entry in selected), default=0)
+        if key == "pass" and not folds:
+            raise ValueError(f"--only got {text!r}, but this recipe has no cross-validation (folds=); expected seed={values}")
         offered = list({filter_value(entry, key): None for entry in selected})
         if key == "arm":
             selection = split_arms(values, offered)
@@ -224,6 +248,8 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
         for one in sorted(selection - {"references"} - set(offered)):
             similar = get_close_matches(one, offered, 1, 0.4)
             advice = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(map(repr, offered))}"
+            if folds and key == "seed":
+                advice = f"it has {seed_ranges(offered)}; a seed is one of {folds} folds, and pass=0 is a pass over all folds"
             raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
         selected = [e for e in selected if filter_value(e, key) in selection or (references and e.role == "reference")]
     if not selected:
@@ -233,13 +259,22 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
 
 def filter_value(entry: "ArmRun", key: str) -> str:
     """Return one property of the run `entry` as text. `key` is "arm" (the variant in the comparison), "labels" (the number of
-    labelled images), "seed", "length" (of the training) or "settings": `tuned` if the settings were chosen by tuning, else
-    `common`. If the property is None, the text is `all`.
+    labelled images), "seed", "pass" (over all images, in a cross-validation), "length" (of the training) or "settings": `tuned`
+    if the settings were chosen by tuning, else `common`. If the property is None, the text is `all`.
     """
+    if key == "pass":
+        return str(entry.seed // (entry.run.folds or 1))
     if key == "settings":
         return "common" if entry.tuning is None else "tuned"
     value = getattr(entry, key)
     return "all" if value is None else str(value)
+
+
+def seed_ranges(seeds: Sequence[str]) -> str:
+    """Return the seeds of a recipe as text, such as `seed=0-29`. `seeds` are the seeds, each as text."""
+    numbers = sorted(map(int, seeds))
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"seed={numbers[0]}-{numbers[-1]}" if whole else f"seed={','.join(map(str, numbers))}"
 
 
 def split_arms(text: str, offered: Sequence[str]) -> set[str]:

@@ -3,6 +3,9 @@
 The folder of a run holds `record.json`, `model.safetensors` (the weights that were evaluated) and, until the run has ended,
 `checkpoint.pt`. Every file is written under a temporary name and then moved into place, so a kill or a full disk never
 damages an existing file. `<recipe>.jsonl` holds all records of a recipe, one per line.
+
+A record holds the hash of its own content and of its weights. Both are checked before they are used, so a single flipped bit is
+found. Records may come from anywhere: what `parse` returns has the shapes of `shapes.py` and is safe to print.
 """
 
 import functools
@@ -24,16 +27,30 @@ from typing import TYPE_CHECKING, Any
 from smallvit.packing import pack_bits as pack_bits
 from smallvit.packing import unpack_bits as unpack_bits
 from smallvit.packing import unpack_floats
+from smallvit.shapes import all_printable, problem
+from smallvit.shapes import printable as printable
+from smallvit.storage import NotWritten as NotWritten
+from smallvit.storage import can_lock as can_lock
+from smallvit.storage import check_size
+from smallvit.storage import file_sha256 as file_sha256
+from smallvit.storage import locked as locked
+from smallvit.storage import read_bounded as read_bounded
+from smallvit.storage import write_atomic as write_atomic
+from smallvit.storage import write_text as write_text
 
 if TYPE_CHECKING:
     import numpy as np
 
 RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt"
 FORMAT = 2  # of a record; raised when the meaning of a field changes
+CHECKSUM = "checksum"  # in the JSON of a record: the hash of all other fields
+MOST_BYTES = 2**26  # of one record; a file with all records of a recipe may have 16 times as many
+MOST_WEIGHTS = 2**36  # bytes of a file of weights
 RANDOM = "random initialisation"  # the reference arm that probes an untrained model
 
 ROLES = ("baseline", "technique", "reference", "dependency")
-STATUSES = ("finished", "failed", "unavailable", "missing")
+STATUSES = ("finished", "failed", "unavailable", "interrupted", "missing")
+RETRIED = ("unavailable", "interrupted")  # no fault of the run: the same command trains it again
 
 
 @dataclass(kw_only=True)
@@ -58,8 +75,8 @@ class Record:
     unused_seeds: list | None = None  # seeds with which this arm was also trained, and which the recipe does not list
     fingerprint: str  # hash of `run`: equal for equal settings
     run: dict  # all settings, as `describe` writes them
-    status: str  # "finished", "failed", "unavailable" (weights could not be downloaded) or "missing" (has not run)
-    error: str | None = None  # why it failed or is unavailable
+    status: str  # "finished", "failed", "unavailable" (no weights), "interrupted" (full disk or the like) or "missing" (no run)
+    error: str | None = None  # why it failed, was interrupted or is unavailable
     traceback: str | None = None  # the full Python traceback of a failed run
     superseded: str | None = None  # why the recipe no longer contains this run, in a committed record
     format: int = FORMAT  # version of this list of fields
@@ -177,6 +194,14 @@ class Record:
         bits = self.correct_bits
         return None if bits is None else bits.astype(float)
 
+    def check_scores(self):
+        """Raise ValueError if the numbers of a finished run contradict each other: if the number that judges it is missing or
+        is no possible score, or does not agree with the values of the single images.
+        """
+        if self.finished and self.score is not None and (self.test or self.val):
+            self.per_image  # noqa: B018  raises an error
+            _ = self.result if self.test else self.val_result
+
     def _unpacked(self, name: str, unpack: Callable[[str, int], "np.ndarray"]) -> "np.ndarray | None":
         """Return the values of all images in the field `name`, which the function `unpack` reads from text, or None if the
         field is None. Raise ValueError if they do not agree with the number of images or with the score of the run.
@@ -221,35 +246,6 @@ TYPES = {name: allowed_types(hint) for name, hint in typing.get_type_hints(Recor
 NEEDED = ("recipe", "arm", "role", "labels", "seed", "status", "fingerprint", "run")
 
 
-def write_atomic(path: Path, write: Callable[[Path], object]):
-    """Write a file safely: if writing is interrupted, an existing file at `path` stays unchanged. The function
-    `write(temporary_path)` writes the new content to a temporary file, which is then moved to `path`.
-
-    Raises ValueError, with the folder and the reason, when the file cannot be written.
-    """
-    path = Path(path)
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(new)
-        with open(new, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except Exception as error:  # torch and safetensors raise their own errors when a disk is full
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ValueError(
-            f"could not write {path.name} in {path.parent}: {reason}; an earlier file is untouched; make room and start again"
-        ) from error
-    finally:
-        with suppress(OSError):
-            new.unlink()
-
-
-def write_text(path: Path, text: str):
-    """Write a text file. If writing fails, an existing file at `path` stays unchanged."""
-    write_atomic(path, lambda new: new.write_text(text, encoding="utf-8"))
-
-
 def write_record(folder: Path, record: Record):
     """Write the record (results) of a run to the file `record.json` in the folder of the run."""
     write_text(Path(folder) / RECORD, to_json(record, indent=1) + "\n")
@@ -262,7 +258,10 @@ def read_record(folder: Path) -> Record | None:
     Raises ValueError, naming the file, if it is damaged or was written by another version.
     """
     path = Path(folder) / RECORD
-    return parse(path.read_bytes(), str(path)) if path.exists() else None
+    try:
+        return parse(read_bounded(path, MOST_BYTES), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def write_records(path: Path, records: Iterable[Record]):
@@ -275,7 +274,7 @@ def read_records(path: Path) -> list[Record]:
 
     Raises ValueError, with the number of the line, if a record is damaged or was written by another version of smallvit.
     """
-    lines = Path(path).read_bytes().splitlines()
+    lines = read_bounded(Path(path), 16 * MOST_BYTES).splitlines()
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -293,10 +292,11 @@ def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
 
 
 def to_json(record: Record, indent: int | None = None) -> str:
-    """Return a record (results of a run) as JSON text. `indent` is the number of spaces for each level; without it, the text is
-    one line.
+    """Return a record (results of a run) as JSON text, with a hash of all its fields at the end. `indent` is the number of
+    spaces for each level; without it, the text is one line.
 
-    Raises ValueError, with the name of the field, for NaN and infinity, which JSON does not allow.
+    Raises ValueError, with the name of the field, for NaN and infinity, which JSON does not allow, and for values that `parse`
+    would refuse.
     """
     plain = asdict(record)
     for name, value in plain.items():
@@ -304,24 +304,39 @@ def to_json(record: Record, indent: int | None = None) -> str:
             json.dumps(value, allow_nan=False)
         except ValueError as error:
             raise ValueError(f"{name} of {record.arm!r} is {value}; expected finite numbers, the run has diverged") from error
-    return json.dumps(plain, indent=indent)
+    plain = json.loads(json.dumps(plain))
+    if wrong := problem(plain):
+        raise ValueError(f"the record of {record.arm!r} cannot be written: {wrong}")
+    return json.dumps(plain | {CHECKSUM: checksum(plain)}, indent=indent)
+
+
+def checksum(plain: Mapping[str, Any]) -> str:
+    """Return the hash of a record (results of a run), as hexadecimal digits. `plain` is a dict of its fields, as JSON has them.
+    The hash itself does not count, nor do the order of the fields and the spaces between them.
+    """
+    fields_of_record = {name: value for name, value in plain.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(fields_of_record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def parse(text: bytes, source: str) -> Record:
     """Return the `Record` (results of a run) that is written in a JSON text. `source` is the name of the file, which error
-    messages show.
+    messages show. Characters that are not safe to print are replaced, except in the settings of the run.
+
+    A text without a hash, as earlier versions wrote it, is read without this check.
 
     Raises ValueError if the text is damaged, is no record, or has another format.
     """
+    again = "the other records are intact: delete it and run the recipe again"
     try:
-        plain = json.loads(text)
+        plain = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{source} is damaged or is not JSON ({error}); the other records are intact: delete it and run the recipe again"
-        ) from error
+        raise ValueError(f"{source} is damaged or is not JSON ({printable(str(error))}); {again}") from error
+    if is_damaged(plain):
+        raise ValueError(f"{source} is damaged: its content has another hash than its {CHECKSUM}; {again}")
     missing = [name for name in NEEDED if name not in plain] if isinstance(plain, dict) else NEEDED
     if missing:
         raise ValueError(f"{source} is not a record: it lacks {', '.join(missing)}; expected the file as smallvit wrote it")
+    plain.pop(CHECKSUM, None)
     if plain.get("format", 1) != FORMAT:
         raise ValueError(
             f"{source} has record format {plain.get('format', 1)!r:.20}, and this version of smallvit reads format {FORMAT}; "
@@ -329,11 +344,31 @@ def parse(text: bytes, source: str) -> Record:
         )
     known = {field.name for field in fields(Record)}
     if unknown := sorted(plain.keys() - known):
-        raise ValueError(f"{source} has unknown fields {', '.join(unknown[:5])}; expected a record of this smallvit version")
+        names = printable(", ".join(unknown[:5]))
+        raise ValueError(f"{source} has unknown fields {names:.200}; expected a record of this smallvit version")
     try:
-        return Record(**plain)
+        if wrong := problem(plain):
+            raise ValueError(wrong)
+        shown = {name: all_printable(value, name == "traceback") for name, value in plain.items() if name != "run"}
+        record = Record(**shown, run=plain["run"])
+        record.check_scores()
+        return record
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source} is not a valid record: {error}") from error
+
+
+def no_constant(name: str) -> float:
+    """Raise ValueError for the numbers NaN, Infinity and -Infinity in a JSON text, which JSON does not have. `name` is the
+    number as text.
+    """
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def is_damaged(plain: Any) -> bool:
+    """Return whether the content of a record (results of a run) has changed since it was written, which its hash shows. `plain`
+    is what the JSON text holds. A record without a hash, as earlier versions wrote it, counts as intact.
+    """
+    return isinstance(plain, dict) and CHECKSUM in plain and plain[CHECKSUM] != checksum(plain)
 
 
 def settings_of(run: Mapping[str, Any], *left_out: str) -> str:
@@ -365,22 +400,38 @@ def user_line(traceback: str) -> str:
     return ""
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 hash of a file, as hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def damaged_weights(folder: Path, record: Record) -> str | None:
     """Return an error message if the weights file in the folder of a run is damaged, which means that its hash is not the one
     in `record` (the results of the run). Otherwise return None.
 
+    A process that was killed after it wrote the record may have left the weights under a temporary name. They are moved to
+    their place first.
+
     The result is also None if there is no file or no hash.
     """
     path = Path(folder) / WEIGHTS
-    if record.weights_sha256 is None or not path.exists() or file_sha256(path) == record.weights_sha256:
+    if record.weights_sha256 is None:
+        return None
+    found = weights_hash(path)
+    if found == record.weights_sha256:
+        return None
+    for left in path.parent.glob(f".{WEIGHTS}.*.new"):
+        with suppress(OSError):
+            if file_sha256(left) == record.weights_sha256:
+                os.replace(left, path)
+                return None
+    if weights_hash(path) in (None, record.weights_sha256):  # another process has moved them
         return None
     return f"{path} is damaged: its hash differs from the one in {RECORD}"
+
+
+def weights_hash(path: Path) -> str | None:
+    """Return the hash of a weights file, or None if there is none. Raise ValueError if it is no ordinary file."""
+    try:
+        check_size(path, MOST_WEIGHTS)
+        return file_sha256(path)
+    except FileNotFoundError:
+        return None
 
 
 @functools.cache

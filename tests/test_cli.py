@@ -14,11 +14,11 @@ import pytest
 import torch
 from toys import write_recipe
 
-from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops, folder
 from smallvit.__main__ import main
 from smallvit.commands import report
 from smallvit.launch import plan
-from smallvit.recipe import check_comparable, load_recipe, only, recipe_files
+from smallvit.recipe import check_comparable, find_recipe, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records
 from smallvit.train.loop import Training
 from smallvit.verdicts import compare
@@ -209,6 +209,34 @@ def test_only_selects_by_arm_labels_and_seed(workdir):
     assert {r.role for r in only(runs, ["arm=references"])} == {"reference"}
 
 
+def test_only_selects_a_pass_of_a_cross_validation_or_one_fold_of_it():
+    base = Run(data=partial(folder, path="nowhere", folds=5), model=ViT)
+    runs = ablate({"scratch": base, "+LSA": base.vary(attention=LocalityAttention)}, seeds=range(6))
+    assert {r.seed for r in only(runs, ["pass=0"])} == {*range(5)} and {r.seed for r in only(runs, ["pass=1,4-5"])} == {*range(5, 10), *range(20, 30)}
+    assert {r.seed_text for r in only(runs, ["seed=7"])} == {"pass 1, fold 2"}
+    for text, message in (
+        ("pass=6", "this recipe has no pass '6'; expected one of '0', '1', '2', '3', '4', '5'"),
+        ("seed=40", "this recipe has no seed '40'; it has seed=0-29; a seed is one of 5 folds, and pass=0 is a pass over all folds"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            only(runs, [text])
+
+
+def test_name_of_a_recipe_file_is_compared_with_files_first_and_then_with_recipes(workdir):
+    Path("leaves.py").write_text("")
+    Path("quickstat.py").write_text("")
+    for name, near in (("leavs.py", "leaves.py"), ("leavs", "leaves.py"), ("quickstar.py", "quickstat.py"), ("classrom.py", "classroom")):
+        with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+            find_recipe(name)
+    with pytest.raises(ValueError, match=r"expected one of the files leaves.py, mine.py, quickstat.py, or the path .* recipes classroom"):
+        find_recipe("xyz.py")
+    assert find_recipe("leaves") == Path("leaves.py")
+    Path("deeper").mkdir()
+    Path("deeper/leaves.py").write_text("")
+    with pytest.raises(ValueError, match=f"there is no file leavs.py in {workdir / 'deeper'}; did you mean 'deeper/leaves.py'"):
+        find_recipe("deeper/leavs.py")
+
+
 # Wrong arguments and broken recipes
 
 
@@ -216,12 +244,15 @@ def test_only_selects_by_arm_labels_and_seed(workdir):
     "words, message",
     [
         (["run", "quickstrat"], "did you mean 'quickstart'?"),
-        (["run", "nowhere.py"], "there is no recipe 'nowhere.py'"),
-        (["run", "minee.py"], "there is no recipe 'minee.py'; did you mean 'mine.py'?"),
-        (["run", "elsewhere/recipes/quickstart.py"], "there is no recipe 'elsewhere/recipes/quickstart.py'"),
+        (["run", "quickstrat"], "there is no recipe 'quickstrat'"),
+        (["run", "nowhere.py"], "there is no file nowhere.py in /"),
+        (["run", "nowhere.py"], "expected one of the files mine.py, or the path of another .py file, or one of the recipes classroom"),
+        (["run", "minee.py"], "did you mean 'mine.py'?"),
+        (["run", "elsewhere/recipes/quickstart.py"], "there is no file elsewhere/recipes/quickstart.py, because there is no folder "),
+        (["run", "mine.py", "--only", "pass=0"], "this recipe has no cross-validation (folds=); expected seed=0"),
         (["run", "mine.py", "--only", "arm=+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
-        (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=..., seed=..., length=... or settings=..."),
+        (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=..., seed=..., pass=..., length=... or settings=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
         (["report", "mine.py", "--scale-steps", "2"], "no runs of mine in runs/scale-steps-2"),
         (["report", "mine.py", "--scale-steps", "2", "--publish"], "--publish got --scale-steps 2"),

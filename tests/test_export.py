@@ -2,8 +2,10 @@
 
 import json
 import math
+import sys
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,6 +44,7 @@ from smallvit import (
     export,
     fit,
     load,
+    share,
 )
 from smallvit.__main__ import main
 from smallvit.deploy.onnx import PixelsToProbabilities, description, onnx_file, quiet
@@ -271,6 +274,39 @@ def test_command_writes_the_file_and_prints_the_difference(finished, tmp_path, c
 def test_other_suffix_is_refused(finished, tmp_path):
     with pytest.raises(ValueError, match=r"expected a name that ends in .onnx or .pt2"):
         export(load(finished), tmp_path / "model.pb")
+
+
+@pytest.mark.parametrize("missing", [None, "onnxruntime"])
+def test_command_refuses_a_wrong_file_or_a_missing_package_before_a_model_is_loaded(missing, finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("smallvit.commands.export.load_model", lambda options: pytest.fail("a model was loaded"))
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    (tmp_path / "folder.onnx").mkdir()
+    cases = {"model.onnx": "needs the package onnxruntime: pip install 'smallvit[export]'"} if missing else {
+        "model.pb": "expected a name that ends in .onnx or .pt2",
+        "folder.onnx": "is a folder; expected the name of a file",
+    }
+    for name, message in cases.items():
+        assert main(["export", str(finished), str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "writing" not in error
+    if missing:
+        with pytest.raises(ValueError, match=r"pip install 'smallvit\[export\]'"):
+            share(finished, tmp_path / "shared", onnx=True)
+        assert not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "file", "time"), [(1, "m.onnx", "a minute"), (5, "m.onnx with 5 models", "a minute"), (30, "m.onnx with 30 models", "6 minutes")]
+)
+def test_command_says_how_many_models_it_writes_and_how_long_that_takes(count, file, time, finished, tmp_path, monkeypatch, capsys):
+    model = load(finished)
+    monkeypatch.setattr("smallvit.commands.export.load_model", lambda options: Ensemble([model] * count))
+    monkeypatch.setattr("smallvit.commands.export.export", lambda model, file, resize: Path(file).write_bytes(b"1234") * 0.0)
+    assert main(["export", str(finished), str(tmp_path / "m.onnx")]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f"{file}, with a check against PyTorch; this can take {time}\n")
+    assert (f"the mean of {count} models" in printed.out) == (count > 1)
 
 
 def test_model_without_a_trained_head_is_refused(tmp_path):

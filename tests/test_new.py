@@ -1,6 +1,10 @@
 """smallvit new: what it finds in a folder of images, and that the recipe that it writes can be trained."""
 
+import ast
 import random
+import re
+import shlex
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -11,9 +15,11 @@ from PIL import Image, ImageDraw
 from smallvit.__main__ import main
 from smallvit.commands import inspection, new
 from smallvit.commands.inspection import groups_of, inspect_images
-from smallvit.commands.recipe_template import literal, recipe_text
+from smallvit.commands.recipe_template import QUICK_ARMS, literal, recipe_text
 from smallvit.components import function
+from smallvit.launch import plan
 from smallvit.recipe import load_recipe, smoke_test_runs
+from smallvit.report.page import sections
 from smallvit.train import fit
 
 
@@ -57,11 +63,25 @@ def parts():
                 draw(kind, f"parts/{part}/{kind}/{number}.png", (32, 32))
 
 
-def written(folder: str, digits: bool = False):
+def written(folder: str, digits: bool = False, quick: bool = False, change=lambda text: text):
     """Write the recipe of a folder, without an estimate of the time, and return the loaded module."""
     file = Path(f"{folder}.py")
-    file.write_text(recipe_text(inspect_images(Path(folder), digits), folder), encoding="utf-8")
+    file.write_text(change(recipe_text(inspect_images(Path(folder), digits), folder, quick)), encoding="utf-8")
     return load_recipe(file.resolve())
+
+
+@pytest.fixture
+def estimates(monkeypatch):
+    """The arms of which steps were measured for an estimate of the time. A run takes 60 s, with DINO 600 s."""
+    measured = []
+
+    def estimate(run, device):
+        measured.append(run)
+        return 600.0 if function(run.objective).__name__ == "DINO" else 60.0
+
+    monkeypatch.setattr(plan, "estimate", estimate)
+    monkeypatch.setattr("smallvit.launch.local.cores", lambda: 2)
+    return measured
 
 
 def baseline(module):
@@ -81,7 +101,7 @@ def test_recipe_of_gray_images_uses_all_techniques_with_five_folds():
     assert {*arms.values()} == {30}  # 6 passes of 5 folds
     expected = "augmentation mixup CutMix SPT LSA ToMe DINO distillation dropout"
     assert {f"+{arm}" for arm in expected.split()} <= {*arms} and "+class weights" not in arms
-    assert module.__doc__.startswith("Which techniques help") and "Expected  Write here" in module.__doc__
+    assert module.__doc__.startswith("Which techniques help")
     assert "within reach, with equally many of each class: 10" in Path("gray.py").read_text()
 
 
@@ -124,10 +144,11 @@ def test_command_line_from_the_folder_to_the_report(make):
     assert Path("runs/smoke", make.__name__, "report", "report.html").exists() or [*Path("runs").rglob("report.html")]
 
 
-def test_command_prints_what_it_found_and_never_overwrites(capsys):
+def test_command_prints_what_it_found_and_never_overwrites(capsys, estimates):
     photos()
     assert main(["new", "photos", "--data", "photos"]) == 0
     printed = capsys.readouterr().out
+    assert "skip_broken=True" not in printed
     for text in (
         "56 images of 3 classes: circle 40, line 4, square 12",
         "classes are unequal",
@@ -136,8 +157,9 @@ def test_command_prints_what_it_found_and_never_overwrites(capsys):
         "1 file cannot be read and will be left out",
         "circle/patient_001_7.jpg",
         "20 groups, such as 'patient_000'",
+        r'the pattern is group_by=r"(?i)(.*?patient[_ -]?\d+)(?:\D.*)?";',
         "2 folds instead of 5, because the smallest class has 2 groups",
-        "wrote photos.py: 14 arms, ",
+        "wrote photos.py\n14 arms and 4 references and earlier runs, ",
         "smallvit run photos.py --dry-run",
     ):
         assert text in printed, text
@@ -148,7 +170,7 @@ def test_command_prints_what_it_found_and_never_overwrites(capsys):
 
 
 def test_names_and_paths_of_the_recipe(monkeypatch):
-    monkeypatch.setattr(new, "planned", lambda file: "planned")
+    monkeypatch.setattr(new, "planned", lambda *arguments: "planned")
     gray()
     Path("gray").rename("2 gray")
     assert main(["new", "--data", "2 gray"]) == 0 and Path("images_2_gray.py").exists()
@@ -167,8 +189,110 @@ def test_folders_without_a_comparison_are_refused(capsys):
     assert main(["new", "--data", "one"]) == 2 and "one class, 'circle'" in capsys.readouterr().err
     draw("square", "one/square/1.png")
     assert main(["new", "--data", "one"]) == 2 and "class 'square' in one has 1 images that can be read" in capsys.readouterr().err
-    assert main(["new", "--data", "missing"]) == 2 and "there is no such folder" in capsys.readouterr().err
+    assert main(["new", "--data", "missing"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"smallvit: there is no folder {Path('missing').absolute()}; expected") and "folds=" not in error
     assert not [*Path().glob("*.py")]
+
+
+# The text of the recipe
+
+
+@pytest.mark.parametrize("make", [gray, photos, parts], ids=lambda make: make.__name__)
+def test_nothing_of_an_arm_stays_when_its_lines_are_deleted(make):
+    """All arms but the baseline are deleted: no comment, option or import of another arm is left."""
+    make()
+
+    def without_arms(text: str) -> str:
+        arms = next(node.value for node in ast.parse(text).body if ast.unparse(node).startswith("arms ="))
+        lines = text.splitlines()
+        for key, value in reversed(list(zip(arms.keys[1:], arms.values[1:]))):
+            del lines[key.lineno - 1 : value.end_lineno]
+        return "\n".join(lines) + "\n"
+
+    module = written(make.__name__, change=without_arms)
+    text = Path(f"{make.__name__}.py").read_text()
+    assert {entry.arm for entry in module.RUNS if entry.role != "reference"} == {"scratch"}
+    left = "DINO koleo prototypes CutMix mixup SPT LSA ToMe stem Distill SmallCNN dropout merged shifted weight"
+    assert not [word for word in left.split() if word in text.partition("arms = {")[2].partition("# To be faster")[0]]
+    assert not [word for word in left.split() if word in text.partition("data = partial")[0]]
+    assert max(map(len, text.splitlines())) <= 128
+
+
+def test_arm_says_which_transforms_it_holds():
+    photos()
+    runs = {entry.arm: entry.run for entry in written("photos").RUNS}
+    held = {arm: [type(transform).__name__ for transform in run.augment] for arm, run in runs.items()}
+    assert held["+augmentation"] == ["Flip", "Warp", "Jitter", "RandomErasing"]
+    assert held["+mixup"] == ["Mixup"] and held["+CutMix"] == ["CutMix"]
+
+
+def test_report_shows_no_instruction_of_the_recipe_but_what_the_user_expects():
+    gray()
+    assert dict(sections(written("gray").__doc__)[1]).keys() == {"Setup"}
+    assert "# Expected  (your guess)\n" in Path("gray.py").read_text()
+    Path("gray").rename("own")
+    expects = lambda text: text.replace(' each.\n"""', ' each.\n\nExpected  Nothing helps.\n"""')  # noqa: E731
+    assert dict(sections(written("own", change=expects).__doc__)[1])["Expected"] == "Nothing helps."
+
+
+# What is printed after the file is written
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError('group_by=r"x" must match'), r'group_by=r"x" must match; change line \d+: group_by=r"\(\?i\)\(\.\*\?patient'),
+        (RuntimeError("no luck"), r"RuntimeError: no luck; change line \d+: data = partial\("),
+    ],
+    ids=["named option", "anything else"],
+)
+def test_recipe_that_cannot_be_planned_is_written_and_the_line_is_named(error, message, monkeypatch, capsys):
+    photos()
+
+    def estimate(run, device):
+        raise error
+
+    monkeypatch.setattr(plan, "estimate", estimate)
+    assert main(["new", "--data", "photos"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.endswith("wrote photos.py\n") and Path("photos.py").exists()
+    found = re.search(f"photos.py is written, but its runs cannot be planned: {message}", printed.err)
+    number, line = re.search(r"line (\d+): (.*)", found[0]).groups()
+    assert line in Path("photos.py").read_text().splitlines()[int(number) - 1]
+
+
+def test_estimate_measures_what_is_slower_than_the_baseline_and_names_it(capsys, estimates):
+    photos()
+    assert main(["new", "--data", "photos"]) == 0
+    printed = capsys.readouterr().out
+    # 6 passes of 2 folds: 14 arms, 3 references and the pretraining, of which the latter takes 10 times as long
+    assert "216 runs in all\nabout 2.7 h with 2 worker processes" in printed
+    assert "(measured: a few steps of scratch, +distillation, small CNN, initialization of +DINO; the others" in printed
+    assert len(estimates) == 4 and all(run.steps for run in estimates)
+    command = re.search(r"to make it smaller, delete arms; or take (\d+) runs \(about (.*?)\): smallvit (.*)", printed)
+    assert command[1] == "70" and command[2] == "35 min"
+    assert shlex.split(command[3]) == ["new", "photos_quick.py", "--data", "photos", "--quick"]
+
+
+@pytest.mark.parametrize(
+    ("make", "seeds", "verdicts"),
+    [
+        (gray, 10, "2 passes of 5 folds are enough for a verdict on a large difference"),
+        (photos, 10, "5 passes of 2 folds are enough for a verdict on a large difference"),
+        (parts, 6, "6 seeds are the fewest with which a verdict is possible"),
+    ],
+    ids=["gray", "photos", "parts"],
+)
+def test_quick_recipe_has_few_runs_that_can_still_be_judged(make, seeds, verdicts, capsys, estimates):
+    make()
+    options = Namespace(data=make.__name__, name=None, digits=False, quick=True)
+    assert new.main(options) == 0
+    module = load_recipe(Path(f"{make.__name__}.py").resolve())
+    assert [*dict.fromkeys(entry.arm for entry in module.RUNS if entry.role != "reference")] == [*QUICK_ARMS]
+    assert {entry.seed for entry in module.RUNS} == {*range(seeds)}
+    printed = capsys.readouterr().out
+    assert verdicts in printed and "--quick" not in printed and verdicts in Path(f"{make.__name__}.py").read_text()
 
 
 def test_images_with_transparency_and_more_than_8_bits():

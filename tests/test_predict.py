@@ -3,12 +3,13 @@
 import csv
 import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from toys import TINY_VIT
+from toys import TINY_VIT, write_recipe
 
 from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, fit, load, load_all, load_recipe
 from smallvit.__main__ import main
@@ -22,6 +23,23 @@ from smallvit import Run, SmallCNN, ablate, digits
 
 base = Run(data=digits, model=SmallCNN, val=50, steps=2, batch=16)
 RUNS = ablate({"scratch": base, "+slow": base.vary(lr=1e-4)}, labels=(100,), seeds=range(2), references=())
+'''
+WITH_REFERENCES = '''"""Does a ViT help?"""
+
+from functools import partial
+from smallvit import MAE, PatchEmbed, Run, ViT, ablate, digits
+
+base = Run(data=digits, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), val=50, steps=2)
+masked = base.vary(objective=partial(MAE, decoder_dim=16))
+RUNS = ablate({"scratch": base, "+small steps": base.vary(lr=1e-4), "masked": masked}, labels=(100,), seeds=range(1))
+'''
+FOLDS = '''"""Does a second arm help in a cross-validation?"""
+
+from functools import partial
+from smallvit import Run, SmallCNN, ablate, folder
+
+base = Run(data=partial(folder, path="pool", folds=2), model=SmallCNN, val=0, steps=1, batch=4)
+RUNS = ablate({"scratch": base, "+slow": base.vary(lr=1e-4)}, seeds=range(2), references=False)
 '''
 
 
@@ -86,7 +104,8 @@ def test_unreadable_files_are_listed_together(arm, images, tmp_path, capsys):
     table = tmp_path / "out.csv"
     assert main(["predict", str(arm / "seed0"), str(images), "-o", str(table)]) == 2
     error = capsys.readouterr().err
-    assert "2 of 12 files cannot be read" in error and "broken.png" in error and "torn.jpg" in error and "--skip-broken" in error
+    assert "2 of 12 files cannot be read" in error and "broken.png" in error and "torn.jpg" in error
+    assert "--skip-broken:" in error and "skip_broken" not in error
     assert not table.exists()
     assert main(["predict", str(arm / "seed0"), str(images), "-o", str(table), "--skip-broken"]) == 0
     assert len(rows(table.read_text())) == 10 and capsys.readouterr().err.count("skipped:") == 2
@@ -134,8 +153,10 @@ def test_several_runs_need_ensemble_or_seed(arm, images, capsys):
 
 
 def test_arm_of_a_recipe_is_found(workdir, images, capsys):
+    Path("runs/mine").mkdir(parents=True)
     assert main(["predict", "mine.py:+slow", str(images)]) == 2
-    assert "smallvit run mine.py --only 'arm=+slow'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "smallvit run mine.py --only 'arm=+slow'" in error and str(workdir / "runs" / "mine") in error and "--out" in error
     for entry in load_recipe("mine.py").RUNS:
         fit(entry.run, folder(entry, "runs", "mine"), tags=tags(entry, "mine"))
     assert main(["predict", "mine.py:+slow", str(images), "--seed", "1"]) == 0
@@ -169,6 +190,90 @@ def test_progress_bar_needs_a_terminal_and_many_files(terminal, copies, bar, arm
 
 
 # What cannot predict
+
+
+def test_recipe_without_an_arm_lists_those_that_predict(workdir, images, capsys):
+    write_recipe(WITH_REFERENCES)
+    for run in ("mine.py", "mine.py:", "mine"):
+        assert main(["predict", run, str(images)]) == 2
+        error = capsys.readouterr().err
+        name = run.rstrip(":")
+        listed = f'add the arm whose model is to be used: {name}:scratch, "{name}:+small steps", "{name}:small CNN"\n'
+        assert error.endswith(listed) and "there is no folder" not in error
+
+
+def test_file_name_of_a_recipe_is_corrected(workdir, images, capsys):
+    assert main(["predict", "mien.py", str(images)]) == 2
+    assert f"there is no file mien.py in {workdir}; did you mean 'mine.py'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mine.py:small", "CNN"], 'CNN is no file with images; did you mean "mine.py:small CNN" in quotes?'),
+        (["mine.py:pixels,", "nearest", "neighbour"], 'nearest is no file with images; did you mean "mine.py:pixels, nearest neighbour"'),
+        (["mine.py:small", "VGG"], "VGG is no file, no folder and no pattern"),
+        (["nowhere.py:small", "CNN"], "CNN is no file, no folder and no pattern"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_name_of_an_arm_without_quotes_is_guessed(words, message, workdir, images, capsys):
+    write_recipe(WITH_REFERENCES)
+    assert main(["predict", *words, str(images)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arm", "reason"),
+    [
+        ("pixels, logistic regression", "this reference is no trained network"),
+        ("pixels, nearest neighbour", "this reference is no trained network"),
+        ("masked", "its head was not trained on labels; train a run with this one as init=... on labels"),
+    ],
+)
+def test_arm_that_is_no_classifier_is_refused_and_others_are_named(arm, reason, workdir, images, capsys):
+    write_recipe(WITH_REFERENCES)
+    assert main(["predict", f"mine.py:{arm}", str(images)]) == 2
+    error = capsys.readouterr().err
+    assert f"{arm!r} cannot predict: {reason}" in error
+    assert error.endswith('arms that can: mine.py:scratch, "mine.py:+small steps", "mine.py:small CNN"\n')
+
+
+def test_runs_of_another_folder_are_looked_for_by_their_full_path(workdir, images, monkeypatch, capsys):
+    (workdir / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["predict", "../mine.py:+slow", str(images)]) == 2
+    error = capsys.readouterr().err
+    assert f"there is no folder {workdir / 'elsewhere' / 'runs' / 'mine'}" in error and "use --out" in error
+    assert "train" not in error
+
+
+def test_files_that_are_no_images_are_counted(arm, images, capsys):
+    for name in ("notes.txt", "more/table.csv", "more/LIST.TXT", "Makefile", ".hidden.txt"):
+        (images / name).write_text("text")
+    assert main(["predict", str(arm / "seed0"), str(images), str(images / "*.png")]) == 0
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if "ignored" in line]
+    assert lines == ["smallvit: 4 files that are no images are ignored: 2 .txt, 1 without a suffix, 1 .csv"]
+    assert len(rows(printed.out)) == 10
+
+
+def test_a_model_of_a_cross_validation_says_which_images_it_was_trained_without(workdir, images, capsys):
+    test = digits().test.open()
+    for index in range(8):
+        file = Path("pool", "ab"[index % 2], f"{index}.png")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(test.images[index, 0].numpy()).save(file)
+    write_recipe(FOLDS)
+    for entry in load_recipe("mine.py").RUNS:
+        if entry.arm == "+slow":
+            fit(entry.run, folder(entry, "runs", "mine"), tags=tags(entry, "mine"))
+    assert main(["predict", "mine.py:+slow", str(images), "--seed", "3"]) == 0
+    assert "+slow, seed 3 (fold 1 of pass 1: trained without the images of this fold)" in capsys.readouterr().err
+    assert main(["predict", "mine.py:+slow", str(images), "--ensemble", "--only", "pass=0"]) == 0
+    assert "the mean of 2 models" in capsys.readouterr().err
+    assert main(["predict", "runs/mine/all/slow", str(images), "--ensemble", "--only", "pass=0"]) == 2
+    assert "--only and --labels choose runs of RECIPE:ARM" in capsys.readouterr().err
 
 
 def test_folder_without_a_finished_run_is_refused(tmp_path, images, capsys):

@@ -34,7 +34,7 @@ from smallvit.record import (
 )
 
 FULL = Record(
-    recipe="spt_lsa", arm="+SPT (ä, \u2028, \"quoted\")", role="technique", labels=100, seed=3, status="finished",
+    recipe="spt_lsa", arm="+SPT (ä, 日本, \"quoted\")", role="technique", labels=100, seed=3, status="finished",
     fingerprint="0123456789abcdef", run={"lr": 1e-3, "augment": [{"make": "smallvit.augment.Warp", "rotate": 0.1 + 0.2}]},
     score="accuracy", val={"accuracy": 0.9}, test={"accuracy": 2 / 3, "nll": 5e-324}, test_reads=1, params=10**12,
     curve=[[10, 0.25, None], [20, 0.125, 1.0]], code={"sha256": "ab", "commit": None, "dirty": True}, versions={"torch": "2.15.0"},
@@ -146,7 +146,7 @@ def test_every_field_is_read_as_it_was_written(tmp_path):
     assert FULL.format == FORMAT == 2 and len(PLAIN) == 66
     write_record(tmp_path, FULL)
     again = read_record(tmp_path)
-    assert again == FULL and list(json.loads((tmp_path / RECORD).read_text())) == list(PLAIN)
+    assert again == FULL and list(json.loads((tmp_path / RECORD).read_text())) == [*PLAIN, "checksum"]
     assert type(again.test_reads) is int and type(again.curve[1][2]) is float
     write_records(tmp_path / "all.jsonl", [FULL, replace(FULL, seed=4)])
     assert read_records(tmp_path / "all.jsonl") == [FULL, replace(FULL, seed=4)]

@@ -183,7 +183,7 @@ def test_several_processes_lose_no_read(tmp_path):
 def test_damaged_file_of_reads_is_refused_by_line_and_kept(line, tmp_path):
     path = tmp_path / "reads.jsonl"
     log_test_read(path, SHORT, "a", "ab")
-    path.write_text(path.read_text() + line)
+    path.write_text(path.read_text() + line + "\n")
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"reads\.jsonl, line 2 is damaged"):
         log_test_read(path, SHORT, "a", "ab")

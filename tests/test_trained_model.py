@@ -29,7 +29,7 @@ from smallvit import (
     load,
 )
 from smallvit.data.images import HeldOut
-from smallvit.record import RECORD, WEIGHTS, read_record
+from smallvit.record import RECORD, WEIGHTS, checksum, read_record
 
 SHORT = Run(model=TINY_VIT, labels=300, val=50, steps=200, batch=32, lr=4e-3, augment=augment.digits())
 RUNS = {"CNN": SHORT.vary(model=SmallCNN, steps=60), "ViT": SHORT}
@@ -139,8 +139,10 @@ def replace_weights(folder: Path, change):
 
 
 def edit_record(folder: Path, **changes):
-    plain = json.loads((folder / RECORD).read_text())
-    (folder / RECORD).write_text(json.dumps({name: value for name, value in (plain | changes).items() if value != "gone"}))
+    """Change fields of a record as somebody does who also knows the hash of its content."""
+    plain = json.loads((folder / RECORD).read_text()) | changes
+    plain = {name: value for name, value in plain.items() if value != "gone"}
+    (folder / RECORD).write_text(json.dumps(plain | {"checksum": checksum(plain)}))
 
 
 def weights_of_another_run(folder: Path):

@@ -5,16 +5,19 @@ In the simulations two arms are exactly equal: one sees the left half of each im
 and each image is mirrored at random. A verdict about them is false.
 """
 
+import shutil
 from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 from toys import TINY_VIT
 
-from smallvit import Run, ablate, accuracy, knn, log_loss
+from smallvit import Run, SmallCNN, ablate, accuracy, folder, knn, log_loss
+from smallvit.commands.mistakes import image_names
 from smallvit.data import arrays
 from smallvit.data.folds import draw_folds
 from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
@@ -22,7 +25,7 @@ from smallvit.packing import pack_bits, pack_floats
 from smallvit.record import Record
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags, fit
-from smallvit.verdicts import compare, disagreements, next_looks, pooled
+from smallvit.verdicts import compare, disagreement_text, disagreements, next_looks, pooled
 from smallvit.verdicts.statistics import half_width, in_groups, of_folds, paired_variance, two_part_p
 
 K = 5
@@ -136,6 +139,28 @@ def test_disagreements_are_counted_over_passes():
     (found,) = disagreements(RECORDS, "b", "a")
     b, a = VALUES[1, 3], VALUES[0, 3]
     assert found.seeds[3] == ((b & a).sum(), (b & ~a).sum(), (~b & a).sum(), (~b & ~a).sum()) and len(found.seeds) == 8
+    text = disagreement_text([found])
+    assert "\n  pass      both" in text and "Of 8 passes, the images" in text and "seed" not in text
+
+
+def test_images_of_a_disagreement_are_shown_by_the_names_of_their_files(tmp_path):
+    for i in range(60):
+        file = tmp_path / "pool" / "xy"[i % 2] / f"{i:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(file)
+    base = Run(data=partial(folder, path=str(tmp_path / "pool"), folds=K), model=SmallCNN)
+    runs = ablate({"a": base, "b": base.vary(lr=1e-4)}, seeds=range(8), references=False)
+    names = image_names(runs, "b")
+    assert names[:2] == ["x/00.png", "x/02.png"] and len(names) == 60
+    (found,) = disagreements(RECORDS, "b", "a")
+    position, first, second = found.images[0]
+    lines = disagreement_text([found], names).splitlines()
+    assert lines[-len(found.images)] == f"  {names[position]}{first:>12}{second:>13}" and "positions" not in "".join(lines)
+    assert lines[-len(found.images) - 1].split() == ["image", "only", "first", "only", "second"]
+    shutil.rmtree(tmp_path / "pool")
+    folder.cache_clear()
+    assert image_names(runs, "b") is None
+    assert image_names(ablate({"a": Run(model=TINY_VIT)}), "a")[7] == "test image 7"
 
 
 # Tests of a difference

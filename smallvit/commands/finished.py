@@ -1,16 +1,19 @@
 """Finding the finished runs that predict, export and share are given: a folder, RECIPE:ARM, or hf:user/name."""
 
 import argparse
+import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from smallvit.ablation import ArmRun
 from smallvit.deploy.predict import Ensemble, finished_runs
 from smallvit.launch.scheduler import folder, recall
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe, only
-from smallvit.record import read_record
+from smallvit.record import Record, read_record
 from smallvit.train import load
-from smallvit.train.trained_model import HUB, ImageClassifier
+from smallvit.train.trained_model import HUB, ImageClassifier, trains_classifier
 
 from .stored import known_looks
 
@@ -24,8 +27,18 @@ def load_model(options: argparse.Namespace) -> ImageClassifier:
         print(f"smallvit: the mean of {len(folders)} models, which are loaded now", file=sys.stderr, flush=True)
         return Ensemble([load(each) for each in folders])
     model = load(one_folder(folders, options, "use --ensemble for the mean of all, or choose one with --seed"))
-    print(f"smallvit: {model.record.arm}, seed {model.record.seed}, {folders[0]}", file=sys.stderr)
+    print(f"smallvit: {model.record.arm}, {seed_text(model.record)}, {folders[0]}", file=sys.stderr)
     return model
+
+
+def seed_text(record: Record) -> str:
+    """Return the seed of a run as text. `record` holds the results of the run. In a cross-validation, where a seed is one fold
+    of a pass over all images, the text says that other images were left out of the training.
+    """
+    if not record.folds:
+        return f"seed {record.seed}"
+    number, fold = divmod(record.seed, record.folds)
+    return f"seed {record.seed} (fold {fold} of pass {number}: trained without the images of this fold)"
 
 
 def one_folder(folders: list[str], options: argparse.Namespace, advice: str) -> str:
@@ -43,13 +56,17 @@ def find_folders(options: argparse.Namespace) -> list[str]:
     ValueError if there is none.
 
     `options.run` is the folder of a run, a folder of runs that differ in the seed, RECIPE:ARM, or an address on the Hugging
-    Face Hub. `options.labels` and `options.seed` choose among several.
+    Face Hub. `options.labels`, `options.seed` and `options.only` choose among several.
+
+    Raises ValueError for a recipe without an arm, with the arms that it has.
     """
     name = options.run
     if name.startswith(HUB):
         return [name]
-    recipe, colon, arm = name.rpartition(":")
-    if not colon or Path(name).is_dir():
+    recipe, colon, arm = name.rpartition(":") if ":" in name else (name, "", "")
+    if Path(name).is_dir() or not (colon or is_recipe(name)):
+        if options.only or options.labels is not None:
+            raise ValueError(f"--only and --labels choose runs of RECIPE:ARM, and {name} is a folder; leave them out")
         folders = finished_runs(Path(name))
         seeds = {str(each): getattr(read_record(each), "seed", None) for each in folders}
         found = [each for each, seed in seeds.items() if options.seed in (None, seed)]
@@ -57,7 +74,51 @@ def find_folders(options: argparse.Namespace) -> list[str]:
             existing = ", ".join(map(str, seeds.values()))
             raise ValueError(f"{name} has no finished run of seed {options.seed}; it has the seeds {existing}")
         return found
+    if not arm:
+        known = able_arms(load_recipe(find_recipe(recipe)).RUNS)
+        raise ValueError(f"{recipe} is a recipe; add the arm whose model is to be used: {', '.join(quoted(recipe, known))}")
     return arm_folders(recipe, arm, options)
+
+
+def is_recipe(name: str) -> bool:
+    """Return whether a text on the command line means a recipe and not a folder: if it is the name of a recipe, or the path of
+    a Python file. The file need not exist.
+    """
+    try:
+        return Path(name).suffix == ".py" or bool(find_recipe(name))
+    except ValueError:
+        return False
+
+
+def able_arms(runs: Iterable[ArmRun]) -> list[str]:
+    """Return the names of the arms (variants) and references of a recipe whose models can predict classes. `runs` are its runs.
+    Those without a trained head cannot, such as a classifier of raw pixels.
+    """
+    return list(dict.fromkeys(entry.arm for entry in runs if trains_classifier(entry.run)))
+
+
+def quoted(recipe: str, arms: Iterable[str]) -> list[str]:
+    """Return RECIPE:ARM for each arm (variant) of a recipe, in double quotes where the shell needs them. `recipe` is the name
+    or path of the recipe.
+    """
+    names = [f"{recipe}:{arm}" for arm in arms]
+    return [name if re.fullmatch(r"[\w@%+=:,./-]+", name) else f'"{name}"' for name in names]
+
+
+def with_words(name: str, words: Sequence[str]) -> str:
+    """Return the text in quotes that somebody probably meant who wrote RECIPE:ARM without them, so that the shell cut the name
+    of the arm (variant) at its spaces. `name` is the first part, such as `cells.py:small`, and `words` are the following
+    arguments, such as `CNN`. The result is empty if no arm of the recipe has such a name.
+    """
+    recipe, colon, arm = name.rpartition(":")
+    if not colon or not is_recipe(recipe):
+        return ""
+    try:
+        arms = {entry.arm for entry in load_recipe(find_recipe(recipe)).RUNS}
+    except ValueError:
+        return ""
+    texts = (" ".join([arm, *words[: count + 1]]) for count in range(len(words)))
+    return next((f'"{recipe}:{text}"' for text in texts if text in arms), "")
 
 
 def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]:
@@ -65,18 +126,29 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
     of the command line: the folder of all runs, the number of labels and the seed. If some of these runs have not finished, a
     note on stderr says how many have.
 
-    Raises ValueError for an unknown recipe or arm, if no run has finished, and for several numbers of labels.
+    Raises ValueError for an unknown recipe or arm, for an arm that cannot predict, if no run has finished, and for several
+    numbers of labels.
     """
     path, out = find_recipe(recipe), Path(options.out)
     runs = load_recipe(path).RUNS
+    able = able_arms(runs)
     runs = with_looks(runs, known_looks(runs, out, path.stem))
     filters = [f"arm={arm}", *options.only, *([f"labels={options.labels}"] if options.labels is not None else [])]
     runs = [entry for entry in only(runs, filters) if options.seed in (None, entry.seed)]
+    if any(entry.arm == arm for entry in runs) and arm not in able:
+        raise ValueError(f"{arm!r} cannot predict: {reason_of(runs[0])}; arms that can: {', '.join(quoted(recipe, able))}")
     finished = [entry for entry in runs if (record := recall(entry, out, path.stem)) and record.finished]
     if not finished:
+        place = (out / path.stem).absolute()
+        if not place.is_dir():
+            raise ValueError(
+                f"there is no folder {place}, where the runs of {recipe} are looked for; use --out for the folder in which "
+                f"`smallvit run` stored them, such as --out {Path('path', 'to', 'runs')}"
+            )
         seed = f", seed {options.seed}" if options.seed is not None else ""
         command = f"smallvit run {recipe} --only 'arm={arm}'"
-        raise ValueError(f"no run of {arm}{seed} has finished in {out / path.stem}; train it with: {command}")
+        advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
+        raise ValueError(f"no run of {arm}{seed} has finished in {place}; {advice}")
     cells = {entry.cell: entry for entry in finished}
     if len(cells) > 1:
         listed = ", ".join(
@@ -91,3 +163,10 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
         text = f"note: {len(finished)} of {planned} runs of {arm} have finished; the others are left out"
         print(text, file=sys.stderr, flush=True)
     return [str(folder(entry, out, path.stem)) for entry in sorted(finished, key=lambda entry: entry.seed)]
+
+
+def reason_of(entry: ArmRun) -> str:
+    """Return why the model of a run cannot predict classes, as text. `entry` is the run of an arm or of a reference."""
+    if entry.role == "reference":
+        return "this reference is no trained network; it is a classifier of raw pixels or of untrained features"
+    return "its head was not trained on labels; train a run with this one as init=... on labels"

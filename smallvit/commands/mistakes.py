@@ -88,6 +88,27 @@ def show_mistakes(
     return "\n".join(lines)
 
 
+def image_names(runs: Sequence[ArmRun], arm: str) -> list[str] | None:
+    """Return the names of all test images in the order of the test set, or of all images in a cross-validation, as in the list
+    of the mistakes: the name of the file, or a text with the position. `runs` are the runs of a recipe, and `arm` is one of its
+    arms (variants), whose data set it is. The result is None if the data set cannot be loaded any more.
+    """
+    entry = next(entry for entry in runs if entry.arm == arm)
+    try:
+        data = entry.run.data()
+    except (OSError, ValueError):
+        return None
+    images: Images = data.train if data.folds else data.test.open()
+    return [name_of(images, position, position) for position in range(len(images))]
+
+
+def name_of(images: "Images", place: int, image: int) -> str:
+    """Return the name of a test image: that of its file, if there is one, or a text with its position. `place` is its position
+    in `images`, and `image` that in the test set.
+    """
+    return images.files[place] if images.files else f"test image {image}"
+
+
 def find_mistakes(entries: Sequence[ArmRun], out: Path, recipe: str) -> list[Mistake]:
     """Return the predictions for each test image, in the order of the test set, as a list. `entries` are the runs of one arm
     (variant), `out` is the folder of all results, and `recipe` is the name of the recipe.
@@ -109,7 +130,7 @@ def find_mistakes(entries: Sequence[ArmRun], out: Path, recipe: str) -> list[Mis
         guesses = probabilities.argmax(1).tolist()
         for place, image in enumerate(index):
             if image not in found:
-                name = images.files[place] if images.files else f"test image {image}"
+                name = name_of(images, place, image)
                 true = images.spec.classes[int(images.labels[place])]
                 found[image] = Mistake(image=image, name=name, true=true, pixels=images.pixels(slice(place, place + 1))[0])
             found[image].tested += 1

@@ -1,38 +1,69 @@
-"""smallvit new: images at a folder of images and write a recipe that compares all techniques on them."""
+"""smallvit new: images at a folder of images and write a recipe that compares all techniques on them, or three of them."""
 
 import argparse
+import re
+import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .inspection import FEWEST, Inspection, inspect_images
-from .recipe_template import recipe_text
+from .recipe_template import QUICK_ARMS, literal, possible_verdicts, recipe_text, seeds_of
+
+if TYPE_CHECKING:
+    from smallvit.ablation import ArmRun
 
 
 def main(options: argparse.Namespace) -> int:
     """Write a recipe file (a Python file that lists the runs of a comparison) for a folder of images. `options` are the
     arguments of the command line: `data` is the folder, `name` is the name or path of the new file (None: that of the folder),
-    and `digits` is True if mirroring an image changes its label. Return the exit status 0.
+    `digits` is True if mirroring an image changes its label, and `quick` is True for a recipe with three techniques and few
+    runs. Return the exit status 0.
 
-    Raises ValueError for a file that exists already, and for a folder from which no recipe can be made.
+    Raises ValueError for a folder that does not exist, for a file that exists already, and for a folder from which no recipe
+    can be made. If the recipe was written and its runs cannot be planned, the message names the line to change.
     """
     folder = Path(options.data).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
+    quick = getattr(options, "quick", False)
     file = recipe_file(options.name, folder)
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
     images = inspect_images(folder, options.digits)
     print("\n".join(findings(images)))
     shown = folder.resolve()
     with_relative = shown.is_relative_to(Path.cwd()) and shown != Path.cwd()
-    text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown))
+    text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown), quick)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
         raise ValueError(f"{file} cannot be written ({error}); choose another name") from error
-    print(f"wrote {file}: {planned(file)}")
+    print(f"wrote {file}", flush=True)
+    print("smallvit: measuring a few steps, to estimate the time", file=sys.stderr, flush=True)
+    try:
+        print(planned(file, images, "" if quick else quick_command(file, options)))
+    except Exception as error:  # of the recipe, of its data or of its models
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        advice = line_to_change(text, error)
+        raise ValueError(f"{file} is written, but its runs cannot be planned: {kind}{error}; {advice}") from error
     print(f"next: read it, write down what you expect, then smallvit run {file} --dry-run")
     return 0
+
+
+def line_to_change(text: str, error: Exception) -> str:
+    """Return which line of a recipe should be changed, as text. `text` is the content of the recipe file, and `error` is the
+    reason why its runs cannot be planned: the line is that of an option of `folder` which the error names, such as
+    `group_by=`. Without one, it is the line where the data set begins.
+    """
+    lines = dict(enumerate(text.splitlines(), 1))
+    options = {n: match[1] for n, line in lines.items() if (match := re.match(r"    (\w+)=", line))}
+    named = [n for n, option in options.items() if re.search(rf"\b{option}=", str(error))]
+    number = named[0] if named else next(n for n, line in lines.items() if line.startswith("data ="))
+    return f"change line {number}: {lines[number].strip()}"
 
 
 def recipe_file(name: str | None, folder: Path) -> Path:
@@ -72,14 +103,15 @@ def findings(images: Inspection) -> list[str]:
     lines.append(f"color modes of the files: {modes}; trained in {kind}{depth}")
     if images.broken:
         count = len(images.broken)
-        lines.append(f"{count:,} file{'s' * (count > 1)} cannot be read and will be left out (skip_broken=True):")
+        lines.append(f"{count:,} file{'s' * (count > 1)} cannot be read and will be left out:")
         lines += [f"    {reason}" for reason in [*images.broken.values()][:FEWEST]]
         lines += [f"    and {len(images.broken) - FEWEST:,} more"] * (len(images.broken) > FEWEST)
     if images.group_by:
         used = "images of one group stay on one side of a split"
         sentence = used if images.grouped else "the classes have too few groups for a split, so group_by is not used"
         lines.append(f"the file names show {images.groups:,} groups, such as {images.example!r}: {sentence}")
-        lines.append(f"    the pattern is {images.group_by!r}; correct group_by in the recipe if it is wrong")
+        wrong = "correct it in the recipe if it is wrong" if images.grouped else "write it into the recipe if you add images"
+        lines.append(f"    the pattern is group_by={literal(images.group_by)}; {wrong}")
     elif images.folds or images.test:
         lines.append("no groups were found in the file names; if several images show the same patient or object, set group_by")
     if images.folds and images.folds < 5:
@@ -88,18 +120,67 @@ def findings(images: Inspection) -> list[str]:
     return lines
 
 
-def planned(file: Path) -> str:
-    """Return a text about the recipe in `file`: the numbers of arms (variants) and runs, and a rough estimate of the time. A
-    few training steps of the baseline are measured for it.
+def quick_command(file: Path, options: argparse.Namespace) -> str:
+    """Return the command that writes a quick recipe beside the recipe `file`. `options` are the command-line arguments."""
+    name = file.with_name(f"{file.stem}_quick.py")
+    return shlex.join(["smallvit", "new", str(name), "--data", options.data, *["--digits"] * options.digits, "--quick"])
+
+
+def planned(file: Path, images: Inspection, smaller: str) -> str:
+    """Return a text about the recipe in `file`: the numbers of arms (variants) and runs, an estimate of the time, and which
+    verdicts are possible. `images` is what was found in the folder of images, and `smaller` is the command that writes a recipe
+    with fewer runs, of which the time is estimated, too. It is empty for such a recipe.
     """
     from smallvit.ablation import with_dependencies
     from smallvit.launch.local import cores
-    from smallvit.launch.plan import clock, estimate, parallel
+    from smallvit.launch.plan import clock, parallel
     from smallvit.recipe import load_recipe
 
     runs, _ = with_dependencies(load_recipe(file).RUNS)
+    seconds, measured = seconds_of_arms(runs)
     arms = Counter(entry.arm for entry in runs if entry.role in ("baseline", "technique"))
     jobs = min(cores(), len(runs))
-    total = parallel([estimate(runs[0].run, "cpu")] * len(runs), jobs)
-    time = f"about {clock(total)} with {jobs} worker processes if every run takes as long as the baseline"
-    return f"{len(arms)} arms, {len(runs):,} runs, {time}"
+
+    def time(entries: Sequence["ArmRun"]) -> str:
+        return clock(parallel([seconds[entry.arm] for entry in entries], jobs))
+
+    others = "; the others count like the first one" * (len(measured) < len(seconds))
+    lines = [
+        f"{len(arms)} arms and {len(seconds) - len(arms)} references and earlier runs, {len(runs):,} runs in all",
+        f"about {time(runs)} with {jobs} worker processes (measured: a few steps of {', '.join(measured)}{others})",
+        possible_verdicts(images, quick=not smaller),
+    ]
+    if smaller:
+        last = seeds_of(images, True) * (images.folds or 1)
+        few = [e for e in runs if e.seed < last and e.run.labels is None and (e.arm in QUICK_ARMS or e.role == "reference")]
+        lines.append(f"to make it smaller, delete arms; or take {len(few):,} runs (about {time(few)}): {smaller}")
+    return "\n".join(lines)
+
+
+def seconds_of_arms(runs: Sequence["ArmRun"]) -> tuple[dict[str, float], list[str]]:
+    """Return the estimated seconds of one run of each arm (variant), as a dict from its name, and the names of the arms that
+    were measured. `runs` are all runs of a recipe, with the earlier runs that they need.
+
+    Measured are the baseline, the small CNN, earlier runs such as pretraining, and techniques with another objective than the
+    baseline. The others get the seconds of the baseline: techniques that change one part of the model or of the images, and
+    classifiers of raw pixels, whose measurement would take longer than all the rest.
+    """
+    from smallvit.launch.plan import estimate
+    from smallvit.run import describe
+
+    def objective(entry: "ArmRun") -> str:
+        return describe(entry.run)["objective"]["call"]
+
+    first = {entry.arm: entry for entry in reversed(runs)}
+    baseline = next(entry for entry in runs if entry.role == "baseline")
+    found: dict[str, float] = {baseline.arm: estimate(baseline.run, "cpu")}
+    measured = [baseline.arm]
+    for arm, entry in reversed(first.items()):
+        if arm in found:
+            continue
+        if not entry.run.steps or (entry.role == "technique" and objective(entry) == objective(baseline)):
+            found[arm] = found[baseline.arm]
+        else:
+            found[arm] = estimate(entry.run, "cpu")
+            measured.append(arm)
+    return found, measured

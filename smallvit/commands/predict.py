@@ -5,10 +5,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from smallvit.deploy.predict import find_files, predict_files, table
+from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
 from smallvit.record import write_atomic
 
-from .finished import load_model
+from .finished import load_model, with_words
 
 BAR = 200  # a progress bar is shown for so many files; fewer are fast, and a notebook would keep each state of the bar
 
@@ -19,7 +19,17 @@ def main(options: argparse.Namespace) -> int:
     """
     from tqdm import tqdm
 
-    files = find_files(options.images)
+    try:
+        files = find_files(options.images)
+    except ValueError as error:
+        if meant := with_words(options.run, options.images):
+            raise ValueError(f"{options.images[0]} is no file with images; did you mean {meant} in quotes?") from error
+        raise
+    if ignored := ignored_files(options.images):
+        kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common(5))
+        more = ", ..." * (len(ignored) > 5)
+        files_are = "file that is no image is" if ignored.total() == 1 else "files that are no images are"
+        print(f"smallvit: {ignored.total():,} {files_are} ignored: {kinds}{more}", file=sys.stderr)
     model = load_model(options)
     print(f"smallvit: predicting {len(files):,} images", file=sys.stderr, flush=True)
     with tqdm(total=len(files), unit="image", disable=True if len(files) < BAR else None, leave=False) as bar:

@@ -1,30 +1,38 @@
-"""The text of a new recipe that compares all techniques on a folder of images."""
+"""The text of a new recipe that compares all techniques, or three of them, on a folder of images."""
 
-import ast
-
-import smallvit
+from textwrap import wrap
 
 from .inspection import Inspection
 
 BATCH = 32
 FEWEST_STEPS, MOST_STEPS, EPOCHS = 300, 1_000, 30
+QUICK_ARMS = ("scratch", "+augmentation", "+SPT", "+LSA")  # of a quick recipe
+QUICK_FOLDS = 10  # runs of each arm in a quick cross-validation: a test over single folds needs about so many
 
 
-def recipe_text(images: Inspection, path: str) -> str:
+def recipe_text(images: Inspection, path: str, quick: bool = False) -> str:
     """Return the text of a recipe file (a Python file that lists the runs of a comparison). `images` is what was found in the
-    folder of images, and `path` is the path of this folder as the recipe should write it.
+    folder of images, and `path` is the path of this folder as the recipe should write it. A `quick` recipe has only three
+    techniques, and as few runs as a verdict needs.
+
+    All names of smallvit are written as `sv.name`, so that an arm (variant) can be deleted or added without a change elsewhere.
     """
-    body = "\n\n".join([data_text(images, path), baseline_text(images), arms_text(images), runs_text(images)])
-    names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    used = sorted(names & {*smallvit.__all__}, key=lambda each: (not each.isupper(), not each[0].isupper(), each))
-    imports = "from functools import partial\n\nfrom smallvit import (\n" + "".join(f"    {each},\n" for each in used) + ")"
-    return f'"""{docstring(images, path)}"""\n\n{imports}\n\n{body}\n'
+    head = f'"""{docstring(images, path)}"""\n' + EXPECTED + "\nfrom functools import partial\n\nimport smallvit as sv"
+    parts = [data_text(images, path), baseline_text(images), arms_text(images, quick), runs_text(images, quick)]
+    return "\n\n".join([head, *parts]) + "\n"
+
+
+# A comment, and not a part of the docstring, because a report shows the docstring
+EXPECTED = """
+# Before the first run, write down which technique you expect to help, and by how many points. The report shows it if
+# it is the last paragraph of the text above, in this form:
+# Expected  (your guess)
+"""
 
 
 def docstring(images: Inspection, path: str) -> str:
-    """Return the docstring of the recipe: the question, the setup and what the user expects, which is left to write.
-
-    images, path  what was found in the folder of images, and the path of this folder
+    """Return the docstring of the recipe: the question and the setup. `images` is what was found in the folder of images, and
+    `path` is the path of this folder.
     """
     count = sum(map(sum, (of_class.values() for of_class in images.counts.values())))
     unit = "groups of images" if images.grouped else "images"
@@ -40,8 +48,7 @@ def docstring(images: Inspection, path: str) -> str:
     return (
         f"Which techniques help a small ViT on the images in {shown}?\n\n"
         f"Setup     Data: {count:,} images of {len(images.classes)} classes at {size}; {split}.\n"
-        "          Arms: a small ViT from scratch (scratch), and the same ViT with one technique each.\n\n"
-        "Expected  Write here, before the first run, which technique you expect to help, and by how many points.\n"
+        "          Arms: a small ViT from scratch (scratch), and the same ViT with one technique each.\n"
     )
 
 
@@ -72,7 +79,7 @@ def data_text(images: Inspection, path: str) -> str:
             "    # This pattern takes everything before the first _ of the file name; see also groups= of `folder`.",
             '    # group_by=r"([^_]+)_.*",',
         ]
-    return "data = partial(\n    folder,\n" + "\n".join(lines) + "\n)"
+    return "data = partial(\n    sv.folder,\n" + "\n".join(lines) + "\n)"
 
 
 def literal(value: object) -> str:
@@ -89,12 +96,12 @@ def baseline_text(images: Inspection) -> str:
     steps = min(max(round(EPOCHS * images.training / BATCH, -2), FEWEST_STEPS), MOST_STEPS)
     lines = [
         f"patch = {images.patch}  # side of a patch in pixels: {tokens} patches in an image",
-        "scratch = Run(",
+        "scratch = sv.Run(",
         "    data=data,",
         "    model=partial(",
-        "        ViT,",
-        "        tokenizer=partial(PatchEmbed, patch=patch),",
-        "        block=partial(Block, mlp_ratio=2.0),",
+        "        sv.ViT,",
+        "        tokenizer=partial(sv.PatchEmbed, patch=patch),",
+        "        block=partial(sv.Block, mlp_ratio=2.0),",
         "        dim=48,",
         "        depth=4,",
         "        heads=4,",
@@ -106,7 +113,7 @@ def baseline_text(images: Inspection) -> str:
     if not validates(images):
         lines.append("    val=0,  # no validation images: nothing is chosen on them, and so all images are trained on")
     if images.unequal:
-        lines.append("    evaluators=(balanced_accuracy, accuracy),  # the first one judges: every class counts the same")
+        lines.append("    evaluators=(sv.balanced_accuracy, sv.accuracy),  # the first one judges: every class counts the same")
     return "\n".join([*lines, ")"])
 
 
@@ -117,85 +124,163 @@ def validates(images: Inspection) -> bool:
     return "val" in images.counts or (not images.folds and images.smallest >= 10)
 
 
-def arms_text(images: Inspection) -> str:
-    """Return the lines of the recipe that define the arms (variants), in groups with a comment for each group."""
-    color = images.channels == 3
-    if images.digits:
-        photos, crops = "augment.digits()", "augment.digit_crops(local=0)"
-    elif images.unit:
-        photos, crops = "augment.photos()", f"augment.photo_crops(local=0{'' if color else ', colour=False'})"
-    else:  # the transforms of brightness and contrast expect pixels in [0, 1]
-        photos, crops = "(augment.Flip(), augment.Warp(shift=0.125, scale=0.1))", ""
-    shifted = images.patch > 1
-    stem = max(images.patch.bit_length() - 1, 1)
+def arms_text(images: Inspection, quick: bool) -> str:
+    """Return the lines of the recipe that define the arms (variants). `images` is what was found in the folder of images. Each
+    arm is one line or one block, with its comments in it, so that nothing of it stays if it is deleted. A `quick` recipe has
+    only some of the arms.
+    """
+    arms = techniques(images)
+    names = [name for name in arms if name in QUICK_ARMS] if quick else [*arms]
+    if quick and "+SPT" not in arms:
+        names.insert(1, "+conv stem")
     lines = [
-        "cnn = scratch.vary(model=SmallCNN)",
-        *(
-            [
-                "pretraining = scratch.vary(  # on the same images, without their labels",
-                "    objective=partial(DINO, koleo=0.1, prototypes=64, momentum=0.97),",
-                f"    augment={crops},",
-                "    unlabelled=True,",
-                "    batch=64,",
-                "    clip=0.0,",
-                "    ema=0.0,",
-                "    evaluators=(knn,),",
-                ")",
-            ]
-            if crops
-            else []
-        ),
-        "",
         "arms = {",
-        '    "scratch": scratch,  # the first arm is the baseline',
-        "    # more varied images: random deformations, mirroring or colors; mixtures of two images; smoothed labels",
-        f'    "+augmentation": scratch.vary(augment={photos}),',
-        '    "+mixup": scratch.vary(augment=(augment.Mixup(),)),',
-        '    "+CutMix": scratch.vary(augment=(augment.CutMix(),)),',
-        '    "+label smoothing": scratch.vary(augment=(augment.SmoothLabels(amount=0.1),)),',
-        "    # other tokens: shifted patches (SPT), a convolutional stem",
-        *(['    "+SPT": scratch.vary(tokenizer=partial(ShiftedPatchEmbed, patch=patch)),'] if shifted else []),
-        f'    "+conv stem": scratch.vary(tokenizer=partial(ConvStem, layers={stem})),',
-        "    # other attention: a learned temperature, and no attention of a token to itself (LSA)",
-        '    "+LSA": scratch.vary(attention=LocalityAttention),',
-        "    # regularization: dropout, stochastic depth",
-        '    "+dropout": scratch.vary(dropout=0.1, block=partial(Block, mlp_ratio=2.0, dropout=0.1)),',
-        '    "+stochastic depth": scratch.vary(drop_path=0.1),',
-        "    # fewer tokens: similar ones are merged (ToMe), which saves multiply-adds",
-        '    "+ToMe": scratch.vary(reduction=partial(Merge, r=0.2)),',
-        *(["    # learning without labels first (DINO)", '    "+DINO": scratch.vary(init=pretraining),'] if crops else []),
-        "    # learning from a trained model (distillation): a small CNN with the same labels",
-        '    "+distillation": scratch.vary(objective=Distill, teacher=cnn),',
+        "    # Each entry is an arm, complete in itself: delete those that do not interest you.",
+        '    "scratch": scratch,  # the first arm is the baseline, with which the others are compared',
     ]
-    if images.unequal:
-        lines += [
-            "    # classes of different sizes: every class has the same weight in the loss",
-            '    "+class weights": scratch.vary(objective=partial(Supervised, class_weight="balanced")),',
-        ]
+    for name in names:
+        code, comment = arms[name]
+        lines.append(f'    "{name}": {code},' + f"  # {comment}" * bool(comment))
     return "\n".join([*lines, "}"])
 
 
-def runs_text(images: Inspection) -> str:
-    """Return the lines of the recipe that list its runs: numbers of labels and seeds."""
+def techniques(images: Inspection) -> dict[str, tuple[str, str]]:
+    """Return the code and the comment of each arm (variant) except the baseline, as a dict by the name of the arm. A comment is
+    empty where the code has comments inside. `images` is what was found in the folder of images, on which the choice depends.
+    """
+    arms = {
+        "+augmentation": (augmentation(images), ""),
+        "+mixup": ("scratch.vary(augment=(sv.augment.Mixup(),))", "two images and their labels are mixed"),
+        "+CutMix": ("scratch.vary(augment=(sv.augment.CutMix(),))", "a part of an image is that of another one"),
+        "+label smoothing": ("scratch.vary(augment=(sv.augment.SmoothLabels(amount=0.1),))", "labels less sure than 0 and 1"),
+        "+SPT": ("scratch.vary(tokenizer=partial(sv.ShiftedPatchEmbed, patch=patch))", "shifted patches"),
+        "+conv stem": (
+            f"scratch.vary(tokenizer=partial(sv.ConvStem, layers={max(images.patch.bit_length() - 1, 1)}))",
+            "convolutions in place of patches",
+        ),
+        "+LSA": (
+            "scratch.vary(attention=sv.LocalityAttention)",
+            "a learned temperature, and no attention of a token to itself",
+        ),
+        "+dropout": (
+            "scratch.vary(dropout=0.1, block=partial(sv.Block, mlp_ratio=2.0, dropout=0.1))",
+            "some features are 0",
+        ),
+        "+stochastic depth": ("scratch.vary(drop_path=0.1)", "blocks are left out at random"),
+        "+ToMe": (
+            "scratch.vary(reduction=partial(sv.Merge, r=0.2))",
+            "similar tokens are merged, which saves multiply-adds",
+        ),
+        "+DINO": (pretraining(images), ""),
+        "+distillation": (
+            "scratch.vary(objective=sv.Distill, teacher=scratch.vary(model=sv.SmallCNN))",
+            "learns from a CNN",
+        ),
+        "+class weights": (
+            'scratch.vary(objective=partial(sv.Supervised, class_weight="balanced"))',
+            "every class has the same weight in the loss",
+        ),
+    }
+    impossible = {
+        "+SPT": images.patch < 2,
+        "+DINO": not (images.digits or images.unit),  # its transforms of color expect pixels in [0, 1]
+        "+class weights": not images.unequal,
+    }
+    return {name: arm for name, arm in arms.items() if not impossible.get(name)}
+
+
+def augmentation(images: Inspection) -> str:
+    """Return the code of the arm with augmented images. `images` is what was found in the folder of images, on which the
+    transforms depend.
+    """
+    if images.digits:
+        lines = ["augment=sv.augment.digits(),  # rotated, zoomed, sheared, shifted and bent, and never mirrored"]
+    else:
+        colors = [
+            "    sv.augment.Jitter(brightness=0.2, contrast=0.2),",
+            "    sv.augment.RandomErasing(probability=0.25),  # a rectangle is set to black",
+        ]
+        lines = [
+            "augment=(  # mixup and CutMix are arms of their own; augment.photos() has everything together"
+            if images.unit
+            else "augment=(",
+            "    sv.augment.Flip(),  # mirrored",
+            "    sv.augment.Warp(shift=0.125, scale=0.1),  # shifted and zoomed",
+            *(colors if images.unit else []),  # which expect pixels in [0, 1]
+            "),",
+        ]
+    return "scratch.vary(\n" + "".join(f"        {line}\n" for line in lines) + "    )"
+
+
+def pretraining(images: Inspection) -> str:
+    """Return the code of the arm that is first trained without labels. `images` is what was found in the folder of images."""
+    colors = "" if images.channels == 3 else ", colour=False"
+    crops = "digit_crops(local=0)" if images.digits else f"photo_crops(local=0{colors})"
+    lines = [
+        "scratch.vary(",
+        "    init=scratch.vary(  # first trained on the same images without their labels (DINO)",
+        "        objective=partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97),",
+        f"        augment=sv.augment.{crops},",
+        "        unlabelled=True,",
+        "        batch=64,",
+        "        clip=0.0,",
+        "        ema=0.0,",
+        "        evaluators=(sv.knn,),",
+        "    ),",
+        ")",
+    ]
+    return "\n    ".join(lines)
+
+
+def seeds_of(images: Inspection, quick: bool) -> int:
+    """Return the number of seeds, or of passes over all images in a cross-validation. `images` is what was found in the folder
+    of images. A `quick` recipe has the fewest with which a verdict is possible.
+    """
+    if not images.folds:
+        return 6 if quick else 8
+    return max(2, -(-QUICK_FOLDS // images.folds)) if quick else 6
+
+
+def possible_verdicts(images: Inspection, quick: bool) -> str:
+    """Return a sentence that says which verdicts the runs of a recipe allow. `images` is what was found in the folder of
+    images, and a `quick` recipe has the fewest runs with which a verdict is possible.
+    """
+    count = seeds_of(images, quick)
+    if images.folds and quick:
+        return (
+            f"{count} passes of {images.folds} folds are enough for a verdict on a large difference: fewer than 6 passes are "
+            "tested over single folds, which finds about half as many real differences"
+        )
+    if quick:
+        return f"{count} seeds are the fewest with which a verdict is possible, on a large difference"
+    unit = f"passes of {images.folds} folds" if images.folds else "seeds"
+    return f"{count} {unit} allow a verdict on each technique; fewer make one less likely"
+
+
+def runs_text(images: Inspection, quick: bool) -> str:
+    """Return the lines of the recipe that list its runs: numbers of labels and seeds. `images` is what was found in the folder
+    of images, and a `quick` recipe has fewer seeds.
+    """
     most = images.smallest * len(images.classes)
     numbers = [n for n in (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000) if 2 * len(images.classes) <= n <= most]
     numbers = [n for n in numbers if n <= images.training // 2][-3:]
     fewer = [f"{n:_}" for n in numbers]
-    labels = [fewer[0], "None"] if images.training >= 1_000 and fewer else ["None"]
+    labels = [fewer[0], "None"] if images.training >= 1_000 and fewer and not quick else ["None"]
     reach = f"; within reach, with equally many of each class: {', '.join(fewer)}" if fewer else ""
-    seeds = (
-        f"    seeds=range(6),  # passes: {images.folds} runs of each arm in a pass, so that every image is tested once"
-        if images.folds
-        else "    seeds=range(8),"
-    )
+    each = f"  # passes: {images.folds} runs of each arm in a pass, so that every image is tested once" if images.folds else ""
+    text = possible_verdicts(images, quick)
+    comment = [
+        f"{text}. Choose the number before the first run." if quick else f"To be faster, delete arms first. {text}.",
+        "With fewer steps, an arm may learn nothing; the references (raw pixels, a small CNN) show it. "
+        'references=["small CNN"] keeps only that one.',
+    ]
     return "\n".join(
         [
-            "# To be faster, delete arms first. Fewer seeds or folds make a verdict less likely. With fewer steps, an arm may",
-            "# learn nothing; the references (raw pixels, a small CNN) show it, and references=False leaves them out.",
-            "RUNS = ablate(",
+            *(f"# {line}" for part in comment for line in wrap(part, 116)),
+            "RUNS = sv.ablate(",
             "    arms,",
             f"    labels=[{', '.join(labels)}],  # None: all labelled images{reach}",
-            seeds,
+            f"    seeds=range({seeds_of(images, quick)}),{each}",
             ")",
         ]
     )

@@ -1,6 +1,7 @@
-"""smallvit run: train the runs of a recipe and write its report."""
+"""smallvit run: train the runs of a recipe, or one part of them, and write its report."""
 
 import argparse
+import shlex
 import shutil
 import sys
 import time
@@ -11,14 +12,18 @@ from pathlib import Path
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.autotune import autotune
+from smallvit.launch.gpus import VISIBLE, gpu_workers
 from smallvit.launch.launcher import check_device
+from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.scheduler import Damaged, recall
+from smallvit.launch.shards import BUSY, divide
 from smallvit.looks import with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
+from smallvit.record import Record
 
-from .report import collect, scaled, status, write_report
+from .report import collect, scale_option, scaled, status, write_report
 from .stored import known_looks
 from .until_decided import begin, check_options, train_until_decided
 
@@ -27,10 +32,21 @@ def main(options: argparse.Namespace) -> int:
     """Train the runs of a recipe file (a Python file that lists the runs of a comparison), and write the report. `options` are
     the arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
 
-    Runs that have finished earlier are not trained again. `--until-decided` adds seeds to arms without a verdict.
+    Runs that have finished earlier are not trained again. `--until-decided` adds seeds to arms without a verdict. `--shard`
+    trains only one part of the runs and writes no report.
     """
-    check_device(options.device)
     check_options(options)
+    check_combined(options)
+    gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device) if options.gpus else []
+    with environment_variables({VISIBLE: gpus[0]} if gpus else {}):  # on which this process measures the speed, if it does
+        check_device(options.device)
+        return run(options, gpus)
+
+
+def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
+    """Train the runs of a recipe file and write the report, as `main` says. `options` are the arguments of the command line,
+    and `gpus` is the GPU of each worker process (a process that trains runs), with the option `--gpus`. Return the exit status.
+    """
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
@@ -45,6 +61,9 @@ def main(options: argparse.Namespace) -> int:
     if options.smoke:
         runs = recipe_runs = smoke_test_runs(runs)
         out = out / "smoke"
+    if options.shard:
+        runs = shard_runs(runs, recipe_runs, options)
+        out = out / "shard-{}-of-{}".format(*options.shard) if options.smoke else out  # shards must not delete each other's
     given = parse_numerics(options.numerics)
 
     def finished(entry: ArmRun) -> bool:
@@ -54,12 +73,15 @@ def main(options: argparse.Namespace) -> int:
         return not options.smoke and record is not None and record.finished
 
     if options.dry_run:
-        print(plan(runs, options.jobs, options.device, finished, recipe_runs, time.perf_counter() - options.started))
+        jobs = len(gpus) or options.jobs
+        print(plan(runs, jobs, options.device, finished, recipe_runs, time.perf_counter() - options.started))
         if faster := [name for name in ("stack", "fast") if getattr(options, name)]:
             print(f"the time is that without --{' and --'.join(faster)}; the runs may be faster with it")
         if options.until_decided and looks:
             print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")
         return 0
+    if not runs:  # of this shard
+        return end_shard([], options)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -68,7 +90,10 @@ def main(options: argparse.Namespace) -> int:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # a smoke test trains again each time
     for arm, tokens in tokens_left(runs).items():
         print(f"{arm}: {tokens}")
-    train = trainer(options, out, path, recipe_runs, given)
+    train = trainer(options, out, path, recipe_runs, given, gpus)
+    if options.shard:
+        train(runs, recipe_runs)
+        return end_shard(collect(runs, out, path.stem), options)
     if options.until_decided and looks:
         recipe_runs = train_until_decided(declared, runs, looks, train, options, out, path.stem)
         runs = only(recipe_runs, options.only)
@@ -83,13 +108,55 @@ def main(options: argparse.Namespace) -> int:
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
 
 
+def check_combined(options: argparse.Namespace):
+    """Raise ValueError if the options `--shard` (train one part of the runs) and `--per-gpu` (worker processes on a GPU) cannot
+    be combined with the other options. `options` are the arguments of the command line.
+    """
+    if options.per_gpu is not None and not options.gpus:
+        raise ValueError(f"--per-gpu {options.per_gpu} needs --gpus; add --gpus all, or remove --per-gpu")
+    if options.shard and options.until_decided:
+        raise ValueError(
+            "--shard and --until-decided cannot be combined: each look needs the results of all shards; remove one of them"
+        )
+
+
+def shard_runs(runs: Sequence[ArmRun], recipe_runs: Sequence[ArmRun], options: argparse.Namespace) -> list[ArmRun]:
+    """Return the runs of the shard (one of several independent parts) that the option `--shard` names, and print how many they
+    are. `runs` are the runs of all shards, `recipe_runs` are all runs of the recipe, and `options` are the command-line
+    arguments.
+
+    The division depends on `--only` and `--stack`, which must be the same for all shards, and not on what has finished.
+    """
+    index, count = options.shard
+    shards = divide(runs, recipe_runs, count, options.stack or 1)
+    chosen, used = shards[index - 1], sum(map(bool, shards))
+    few = f"; only {used} shards have runs: the other runs need one of theirs first" * (used < min(count, len(runs)))
+    print(f"shard {index}/{count}: {len(chosen)} of {len(runs)} runs{few}", file=sys.stderr)
+    return chosen
+
+
+def end_shard(records: Sequence[Record], options: argparse.Namespace) -> int:
+    """Print which runs of a shard (one of several independent parts of a recipe) did not finish, and how to write the report,
+    which needs all shards. Return the exit status: 0 if all runs of the shard have finished or their external weights are
+    unavailable, 75 if another process trains the others, otherwise 1. `records` are the results of the runs, and `options` are
+    the command-line arguments.
+    """
+    if records:
+        status(records)
+    command = shlex.join(["smallvit", "report", options.recipe, "--out", options.out]) + scale_option(options.scale_steps)
+    advice = "a smoke test of a shard has no report" if options.smoke else f"when all shards have ended: {command}"
+    print("shard {}/{} has ended; {}".format(*options.shard, advice))
+    left = {record.status for record in records} - {"finished", "unavailable"}
+    return BUSY if left == {"missing"} else int(bool(left))
+
+
 def trainer(
-    options: argparse.Namespace, out: Path, recipe: Path, recipe_runs: Sequence[ArmRun], given: dict
+    options: argparse.Namespace, out: Path, recipe: Path, recipe_runs: Sequence[ArmRun], given: dict, gpus: Sequence[str]
 ) -> Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]:
     """Return a function that trains runs as the command line says. The function has two parameters: the runs to train, and all
     runs of the recipe, which may contain earlier runs that they need. `options` are the command-line arguments, `out` is the
-    results folder, `recipe` is the path of the recipe file, `recipe_runs` are its runs, and `given` has the values of
-    `--numerics`, such as the precision.
+    results folder, `recipe` is the path of the recipe file, `recipe_runs` are its runs, `given` has the values of
+    `--numerics`, such as the precision, and `gpus` is the GPU of each worker process, with the option `--gpus`.
 
     With `--fast`, a few training steps of `recipe_runs` are measured here, once, to find the fastest settings for this machine.
     The options in `given` are not changed.
@@ -98,7 +165,8 @@ def trainer(
     if options.fast:
         given |= {"stack": options.stack} if options.stack else {}
         print("fast: measuring a few steps with each kernel, precision and stack size", file=sys.stderr)
-        numerics, stack, reason = autotune(recipe_runs, out / recipe.stem, options.jobs, options.device, given)
+        jobs = len(gpus) or options.jobs
+        numerics, stack, reason = autotune(recipe_runs, out / recipe.stem, jobs, options.device, given)
         print(f"fast: {reason}")
 
     def train(runs: Sequence[ArmRun], recipe_runs: Sequence[ArmRun]):
@@ -109,6 +177,7 @@ def trainer(
             recipe_runs=recipe_runs,
             source=recipe,
             jobs=options.jobs,
+            gpus=gpus,
             stack=stack,
             device=options.device,
             numerics=numerics,

@@ -42,8 +42,12 @@ def share(
     private  True: only you can see the model on the hub
 
     Raises   ValueError for a run that cannot be loaded, for a model without a trained head, for components that are not part of
-             smallvit, for a folder that is not empty, and if the upload fails.
+             smallvit, for a folder that is not empty, if a package for `onnx` is missing, and if the upload fails.
     """
+    if onnx:
+        from .onnx import check_packages
+
+        check_packages()
     trained = load(run)
     trained.check_classes()
     if foreign := custom_components(trained.record.run):

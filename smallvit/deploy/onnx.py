@@ -87,8 +87,7 @@ def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None
     exported, and if a difference is above 1e-5.
     """
     path, preprocess = Path(path), classifier.preprocess
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"got the file {path}; expected a name that ends in .onnx or .pt2")
+    check_target(path)
     can_resize = preprocess.channels in (1, 3)
     if resize and not can_resize:
         raise ValueError(f"images with {preprocess.channels} channels cannot be resized inside the file; use fixed-size input")
@@ -106,6 +105,29 @@ def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None
     return difference
 
 
+def check_target(path: str | Path):
+    """Raise ValueError if no model can be written to the file `path`: if it has another suffix than `.onnx` or `.pt2`, if it is
+    a folder, and if a package that the export needs is missing.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"got the file {path}; expected a name that ends in .onnx or .pt2")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; expected the name of a file to write")
+    if path.suffix == ".onnx":
+        check_packages()
+
+
+def check_packages():
+    """Raise ValueError if a package that the export to ONNX needs is missing."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401  torch.onnx.export needs it
+    except ImportError as error:
+        raise ValueError(f"export to ONNX needs the package {error.name}: pip install 'smallvit[export]'") from error
+
+
 Runner = Callable[[Tensor], Tensor]  # computes probabilities from pixels with the exported file
 
 
@@ -115,12 +137,10 @@ def onnx_file(module: PixelsToProbabilities, metadata: dict[str, str]) -> tuple[
 
     Raises ValueError if a package is missing or the model cannot be exported.
     """
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401  torch.onnx.export needs it
-    except ImportError as error:
-        raise ValueError(f"export to ONNX needs the package {error.name}: pip install 'smallvit[export]'") from error
+    check_packages()
+    import onnx
+    import onnxruntime
+
     example, shapes = example_input(module)
     options = {"input_names": ["images"], "output_names": ["probabilities"], "verbose": False}
     try:

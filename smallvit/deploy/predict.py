@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from glob import glob
 from pathlib import Path
@@ -89,8 +90,7 @@ def find_files(names: Iterable[str]) -> list[str]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            listed = sorted(file for file in path.rglob("*") if is_image(file.name) and file.is_file())
-            files = [str(file) for file in listed if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+            files = [str(file) for file in visible_files(path) if is_image(file.name)]
         else:
             files = [name] if path.exists() else sorted(file for file in glob(name, recursive=True) if Path(file).is_file())
         if not files:
@@ -98,6 +98,21 @@ def find_files(names: Iterable[str]) -> list[str]:
             raise ValueError(f"{name} {what}; expected image files, folders with images, or patterns such as 'scans/*.png'")
         found |= dict.fromkeys(files)
     return list(found)
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and its subfolders, sorted, without hidden files and those in hidden folders."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+
+
+def ignored_files(names: Iterable[str]) -> Counter[str]:
+    """Return how many files `find_files` leaves out of the folders among the texts `names`, because they do not have the suffix
+    of an image, for each suffix.
+    """
+    folders = [Path(name) for name in names if Path(name).is_dir()]
+    files = dict.fromkeys(file for folder in folders for file in visible_files(folder) if not is_image(file.name))
+    return Counter(file.suffix.lower() for file in files)
 
 
 class Predictions(NamedTuple):
@@ -141,8 +156,8 @@ def predict_files(
         more = f"\n  and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
         listed = "".join(f"\n  {reason}" for reason in list(broken.values())[:SHOWN])
         raise ValueError(
-            f"{len(broken)} of {len(files)} files cannot be read; remove them, or leave them out with --skip-broken "
-            f"(skip_broken=True):{listed}{more}"
+            f"{len(broken)} of {len(files)} files cannot be read; remove them, or leave them out with --skip-broken:"
+            f"{listed}{more}"
         )
     if not read:
         raise ValueError(f"none of the {len(files)} files can be read; the first: {next(iter(broken.values()))}")

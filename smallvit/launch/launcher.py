@@ -29,6 +29,7 @@ def launch(
     recipe_runs: Iterable[ArmRun] = (),
     source: str | Path | None = None,
     jobs: int | None = None,
+    gpus: Sequence[str] = (),
     stack: int = 1,
     device: str = "cpu",
     numerics: Numerics = DEFAULT,
@@ -51,6 +52,8 @@ def launch(
     recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
     source       the recipe file, if it defines components that the runs use
     jobs         number of worker processes; None means one for each core
+    gpus         the GPU of each worker process, as a value of CUDA_VISIBLE_DEVICES. A GPU that occurs twice is used by two
+                 processes. There are then as many processes as values, and `jobs` does not count
     engine       a function that creates the `Engine` that trains the runs, from `Settings` and a number of groups of runs. None
                  means the worker processes of this machine
     stack        train so many runs that differ only in their seed and learning rate as one model. This is faster for small
@@ -77,8 +80,9 @@ def launch(
         return record.status == "unavailable" or (retry and not record.finished)
 
     if engine is None:
-        engine = partial(LocalEngine, jobs=jobs)
-        process_context(device)  # the server of the workers imports torch while the records are read
+        engine = partial(LocalEngine, jobs=jobs, gpus=gpus)
+        if not gpus:
+            process_context(device)  # the server of the workers imports torch while the records are read
     schedule = Scheduler(
         runs,
         out,

@@ -1,4 +1,4 @@
-"""Training on this machine: one worker process for each core, with one thread each.
+"""Training on this machine: one worker process for each core or for each GPU, with one thread each.
 
 Runs are independent and every worker has one thread, so the results are bitwise equal for any number of workers. A worker gets
 a run as plain JSON and leaves a record.
@@ -8,31 +8,36 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from smallvit.record import Record
 
 from .engine import Engine, Killed, Settings
+from .gpus import VISIBLE
 from .scheduler import Task
+from .status import remove_progress
 
 
 class LocalEngine(Engine):
     """Trains runs in worker processes of this machine, each with one thread. `settings` are the `Settings` of the runs,
     `groups` is the largest number of groups of runs that could be trained at once, and `jobs` the number of processes; None
-    means one for each core.
+    means one for each core. `gpus` is the GPU of each process, as a value of CUDA_VISIBLE_DEVICES. If there are such values,
+    they decide the number of processes.
     """
 
-    def __init__(self, settings: Settings, groups: int, jobs: int | None = None):
+    def __init__(self, settings: Settings, groups: int, jobs: int | None = None, gpus: Sequence[str] = ()):
         for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; torch.set_num_threads does not reach them all
             os.environ[f"{library}_NUM_THREADS"] = "1"
-        self.slots = max(1, min(jobs or cores(), groups))
-        context = process_context(settings.device)
-        self.workers = [Worker(context, settings) for _ in range(self.slots)]
+        self.slots = max(1, min(len(gpus) or jobs or cores(), groups))
+        context = get_context("spawn") if gpus else process_context(settings.device)
+        variables = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
+        self.workers = [Worker(context, settings, variables[slot]) for slot in range(self.slots)]
         self.busy: dict[Future, Worker] = {}
 
     def start(self, group: list[int], tasks: list[Task]):
@@ -58,6 +63,9 @@ class LocalEngine(Engine):
             worker.kill()
         for worker in self.workers:
             worker.pool.shutdown(wait=True, cancel_futures=True)
+        for worker in self.busy.values():  # whose runs were interrupted
+            for place in worker.folders:
+                remove_progress(place)
 
 
 def process_context(device: str) -> Any:
@@ -93,21 +101,36 @@ def ignore_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context manager inside which the environment has additional `variables`, for processes that are started there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 class Worker:
     """A worker process (a process that trains runs) and the runs that it is training at the moment. If the process dies, it is
     therefore known which runs were interrupted.
 
     Each worker has a process pool of its own, which is why the parent knows this.
 
-    context   the multiprocessing context
-    settings  what is the same for all runs
-    group     positions of the runs that it trains
-    progress  shared array with one number: the steps done, or -1 before the worker has begun
+    context    the multiprocessing context
+    settings   what is the same for all runs
+    variables  environment variables that only this process has, such as the GPU that it uses
+    group      positions of the runs that it trains
+    folders    the folders of these runs
+    progress   shared array with one number: the steps done, or -1 before the worker has begun
     """
 
-    def __init__(self, context: Any, settings: Settings):
-        self.context, self.settings = context, settings
+    def __init__(self, context: Any, settings: Settings, variables: Mapping[str, str] | None = None):
+        self.context, self.settings, self.variables = context, settings, dict(variables or {})
         self.group: list[int] = []
+        self.folders: list[Path] = []
         self.restart()
 
     def restart(self):
@@ -117,7 +140,8 @@ class Worker:
         from .worker import prepare
 
         self.progress = self.context.RawArray("d", 1)  # without a lock, which a killed worker would keep
-        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, dict(os.environ)))
+        environment = dict(os.environ) | self.variables
+        self.pool = ProcessPoolExecutor(1, self.context, prepare, (self.progress, environment))
 
     def start(self, group: list[int], tasks: list[Task]) -> Future:
         """Send a group of runs to the worker process, and return a future of their results. `group` are the positions of these
@@ -125,9 +149,10 @@ class Worker:
         """
         from .worker import work
 
-        self.group, self.progress[0] = group, -1
+        self.group, self.folders, self.progress[0] = group, [task.folder for task in tasks], -1
         try:
-            return self.pool.submit(work, tasks, self.settings)
+            with environment_variables(self.variables):  # the pool starts its process here, which then imports torch
+                return self.pool.submit(work, tasks, self.settings)
         except BrokenProcessPool:  # the process died while it was idle
             self.restart()
             return self.start(group, tasks)

@@ -32,7 +32,7 @@ class Bar:
 
         self.runs, self.todo = runs, len(todo)
         self.ended, self.steps, self.started = len(runs) - len(todo), 0.0, False
-        self.scores: dict[tuple[str, str], list[float]] = {}
+        self.scores: dict[tuple[str, str], tuple[float, int]] = {}  # arm and condition -> sum and number of the accuracies
         self.percent = True  # scores are shares, shown in percent
         for entry, record in zip(runs, found):
             self.add_score(entry, record)
@@ -44,12 +44,14 @@ class Bar:
         self.show_progress()
 
     def add_score(self, entry: ArmRun, record: Record | None):
-        """Add the validation accuracy of a run to the list of its arm (variant), whose mean is shown. `entry` is the run, and
+        """Add the validation accuracy of a run to those of its arm (variant), whose mean is shown. `entry` is the run, and
         `record` holds its results, or is None. Nothing is added for a run that has not finished, or for a reference model,
         which is trained only for orientation.
         """
         if record is not None and record.finished and record.role != "reference" and record.val:
-            self.scores.setdefault((record.arm, entry.condition), []).append(record.val[record.score])
+            cell = record.arm, entry.condition
+            total, count = self.scores.get(cell, (0.0, 0))
+            self.scores[cell] = total + record.val[record.score], count + 1
             self.percent &= not record.lower_is_better
 
     def run_ended(self, entry: ArmRun, record: Record | None):
@@ -93,7 +95,7 @@ class Bar:
         (variant) in the current condition, such as the number of labelled images.
         """
         current = list(self.scores)[-1][1] if self.scores else ""
-        shown = {arm: sum(values) / len(values) for (arm, condition), values in self.scores.items() if condition == current}
+        shown = {arm: total / count for (arm, condition), (total, count) in self.scores.items() if condition == current}
         means = [f"{arm} {100 * mean:.1f}" if self.percent else f"{arm} {mean:.3f}" for arm, mean in shown.items()]
         scores = f", {current}, validation: {'  '.join(means)}" if means else ""
         return f"{self.ended}/{len(self.runs)} runs{scores}"

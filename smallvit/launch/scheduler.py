@@ -4,12 +4,10 @@ A run is identified by its position in one list: the requested runs, then the ru
 a record on disk, also if it failed. So nothing is lost when a process dies.
 """
 
-import json
-import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +15,15 @@ from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import describe_value
 from smallvit.pretrained import Unavailable, Weights
-from smallvit.record import Record
+from smallvit.record import Record, can_lock
 from smallvit.run import Run, describe, fingerprint
-from smallvit.train.fit import Tags, new_record
+from smallvit.train.checkpoint import runs_in
+from smallvit.train.fit import Tags
 
 from .progress import Bar
+from .results import Damaged, Killed, blocked_by, folder, is_interruption, recall, record_failure, tags
 
-LONGEST_NAME = 100  # characters of an arm in the name of its folder
+__all__ = ["Damaged", "Killed", "Scheduler", "Task", "dependencies_first", "folder", "recall", "record_failure", "tags"]
 
 
 class Task(NamedTuple):
@@ -37,28 +37,6 @@ class Task(NamedTuple):
     dependencies: dict[str, Path]
 
 
-class Killed(RuntimeError):
-    """Error for runs whose worker process was killed, or whose machine was lost, while it trained them. It is not their fault,
-    so they are tried once more.
-    """
-
-
-class Damaged(ValueError):
-    """Error for a run whose results or weights file is damaged, so that the run must be trained again. `files` are the files to
-    rename. The first one is the damaged file.
-    """
-
-    def __init__(self, *files: Path):
-        super().__init__(f"{files[0]} is damaged")
-        self.files = files
-
-    def set_aside(self):
-        """Rename the damaged files to `*.damaged`, and print a note. After that, the run can be trained again."""
-        for path in self.files:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
-        print(f"note: {self}; renamed to *.damaged, and the run is trained again", file=sys.stderr)
-
-
 class Scheduler:
     """The queue of the runs to train, which decides which run is trained next. It knows which runs have finished, and which
     earlier runs each run needs, such as pretraining.
@@ -67,7 +45,8 @@ class Scheduler:
     out, recipe  the runs lie in the folder `out/recipe`
     recipe_runs  all runs of the recipe. A dependency that is one of them keeps its arm and its folder
     try_again    a function of a record: whether a run that has this record is trained once more
-    stack        the largest number of runs, equal except for seed and learning rate, that are trained together
+    stack        the largest number of runs, equal except for seed and learning rate, that are trained together. Runs that were
+                 trained together when they were interrupted are trained together again
     full_stacks  train as many runs together as `stack` allows, also if other workers then have nothing to do. Which runs are
                  trained together, and so how they round, then does not depend on the number of workers
     fail_fast    start no further run after the first failure
@@ -103,10 +82,10 @@ class Scheduler:
         for index, place in enumerate(self.folders):
             first = places.setdefault(place, index)
             self.same_run.setdefault(first, []).append(index)
-        self.records = [self.existing_record(entry) for entry in self.runs]
+        self.records = [self.existing_record(entry, place) for entry, place in zip(self.runs, self.folders)]
         unfinished = [entry.run for entry, record in zip(self.runs, self.records) if record is None or not record.finished]
         self.unavailable = unavailable_weights(unfinished)
-        untrained = [index for index in self.same_run if (record := self.records[index]) is None or try_again(record)]
+        untrained = [index for index in self.same_run if is_untrained(self.records[index], try_again)]
         todo = [index for index in untrained if index < self.requested]
         while more := [index for index in untrained if index not in todo and self.is_needed(index, todo)]:
             todo += more
@@ -118,18 +97,43 @@ class Scheduler:
         self.queue, self.in_training = dependencies_first(todo, self.dependencies), set[int]()
         self.stopped = False  # by fail_fast
         self.alone = set[int]()  # runs that are not stacked any more, because a stack with them has failed
+        self.tried = set[int]()  # runs that were interrupted in this launch, and are not tried once more
+        self.stacks = self.interrupted_stacks()
         self.stack_keys = [e.run.stack_key if stack > 1 else index for index, e in enumerate(self.runs)]
+        with suppress(OSError):
+            can_lock(next(place for place in (Path(out), *Path(out).absolute().parents) if place.exists()))
         self.bar = Bar(self.runs, self.records, todo)
 
-    def existing_record(self, entry: ArmRun) -> Record | None:
-        """Return the record (results) of a run from its folder, or None if there is none. Damaged files are renamed to
-        `*.damaged`, and the result is then None.
+    def existing_record(self, entry: ArmRun, place: Path) -> Record | None:
+        """Return the record (results) of a run from its folder `place`, or None if there is none. Damaged files are renamed to
+        `*.damaged`, and the result is then None. A checkpoint beside the record of a finished run is deleted: a kill has left
+        it.
         """
         try:
-            return recall(entry, self.out, self.recipe)
+            record = recall(entry, self.out, self.recipe)
         except Damaged as error:
             error.set_aside()
             return None
+        if record is not None and record.finished:
+            with suppress(OSError):
+                (place / records.CHECKPOINT).unlink(missing_ok=True)
+        return record
+
+    def interrupted_stacks(self) -> dict[int, list[int]]:
+        """Return which waiting runs were trained together as one model (a stack) when they were interrupted, as a dict from the
+        position of each of these runs to the positions of all runs of its stack, in their order. Only together they can be
+        continued from their checkpoint, so they form a group again.
+
+        Stacks with a run that is not to be trained now, or with more runs than `stack` allows, are left out: their runs start
+        again.
+        """
+        found: dict[int, list[int]] = {}
+        for names in [names for index in self.queue if self.stack > 1 and (names := checkpoint_runs(self.folders[index]))]:
+            waiting = {fingerprint(self.runs[index].run): index for index in self.queue if index not in found}
+            if 1 < len(names) <= self.stack and waiting.keys() >= set(names):
+                group = [waiting[name] for name in names]
+                found |= {index: group for index in group}
+        return found
 
     def check_data(self, data: Callable):
         """Load a data set, and raise ValueError if its images or labels have changed since earlier runs were trained on it. The
@@ -185,16 +189,32 @@ class Scheduler:
                 self.queue.remove(index)
                 self.end_run(index, record_failure(self.runs[index], self.out, self.recipe, obstacle) if obstacle else None)
                 continue
-            key = self.stack_keys[index]
-            rate = self.runs[index].run.lr
-            equal = [i for i in ready if self.stack_keys[i] == key and i not in self.alone and self.is_free(i)]
-            equal.sort(key=lambda i: self.runs[i].run.lr != rate)  # stable: seeds of one arm first
-            share = self.stack if self.full_stacks else -(-len(ready) // workers)  # leaves enough runs for the other workers
-            group = [index] if index in self.alone else equal[: min(self.stack, share)]
+            group = self.stacks.get(index) or self.new_group(index, ready, workers)
+            if any(i not in ready or not self.is_free(i) for i in group):  # a stack that cannot be continued as it was
+                self.part(group)
+                continue
             self.queue = [other for other in self.queue if other not in group]
             self.in_training.update(group)
             return group
         return []
+
+    def new_group(self, index: int, ready: Sequence[int], workers: int) -> list[int]:
+        """Return the positions of the runs that are trained together with a run. `index` is its position, `ready` are those of
+        all runs that can start, and `workers` is the number of processes.
+        """
+        if index in self.alone:
+            return [index]
+        key, rate = self.stack_keys[index], self.runs[index].run.lr
+        taken = {*self.alone, *self.stacks}
+        equal = [i for i in ready if self.stack_keys[i] == key and i not in taken and self.is_free(i)]
+        equal.sort(key=lambda i: self.runs[i].run.lr != rate)  # stable: seeds of one arm first
+        share = self.stack if self.full_stacks else -(-len(ready) // workers)  # leaves enough runs for the other workers
+        return equal[: min(self.stack, share)]
+
+    def part(self, group: Sequence[int]):
+        """Forget that runs were trained together. `group` are their positions."""
+        for index in group:
+            self.stacks.pop(index, None)
 
     def ready(self) -> list[int]:
         """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
@@ -236,20 +256,28 @@ class Scheduler:
         """Process what a worker process returned. `group` are the positions of the runs that it trained, in the list of all
         runs. `result` is the list of their records (results), or an exception.
 
-        If a stack fails, or if the worker of a run is killed for the first time, each of its runs is tried once more, alone.
+        What was no fault of the runs, such as a killed worker or a full disk, is tried once more: a stack with the same runs,
+        so that it continues from its checkpoint. If a stack fails, or if its worker is killed twice, each of its runs is tried
+        alone.
         """
         self.in_training.difference_update(group)
-        killed = isinstance(result, Killed)
+        interrupted = is_interruption(result)
         if isinstance(result, list):
             for index, record in zip(group, result):
                 self.end_run(index, record)
         elif self.stopped:
             pass  # the runs keep their checkpoints and can be resumed
-        elif len(group) > 1 or (killed and group[0] not in self.alone):
+        elif interrupted and self.tried.isdisjoint(group):
+            self.tried.update(group)
+            self.stacks |= {index: [*group] for index in group if len(group) > 1}
+            self.queue[:0] = group
+        elif len(group) > 1 and (isinstance(result, Killed) or not interrupted):
+            self.part(group)
             self.alone.update(group)
             self.queue[:0] = group
         else:
-            self.end_run(group[0], record_failure(self.runs[group[0]], self.out, self.recipe, result))
+            for index in group:
+                self.end_run(index, record_failure(self.runs[index], self.out, self.recipe, result))
 
     def end_run(self, index: int, record: Record | None):
         """Store the record (results) of a run that has ended, and update the progress bar. `index` is the position of the run
@@ -261,9 +289,26 @@ class Scheduler:
         self.bar.run_ended(self.runs[index], record)
         if record is not None and self.show:
             self.show(record)
-        if record is not None and self.fail_fast and record.status == "failed":
+        if record is not None and self.fail_fast and record.status in ("failed", "interrupted"):
             self.queue.clear()
             self.stopped = True
+
+
+def is_untrained(record: Record | None, try_again: Callable[[Record], bool]) -> bool:
+    """Return whether a run is to be trained. `record` is the record (results) that it has, or None. Runs that were interrupted,
+    and runs whose external weights were unavailable, are always tried again; others if `try_again(record)` is True.
+    """
+    return record is None or record.status in records.RETRIED or try_again(record)
+
+
+def checkpoint_runs(place: Path) -> list[str]:
+    """Return the fingerprints of the runs in the checkpoint in a folder, or an empty list if there is none. There are several
+    if they were trained together as one model.
+    """
+    try:
+        return runs_in(place / records.CHECKPOINT)
+    except OSError:
+        return []
 
 
 def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
@@ -286,23 +331,6 @@ def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int
     return list(order)
 
 
-def blocked_by(earlier: dict[str, Record | None]) -> Exception | None:
-    """Return the error that prevents the training of a run: an earlier run that it needs has failed. Return None if there is no
-    such error. `earlier` is a dict with the records (results) of these earlier runs.
-
-    Its keys are "init" and "teacher".
-
-    The first dependency without success decides. None as its record means that another process trains it.
-    """
-    for field, record in earlier.items():
-        if record is None:
-            return None
-        if not record.finished:
-            kind = Unavailable if record.status == "unavailable" else RuntimeError
-            return kind(f"its {'initialization' if field == 'init' else 'teacher'} failed: {record.error}")
-    return None
-
-
 def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
     """Download the pretrained weights that these runs use. Return a dict from the weights that could not be obtained to the
     error.
@@ -316,124 +344,12 @@ def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
     return found
 
 
-def tags(entry: ArmRun, recipe: str) -> Tags:
-    """Return the place of a run in the comparison, as a `Tags` object: the recipe, the arm (variant), its role (such as
-    "baseline" or "technique"), its baseline, the training length, the tuning, and the looks (numbers of seeds at which the
-    comparison is tested). `entry` is the run, and `recipe` is the name of the recipe file.
-    """
-    looks = None if entry.looks is None else list(entry.looks)
-    return Tags(recipe, entry.arm, entry.role, entry.baseline, entry.length, entry.tuning, looks)
-
-
-def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseException) -> Record | None:
-    """Save the record (settings and error) of a run that failed with `error`, and return this record. `entry` is the run, `out`
-    is the folder of all results, and `recipe` is the name of the recipe file.
-
-    The record contains the Python traceback of the worker process.
-
-    Returns None if another process trains the run. The record of a finished run is never replaced; it is returned.
-    """
-    from filelock import FileLock, Timeout
-
-    if isinstance(error, Timeout):
-        return None
-    status, reason, traceback = "failed", f"{type(error).__name__}: {error}", None
-    if isinstance(error, Killed):
-        reason = "the worker process was killed twice (out of memory?)"
-    elif isinstance(error, Unavailable):
-        status, reason = "unavailable", str(error)
-    elif error.__cause__ is not None:  # concurrent.futures puts the traceback of the worker there, in triple quotes
-        traceback = str(error.__cause__).strip().removeprefix('"""').removesuffix('"""').strip()
-    record, place = new_record(entry.run, tags(entry, recipe), status, reason, traceback), folder(entry, out, recipe)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        with FileLock(place / ".lock", timeout=0):
-            done = recall(entry, out, recipe)
-            if done is not None and done.finished:
-                return done
-            records.write_record(place, record)
-    except Timeout:
-        return None
-    except (OSError, ValueError) as problem:
-        record.error = f"{reason}; and {problem}"
-    return record
-
-
-def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
-    """Return the record (results) of a run from its folder, or None if there is none. `entry` is the run. `out` is the folder
-    of all results, and `recipe` is the name of the recipe file.
-
-    Arm, role and baseline are replaced by those that the recipe gives the run now. The looks (numbers of seeds at which the
-    comparison is tested) of the stored record stay if the run has none.
-
-    Raises Damaged if the record cannot be read, or if the weights of a finished run differ from the record. Raises ValueError
-    if the folder holds another run, or a record of another version of smallvit.
-    """
-    place = folder(entry, out, recipe)
-    try:
-        record = records.read_record(place)
-    except (OSError, ValueError) as error:
-        if of_another_version(place / records.RECORD):
-            raise
-        raise Damaged(place / records.RECORD) from error
-    if record is None:
-        return None
-    if record.fingerprint != fingerprint(entry.run):
-        raise ValueError(f"{place} holds another run than {entry.arm!r}; move it away, or choose another --out folder")
-    if record.finished and records.damaged_weights(place, record):
-        raise Damaged(place / records.WEIGHTS, place / records.RECORD)
-    current = tags(entry, recipe)
-    return replace(record, **current._replace(looks=current.looks or record.looks)._asdict())
-
-
-def of_another_version(path: Path) -> bool:
-    """Return whether the record (saved results) of a run is intact, but has other fields, because another version of smallvit
-    has written it. `path` is the file of the record. The result is False if the file is damaged.
-    """
-    try:
-        plain = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    if not isinstance(plain, dict) or not plain.keys() >= set(records.NEEDED):
-        return False
-    return plain.get("format", 1) != records.FORMAT or bool(plain.keys() - {field.name for field in fields(Record)})
-
-
 def warn_other_version(found: Iterable[Record | None]):
     """Print how many runs were trained by another version of smallvit. `found` holds the records (saved results) of the runs,
     or None for a run without results. Records of other versions are still used.
     """
     current = records.code()["sha256"]
-    count = sum(record is not None and bool(record.code) and record.code["sha256"] != current for record in found)
+    count = sum(record is not None and bool(record.code) and record.code.get("sha256") != current for record in found)
     if count:
         text = f"note: {count} runs were trained by another version of smallvit; a new --out folder trains them again"
         print(text, file=sys.stderr)
-
-
-def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
-    """Return the path of the folder of a run: `out/recipe/labels/arm/seed-fingerprint`. It contains the number of labelled
-    images, the arm (variant), the seed and a hash of the settings.
-
-    Different runs have different folders, and the names are readable for people. If there is no record in this folder, but the
-    same run has one under another name of the arm, the result is that folder: the arm was renamed.
-
-    The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
-    them lie in `dependencies`, because different comparisons may give them different names.
-    """
-    arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", entry.arm)[:LONGEST_NAME].strip("-.") or "arm"
-    labels = "all" if entry.labels is None else str(entry.labels)
-    arms, name = Path(out, recipe, labels), f"seed{entry.seed}-{fingerprint(entry.run)[:8]}"
-    place = arms / ("dependencies" if entry.role == "dependency" else arm) / name
-    if entry.role == "dependency" or (place / records.RECORD).exists():
-        return place
-    others = [path.parent for path in sorted(arms.glob(f"*/{name}/{records.RECORD}")) if path.parts[-3] != "dependencies"]
-    return next((other for other in others if holds(other, entry.run)), place)
-
-
-def holds(place: Path, run: Run) -> bool:
-    """Return whether a folder has an intact record (saved results) of a run. `place` is the folder, and `run` is the run."""
-    try:
-        record = records.read_record(place)
-    except (OSError, ValueError):
-        return False
-    return record is not None and record.fingerprint == fingerprint(run)

@@ -22,6 +22,7 @@ from smallvit.train import fit_stacked
 
 from .engine import Settings
 from .scheduler import Task
+from .status import ProgressFiles
 
 records.code()  # hash the files as they were imported: they may be edited while this worker trains
 PROGRESS: Any = [0.0]  # steps done, shared with the parent process
@@ -54,13 +55,15 @@ def work(tasks: list[Task], settings: Settings) -> list[Record]:
     `tasks` has the settings and the folder of each run, and `settings` what is the same for all runs: the recipe file, the
     device, the numerics, and what is measured.
 
-    The recipe file is needed if it defines components that the runs use.
+    The recipe file is needed if it defines components that the runs use. While the runs are trained, the file `progress.json`
+    in their folders says how far they are.
 
     An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
     """
 
     def watch(step: int, accuracy: float | None):
         PROGRESS[0] = step * len(tasks)
+        files.watch(step, accuracy)
 
     PROGRESS[0] = 0
     if settings.source is not None:
@@ -69,7 +72,8 @@ def work(tasks: list[Task], settings: Settings) -> list[Record]:
     options = settings._asdict() | {"tags": tags, "watch": watch, "dependencies": dependencies}
     del options["source"]
     try:
-        return fit_stacked([rebuild(run) for run in runs], folders, **options)
+        with ProgressFiles(tasks) as files:
+            return fit_stacked([rebuild(run) for run in runs], folders, **options)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))

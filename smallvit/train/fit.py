@@ -17,9 +17,12 @@ from smallvit.numerics import DEFAULT, Numerics
 from smallvit.passes import check_same_fold
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
+from smallvit.storage import locked, remove_leftovers, temporary
 
+from . import checkpoint
 from .evaluation import evaluate, test_part
 from .loop import Training, Watch, train
+from .publish import publish
 from .read_log import log_test_read
 from .stack import NotStackable, Stack
 from .trained_model import save_weights
@@ -84,6 +87,7 @@ def fit(
     options = numerics, validation_only, reads
     with prepare_training(run, Path(folder), tags, device, init, teacher, *options) as (training, close):
         if training is not None:
+            checkpoint.resume([training])
             train([training], training.train_step, watch)
         return close()
 
@@ -107,9 +111,13 @@ def fit_stacked(
     runs that each run needs.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
-    stacked, or that resume from different steps, are trained one after another. `dependencies` are the folders of the runs that
-    each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks during
-    training, which saves time if only the last score counts. See `fit` for the other parameters.
+    stacked, or that resume from checkpoints of their own, are trained one after another. `dependencies` are the folders of the
+    runs that each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks
+    during training, which saves time if only the last score counts. See `fit` for the other parameters.
+
+    A stack has one checkpoint, in the folder of its first run. If it is interrupted, calling this function with the same runs
+    in the same order continues it, and the weights are bitwise those of an uninterrupted stack. Runs of a stack that are then
+    trained alone, or with others, start again.
     """
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
     options = numerics, validation_only, reads, curves
@@ -122,11 +130,32 @@ def fit_stacked(
         ]
         members = [training for training, _ in opened_runs if training is not None]
         with suppress(NotStackable):
-            if len(members) > 1:
-                train(members, Stack(members).train_step, watch)
+            train_together(members, watch)
         for member in members:
             train([member], member.train_step, watch)  # returns at once for runs that the stack has finished
         return [close() for _, close in opened_runs]
+
+
+def train_together(members: Sequence[Training], watch: Watch):
+    """Resume the checkpoints of runs that differ only in their seed and learning rate, and train those that have not begun as
+    one model (a stack). `members` are the `Training` objects of the runs, and `watch` is called after each step. The others
+    are only resumed.
+
+    A checkpoint is also written before the first step, so that a stack is continued with the same runs whenever it is killed.
+    After the last step, each run gets a checkpoint of its own: from there, it can be scored without the others.
+
+    Raises NotStackable if the runs cannot be trained as one model.
+    """
+    resumed = bool(members) and checkpoint.resume(members)
+    group = members if resumed else [member for member in members if not member.ended]
+    if not resumed and (len(group) < 2 or any(member.step for member in group)):
+        return
+    stack = Stack(group, resumed=resumed)
+    if not resumed:
+        checkpoint.save(group, group[0].checkpoint_file)
+    train(group, stack.train_step, watch)
+    for member in reversed(group):  # the first one last: its file is the checkpoint of the stack
+        checkpoint.save([member], member.checkpoint_file)
 
 
 @contextmanager
@@ -149,20 +178,16 @@ def prepare_training(
     accuracy during training.
 
     Earlier runs that the run needs, such as pretraining, are trained first, unless they have finished in `init` or `teacher`;
-    see `fit` for these parameters. If there is a checkpoint, the training resumes from it. The `Training` object is None if the
-    run has already finished. The function also writes the record.
+    see `fit` for these parameters. The training is at step 0: `checkpoint.resume` continues it. The `Training` object is None
+    if the run has already finished. The function also writes the record. If another process has finished the run meanwhile, its
+    record stays and is returned.
     """
-    from filelock import FileLock
-
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = folder / records.CHECKPOINT
     reason = "this run is scored on validation images only" if validation_only else "a run reads them only when it is scored"
-    with FileLock(folder / ".lock", timeout=0), sealed_test_images(reason):
+    with locked(folder / ".lock"), sealed_test_images(reason):
         if done := finished_record(run, folder, validation_only):
             yield None, lambda: done
             return
-        for unfinished in folder.glob(".*.new"):  # left by a kill during writing
-            unfinished.unlink()
+        remove_leftovers(folder)
         places: dict[str, Path] = {}
         trained: list[Record] = []
         for field, place in (("init", init), ("teacher", teacher)):
@@ -180,10 +205,11 @@ def prepare_training(
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
         training.curves = curves
-        training.resume(checkpoint, "".join([records.code()["sha256"], data.sha256, *training.init_hashes]))
+        training.checkpoint_file = folder / records.CHECKPOINT
+        training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
 
         def close() -> Record:
-            test = None if validation_only else data.test
+            test, weights = None if validation_only else data.test, temporary(folder / records.WEIGHTS)
             settings = log_test_read(Path(reads), run, tags.arm, data.test.sha256) if test is not None and reads else None
             done = replace(
                 record,
@@ -198,11 +224,13 @@ def prepare_training(
                 data_sha256=data.sha256,
                 skipped_files=data.skipped or None,
                 test_repeats=None if validation_only else data.repeats,
-                **save_weights(folder / records.WEIGHTS, training.model, run, data.spec),
                 status="finished",
             )
-            records.write_record(folder, done)
-            checkpoint.unlink(missing_ok=True)
+            try:
+                done = publish(folder, replace(done, **save_weights(weights, training.model, run, data.spec)), weights)
+            finally:
+                weights.unlink(missing_ok=True)  # half of them, if the disk is full
+            training.checkpoint_file.unlink(missing_ok=True)
             return done
 
         yield training, close
@@ -275,6 +303,9 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
     `validation_only=True` for a run that is scored on validation images only, so that its record has no test results. The
     default False requires a record with test results.
 
+    What a process left that was killed right after it wrote the record is put in order: see `damaged_weights`. The checkpoint
+    of a finished run is deleted.
+
     Raises ValueError if the folder holds another run, a run that was scored on other images, or damaged files.
     """
     done = records.read_record(folder)
@@ -290,7 +321,11 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
             f"{folder} holds this run scored on {found} images, and it is now to be scored on {expected} images; use another "
             "folder"
         )
-    return done if done.finished else None
+    if not done.finished:
+        return None
+    with suppress(OSError):  # a folder that is read-only keeps it
+        (folder / records.CHECKPOINT).unlink(missing_ok=True)
+    return done
 
 
 def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
@@ -316,15 +351,15 @@ def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None =
     `tags` is the place of the run in the comparison, such as its arm (variant) and baseline. `status` is, for example, "failed"
     (with `error` and `traceback`) or "missing".
 
-    For a run that failed, `error` and `traceback` say why.
+    For a run that failed, `error` and `traceback` say why. Characters that are not safe to print are replaced there.
     """
     return Record(
         **tags._asdict(),
         labels=run.labels,
         seed=run.seed,
         status=status,
-        error=error,
-        traceback=traceback,
+        error=error and records.printable(error),
+        traceback=traceback and records.printable(traceback, lines=True),
         fingerprint=fingerprint(run),
         run=describe(run),
         folds=run.folds or None,

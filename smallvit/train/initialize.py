@@ -1,7 +1,10 @@
 """Initialization: the objective before its first step, with new weights, or weights from another run or from elsewhere."""
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,40 +56,82 @@ def load_from_run(model: nn.Module, folder: Path, run_hash: str) -> dict:
     Parts that the model does not share with the run, such as a token reduction, keep their new weights.
 
     The report says how many tensors were loaded, the names of those that were not, and the hash of the file. Raises ValueError
-    for a missing file, for the file of another run, and for tensors that do not fit, by name.
+    for a missing or damaged file, for the file of another run, and for tensors that do not fit, by name.
     """
-    state, expected = read_weights(folder, run_hash), model.state_dict()
-    heads = [name for name in state if name.startswith("head.") and name in expected]
-    new_head = [name for name in heads if state[name].shape != expected[name].shape]
-    state = {name: tensor for name, tensor in state.items() if name not in new_head}
-    missing = [name for name in expected if name not in state]
+    file, expected = WeightsFile(folder, run_hash), shapes_of(model)
+    found = file.shapes
+    heads = [name for name in found if name.startswith("head.") and name in expected]
+    new_head = [name for name in heads if found[name] != expected[name]]
+    found = {name: shape for name, shape in found.items() if name not in new_head}
+    missing = [name for name in expected if name not in found]
     wrong = [name for name in missing if ".reduction." not in name and name not in new_head]
-    wrong += [name for name in state if name not in expected or state[name].shape != expected[name].shape]
+    wrong += [name for name in found if found[name] != expected.get(name)]
     if wrong:
         raise ValueError(
             f"the weights of {folder} do not fit: {', '.join(wrong[:5])}; expected the same model, except for its reduction and"
             " for a head with another number of classes"
         )
-    model.load_state_dict(state, strict=False)
-    return {"loaded": len(state), "missing": missing, "sha256": records.file_sha256(folder / records.WEIGHTS)}
+    model.load_state_dict(file.read(found), strict=False)
+    return {"loaded": len(found), "missing": missing, "sha256": records.file_sha256(file.path)}
 
 
-def read_weights(folder: Path, run_hash: str) -> dict[str, Tensor]:
-    """Return the weights of an earlier run, which has finished, as a dict from name to tensor. `folder` is the folder of this
-    run. `run_hash` is the hash of its settings, as text; the weights file must contain the same hash.
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights of a model, as a dict from name to shape."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
-    Raises ValueError for a missing or damaged file, and for the weights of another run.
+
+class WeightsFile:
+    """The weights file of an earlier run, which has finished. `folder` is the folder of this run, and `run_hash` is the hash of
+    its settings, as text. `path` is the path of the file, and `shapes` are the shapes of its weights, from name to shape. The
+    weights are only read by the method `read`, so a file with wrong shapes takes no memory.
+
+    The file must have the hash that the record in the folder says, and hold the hash of the settings.
+
+    Raises ValueError, with the name of the file, if it is missing or damaged, and for the weights of another run.
     """
-    from safetensors import SafetensorError, safe_open
 
-    path = Path(folder) / records.WEIGHTS
-    if not path.exists():
-        raise ValueError(f"{folder} has no {path.name}; delete its {records.RECORD} and run the recipe again")
+    def __init__(self, folder: Path, run_hash: str):
+        from safetensors import safe_open
+
+        self.path = Path(folder) / records.WEIGHTS
+        record = records.read_record(folder)
+        if record is not None and (problem := records.damaged_weights(folder, record)):
+            raise ValueError(f"{problem}; delete the folder and run the recipe again")
+        if not self.path.exists():
+            raise ValueError(f"{folder} has no {self.path.name}; delete its {records.RECORD} and run the recipe again")
+        with self.damage_named():
+            self.file: Any = safe_open(self.path, "pt")
+            metadata = self.file.metadata()
+            self.shapes = {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
+        if (owner := owner_of(metadata)) != run_hash:
+            raise ValueError(f"{self.path} holds the weights of run {owner}, not of {run_hash}; put the right file there")
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the weights with these names, as a dict from name to tensor."""
+        with self.damage_named():
+            return {name: self.file.get_tensor(name) for name in names}
+
+    @contextmanager
+    def damage_named(self) -> Iterator[None]:
+        """Context manager in which the file is read. An error of safetensors becomes a ValueError with the name of the file."""
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:  # safetensors, and torch for a type that it does not know, raise their own errors
+            if isinstance(error, OSError) and error.errno is not None:  # such as too many open files
+                raise
+            reason = records.printable(str(error))
+            raise ValueError(f"{self.path} is damaged ({reason:.200}); delete the folder and run the recipe again") from error
+
+
+def owner_of(metadata: dict[str, str] | None) -> str:
+    """Return the hash of the settings of the run to which a weights file belongs, as text. `metadata` are those of the file.
+    The text is empty if they do not say it.
+    """
     try:
-        with safe_open(path, "pt") as file:
-            owner = json.loads((file.metadata() or {}).get("smallvit", "{}")).get("fingerprint")
-            if owner != run_hash:
-                raise ValueError(f"{path} holds the weights of run {owner}, not of {run_hash}; put the right file there")
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete the folder and run the recipe again") from error
+        description = json.loads((metadata or {}).get("smallvit", "{}"))
+    except (ValueError, RecursionError):
+        return ""
+    owner = description.get("fingerprint") if isinstance(description, dict) else None
+    return records.printable(owner) if isinstance(owner, str) else ""

@@ -39,6 +39,8 @@ Watch = Callable[[int, float | None], None]
 def train(members: Sequence["Training"], train_step: Callable[[], None], watch: Watch):
     """Train one run, or several runs together, until the last step. `members` are the `Training` objects of these runs. The
     function `train_step` takes one step of all of them, and the function `watch` is called after each step.
+
+    Every 10 seconds a checkpoint is written, one for all runs, to the file of the first one.
     """
     first = members[0]
     for member in members:
@@ -57,8 +59,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
             member.seconds += (now - last) / len(members)
         last = now
         if now - saved > CHECKPOINT_SECONDS:
-            for member in members:
-                checkpoint.save(member, member.checkpoint_file)
+            checkpoint.save(members, first.checkpoint_file)
             saved = now
     for member in members:
         if member.best is not None:
@@ -137,7 +138,12 @@ class Training:
         Later checkpoints are written to the same path.
         """
         self.checkpoint_file, self.origin = path, origin
-        checkpoint.resume(self, path)
+        checkpoint.resume([self])
+
+    @property
+    def ended(self) -> bool:
+        """Whether all training steps have been taken."""
+        return self.step >= self.run.steps
 
     @property
     def label_mask(self) -> float:

@@ -1,16 +1,22 @@
 """The file that lists all reads of the test images, over all processes and days. It counts how many settings each arm tried.
 
 Each line is one read: the hash of the test images, the arm, the number of labels, the seed, the fingerprint of the run, and the
-fingerprint of its settings, in which the seed and the number of labels do not count.
+fingerprint of its settings, in which the seed and the number of labels do not count. Lines are only added. A kill while a line
+is written leaves a line without an end, which does not count: its run is scored again.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from smallvit import record as records
 from smallvit.run import Run, fingerprint
+from smallvit.shapes import shape_problem
+from smallvit.storage import failures_named, locked, read_bounded, write_atomic
+
+MOST_BYTES = 2**28  # of the file
+READ = {name: "text" for name in ("data", "arm", "fingerprint", "settings")} | {"labels": "count?", "seed": "count", ...: "any"}
 
 
 def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
@@ -22,10 +28,7 @@ def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
 
     Raises ValueError if the file is damaged or cannot be written.
     """
-    from filelock import FileLock
-
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     read = {
         "data": test_sha256,
         "arm": arm,
@@ -34,10 +37,40 @@ def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
         "fingerprint": fingerprint(run),
         "settings": fingerprint(without_seed_and_labels(run)),
     }
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    with locked(path.with_name(f".{path.name}.lock"), timeout=-1):
         reads = all_reads(path)
-        records.write_text(path, "".join(json.dumps(each) + "\n" for each in [*reads, read]))
+        append(path, json.dumps(read).encode())
     return len({each["settings"] for each in [*reads, read] if (each["data"], each["arm"]) == (test_sha256, arm)})
+
+
+def append(path: Path, line: bytes):
+    """Add a line to the file of reads at `path`, and create the file if there is none. If the last line has no end, the file is
+    written again, without a line that is not complete.
+    """
+    lines = lines_in(path)
+    if path.exists() and path.stat().st_size != sum(len(each) + 1 for each in lines):
+        write_atomic(path, lambda new: new.write_bytes(b"".join(each + b"\n" for each in [*lines, line])))
+        return
+    with failures_named(path), open(path, "ab") as file:
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def lines_in(path: Path) -> list[bytes]:
+    """Return the lines of a file, as a list. The list is empty if there is no file. A last line without an end counts only if
+    it is complete.
+    """
+    try:
+        lines = read_bounded(path, MOST_BYTES).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    if lines and not lines[-1].endswith(b"\n"):
+        try:
+            json.loads(lines[-1])
+        except (ValueError, RecursionError):
+            del lines[-1]
+    return [line.rstrip(b"\r\n") for line in lines]
 
 
 def scored_settings(path: Path, runs: Iterable[tuple[str, str]]) -> list[int | None]:
@@ -67,19 +100,20 @@ def all_reads(path: Path) -> list[dict]:
     """Return the lines of the file that lists which runs were scored on the test images, as a list of dicts. `path` is the
     file. The list is empty if there is no file. Raises ValueError if a line is damaged.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [parse_read(line, f"{path}, line {number}") for number, line in enumerate(text.splitlines(), 1)]
+    return [parse_read(line, f"{path}, line {number}") for number, line in enumerate(lines_in(path), 1)]
 
 
-def parse_read(line: str, source: str) -> dict:
+def parse_read(line: bytes, source: str) -> dict:
     """Return a dict from one line of the file that lists which runs were scored on the test images. The dict has the hash of
     the images, the arm (variant), the number of labels, the seed and two hashes of the settings. `line` is the line, and
     `source` says in error messages where it stands. Raises ValueError if it is damaged.
     """
     try:
         read = json.loads(line)
-        return {name: read[name] for name in ("data", "arm", "labels", "seed", "fingerprint", "settings")}
-    except (ValueError, KeyError, TypeError) as error:
+        if wrong := shape_problem(read, READ, "a read"):
+            raise ValueError(wrong)
+        return read
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is damaged; expected a line as smallvit wrote it; delete this line") from error
 
 

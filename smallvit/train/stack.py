@@ -1,8 +1,8 @@
 """Stacking: runs that differ only in their seed and learning rate, trained together as one model with a leading axis.
 
 A small model does not keep the machine busy; k of them at once do. `torch.func.vmap` computes one step for all of them. Each
-run (a member of the stack) keeps its own random streams, weights, curve, checkpoint and record: its weights are slices of the
-tensors that are trained, so everything outside the step works as for a single run.
+run (a member of the stack) keeps its own random streams, weights, curve and record: its weights are slices of the tensors that
+are trained, so everything outside the step works as for a single run. They share one checkpoint.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,13 @@ class Stack:
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
     with random numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
 
+    `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
+
     Raises NotStackable for trainings at different steps, runs that differ in more than seed and learning rate, an objective
     that is not stackable, and losses or gradients that differ from those of the members alone.
     """
 
-    def __init__(self, members: Sequence[Training]):
+    def __init__(self, members: Sequence[Training], *, resumed: bool = False):
         first = members[0]
         if not first.run.steps:
             raise NotStackable("there is nothing to train")
@@ -53,7 +55,8 @@ class Stack:
         if not first.objective.stackable:
             raise NotStackable(f"{type(first.objective).__name__} changes state outside the gradient step")
         self.members, self.first = members, first
-        self.check_first_step()
+        if not resumed:
+            self.check_first_step()
         self.weights = stack_modules([member.objective for member in members])
         self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
         self.optimizer = self.stacked_optimizer()

@@ -1,8 +1,10 @@
 """The trained model of a finished run: loading, and predicting the classes of new images."""
 
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from smallvit import record as records
+from smallvit.components import options
 from smallvit.data import DataSpec, Preprocess
 from smallvit.data.images import normalize
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
+from smallvit.storage import failures_named, flush_to_disk, read_bounded
 
-from .initialize import read_weights
+from .initialize import WeightsFile, shapes_of
 
 HUB = "hf:"  # an address on the Hugging Face Hub begins with it: hf:user/name or hf:user/name@revision
 CONFIG = "config.json"  # in a shared folder: a short description of the model, and the hashes of the other files
+MOST_VALUES, MOST_BLOCKS = 2**24, 64  # of an image, and blocks of a model, whatever the weights say
+MOST_BYTES = 2**24  # of config.json
 
 
 class ImageClassifier(ABC):
@@ -149,12 +155,48 @@ def load(folder: str | Path) -> TrainedModel:
             f"the shared model in {folder} needs code that is not part of smallvit: {', '.join(foreign)}; smallvit never runs "
             "code of a shared model; ask its author for the recipe and train it yourself"
         )
-    run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
-    if fingerprint(run) != record.fingerprint:
+    try:
+        run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
+        changed = fingerprint(run) != record.fingerprint
+    except (ValueError, AttributeError, TypeError, KeyError, OverflowError) as error:  # from settings of a stranger
+        reason = records.printable(str(error))
+        raise ValueError(f"the settings in {folder / records.RECORD} are not valid: {reason:.500}; {again}") from error
+    if changed:
         raise ValueError(f"the settings in {folder / records.RECORD} were changed after training; {again}")
-    model = run.model(preprocess.size, preprocess.channels, len(preprocess.classes))
-    model.load_state_dict(read_weights(folder, record.fingerprint))
+    file = WeightsFile(folder, record.fingerprint)
+    if too_large(run, preprocess, file.shapes):
+        raise ValueError(f"{file.path} has too few weights for the model in {records.RECORD}; {again}")
+    make = partial(run.model, preprocess.size, preprocess.channels, len(preprocess.classes))
+    if wrong := sorted(name for name, _ in file.shapes.items() ^ shapes_without_memory(make).items()):
+        raise ValueError(f"{file.path} does not fit its run: {', '.join(wrong[:5]):.200}; {again}")
+    model = make()
+    model.load_state_dict(file.read(file.shapes))
     return TrainedModel(model, preprocess, run, record)
+
+
+def too_large(run: Run, preprocess: Preprocess, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether the model of a run must be much larger than its weights, or its images are huge. A record from a stranger
+    may ask for any size. `shapes` are the shapes of the weights, and `preprocess` says how large the images are.
+
+    No size in the options of a model exceeds its number of weights, and a model with n weights has at most n blocks. Images
+    may have up to 2^24 values.
+    """
+    most = max(sum(math.prod(shape) for shape in shapes.values()), MOST_VALUES)
+    limits = {"depth": len(shapes) + MOST_BLOCKS}
+    sizes = {name: option.default for name, option in options(run.model).items() if type(option.default) is int}
+    images = math.prod(preprocess.size) * preprocess.channels
+    return images > MOST_VALUES or any(value > limits.get(name, most) for name, value in sizes.items())
+
+
+def shapes_without_memory(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights of a model, as a dict from name to shape. The function `make` creates the model. It is
+    first created without memory for its weights, if its code allows that.
+    """
+    try:
+        with torch.device("meta"):
+            return shapes_of(make())
+    except (RuntimeError, NotImplementedError, TypeError):  # a model that computes with values when it is created
+        return shapes_of(make())
 
 
 def download(address: str) -> Path:
@@ -183,10 +225,10 @@ def check_shared_files(folder: Path):
     `config.json`, which `smallvit share` writes.
     """
     try:
-        hashes = json.loads((folder / CONFIG).read_bytes())["files"]
+        hashes = json.loads(read_bounded(folder / CONFIG, MOST_BYTES))["files"]
         there = [name for name in hashes if (folder / Path(name).name).is_file()]
         wrong = [name for name in there if records.file_sha256(folder / Path(name).name) != hashes[name]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise ValueError(f"{folder / CONFIG} is damaged or not of smallvit ({error!r}); download the model again") from error
     missing = [name for name in (records.RECORD, records.WEIGHTS) if name not in hashes or not (folder / name).is_file()]
     for names, problem in ((missing, "missing"), (wrong, "different from what was shared")):
@@ -215,11 +257,15 @@ def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict
     The metadata of the file contain the fingerprint of the run and the preprocessing. The dict holds fields of the record.
 
     Equal runs give equal files: the metadata have only one key, because safetensors writes several keys in a random order.
+
+    The file is not moved into place: `publish` does that. Raises NotWritten if it cannot be written.
     """
     from safetensors.torch import save_file
 
     preprocess = Preprocess.from_spec(spec).to_dict()
     description = json.dumps({"fingerprint": fingerprint(run), "preprocess": preprocess})
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    records.write_atomic(path, lambda new: save_file(tensors, new, metadata={"smallvit": description}))
+    with failures_named(path):
+        save_file(tensors, path, metadata={"smallvit": description})
+        flush_to_disk(path)
     return {"preprocess": preprocess, "weights_sha256": records.file_sha256(path)}

@@ -1,7 +1,7 @@
 """On which test images two arms disagree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smallvit.record import Record
 
@@ -19,6 +19,7 @@ class Disagreement:
     seeds   seed -> four numbers of images: both arms right, only the first one, only the second one, both wrong
     images  the test images on which the arms differ most often, as tuples: position in the test set, number of seeds in which
             only the first arm is right, number of seeds in which only the second arm is right
+    folds   number of folds of a cross-validation, in which `seeds` are passes over all images; None: there is a fixed test part
     """
 
     condition: Condition
@@ -26,6 +27,7 @@ class Disagreement:
     other: str
     seeds: dict[int, tuple[int, int, int, int]]
     images: tuple[tuple[int, int, int], ...]
+    folds: int | None = None
 
 
 def disagreements(records: Sequence[Record], arm: str, other: str, condition: Condition | None = None) -> list[Disagreement]:
@@ -61,7 +63,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
                 "all seeds: train the runs of the other data set again"
             )
         if bits:
-            found.append(count_disagreements(c, arm, other, bits))
+            folds = next(iter(runs.values())).folds
+            found.append(replace(count_disagreements(c, arm, other, bits), folds=folds))
     if not found:
         raise ValueError(
             f"the records of {arm!r} and {other!r} do not say which test images were right; records of earlier versions keep "
@@ -86,20 +89,24 @@ def count_disagreements(condition: Condition, arm: str, other: str, bits: dict) 
     return Disagreement(condition=condition, arm=arm, other=other, seeds=seeds, images=tuple(images))
 
 
-def disagreement_text(found: Sequence[Disagreement]) -> str:
+def disagreement_text(found: Sequence[Disagreement], names: Sequence[str] | None = None) -> str:
     """Return tables for the terminal that show on which test images two arms (variants) disagree, one for each condition.
-    `found` is the result of `disagreements`.
+    `found` is the result of `disagreements`, and `names` are the names of the test images in the order of the test set, such as
+    their files; None: an image is shown as its position, from 0.
     """
     blocks = []
     for d in found:
+        unit, units = ("pass", "passes") if d.folds else ("seed", "seeds")
         lines = [f"{d.condition.title}: test images that “{d.arm}” (first) and “{d.other}” (second) classify correctly", ""]
-        lines += [f"{'seed':>6}{'both':>10}{'only first':>12}{'only second':>13}{'neither':>10}"]
+        lines += [f"{unit:>6}{'both':>10}{'only first':>12}{'only second':>13}{'neither':>10}"]
         lines += [f"{s:>6}{a:>10,}{b:>12,}{c:>13,}{n:>10,}" for s, (a, b, c, n) in d.seeds.items()]
         if d.images:
-            heading = (
-                f"Of {len(d.seeds)} seed{'s' * (len(d.seeds) > 1)}, the images with the most disagreement (positions from 0):"
-            )
-            lines += ["", heading, f"{'image':>8}{'only first':>12}{'only second':>13}"]
-            lines += [f"{i:>8,}{a:>12,}{b:>13,}" for i, a, b in d.images]
+            count = f"{len(d.seeds)} {units if len(d.seeds) > 1 else unit}"
+            lines += ["", f"Of {count}, the images with the most disagreement{' (positions from 0)' * (names is None)}:"]
+            shown = [f"{i:>8,}" if names is None else f"  {names[i]}" for i, _, _ in d.images]
+            width = max(map(len, shown))
+            head = f"{'image':>8}" if names is None else f"{'  image':{width}}"
+            lines += [f"{head}{'only first':>12}{'only second':>13}"]
+            lines += [f"{name:{width}}{a:>12,}{b:>13,}" for name, (_, a, b) in zip(shown, d.images)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
