@@ -5,6 +5,7 @@ The file of a command is imported when the command is used, so `smallvit --help`
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command of the command line, such as `smallvit run`. Return the exit status: 0 for success, 1 if something
     failed, 2 for wrong arguments, and 130 after Ctrl-C.
     """
-    options = parser().parse_args(arguments)
+    options = parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     options.started = time.perf_counter()
     if "device" in options and options.device is None:
         options.device = "cuda" if getattr(options, "gpus", None) else "cpu"
@@ -59,11 +60,33 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+def joined(words: list[str]) -> list[str]:
+    """Return the words of a command line with `--sbatch` and the word after it as one word, `--sbatch=...`. Otherwise argparse
+    would take options of sbatch, such as "--requeue", for options of smallvit.
+    """
+    found = list(words)
+    if "--sbatch" in found[:-1]:
+        place = found.index("--sbatch")
+        found[place : place + 2] = [f"--sbatch={found[place + 1]}"]
+    return found
+
+
 def positive(text: str) -> int:
     """Return a command-line argument as a whole number of at least 1. Raises argparse.ArgumentTypeError for any other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 1")
     return int(text)
+
+
+def per_gpu(text: str) -> float:
+    """Return a command-line argument as a number: how many worker processes share a GPU, such as 4, or which share of it each
+    gets, such as 0.25. Raises argparse.ArgumentTypeError for any other text.
+    """
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    if re.fullmatch(r"0?\.\d+", text) and float(text) > 0:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, or a share of a GPU such as 0.25")
 
 
 def part(text: str) -> tuple[int, int]:
@@ -82,8 +105,8 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     "list": ("list the available recipes and the question that each one asks", ""),
     "run": (
         "train the runs of a recipe and write its report; run it again to continue after an interruption",
-        "recipe --out --scale-steps --jobs --device --gpus --per-gpu --stack --fast --numerics --only --shard --until-decided"
-        " --max-seeds --smoke --dry-run --retry --fail-fast",
+        "recipe --out --scale-steps --jobs --device --gpus --per-gpu --stack --fast --numerics --only --until-decided --max-seeds"
+        " --log --smoke --dry-run --retry --fail-fast --shard --on --sbatch --address",
     ),
     "status": (
         "show which runs of a recipe have finished, which are being trained and where, and the time left",
@@ -99,7 +122,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "report": (
         "write the report of the runs that have finished so far",
-        "recipe --out --scale-steps --csv --latex --mistakes --disagreements --publish",
+        "recipe --out --scale-steps --csv --latex --mistakes --disagreements --log --publish",
     ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
@@ -133,7 +156,8 @@ HELP = {
     "--jobs": "number of worker processes, with one thread each (default: the number of cores)",
     "--device": "cpu, cuda, mps or auto (default: cpu)",
     "--gpus": "train on all GPUs of this machine (all) or on some (0,2), with one worker process on each; means --device cuda",
-    "--per-gpu": "with --gpus: N worker processes share each GPU (default: 1)",
+    "--per-gpu": "with --gpus or --on: N worker processes share each GPU (default: 1); with --on ray also the share that each "
+    "gets, such as 0.25",
     "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1)",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",
@@ -142,6 +166,10 @@ HELP = {
     "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
     "length=2000  settings=tuned|common",
     "--shard": "train part I of N independent parts of the runs, such as 3/64, for example in a job of a cluster; no report",
+    "--on": "where to train: here (default), slurm (submit jobs to a SLURM cluster) or ray (a Ray cluster)",
+    "--sbatch": 'with --on slurm: options of sbatch in quotes, such as "-p gpu --gres=gpu:1 -t 60"',
+    "--address": "with --on ray: host:port of the cluster, or local to start Ray on this machine (default: auto)",
+    "--log": "send learning curves and results to tensorboard, wandb or mlflow",
     "--watch": "show it again every 2 seconds until all runs have ended",
     "--until-decided": "look at the verdicts after 6, 8, 12, 16, 24 and 32 seeds, and train more seeds only of the arms "
     "without a verdict so far",
@@ -184,7 +212,11 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--scale-steps": NUMBER | {"default": 1},
     "--jobs": NUMBER,
     "--gpus": {"metavar": "GPUS"},
-    "--per-gpu": NUMBER,
+    "--per-gpu": {"type": per_gpu, "metavar": "N"},
+    "--on": {"choices": ("here", "slurm", "ray"), "default": "here"},
+    "--sbatch": {"default": "", "metavar": "OPTIONS"},
+    "--address": {"metavar": "HOST:PORT"},
+    "--log": {"choices": ("tensorboard", "wandb", "mlflow")},
     "--shard": {"type": part, "metavar": "I/N"},
     "--stack": NUMBER,
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},

@@ -7,7 +7,7 @@ from typing import Any
 from smallvit.components import function
 from smallvit.evaluate import declaration
 from smallvit.passes import common_folds, seeds_of
-from smallvit.record import ROLES, format_labels
+from smallvit.record import ROLES, format_labels, printable
 from smallvit.reference_runs import standard_references
 from smallvit.run import Run, fingerprint
 
@@ -45,6 +45,9 @@ class ArmRun:
             raise ValueError(f"run is {self.run!r:.60}; expected a smallvit.Run")
         if not isinstance(self.arm, str) or not self.arm.strip() or not isinstance(self.baseline, str):
             raise ValueError(f"arm is {self.arm!r} and baseline {self.baseline!r}; expected two names")
+        if printable(self.arm + self.baseline) != self.arm + self.baseline:
+            names = f"{printable(self.arm)!r} and {printable(self.baseline)!r}"
+            raise ValueError(f"arm and baseline are {names}; expected names without control characters or changes of direction")
         if self.role not in ROLES:
             raise ValueError(f"role is {self.role!r}; expected 'baseline', 'technique' or 'reference'")
 

@@ -16,6 +16,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from smallvit.shapes import printable
+
 # modules of smallvit that define components
 MODULES = (
     "attention", "augment", "data", "evaluate", "objectives", "pooling", "positions", "pretrained", "pseudo_labels",
@@ -112,16 +114,16 @@ def describe_value(plain: Any) -> str:
     if isinstance(plain, list):
         return f"[{', '.join(map(describe_value, plain))}]"
     if not isinstance(plain, dict):
-        return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain)
+        return printable(json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain))
     if not described_name(plain):
         parts = {key: described_name(value).rpartition(".")[2] or value for key, value in plain.items()}
         shown = {key: parts[key] for key in ("model", "objective", "steps") if key in parts}
-        return f"Run({', '.join(f'{key}={value}' for key, value in shown.items())})"
+        return printable(f"Run({', '.join(f'{key}={value}' for key, value in shown.items())})")
     defaults = described_defaults(described_name(plain))
     skipped = ("call", "make", "recipe_sha256")
     changed = {key: value for key, value in plain.items() if key not in skipped and value != defaults.get(key)}
-    shown = [f"{key}={describe_value(value)}" for key, value in changed.items()]
-    return described_name(plain).rpartition(".")[2] + f"({', '.join(shown)})" * bool(shown)
+    shown = [f"{printable(key)}={describe_value(value)}" for key, value in changed.items()]
+    return printable(described_name(plain).rpartition(".")[2]) + f"({', '.join(shown)})" * bool(shown)
 
 
 def described_name(plain: Any) -> str:

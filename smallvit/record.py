@@ -41,7 +41,7 @@ from smallvit.storage import write_text as write_text
 if TYPE_CHECKING:
     import numpy as np
 
-RECORD, WEIGHTS, CHECKPOINT = "record.json", "model.safetensors", "checkpoint.pt"
+RECORD, WEIGHTS, CHECKPOINT, CURVE = "record.json", "model.safetensors", "checkpoint.pt", "curve.jsonl"  # in a run's folder
 FORMAT = 2  # of a record; raised when the meaning of a field changes
 CHECKSUM = "checksum"  # in the JSON of a record: the hash of all other fields
 MOST_BYTES = 2**26  # of one record; a file with all records of a recipe may have 16 times as many

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smallvit.record import Record, format_labels, read_record, write_text
+from smallvit.record import CURVE, Record, format_labels, read_bounded, read_record, write_text
 
-CURVE = "curve.jsonl"  # in the folder of a run: one line for each check, as `Training.validate` writes it
+MOST_BYTES = 1_000_000  # of a curve file
 SECONDS = 2.0  # between two looks at the folders
 PATIENCE = 30.0  # seconds that a tracker gets at the end, after the last run
 
@@ -234,8 +234,8 @@ def read_curve(path: Path) -> list[list]:
     is empty if there is no file. A line that is not complete yet is left out.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
+        lines = read_bounded(path, MOST_BYTES).decode().splitlines()
+    except (OSError, ValueError):
         return []
     points = []
     for line in lines:

@@ -26,16 +26,16 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "train", "trials",
-        "tuning", "verdicts",
+        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "trackers",
+        "train", "trials", "tuning", "verdicts",
     },
     "launch": {
-        "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "train", "tuning",
+        "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "storage", "train", "tuning",
         "verdicts",
     },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "passes",
-        "pretrained", "record", "rng", "run", "vit",
+        "pretrained", "record", "rng", "run", "shapes", "storage", "vit",
     },
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
     "recipe": {"ablation", "tuning"},
@@ -61,9 +61,10 @@ MAY_IMPORT = {
     "references": {"vit"},
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
-    "record": {"packing"},
+    "record": {"packing", "shapes", "storage"},
+    "components": {"shapes"},
     "trackers": {"record"},
-    **{part: set() for part in (*SLOTS, "augment", "components", "numerics", "optim", "packing", "rng")},
+    **{part: set() for part in (*SLOTS, "augment", "numerics", "optim", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
@@ -71,7 +72,7 @@ AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {"deploy": {"numpy", "sklearn", "torch"}}  # the classifier is a subclass of a class of scikit-learn
 AT_THE_TOP |= {
     part: set()
-    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "passes", "recipe", "record", "report", "rng", "run", "verdicts")
+    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "passes", "recipe", "record", "report", "rng", "run", "shapes", "storage", "verdicts")
 }
 # Each imported module with the library in setup.cfg that installs it.
 INSTALLED_BY = {
@@ -80,7 +81,7 @@ INSTALLED_BY = {
     "safetensors": "safetensors", "scipy": "scipy", "sklearn": "scikit-learn", "timm": "timm", "torch": "torch",
     "torchvision": "torchvision", "tqdm": "tqdm",
 }  # fmt: skip
-EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "mlflow": "mlflow", "optuna": "tune", "pandas": "table", "pydicom": "dicom", "tensorboard": "tensorboard", "tifffile": "tiff", "wandb": "wandb"}  # each library that one command needs, with the extra in setup.cfg that installs it
+EXTRAS = {"onnx": "export", "onnxruntime": "export", "onnxscript": "export", "mlflow": "mlflow", "optuna": "tune", "pandas": "table", "pydicom": "dicom", "ray": "ray", "tensorboard": "tensorboard", "tifffile": "tiff", "wandb": "wandb"}  # each library that one command needs, with the extra in setup.cfg that installs it
 HEAVY = sorted({*INSTALLED_BY, *EXTRAS} - {"torch", "numpy", "einops"})
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 

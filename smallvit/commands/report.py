@@ -12,7 +12,7 @@ from types import ModuleType
 from smallvit.ablation import ArmRun
 from smallvit.launch.launcher import READS
 from smallvit.launch.progress import error_text
-from smallvit.launch.scheduler import Damaged, recall, tags
+from smallvit.launch.scheduler import Damaged, folder, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records, write_text
@@ -20,6 +20,7 @@ from smallvit.report import csv_table, html, latex_table, markdown, text
 from smallvit.report.page import reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
+from smallvit.trackers import Followed, followed, send
 from smallvit.train.fit import new_record
 from smallvit.train.read_log import scored_settings
 from smallvit.trials import trials
@@ -37,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
 
     With `--csv` or `--latex`, also writes the results as a table. With `--mistakes A`, also lists and draws the test images
     that the arm A gets wrong most often. With `--disagreements A B`, also prints on which test images the arms A and B
-    disagree. With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of
+    disagree. With `--log T`, also sends curves and results to the tracker T, such as TensorBoard. With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of
     the committed records.
     """
     if "-" in (options.csv, options.latex):  # only the table goes to the standard output
@@ -85,6 +86,8 @@ def report(options: argparse.Namespace) -> int:
     write_tables(records, out / path.stem / "report", options)
     if options.mistakes:
         print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem))
+    if options.log:
+        print(f"{options.log}: sent {send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))} runs")
     if options.disagreements:
         print("\n" + disagreement_text(disagreements(records, *options.disagreements)))
     return status(records)
@@ -102,6 +105,13 @@ def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[Ar
         print("note: --scale-steps leaves out the tuned copies: their settings were tuned for another number of steps")
         runs = [entry for entry in runs if entry.tuning is None]
     return [entry.with_steps(lambda steps: steps * factor) for entry in runs], out / f"scale-steps-{factor}"
+
+
+def runs_to_send(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Followed]:
+    """Return runs as they are sent to a tracker, such as TensorBoard, each with its folder and its settings. `runs` are the
+    runs, `out` is the folder of all results, and `recipe` is the name of the recipe file.
+    """
+    return followed((folder(entry, out, recipe), new_record(entry.run, tags(entry, recipe), "missing")) for entry in runs)
 
 
 def scale_option(factor: int) -> str:
@@ -182,12 +192,14 @@ def status(records: Sequence[Record]) -> int:
     Runs whose external weights are unavailable do not count as failed, but at least one run must have finished.
     """
     count = Counter(record.status for record in records)
-    if count["failed"]:
-        print(f"smallvit: {count['failed']} of {len(records)} runs failed; --retry trains them again", file=sys.stderr)
-        errors = Counter((record.arm, error_text(record)) for record in records if record.status == "failed")
+    for kind, words in (("failed", "failed; --retry trains them"), ("interrupted", "were interrupted; the same command trains them")):
+        if count[kind]:
+            print(f"smallvit: {count[kind]} of {len(records)} runs {words} again", file=sys.stderr)
+        errors = Counter((record.arm, error_text(record)) for record in records if record.status == kind)
         for (arm, error), times in errors.items():
             print(f"  {arm}: {error}" + f" ({times} runs)" * (times > 1), file=sys.stderr)
-    left = len(records) - count["finished"] - count["unavailable"] - count["failed"]
+    lost = count["failed"] + count["interrupted"]
+    left = len(records) - count["finished"] - count["unavailable"] - lost
     if left:
         print(f"smallvit: {left} of {len(records)} runs are still to be trained", file=sys.stderr)
-    return int(bool(count["failed"] or left or not count["finished"]))
+    return int(bool(lost or left or not count["finished"]))

@@ -6,7 +6,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from smallvit.ablation import ArmRun
@@ -16,14 +17,17 @@ from smallvit.launch.gpus import VISIBLE, gpu_workers
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
+from smallvit.launch.ray_engine import RayEngine
 from smallvit.launch.scheduler import Damaged, recall
 from smallvit.launch.shards import BUSY, divide
+from smallvit.launch.slurm import submit
 from smallvit.looks import with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import Record
+from smallvit.trackers import TrackerProcess, check_tracker
 
-from .report import collect, scale_option, scaled, status, write_report
+from .report import collect, runs_to_send, scale_option, scaled, status, write_report
 from .stored import known_looks
 from .until_decided import begin, check_options, train_until_decided
 
@@ -33,10 +37,15 @@ def main(options: argparse.Namespace) -> int:
     the arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
 
     Runs that have finished earlier are not trained again. `--until-decided` adds seeds to arms without a verdict. `--shard`
-    trains only one part of the runs and writes no report.
+    trains only one part of the runs and writes no report. `--on slurm` submits jobs and returns at once; the last of the jobs
+    writes the report.
     """
     check_options(options)
     check_combined(options)
+    if options.log:
+        check_tracker(options.log)
+    if options.on != "here":
+        return run(options, [])
     gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device) if options.gpus else []
     with environment_variables({VISIBLE: gpus[0]} if gpus else {}):  # on which this process measures the speed, if it does
         check_device(options.device)
@@ -65,6 +74,9 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         runs = shard_runs(runs, recipe_runs, options)
         out = out / "shard-{}-of-{}".format(*options.shard) if options.smoke else out  # shards must not delete each other's
     given = parse_numerics(options.numerics)
+    if options.on == "slurm":
+        submit(options, path.stem, out, runs, recipe_runs)
+        return 0
 
     def finished(entry: ArmRun) -> bool:
         record = None
@@ -108,15 +120,33 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
 
 
+EXCLUDED = {  # pairs of options that cannot be combined, and why
+    ("shard", "until_decided"): "each look needs the results of all shards",
+    ("shard", "log"): "several shards cannot send results at once; send them afterwards with `smallvit report --log`",
+    ("on ray", "shard"): "Ray divides the runs itself",
+    ("on ray", "gpus"): "Ray chooses the GPUs; use --device cuda",
+    ("on ray", "fast"): "machines of different kinds would choose differently; give --stack and --numerics instead",
+}
+
+
 def check_combined(options: argparse.Namespace):
-    """Raise ValueError if the options `--shard` (train one part of the runs) and `--per-gpu` (worker processes on a GPU) cannot
-    be combined with the other options. `options` are the arguments of the command line.
+    """Raise ValueError if an option says where or how to train (such as `--shard`, one part of the runs, or `--per-gpu`, worker
+    processes on a GPU) and cannot be combined with another option. `options` are the arguments of the command line.
     """
-    if options.per_gpu is not None and not options.gpus:
+    given = {name for name, value in vars(options).items() if value} | {f"on {options.on}"}
+    for (first, second), reason in EXCLUDED.items():
+        if {first, second} <= given:
+            flags = " and ".join("--" + name.replace("_", "-") for name in (first, second))
+            raise ValueError(f"{flags} cannot be combined: {reason}; remove one of them")
+    for name, engine in (("sbatch", "slurm"), ("address", "ray")):
+        if name in given and options.on != engine:
+            raise ValueError(f"--{name} {getattr(options, name)} needs --on {engine}; add it, or remove --{name}")
+    if options.per_gpu is not None and not options.gpus and options.on == "here":
         raise ValueError(f"--per-gpu {options.per_gpu} needs --gpus; add --gpus all, or remove --per-gpu")
-    if options.shard and options.until_decided:
+    if isinstance(options.per_gpu, float) and options.on != "ray":
         raise ValueError(
-            "--shard and --until-decided cannot be combined: each look needs the results of all shards; remove one of them"
+            f"--per-gpu is {options.per_gpu}, the share of a GPU, which only --on ray understands; expected the number of "
+            "worker processes on each GPU"
         )
 
 
@@ -161,7 +191,9 @@ def trainer(
     With `--fast`, a few training steps of `recipe_runs` are measured here, once, to find the fastest settings for this machine.
     The options in `given` are not changed.
     """
-    numerics, stack = Numerics(**given), options.stack or 1
+    numerics, stack, engine = Numerics(**given), options.stack or 1, None
+    if options.on == "ray":
+        engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)
     if options.fast:
         given |= {"stack": options.stack} if options.stack else {}
         print("fast: measuring a few steps with each kernel, precision and stack size", file=sys.stderr)
@@ -170,19 +202,31 @@ def trainer(
         print(f"fast: {reason}")
 
     def train(runs: Sequence[ArmRun], recipe_runs: Sequence[ArmRun]):
-        launch(
-            runs,
-            out,
-            recipe=recipe.stem,
-            recipe_runs=recipe_runs,
-            source=recipe,
-            jobs=options.jobs,
-            gpus=gpus,
-            stack=stack,
-            device=options.device,
-            numerics=numerics,
-            retry=options.retry,
-            fail_fast=options.fail_fast,
-        )
+        with followed_by(options.log, runs, out, recipe.stem):
+            launch(
+                runs,
+                out,
+                recipe=recipe.stem,
+                recipe_runs=recipe_runs,
+                source=recipe,
+                jobs=options.jobs,
+                gpus=gpus,
+                engine=engine,
+                stack=stack,
+                device=options.device,
+                numerics=numerics,
+                retry=options.retry,
+                fail_fast=options.fail_fast,
+            )
 
     return train
+
+
+def followed_by(tracker: str | None, runs: Sequence[ArmRun], out: Path, recipe: str) -> AbstractContextManager:
+    """Return a context manager inside which a process of its own sends the learning curves and results of runs to a tracker,
+    such as "tensorboard". If `tracker` is None, nothing is sent. `runs` are the runs, `out` is the folder of all results, and
+    `recipe` is the name of the recipe file.
+    """
+    if tracker is None:
+        return nullcontext()
+    return closing(TrackerProcess(tracker, out / recipe, recipe, runs_to_send(runs, out, recipe)))

@@ -126,7 +126,7 @@ def train_until_decided(
         for row in rows:
             if (cell := cell_of(row.condition, row.arm)) in cells:
                 print(f"{row.arm}, {row.condition.title}: {progress(row, more.get(cell), options.max_seeds)}", flush=True)
-        failed = options.fail_fast and any(record.status == "failed" for record in records)
+        failed = options.fail_fast and any(record.status in ("failed", "interrupted") for record in records)
         if not more or failed:
             return everything
         looks = looks._replace(seeds={entry.cell: looks.at(entry.cell) for entry in everything} | more)

@@ -69,7 +69,8 @@ def launch(
     Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
                  data that cannot be read or have changed.
     """
-    check_device(device)
+    if engine is None:
+        check_device(device)
     if stack < 1:
         raise ValueError(f"stack is {stack}; expected the number of runs to train as one model, at least 1")
     if wrong := [run for run in runs if not isinstance(run, ArmRun)]:

@@ -64,8 +64,8 @@ class Bar:
         name = f"{entry.arm}, {entry.condition}, {entry.seed_text}"
         if record is None:
             self.bar.write(f"{name} is being trained by another process", file=sys.stderr)
-        elif record.status == "failed":
-            self.bar.write(f"FAILED {name}: {error_text(record)}", file=sys.stderr)
+        elif record.status in ("failed", "interrupted"):
+            self.bar.write(f"{record.status.upper()} {name}: {error_text(record)}", file=sys.stderr)
         elif self.ended % max(self.todo // 10, 1) == 0:
             self.line_due = True  # printed by the next show_progress, which knows what is in training then
 

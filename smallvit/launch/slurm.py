@@ -37,6 +37,8 @@ REFUSED = {  # options of `smallvit run` that cannot be combined with --on slurm
     "--fast": "nodes of different kinds would choose differently; measure on one node, and give --stack and --numerics instead",
     "--until-decided": "its looks need the results of all jobs; choose the number of seeds in the recipe",
     "--max-seeds": "it belongs to --until-decided",
+    "--log": "several jobs cannot send results at once; send them at the end with `smallvit report --log`",
+    "--address": "it belongs to --on ray",
     "--smoke": "it takes seconds; run it without --on slurm",
 }
 HERE = ("--on", "--jobs", "--sbatch", "--dry-run")  # options of `smallvit run` that are used when the jobs are submitted

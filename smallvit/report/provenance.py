@@ -86,7 +86,9 @@ def provenance(records: Sequence[Record], options: str, trials: Mapping[str, int
     def loaded(r: Record) -> str:
         weights = r.init_weights or {}
         shown = {name: value for name, value in weights.items() if name != "sha256" or "name" in weights}
-        texts = [f"{name} {join_names(value) or 'none' if isinstance(value, list) else value}" for name, value in shown.items()]
+        lists = {name: [str(item) for item in value] for name, value in shown.items() if isinstance(value, list)}
+        shown |= {name: join_names(items) or "none" for name, items in lists.items()}
+        texts = [f"{name} {value}" for name, value in shown.items()]
         return ", ".join([sources.get(r.arm) or describe_value(r.run.get("init")), *texts])
 
     unlabelled: dict[str, int] = {}

@@ -329,7 +329,8 @@ def measurement_tables(
         found: dict[str, dict[str, list[float]]] = {}
         for r in records:
             for name in names_of(r) if r.finished and condition_of(r) == condition else ():
-                found.setdefault(r.arm, {}).setdefault(name, []).append((r.test or {})[name])
+                if r.test and name in r.test:
+                    found.setdefault(r.arm, {}).setdefault(name, []).append(r.test[name])
         columns = tuple(dict.fromkeys(name for numbers in found.values() for name in numbers))
         rows: dict[str, list[Cell]] = {
             arm: [(form(fmean(numbers[name])) if name in numbers else "–", []) for name in columns]

@@ -2,10 +2,11 @@
 
 import copy
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Monitor, collapse_statistics
 from smallvit.optim import decay_groups, ema_update, learning_rate, tensor_pairs
+from smallvit.record import CURVE
 from smallvit.rng import stream
 from smallvit.run import Run
 from smallvit.vit import ViT
@@ -45,6 +47,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     first = members[0]
     for member in members:
         member.objective.train()
+        write_curve(member.checkpoint_file.parent, member.curve)
     saved = last = time.perf_counter()
     while first.step < first.run.steps and not first.stopped_early():
         train_step()
@@ -53,6 +56,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
         if first.step in first.checks:
             for member in members:
                 member.validate()
+                write_curve(member.checkpoint_file.parent, member.curve[-1:], append=True)
         watch(first.step, first.curve[-1][2] if first.step in first.checks else None)
         now = time.perf_counter()
         for member in members:
@@ -64,6 +68,17 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     for member in members:
         if member.best is not None:
             member.model.load_state_dict(member.best)
+
+
+def write_curve(folder: Path, points: Sequence[Sequence], append: bool = False):
+    """Write points of a learning curve to the file `curve.jsonl` in the folder of a run, one JSON line for each, so that other
+    programs can follow the run. Each point in `points` is [step, training loss, validation accuracy]. With `append`, the points
+    are added to those in the file; otherwise they replace them, as when a training continues from a checkpoint.
+
+    The file is for following only. If it cannot be written, the training goes on without it.
+    """
+    with suppress(OSError), (folder / CURVE).open("a" if append else "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(dict(zip(("step", "loss", "val"), point))) + "\n" for point in points)
 
 
 class Training:

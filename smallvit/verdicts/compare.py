@@ -350,7 +350,7 @@ def format_seeds(seeds: Sequence[int], total: int | None = None, unit: str = "se
 
 
 def status_of(record: Record | None) -> str:
-    """Return the status of a run as text: `finished`, `failed`, `unavailable` (its pretrained weights could not be obtained) or
-    `missing`. If `record` (the results of the run) is None, the run is `missing`.
+    """Return the status of a run as text: `finished`, `failed`, `interrupted` (by a full disk or the like), `unavailable` (its
+    pretrained weights could not be obtained) or `missing`. If `record` (the results of the run) is None, the run is `missing`.
     """
     return record.status if record else "missing"

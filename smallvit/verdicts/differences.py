@@ -70,7 +70,7 @@ def obstacle(runs: Runs, control: Runs, looks: Sequence[int]) -> str:
     for s in seeds:
         pair = [r for r in (runs[s], control.get(s)) if r]
         for r in pair:
-            if r.status in ("failed", "unavailable"):
+            if r.status in ("failed", "interrupted", "unavailable"):
                 return f"{r.arm}, {'pass' if r.folds else 'seed'} {s}: {r.status}"
         if len(pair) == 2 and all(r.finished for r in pair) and not comparable(*pair):
             return f"{pair[0].arm}, {'pass' if pair[0].folds else 'seed'} {s}: used other images than {pair[1].arm}"

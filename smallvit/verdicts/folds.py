@@ -70,7 +70,7 @@ def pool(runs: Sequence[Record]) -> Pass:
     k, number = first.folds or 1, first.seed // (first.folds or 1)
     found = {r.seed % k: r for r in runs}
     status_of = {fold: found[fold].status if fold in found else "missing" for fold in range(k)}
-    for status in ("failed", "unavailable", "missing"):
+    for status in ("failed", "interrupted", "unavailable", "missing"):
         if bad := [fold for fold in range(k) if status_of[fold] == status]:
             return incomplete(found, status, bad, k, number)
     masks = [unpack_bits(r.test_index or "", r.pool_images or 0) for r in runs]
