@@ -105,8 +105,8 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     "list": ("list the available recipes and the question that each one asks", ""),
     "run": (
         "train the runs of a recipe and write its report; run it again to continue after an interruption",
-        "recipe --out --scale-steps --jobs --device --gpus --per-gpu --stack --fast --numerics --only --until-decided --max-seeds"
-        " --log --smoke --dry-run --retry --fail-fast --shard --on --sbatch --address",
+        "recipe --out --scale-steps --jobs --device --gpus --per-gpu --stack --fast --numerics --only --until-decided"
+        " --max-seeds --log --smoke --dry-run --retry --fail-fast --shard --on --sbatch --address",
     ),
     "status": (
         "show which runs of a recipe have finished, which are being trained and where, and the time left",

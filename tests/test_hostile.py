@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -509,7 +510,7 @@ def test_code_in_a_file_never_runs(kind, old, tmp_path, trained, interrupted, mo
             training.checkpoint_file.write_bytes(pickled)
         checkpoint.resume([training])
         assert training.step == 0 and (tmp_path / f"{CHECKPOINT}.damaged").exists()
-    with pytest.raises(ValueError, match="evil.pth"):
+    with pytest.raises(ValueError, match=r"evil\.pth"):
         pretrained_files.read_weights(tmp_path / "evil.pth", NAME)
     (tmp_path / WEIGHTS).write_bytes(pickled)
     (tmp_path / RECORD).write_text(to_json(replace(read_record(trained), weights_sha256=file_sha256(tmp_path / WEIGHTS))))
@@ -520,5 +521,6 @@ def test_code_in_a_file_never_runs(kind, old, tmp_path, trained, interrupted, mo
     with pytest.raises(ValueError, match=r"a\.npz"):
         arrays(path=str(tmp_path / "a.npz"))
     assert not mark.exists()
-    torch.load(tmp_path / "evil.pth", weights_only=False)
-    assert mark.exists() or kind == "state of a tensor", "this file would have run no code anyway"
+    with suppress(AttributeError):  # the code runs, and then returns no tensor
+        torch.load(tmp_path / "evil.pth", weights_only=False)
+    assert mark.exists(), "this file would have run no code anyway"

@@ -24,6 +24,7 @@ from smallvit.launch.results import Interrupted, Killed, blocked_by, is_interrup
 from smallvit.launch.scheduler import Damaged, Scheduler, folder, recall, record_failure, tags
 from smallvit.record import (
     CHECKPOINT,
+    CURVE,
     RECORD,
     WEIGHTS,
     NotWritten,
@@ -242,7 +243,7 @@ def test_second_process_at_a_run_returns_the_record_of_the_first(tmp_path, no_lo
             fit_module.train([training], training.train_step, lambda *_: None)
         winner, second = [close() for _, close in opened]
     assert winner == second
-    assert names_in(tmp_path) == [WEIGHTS, RECORD] and (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
+    assert names_in(tmp_path) == [CURVE, WEIGHTS, RECORD] and (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
     assert capsys.readouterr().err.count("cannot be locked") == 1
 
 
@@ -456,7 +457,7 @@ def test_stack_killed_at_any_moment_ends_bitwise_equal(moment, tmp_path, monkeyp
     assert [replace(r, seconds=0) for r in found] == [replace(r, seconds=0) for r in whole_stack[0]]
     assert [r.stacked for r in found] == [3] * 3
     for place, whole in zip(places, whole_stack[1]):
-        assert (place / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes() and names_in(place) == [WEIGHTS, RECORD]
+        assert (place / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes() and names_in(place) == [CURVE, WEIGHTS, RECORD]
 
 
 def test_run_of_a_killed_stack_starts_again_alone_with_a_note(tmp_path, trained, monkeypatch, capsys):

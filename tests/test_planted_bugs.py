@@ -186,7 +186,7 @@ from functools import partial
 from smallvit import PatchEmbed, Run, ViT, ablate
 
 scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=20, batch=8, ema=0.2)
-RUNS = ablate({"scratch": scratch, "slow": scratch.vary(lr=5e-4)}, labels=[20], seeds=range(3), references=False)
+RUNS = ablate({"scratch": scratch, "no decay": scratch.vary(weight_decay=0.0)}, labels=[20], seeds=range(3), references=False)
 '''
 
 

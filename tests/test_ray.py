@@ -33,7 +33,7 @@ from smallvit.launch.ray_worker import Parcel, data_key, use_sent_files, weights
 from smallvit.launch.scheduler import Scheduler
 from smallvit.launch.status import RecipeState
 from smallvit.numerics import DEFAULT
-from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record, user_line
+from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, read_record, user_line
 from smallvit.train.read_log import all_reads
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=4, batch=8)
@@ -129,7 +129,7 @@ def test_first_record_of_a_run_stays_and_counts_its_read_of_the_test_images_once
     (second,) = server.finish([task], [replace(record, seconds=9.0)], [files | {WEIGHTS: b"damaged"}], tested)
     assert second == first and len(all_reads(reads)) == 1
     server.keep([task.folder], [{CHECKPOINT: b"a late checkpoint"}])
-    assert {path.name for path in task.folder.iterdir()} == {RECORD, WEIGHTS, ".lock"}
+    assert {path.name for path in task.folder.iterdir()} == {CURVE, RECORD, WEIGHTS, ".lock"}
     assert (task.folder / WEIGHTS).read_bytes() == (tmp_path / "worker" / WEIGHTS).read_bytes()
 
 
@@ -323,7 +323,7 @@ def test_lost_machine_and_killed_driver_lose_no_run_and_change_no_weight(shared,
 
     launch(load_recipe(recipe).RUNS, place / "local", recipe="mine", source=recipe, jobs=2, stack=stack, validation_only=stack > 1)
     assert len(finished(out)) == 24 and content(out) == content(place / "local")
-    left = {path.name for path in out.rglob("*") if path.is_file()} - {RECORD, WEIGHTS, ".lock", ".test_reads.jsonl.lock"}
+    left = {path.name for path in out.rglob("*") if path.is_file()} - {CURVE, RECORD, WEIGHTS, ".lock", ".test_reads.jsonl.lock"}
     assert left == ({"test_reads.jsonl"} if stack == 1 else set())
     if stack == 1:
         reads = Counter(read["fingerprint"] for read in all_reads(out / "mine" / "test_reads.jsonl"))

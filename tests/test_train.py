@@ -39,7 +39,7 @@ from smallvit import (
 )
 from smallvit.evaluate import PerImage
 from smallvit.packing import unpack_floats
-from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, code, read_record, unpack_bits, write_record
+from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, code, read_record, unpack_bits, write_record
 from smallvit.rng import stream
 from smallvit.storage import HOST
 from smallvit.train import checkpoint
@@ -459,4 +459,4 @@ def test_half_written_files_of_a_killed_run_are_deleted(tmp_path):
     os.utime(tmp_path / f".{CHECKPOINT}.{old}.01234567.new", (0, 0))
     fit(SHORT, tmp_path)
     living = [f".{CHECKPOINT}.{owner}.01234567.new" for owner in (f"{HOST}.{os.getpid()}", another)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", WEIGHTS, RECORD, *living])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", CURVE, WEIGHTS, RECORD, *living])

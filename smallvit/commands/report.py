@@ -38,8 +38,8 @@ def main(options: argparse.Namespace) -> int:
 
     With `--csv` or `--latex`, also writes the results as a table. With `--mistakes A`, also lists and draws the test images
     that the arm A gets wrong most often. With `--disagreements A B`, also prints on which test images the arms A and B
-    disagree. With `--log T`, also sends curves and results to the tracker T, such as TensorBoard. With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that of
-    the committed records.
+    disagree. With `--log T`, also sends curves and results to the tracker T, such as TensorBoard. With `--publish`, writes
+    records and report beside the recipe file. If no run has finished, the report is that of the committed records.
     """
     if "-" in (options.csv, options.latex):  # only the table goes to the standard output
         with redirect_stdout(sys.stderr):
@@ -192,14 +192,14 @@ def status(records: Sequence[Record]) -> int:
     Runs whose external weights are unavailable do not count as failed, but at least one run must have finished.
     """
     count = Counter(record.status for record in records)
-    for kind, words in (("failed", "failed; --retry trains them"), ("interrupted", "were interrupted; the same command trains them")):
+    lost = {"failed": "failed; --retry trains them", "interrupted": "were interrupted; the same command trains them"}
+    for kind, words in lost.items():
         if count[kind]:
             print(f"smallvit: {count[kind]} of {len(records)} runs {words} again", file=sys.stderr)
         errors = Counter((record.arm, error_text(record)) for record in records if record.status == kind)
         for (arm, error), times in errors.items():
             print(f"  {arm}: {error}" + f" ({times} runs)" * (times > 1), file=sys.stderr)
-    lost = count["failed"] + count["interrupted"]
-    left = len(records) - count["finished"] - count["unavailable"] - lost
+    left = len(records) - sum(count[kind] for kind in ("finished", "unavailable", *lost))
     if left:
         print(f"smallvit: {left} of {len(records)} runs are still to be trained", file=sys.stderr)
-    return int(bool(lost or left or not count["finished"]))
+    return int(bool(count["failed"] or count["interrupted"] or left or not count["finished"]))

@@ -161,7 +161,7 @@ class RayEngine(Engine):
         if not isinstance(result, Failure):
             return result
         if isinstance(result.error, OtherVersion):
-            raise ValueError(str(result.error))
+            raise ValueError(f"the Ray cluster cannot train these runs: {result.error}")
         if result.traceback:
             result.error.__cause__ = RuntimeError(result.traceback)  # where `record_failure` looks for it
         return result.error
