@@ -40,7 +40,8 @@ def find_recipe(name: str) -> Path:
     recipes = {path.stem: path for path in recipe_files()}
     if path.stem in recipes and path.suffix in ("", ".py") and path.parent in (Path("."), Path("recipes")):
         return recipes[path.stem]
-    raise ValueError(missing_recipe(path, list(recipes)))
+    message = missing_recipe(path, list(recipes))
+    raise ValueError(message)
 
 
 def missing_recipe(path: Path, recipes: Sequence[str]) -> str:
