@@ -174,6 +174,10 @@ def test_changed_settings_are_refused(runs, tmp_path):
     plain = json.loads((tmp_path / "run/record.json").read_text())
     plain["run"]["lr"] = 0.5
     (tmp_path / "run/record.json").write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match="is damaged: its content has another hash"):
+        load(tmp_path / "run")
+    del plain["checksum"]  # an older record has none
+    (tmp_path / "run/record.json").write_text(json.dumps(plain))
     with pytest.raises(ValueError, match=r"settings in .* were changed after training"):
         load(tmp_path / "run")
 

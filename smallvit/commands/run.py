@@ -111,11 +111,11 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         runs = only(recipe_runs, options.only)
     else:
         train(runs, recipe_runs)
+    if options.smoke:
+        print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
     records = collect(recipe_runs, out, path.stem)
     target = out / path.stem / "report"
     write_report(path, module, records, target, options.scale_steps, show_warnings=not options.smoke)
-    if options.smoke:
-        print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
     requested = {(entry.cell, entry.seed) for entry in runs}
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
 

@@ -75,7 +75,8 @@ class Bar:
         """
         parts = [self.headline()]
         if self.training:
-            parts.append("training " + ", ".join(f"{arm} ({share:.0%} of the steps)" for arm, share in self.training.items()))
+            states = {arm: f"{share:.0%} of the steps" if share < 0.995 else "scoring" for arm, share in self.training.items()}
+            parts.append("training " + ", ".join(f"{arm} ({state})" for arm, state in states.items()))
         if self.started and (left := self.seconds_left()):
             parts.append(f"about {clock(left)} left")
         if not self.started and self.ended < len(self.runs):

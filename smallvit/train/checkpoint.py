@@ -164,20 +164,20 @@ def check_content(path: Path, names: Sequence[str], training: "Training"):
     are the fingerprints of these runs, and `training` is one of them. Nothing is loaded.
     """
     if not names:
-        raise ValueError("no end")
+        raise ValueError("the end of the file is missing")
     size, text = os.path.getsize(path), ",".join(names).encode()
     end = size - TAIL - len(text)
     with open(path, "rb") as file:
         file.seek(size - TAIL)
         expected = file.read(64)
     if content_hash(path, end, text) != expected:
-        raise ValueError("another hash")
+        raise ValueError("its content has another hash")
     one = sum(tensor.nbytes for tensor in training.objective.state_dict().values())
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     unpacked = sum(entry.file_size for entry in entries)
     if size > ROOM + 8 * len(names) * one or unpacked > size or any(entry.compress_type for entry in entries):
-        raise ValueError("too large")
+        raise ValueError("it is larger than its runs need")
 
 
 def content_hash(path: Path, end: int, names: bytes) -> bytes:
@@ -218,7 +218,7 @@ def check_tensors(state: dict[str, Tensor], module: nn.Module):
     """Raise ValueError unless the tensors in `state` have the names, shapes and types of those of a module."""
     expected = module.state_dict()
     if {name: (t.shape, t.dtype) for name, t in state.items()} != {name: (t.shape, t.dtype) for name, t in expected.items()}:
-        raise ValueError("other tensors")
+        raise ValueError("it has other tensors than the run")
 
 
 def restore(training: "Training", state: dict[str, Any]):
