@@ -229,7 +229,8 @@ def prepare_training(
             try:
                 done = publish(folder, replace(done, **save_weights(weights, training.model, run, data.spec)), weights)
             finally:
-                weights.unlink(missing_ok=True)  # half of them, if the disk is full
+                with suppress(OSError):  # half of them, if the disk is full
+                    weights.unlink()
             training.checkpoint_file.unlink(missing_ok=True)
             return done
 

@@ -300,7 +300,7 @@ def unequal_tuning(runs: Runs, control: str, control_runs: Runs) -> str:
     numbers of trials. The text is empty if the numbers are equal, or if one of the two was not trained, so that it has nothing
     to tune. `runs` and `control_runs` are dicts from a seed to the results of a run of these arms.
     """
-    mine, other = (next((r for r in each.values() if r and r.finished), None) for each in (runs, control_runs))
+    mine, other = first_finished(runs), first_finished(control_runs)
     if mine is None or other is None or not mine.tuning or not other.tuning or 0 in (mine.steps, other.steps):
         return ""
     counts = [tuning.get("trials", 0) for tuning in (mine.tuning, other.tuning)]
@@ -316,11 +316,18 @@ def unequal_scores(runs: Runs, control: str, control_runs: Runs) -> str:
     scores, whose difference has no meaning. The text is empty if the scores are the same, or if both are accuracies. `runs` and
     `control_runs` are dicts from a seed to the results of a run of these arms.
     """
-    mine, other = (next((r for r in each.values() if r and r.finished), None) for each in (runs, control_runs))
+    mine, other = first_finished(runs), first_finished(control_runs)
     if mine is None or other is None or mine.score == other.score:
         return ""
     same_kind = mine.lower_is_better == other.lower_is_better and all(r.contributions is None for r in (mine, other))
     return "" if same_kind else f"judged by {mine.score}, and {control} by {other.score}"
+
+
+def first_finished(runs: Runs) -> Record | None:
+    """Return the record (results) of the first finished run of an arm (variant), or None if none has finished. `runs` is a dict
+    from a seed to the results of a run of this arm.
+    """
+    return next((record for record in runs.values() if record and record.finished), None)
 
 
 def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
