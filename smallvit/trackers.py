@@ -124,6 +124,8 @@ class MLflow(Tracker):
         found = self.client.get_experiment_by_name(self.recipe)
         experiment = found.experiment_id if found else self.client.create_experiment(self.recipe)
         tags = {"arm": run.arm, "condition": run.condition, "seed": str(run.seed), "fingerprint": run.fingerprint}
+        if earlier := self.client.search_runs([experiment], f"tags.fingerprint = '{run.fingerprint}'", max_results=1):
+            return earlier[0].info.run_id  # a process that was killed has begun it
         handle = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
         for name, value in run.settings.items():
             self.client.log_param(handle, name, str(value)[:500])
@@ -195,11 +197,14 @@ class Follower:
         self.handles: dict[str, Any] = {}  # of runs that have begun in the tracker
         self.steps = dict.fromkeys(self.waiting, 0)  # the last step that was sent
 
-    def look(self):
-        """Send the points and results that have come since the last look."""
+    def look(self, last: bool = False):
+        """Send the points and results that have come since the last look. With `last`, also send which runs have failed: before
+        that, they could still be trained again.
+        """
         for key, run in list(self.waiting.items()):
             record = read_record_safely(Path(run.folder))
-            curve = record.curve or [] if record else read_curve(Path(run.folder, CURVE))
+            record = record if record and (record.finished or last) else None
+            curve = (record and record.curve) or read_curve(Path(run.folder, CURVE))
             new = [point for point in curve if point[0] > self.steps[key]]
             if (new or record) and key not in self.handles:
                 self.handles[key] = self.tracker.begin(run)
@@ -209,7 +214,7 @@ class Follower:
             if record:
                 self.tracker.end(self.handles.pop(key), results(record), record.status)
                 del self.waiting[key]
-                self.done.add(key)
+                self.done |= {key} if record.finished else set()
                 write_text(self.done_file, json.dumps(sorted(self.done)) + "\n")
 
 
@@ -265,7 +270,7 @@ def send(name: str, folder: Path, recipe: str, runs: Sequence[Followed]) -> int:
     follower = Follower(TRACKERS[name][0](folder, recipe), name, runs)
     count = len(follower.waiting)
     try:
-        follower.look()
+        follower.look(last=True)
     except Exception as error:  # a tracker can raise anything
         left = f"{len(follower.waiting)} runs were not sent"
         raise ValueError(f"{name} failed ({type(error).__name__}: {error}); {left}") from error
@@ -327,7 +332,7 @@ def main(name: str, folder: str, recipe: str) -> int:
         follower = Follower(TRACKERS[name][0](Path(folder), recipe), name, runs)
         while not ended.wait(SECONDS):
             follower.look()
-        follower.look()
+        follower.look(last=True)
     except Exception as error:  # a tracker can raise anything
         print(f"note: {name} failed, training goes on without it ({type(error).__name__}: {error})", file=sys.stderr)
         return 1

@@ -60,6 +60,20 @@ def test_points_are_sent_as_they_come_and_results_at_the_end(tmp_path):
     assert len(sent["points"]) == 4
 
 
+def test_a_failed_run_is_sent_at_the_end_and_again_when_it_has_finished(tmp_path):
+    ((place, record),) = stored(tmp_path, RECORDS[:1])
+    write_record(place, replace(record, status="failed", error="too large", curve=None, test=None, correct=None))
+    follower = Follower(tracker := Memory(tmp_path, "demo"), "memory", followed([(place, record)]))
+    follower.look()
+    assert not hasattr(tracker, "runs"), "it could be trained again now"
+    follower.look(last=True)
+    assert [sent["status"] for sent in tracker.runs.values()] == ["failed"] and not follower.done
+    write_record(place, record)
+    follower = Follower(tracker, "memory", followed([(place, record)]))
+    follower.look()
+    assert [sent["status"] for sent in tracker.runs.values()] == ["finished"] and follower.done == {record.fingerprint}
+
+
 def test_a_run_is_sent_once_even_by_another_process(tmp_path):
     pairs = stored(tmp_path)
     first, second = (Follower(Memory(tmp_path, "demo"), "memory", followed(pairs)) for _ in range(2))
