@@ -130,7 +130,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "new": (
         "look at a folder of your images and write a recipe that compares all techniques on them",
-        "name --data --digits",
+        "name --data --digits --quick",
     ),
     "predict": (
         "predict the classes of image files with a trained model, as a table in CSV format",
@@ -164,7 +164,7 @@ HELP = {
     "--numerics": "how training steps are computed; --fast does not change what is given here: "
     "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
     "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
-    "length=2000  settings=tuned|common",
+    "length=2000  settings=tuned|common  pass=0 (of a cross-validation)",
     "--shard": "train part I of N independent parts of the runs, such as 3/64, for example in a job of a cluster; no report",
     "--on": "where to train: here (default), slurm (submit jobs to a SLURM cluster) or ray (a Ray cluster)",
     "--sbatch": 'with --on slurm: options of sbatch in quotes, such as "-p gpu --gres=gpu:1 -t 60"',
@@ -184,10 +184,11 @@ HELP = {
     "--mistakes": "also list and draw the test images that an arm gets wrong most often, with its trained models",
     "--publish": "write the records and the report beside the recipe file, to be committed",
     "--seeds": "number of seeds of each arm: committed ones to train again (verify), or new ones (explore); default: 1",
-    "--labels": "number of labels of these runs, or all (verify: the default is the smallest committed one)",
+    "--labels": "number of labels of these runs, or all (default: the only one, or with verify the smallest committed one)",
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--digits": "mirroring an image changes its label, as for digits and letters",
+    "--quick": "a recipe with three techniques and as few runs as a verdict needs",
     "run": "a trained model: the folder of a finished run, RECIPE:ARM (such as quickstart:+SPT), or hf:user/name",
     "images": "image files, folders (searched with their subfolders), or patterns in quotes, such as 'scans/*.png'",
     "file": "the file to write; its name ends in .onnx or .pt2",
@@ -235,7 +236,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--data": {"required": True, "metavar": "DIR"},
     "--digits": {"action": "store_true"},
     "--channels": NUMBER,
-    **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run")},
+    **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run", "--quick")},
     **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch")},
     **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--private")},
 }

@@ -96,7 +96,7 @@ def differences(plain: Any, other: Any, path: str = "") -> dict[str, tuple[Any, 
     A component that was exchanged for another is one difference; its own options are not listed. An absent option is None.
     """
     if isinstance(plain, dict) and isinstance(other, dict) and described_name(plain) == described_name(other):
-        pairs = {f"{path}.{key}".lstrip("."): (plain.get(key), other.get(key)) for key in plain | other}
+        pairs = {f"{path}.{printable(key)}".lstrip("."): (plain.get(key), other.get(key)) for key in plain | other}
     elif isinstance(plain, list) and isinstance(other, list) and len(plain) == len(other):
         pairs = {f"{path}[{index}]": pair for index, pair in enumerate(zip(plain, other))}
     else:

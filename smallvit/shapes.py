@@ -22,6 +22,7 @@ def is_number(value: Any) -> bool:
 
 KINDS: dict[str, Kind] = {
     "count": ("a whole number from 0", lambda value: type(value) is int and 0 <= value <= LARGEST),
+    "few": ("a whole number from 0 to 1,000,000", lambda value: type(value) is int and 0 <= value <= 1_000_000),
     "positive": ("a whole number from 1", lambda value: type(value) is int and 1 <= value <= LARGEST),
     "number": ("a finite number", is_number),
     "amount": ("a finite number from 0", lambda value: is_number(value) and value >= 0),
@@ -52,7 +53,7 @@ SHAPES: dict[str, Any] = {
         "loss?": "number?", "edge?": ["text"], "curve?": [[{...: VALUES}, "number?", "count"]], "note?": "text", ...: "any",
     },
     "looks": ["positive"],
-    "removed": "count?",
+    "removed": "few?",
     "unused_seeds": ["count"],
     "val": {...: "number"},
     "val_images": "count?",

@@ -91,12 +91,14 @@ def temporary(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path):
-    """Delete the temporary files in a folder that killed processes have left. Files of a living process of this machine stay,
-    and so do files of other machines, unless they are older than a day.
+    """Delete the temporary files in a folder that killed processes have left. Files of another living process of this machine
+    stay, and so do files of other machines, unless they are older than a day. A file with the number of this process is that of
+    an earlier one: numbers begin again when a machine or a container starts.
     """
     for path in folder.glob(".*.new"):
         match = LEFT.fullmatch(path.name)
-        dead = match is not None and match["host"] == HOST and not is_running(int(match["pid"]))
+        pid = int(match["pid"]) if match is not None and match["host"] == HOST else None
+        dead = pid is not None and (pid == os.getpid() or not is_running(pid))
         with suppress(OSError):
             if dead or time.time() - path.stat().st_mtime > DAY:
                 path.unlink()

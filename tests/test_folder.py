@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -599,6 +600,22 @@ def test_groups_are_read_from_names_or_a_csv_file(tmp_path):
         (top / "patients.csv").write_text(header + "\n".join(lines[::-1]) + "\n", encoding="utf-8-sig")
         data.folder.cache_clear()
         assert torch.equal(data.folder(str(top), folds=3, groups="patients.csv").groups, by_name.groups)
+
+
+def test_csv_file_may_name_files_without_their_folders_if_they_are_unique(tmp_path):
+    top = write_patients(tmp_path)
+    for path in (top / "well").iterdir():
+        path.rename(path.with_name(f"w{path.name}"))
+    by_name = data.folder(str(top), folds=3, group_by=r"w?(p\d+)_\d+")
+    names = [file.split("/")[1] for file in by_name.train.files]
+    (top / "patients.csv").write_text("\n".join(f"{name},patient {name.split('_')[0].strip('w')}" for name in names))
+    assert torch.equal(data.folder(str(top), folds=3, groups="patients.csv").groups, by_name.groups)
+    first = by_name.train.files[0]
+    other = next(path for path in top.iterdir() if path.is_dir() and path.name != first.split("/")[0])
+    shutil.copy(top / first, other / names[0])  # now the name alone could be either of the two
+    data.folder.cache_clear()
+    with pytest.raises(ValueError, match=rf"no group for .*{names[0]}.*with its path in the folder, such as"):
+        data.folder(str(top), folds=3, groups="patients.csv")
 
 
 def test_csv_file_may_have_other_slashes_and_accents(tmp_path):

@@ -454,9 +454,9 @@ def test_half_written_files_of_a_killed_run_are_deleted(tmp_path):
     ended.start()
     ended.join()
     own, another, old = f"{HOST}.{ended.pid}", "another.1", "another.2"
-    for owner in (own, f"{HOST}.{os.getpid()}", another, old):
+    for owner in (own, f"{HOST}.{os.getppid()}", another, old):
         (tmp_path / f".{CHECKPOINT}.{owner}.01234567.new").write_bytes(b"half")
     os.utime(tmp_path / f".{CHECKPOINT}.{old}.01234567.new", (0, 0))
     fit(SHORT, tmp_path)
-    living = [f".{CHECKPOINT}.{owner}.01234567.new" for owner in (f"{HOST}.{os.getpid()}", another)]
+    living = [f".{CHECKPOINT}.{owner}.01234567.new" for owner in (f"{HOST}.{os.getppid()}", another)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", CURVE, WEIGHTS, RECORD, *living])

@@ -157,8 +157,9 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
 
 def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]:
     """Return the name of the group of each file in `files`, read from a CSV file with two columns: the image file, relative to
-    the folder of the data set, and the name of its group. A first line that names no image is a header. Lines with other files
-    of the list `known`, which has all files of the data set, are ignored.
+    the folder of the data set, and the name of its group. The name of a file without its folders is enough if no other file has
+    it. A first line that names no image is a header. Lines with other files of the list `known`, which has all files of the
+    data set, are ignored.
 
     Raises    ValueError for a file that cannot be read, lines without two columns, and images that are missing in the CSV file
               or in the folder, which are listed.
@@ -172,6 +173,8 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
     head = text.partition("\n")[0]
     rows = [row for row in csv.reader(text.splitlines(), delimiter=";" if ";" in head and "," not in head else ",") if any(row)]
     names = {_normal(file): file for file in known}
+    count = Counter(map(_name, names))
+    names |= {_name(path): file for path, file in names.items() if count[_name(path)] == 1}
     group: dict[str, str] = {}
     unknown = []
     for number, row in enumerate(rows, 1):
@@ -186,13 +189,19 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
     if missing or unknown:
         wrong = [f"no group for {listed(missing)}"] * bool(missing)
         wrong += [f"lines without an image: {listed(unknown)}"] * bool(unknown)
-        raise ValueError(f"{table} has {' and '.join(wrong)}; expected a line for each image, with its path in the folder")
+        expected = f"expected a line for each image, with its path in the folder, such as {files[0]}"
+        raise ValueError(f"{table} has {' and '.join(wrong)}; {expected}")
     return [group[file] for file in files]
 
 
 def _normal(file: str) -> str:
     """Return a file name in one form: "/" between folders, and accents as single characters."""
     return unicodedata.normalize("NFC", PurePosixPath(file.strip().replace("\\", "/")).as_posix())
+
+
+def _name(path: str) -> str:
+    """Return the last part of a path, the name of the file."""
+    return path.rpartition("/")[2]
 
 
 def listed(items: list[str]) -> str:

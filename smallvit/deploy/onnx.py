@@ -239,7 +239,8 @@ def description(classifier: ImageClassifier, resize: bool) -> dict[str, str]:
     trained, preprocess = members(classifier), classifier.preprocess
     (h, w), channels = preprocess.size, preprocess.channels
     size = f"any height and width; they are resized to {h} x {w}" if resize else f"height {h}, width {w}"
-    kind = "float32" if takes_floats(preprocess) else "bytes from 0 to 255 (uint8)"
+    floats = "float32 as in training (pixels of 16 bits divided by 65535, so that they lie between 0 and 1)"
+    kind = floats if takes_floats(preprocess) else "bytes from 0 to 255 (uint8)"
     return {
         "description": (
             f"Image classifier, trained with smallvit {__version__}: {trained[0].record.arm}, the mean of {len(trained)} "

@@ -17,6 +17,7 @@ from smallvit.components import describe_value
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record, can_lock
 from smallvit.run import Run, describe, fingerprint
+from smallvit.storage import remove_leftovers
 from smallvit.train.checkpoint import runs_in
 from smallvit.train.fit import Tags
 
@@ -117,6 +118,7 @@ class Scheduler:
         if record is not None and record.finished:
             with suppress(OSError):
                 (place / records.CHECKPOINT).unlink(missing_ok=True)
+                remove_leftovers(place)
         return record
 
     def interrupted_stacks(self) -> dict[int, list[int]]:

@@ -171,6 +171,11 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     not trained on, so each image is a test image once in a pass. Each pass divides the images anew. The score of a pass is the
     mean of the scores of its folds, weighted by their images. Passes take the place of seeds on this page.
     """
+    if count := len({group for r in records for group in r.test_groups or ()}):
+        text += f"""
+    The images belong to {count:,} groups, such as patients, and images of one group stay together: a model is never tested on a
+    group that it was trained on. For intervals and verdicts, a group counts as one unit.
+    """
     if single:
         text += f"""
     With fewer than {MIN_PAIRS} passes, the verdict is about the differences of the single folds. The models of two folds share

@@ -324,8 +324,9 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         )
     if not done.finished:
         return None
-    with suppress(OSError):  # a folder that is read-only keeps it
+    with suppress(OSError):  # a folder that is read-only keeps them
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
+        remove_leftovers(folder)
     return done
 
 

@@ -104,8 +104,11 @@ class Training:
         numerics: Numerics = DEFAULT,
     ):
         self.run, self.spec, self.subset, self.numerics = run, data.spec, subset, numerics
-        accelerator = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
-        self.device = accelerator or torch.device("cpu")
+        if device == "auto":
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            self.device = accelerator or torch.device("cpu")
+        else:
+            self.device = torch.device(device)
         objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
         self.trace = Trace(digest(self.objective.model.state_dict().items()))
@@ -190,17 +193,24 @@ class Training:
         """Take one training step: draw a batch, compute the gradient of the loss, update the weights, and then update their
         exponential moving average (EMA) if the run uses one.
         """
-        batch = self.next_batch()
-        self.set_learning_rates(self.optimizer)
+        self.update_weights(self.compute_gradients(self.next_batch()))
+
+    def compute_gradients(self, batch: Batch) -> Tensor:
+        """Compute the gradient of the loss on a batch, and return the loss."""
         self.optimizer.zero_grad()  # before the forward pass, which needs the memory
         with self.computing():
             loss = self.objective(batch, self.progress)["loss"]
         loss.backward()
+        return loss.detach()
+
+    def update_weights(self, loss: Tensor):
+        """Update the weights and their average (EMA) from the gradients of a step, and count the step with its `loss`."""
+        self.set_learning_rates(self.optimizer)
         self.objective.before_step(self.progress)
         if self.run.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.run.clip)
         self.optimizer.step()
-        self.count_step(loss.detach())
+        self.count_step(loss)
         self.objective.after_step(self.progress)
         if self.ema_model is not None:
             ema_update(self.ema_pairs, self.ema_weight)

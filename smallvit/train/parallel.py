@@ -1,0 +1,237 @@
+"""One training run on several GPUs or processes: each of them computes the gradient of its part of every batch.
+
+Start a Python script that calls `fit_parallel` with `torchrun`. All processes draw the whole batch of a step from the random
+streams of the run, and each keeps an equal part of it. Then the mean of their gradients and losses is computed (`all_reduce`),
+and all processes take the same optimizer step. So augmentation, also one that mixes images, is that of a single process, and
+the weights agree with those of `fit` up to rounding. The first process (rank 0) alone measures the model, and alone writes
+checkpoints, curve, weights and record.
+
+This needs two operations of `torch.distributed`. `DistributedDataParallel` and Lightning Fabric would wrap the model, its
+checkpoints and its devices. Their gain, gradients that are sent while others are still computed, is small for small models.
+"""
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smallvit.augment import Batch
+from smallvit.components import function
+from smallvit.data import sealed_test_images
+from smallvit.numerics import DEFAULT, Numerics
+from smallvit.objectives import Supervised
+from smallvit.record import Record
+from smallvit.run import Run
+
+from . import checkpoint
+from .fit import NO_TAGS, Tags, fit, load_data, prepare_training
+from .loop import Training, Watch, train
+
+PATIENCE = timedelta(days=30)  # other processes wait while the first one trains an earlier run, or measures the model
+IMAGES = 16  # of the first batch, on which the model is checked
+TOLERANCE = 1e-4  # of the largest output, between images in a whole batch and in half of it
+
+
+def fit_parallel(
+    run: Run,
+    folder: str | Path,
+    *,
+    tags: Tags = NO_TAGS,
+    device: str = "cpu",
+    watch: Watch = lambda step, accuracy: None,
+    init: str | Path | None = None,
+    numerics: Numerics = DEFAULT,
+    validation_only: bool = False,
+    reads: str | Path | None = None,
+) -> Record:
+    """Train and evaluate one run with all processes that `torchrun` has started, and return its record (results) in each of
+    them. `folder` and the other parameters are those of `fit`. All processes must see the folder.
+
+    The weights agree with those of `fit` up to rounding. A run that was interrupted continues from its checkpoint. With the
+    same number of processes, it ends with bitwise the same weights as an uninterrupted one. An earlier run that the run needs
+    is trained by the first process alone; to train it in parallel too, train it first, and give its folder as `init`. In a
+    script that was started without `torchrun`, this function does the same as `fit`.
+
+    device     "cpu", "cuda" (one GPU for each process on a machine) or "auto"
+    watch      called in the first process only
+
+    Raises     ValueError for a run whose result would depend on how a batch is divided: another objective than `Supervised`,
+               random draws inside the model such as dropout, and models in which the images of a batch affect each other,
+               such as batch normalization. Also for early stopping, for `steps=0`, and for a batch that cannot be divided
+               equally. See `fit` for other errors.
+    """
+    folder, options = Path(folder), {"numerics": numerics, "validation_only": validation_only, "reads": reads}
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes == 1:
+        return fit(run, folder, tags=tags, device=device, watch=watch, init=init, **options)
+    check_divisible(run, processes)
+    with joined(device) as own_device:
+        if dist.get_rank():
+            record = follow(run, folder, own_device, init, numerics)
+        else:
+            record = lead(prepare_training(run, folder, tags, own_device, init, None, **options), watch)
+    return record
+
+
+def check_divisible(run: Run, processes: int):
+    """Raise ValueError if the settings of a run do not allow that several processes train it together. `processes` is their
+    number.
+    """
+    objective = function(run.objective)
+    if objective is not Supervised:
+        raise ValueError(
+            f"the objective {objective.__name__} cannot be trained by several processes: only the loss of Supervised is known "
+            "to be a mean over images, without random draws; use one process (fit)"
+        )
+    if run.early_stop:
+        raise ValueError(f"early_stop={run.early_stop}: only one of several processes measures the accuracy; use early_stop=0")
+    if not run.steps:
+        raise ValueError("steps is 0, so there is nothing to train with several processes; use one process (fit)")
+    if run.batch % processes:
+        nearest = max(round(run.batch / processes), 1) * processes
+        raise ValueError(f"batch={run.batch} cannot be divided equally among {processes} processes; try batch={nearest}")
+
+
+@contextmanager
+def joined(device: str) -> Iterator[str]:
+    """Context manager that connects this process with the others that `torchrun` has started. It yields the device of this
+    process. If the script has connected them already, this connection is used and stays.
+
+    Raises ValueError for an unknown device, or if there are more processes than GPUs.
+    """
+    own, number = device, int(os.environ.get("LOCAL_RANK", 0))
+    if device == "auto":
+        own = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = torch.device(own).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; expected 'cpu', 'cuda' or 'auto' for several processes")
+    if own == "cuda":
+        if number >= torch.cuda.device_count():
+            raise ValueError(f"process {number + 1} on this machine needs a GPU of its own; found {torch.cuda.device_count()}")
+        own = f"cuda:{number}"
+        torch.cuda.set_device(own)
+    started_here = not dist.is_initialized()
+    if started_here:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+    yield own
+    if started_here:  # not after an error: the others could be in the middle of an operation, and torchrun ends them
+        dist.destroy_process_group()
+
+
+def lead(prepared: AbstractContextManager, watch: Watch) -> Record:
+    """Train a run together with the other processes, write all its files, and return its record (results). This is the part of
+    the first process. `prepared` is the context manager of `prepare_training` for this run, and `watch` is called after each
+    step.
+    """
+    with prepared as (training, close):
+        if training is None:  # the run has finished
+            share(None)
+        else:
+            checkpoint.resume([training])
+            state = io.BytesIO()
+            torch.save(checkpoint.state_of(training), state)
+            share(state.getvalue())
+            share(training.images.labels.cpu())
+            check_images_are_independent(training)
+            train([training], lambda: train_step(training), watch)
+        record = close()
+    return share(record)
+
+
+def follow(run: Run, folder: Path, device: str, init: str | Path | None, numerics: Numerics) -> Record:
+    """Train a run together with the first process, from the state that this one sends, and return the record (results) that it
+    has written. This is the part of the other processes, which write nothing. The parameters are those of `fit_parallel`.
+    """
+    state = share()
+    if state is not None:
+        with sealed_test_images("a run reads them only when it is scored"):
+            place = Path(init or folder / "init") if "init" in run.dependencies else None
+            training = Training(run, *load_data(run), device, place, None, numerics)
+            checkpoint.restore(training, torch.load(io.BytesIO(state), map_location=device, weights_only=True))
+            training.images.labels.copy_(share())  # pseudo-labels are computed, and could round differently
+            check_images_are_independent(training)
+            while training.step < run.steps:
+                train_step(training)
+    return share()
+
+
+def share(value: Any = None) -> Any:
+    """Return in every process the `value` that the first process has given."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def train_step(training: Training):
+    """Take one training step of a run together with the other processes: each computes the gradients of its part of the batch,
+    and all of them update their weights by the mean of the gradients.
+    """
+    loss = training.compute_gradients(part(training.next_batch(), dist.get_rank(), dist.get_world_size()))
+    average([p.grad for p in training.parameters if p.grad is not None] + [loss])
+    training.update_weights(loss)
+
+
+def part(batch: Batch, rank: int, processes: int) -> Batch:
+    """Return the part of a batch on which one process computes gradients. `rank` is the number of this process, from 0, and
+    `processes` is how many there are. Part 0 has the first images of the batch, part 1 the next ones, and so on.
+    """
+    size = len(batch.images) // processes
+    own = slice(rank * size, (rank + 1) * size)
+    return batch._replace(images=batch.images[own], targets=batch.targets[own])
+
+
+def average(tensors: Sequence[Tensor]):
+    """Replace tensors by their mean over all processes, in place. They are sent as one long tensor."""
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(whole)
+    whole /= dist.get_world_size()
+    for tensor, mean in zip(tensors, whole.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
+
+
+@torch.no_grad()
+def check_images_are_independent(training: Training):
+    """Raise ValueError if the model of a run, in training, makes random draws, changes buffers, or has another output for an
+    image if other images are in the batch. Then several processes would not train as one does.
+
+    This is measured on a few images of the next batch, as at the beginning and as at the end of the training, because parts of
+    a model may change in between.
+    """
+    if training.ended:
+        return
+    images, objective = training.next_batch().images[:IMAGES], training.objective.train()
+    for progress in (0.0, 1.0):
+        objective.set_progress(progress)
+        before = inner_state(objective, training.device)
+        whole = objective.model(images)
+        halves = torch.cat([objective.model(half) for half in images.chunk(2)])
+        after = inner_state(objective, training.device)
+        for name in before:
+            if not torch.equal(after[name], before[name]):
+                raise ValueError(
+                    f"a training step changes {name}, differently for each part of a batch; several processes can train only "
+                    "models without random draws (dropout, drop_path) and without running statistics (batch normalization)"
+                )
+        if (whole - halves).abs().max() > TOLERANCE * whole.abs().max():
+            raise ValueError(
+                "the output of the model for an image depends on the other images in the batch, so several processes cannot "
+                "divide it; use one process (fit)"
+            )
+
+
+def inner_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return a dict with copies of what a forward pass may change: the buffers of a module, and the states of the random number
+    generators of torch.
+    """
+    states = {f"the buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    states["the random number generator"] = torch.get_rng_state()
+    if device.type == "cuda":
+        states["the random number generator of the GPU"] = torch.cuda.get_rng_state(device)
+    return states
