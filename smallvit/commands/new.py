@@ -113,7 +113,8 @@ def findings(images: Inspection) -> list[str]:
         wrong = "correct it in the recipe if it is wrong" if images.grouped else "write it into the recipe if you add images"
         lines.append(f"    the pattern is group_by={literal(images.group_by)}; {wrong}")
     elif images.folds or images.test:
-        lines.append("no groups were found in the file names; if several images show the same patient or object, set group_by")
+        advice = "if several images show the same patient or object, set group_by or groups (a table) in the recipe"
+        lines.append(f"no groups were found in the file names; {advice}")
     if images.folds and images.folds < 5:
         unit = "groups" if images.grouped else "images"
         lines.append(f"{images.folds} folds instead of 5, because the smallest class has {images.folds} {unit}")
