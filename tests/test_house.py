@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "report": {"components", "explain", "recipe", "record", "verdicts"},
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
-    "pretrained": {"attention", "flops", "pooling", "positions", "tokenizers", "vit"},
+    "pretrained": {"attention", "flops", "pooling", "positions", "shapes", "tokenizers", "vit"},
     "objectives": {"attention", "augment", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
     "pseudo_labels": {"data", "evaluate"},
     "evaluate": {"data", "flops", "pooling", "rng", "vit"},

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smallvit.shapes import printable
+
 from .convert import VIT_S, timm_on_meta
 
 HEADS = ("head.", "fc.", "pre_logits.", "head_dist.")
@@ -26,6 +28,8 @@ def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float,
     """
     expected = {key: tuple(tensor.shape) for key, tensor in timm_on_meta(name).state_dict().items()}
     state = read_npz(path, name) if path.suffix == ".npz" else find_state_dict(load_checkpoint(path), path)
+    if odd := [key for key, tensor in state.items() if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized]:
+        raise ValueError(f"{path.name}: {printable(list_some(odd))} is not stored as plain numbers; expected dense tensors")
     wrong = [f"{key} is missing" for key in expected if key not in state and not key.startswith("head.")]
     wrong += [f"{key} is unknown" for key in state if key not in expected and not key.startswith(HEADS)]
     wrong += [f"{key} is not finite" for key in expected if key in state and not state[key].isfinite().all()]
@@ -39,7 +43,7 @@ def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float,
             same = found == shape or key.startswith(HEADS)
         wrong += [] if same else [f"{key} is {found}, expected {shape}"]
     if wrong:
-        raise ValueError(f"{path.name} is not {name}: {list_some(wrong)}; expected its weights under timm's names")
+        raise ValueError(f"{path.name} is not {name}: {printable(list_some(wrong))}; expected its weights under timm's names")
     config = timm_config(name)
     return {key: state[key].float() for key in expected if key in state}, tuple(config.mean), tuple(config.std)
 
@@ -93,11 +97,12 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue
+        shown = printable(str(name))
         bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", str(name))
         if bare in weights:
-            raise ValueError(f"{path} has two weights called {bare}, one of them as {name}; expected one of each")
+            raise ValueError(f"{path} has two weights called {printable(bare)}, one of them as {shown}; expected one of each")
         if not tensor.is_floating_point():
-            raise ValueError(f"{name} in {path} is {tensor.dtype}; expected floating-point weights")
+            raise ValueError(f"{shown} in {path} is {tensor.dtype}; expected floating-point weights")
         weights[bare] = tensor
     return weights
 

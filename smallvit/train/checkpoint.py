@@ -210,7 +210,8 @@ def check_state(state: dict[str, Any], training: "Training"):
         if shapes != {"step": (), "exp_avg": tuple(parameters[index].shape), "exp_avg_sq": tuple(parameters[index].shape)}:
             raise ValueError("the optimizer has other parameters")
     check_numerics(Numerics(*state["numerics"]))
-    if state["step"] > training.run.steps or state["loss"].shape != () or not state["loss"].is_floating_point():
+    taken = max((int(moments["step"]) for moments in state["optimizer"].values()), default=0)
+    if not taken <= state["step"] <= training.run.steps or state["loss"].shape != () or not state["loss"].is_floating_point():
         raise ValueError("the step or the loss is impossible")
 
 
