@@ -1,12 +1,14 @@
 """Nothing is lost or bent: two processes at one run, kills between two files, damaged files, full disks, and killed stacks."""
 
 import errno
+import importlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -509,17 +511,27 @@ def kill_soon(pid: int, seconds: float):
     threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
 
 
+def train_stack_often_saved(runs: list[Run], places: list[Path]):
+    """Train a stack in another process, with a checkpoint every 50 ms."""
+    importlib.import_module("smallvit.train.loop").CHECKPOINT_SECONDS = 0.05
+    fit_stacked(runs, places)
+
+
 @pytest.mark.slow
 def test_stack_killed_at_random_moments_ends_bitwise_equal(tmp_path, monkeypatch):
     monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.05)
     runs, whole = seeds_of(SHORT.vary(steps=300), 3, tmp_path / "whole")
     _, places = seeds_of(SHORT.vary(steps=300), 3, tmp_path / "killed")
     fit_stacked(runs, whole)
-    exits = []
-    for attempt in range(8):
-        process = multiprocessing.get_context("fork").Process(target=fit_stacked, args=(runs, places))
+    exits, start = [], multiprocessing.get_context("spawn")  # a forked process cannot compute gradients after its parent has
+    for attempt in range(4):
+        process = start.Process(target=train_stack_often_saved, args=(runs, places))
         process.start()
-        kill_soon(process.pid, 0.3 + 0.37 * attempt % 1.1)
+        before = time.time()
+        while process.is_alive() and not any(path.stat().st_mtime > before for path in places[0].glob(CHECKPOINT)):
+            time.sleep(0.01)
+        time.sleep(0.07 * attempt)
+        process.kill()
         process.join()
         exits.append(process.exitcode)
     found = fit_stacked(runs, places)
