@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from smallvit.__main__ import main
+from smallvit.__main__ import main, parser
 from smallvit.commands import inspection, new
 from smallvit.commands.inspection import groups_of, inspect_images
 from smallvit.commands.recipe_template import QUICK_ARMS, literal, recipe_text
@@ -273,6 +273,7 @@ def test_estimate_measures_what_is_slower_than_the_baseline_and_names_it(capsys,
     command = re.search(r"to make it smaller, delete arms; or take (\d+) runs \(about (.*?)\): smallvit (.*)", printed)
     assert command[1] == "70" and command[2] == "35 min"
     assert shlex.split(command[3]) == ["new", "photos_quick.py", "--data", "photos", "--quick"]
+    assert parser().parse_args(shlex.split(command[3])).quick, "the command line must know the option that is advised"
 
 
 @pytest.mark.parametrize(

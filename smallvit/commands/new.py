@@ -28,14 +28,13 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(options.data).expanduser()
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
-    quick = getattr(options, "quick", False)
     file = recipe_file(options.name, folder)
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
     images = inspect_images(folder, options.digits)
     print("\n".join(findings(images)))
     shown = folder.resolve()
     with_relative = shown.is_relative_to(Path.cwd()) and shown != Path.cwd()
-    text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown), quick)
+    text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown), options.quick)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x", encoding="utf-8") as stream:
@@ -45,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
     print(f"wrote {file}", flush=True)
     print("smallvit: measuring a few steps, to estimate the time", file=sys.stderr, flush=True)
     try:
-        print(planned(file, images, "" if quick else quick_command(file, options)))
+        print(planned(file, images, "" if options.quick else quick_command(file, options)))
     except Exception as error:  # of the recipe, of its data or of its models
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         advice = line_to_change(text, error)

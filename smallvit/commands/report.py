@@ -202,4 +202,4 @@ def status(records: Sequence[Record]) -> int:
     left = len(records) - sum(count[kind] for kind in ("finished", "unavailable", *lost))
     if left:
         print(f"smallvit: {left} of {len(records)} runs are still to be trained", file=sys.stderr)
-    return int(bool(count["failed"] or count["interrupted"] or left or not count["finished"]))
+    return int(any(count[kind] for kind in lost) or left > 0 or not count["finished"])

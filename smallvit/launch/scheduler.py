@@ -17,9 +17,9 @@ from smallvit.components import describe_value
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record, can_lock
 from smallvit.run import Run, describe, fingerprint
-from smallvit.storage import remove_leftovers
 from smallvit.train.checkpoint import runs_in
 from smallvit.train.fit import Tags
+from smallvit.train.publish import tidy
 
 from .progress import Bar
 from .results import Damaged, Killed, blocked_by, folder, is_interruption, recall, record_failure, tags
@@ -116,9 +116,7 @@ class Scheduler:
             error.set_aside()
             return None
         if record is not None and record.finished:
-            with suppress(OSError):
-                (place / records.CHECKPOINT).unlink(missing_ok=True)
-                remove_leftovers(place)
+            tidy(place)
         return record
 
     def interrupted_stacks(self) -> dict[int, list[int]]:

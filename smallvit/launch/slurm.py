@@ -27,7 +27,7 @@ from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 
 from .scheduler import Damaged, is_untrained, recall, unavailable_weights
-from .shards import divide
+from .shards import BUSY, divide
 
 PASSED_ON = (  # options of `smallvit run` that each job gets as they were given
     "--out", "--scale-steps", "--device", "--stack", "--numerics", "--only", "--retry", "--fail-fast", "--gpus", "--per-gpu",
@@ -53,7 +53,6 @@ FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")  # environme
 SIGNAL = "B:USR1@90"  # SLURM sends USR1 to the script so many seconds before the time limit
 STOPPING = 20  # seconds in which the training must end after the signal
 MOST_RESTARTS = 10  # a job that was started more often, and that saved nothing since its last start, is not started again
-BUSY = 75  # exit status of a shard that leaves out runs, because another process trains them (EX_TEMPFAIL of sysexits.h)
 
 ARRAY = """\
 # Trains the runs of {recipe}; each job of this array trains one part of them. Written by `smallvit run --on slurm`.

@@ -28,8 +28,6 @@ def read_weights(path: Path, name: str) -> tuple[dict[str, Tensor], tuple[float,
     """
     expected = {key: tuple(tensor.shape) for key, tensor in timm_on_meta(name).state_dict().items()}
     state = read_npz(path, name) if path.suffix == ".npz" else find_state_dict(load_checkpoint(path), path)
-    if odd := [key for key, tensor in state.items() if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized]:
-        raise ValueError(f"{path.name}: {printable(list_some(odd))} is not stored as plain numbers; expected dense tensors")
     wrong = [f"{key} is missing" for key in expected if key not in state and not key.startswith("head.")]
     wrong += [f"{key} is unknown" for key in state if key not in expected and not key.startswith(HEADS)]
     wrong += [f"{key} is not finite" for key in expected if key in state and not state[key].isfinite().all()]
@@ -86,7 +84,8 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
 
     The key may be "teacher" (DINO), "model_ema", "state_dict" or "model". `path` is for the error.
 
-    Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not floating point.
+    Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not dense or not floating
+             point.
     """
     for key in ("teacher", "model_ema", "state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -101,6 +100,8 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
         bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", str(name))
         if bare in weights:
             raise ValueError(f"{path} has two weights called {printable(bare)}, one of them as {shown}; expected one of each")
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise ValueError(f"{shown} in {path} is not stored as plain numbers; expected dense tensors")
         if not tensor.is_floating_point():
             raise ValueError(f"{shown} in {path} is {tensor.dtype}; expected floating-point weights")
         weights[bare] = tensor

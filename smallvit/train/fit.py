@@ -22,7 +22,7 @@ from smallvit.storage import locked, remove_leftovers, temporary
 from . import checkpoint
 from .evaluation import evaluate, test_part
 from .loop import Training, Watch, train
-from .publish import publish
+from .publish import publish, tidy
 from .read_log import log_test_read
 from .stack import NotStackable, Stack
 from .trained_model import save_weights
@@ -324,9 +324,7 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         )
     if not done.finished:
         return None
-    with suppress(OSError):  # a folder that is read-only keeps them
-        (folder / records.CHECKPOINT).unlink(missing_ok=True)
-        remove_leftovers(folder)
+    tidy(folder)
     return done
 
 

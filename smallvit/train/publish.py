@@ -12,7 +12,7 @@ from pathlib import Path
 
 from smallvit import record as records
 from smallvit.record import Record
-from smallvit.storage import failures_named, flush_to_disk, link_new, temporary
+from smallvit.storage import failures_named, flush_to_disk, link_new, remove_leftovers, temporary
 
 PATIENCE = 30.0  # seconds in which a living process replaces a record; then it has been killed
 
@@ -40,6 +40,15 @@ def publish(folder: Path, record: Record, weights: Path | None = None) -> Record
     finally:
         with suppress(OSError):
             new.unlink()
+
+
+def tidy(folder: Path):
+    """Delete what a killed process has left beside the record of a finished run in `folder`: the checkpoint and temporary
+    files. A folder that is read-only keeps them.
+    """
+    with suppress(OSError):
+        (folder / records.CHECKPOINT).unlink(missing_ok=True)
+        remove_leftovers(folder)
 
 
 def first(new: Path, target: Path, record: Record) -> Record:
