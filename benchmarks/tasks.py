@@ -25,7 +25,8 @@ Call = Callable[[], object]
 
 FLAGS = {"default settings": False, "best flags": True}  # name -> argument `best` of the functions in peers.py
 
-SHAPES = (Shape(64, 6, 4, batch=128), Shape(192, 12, 3, batch=128), Shape(384, 12, 6, batch=64))  # the last is ViT-S
+TINY = Shape(64, 4, 4, batch=32, patch=7, mlp_ratio=2.0)  # 17 tokens, a typical run of a recipe; the others have 50
+SHAPES = (TINY, Shape(64, 6, 4, batch=128), Shape(192, 12, 3, batch=64), Shape(384, 12, 6, batch=64))  # the last is ViT-S
 SMALL = Shape(64, 6, 4, batch=64)
 RECIPE = Shape(64, 4, 2, batch=32, patch=7, mlp_ratio=2.0)  # 16 patches and the class token
 
@@ -129,8 +130,8 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def describe_shape(shape: Shape) -> str:
-    """Return width, depth and batch size as text."""
-    return f"width {shape.dim}, depth {shape.depth}, batch {shape.batch}"
+    """Return number of tokens, width, depth and batch size as text."""
+    return f"{count_tokens(shape) + 1} tokens, width {shape.dim}, depth {shape.depth}, batch {shape.batch}"
 
 
 def count_tokens(shape: Shape) -> int:

@@ -47,6 +47,18 @@ class AttentionOutput(NamedTuple):
         raise AttributeError(f"{name}: {NOT_A_TENSOR}" if hasattr(Tensor, name) else f"AttentionOutput has no {name!r}")
 
 
+class PlainAttention(NamedTuple):
+    """How `smallvit.native` can compute an attention itself: as softmax(scale * queries * keys) * values, from the linear maps
+    `qkv` and `proj` of the module.
+
+    An attention module says so by a method `as_plain`, which returns None if its options ask for something else. A subclass
+    with another `forward` is not computed so, unless it has a method `as_plain` of its own.
+    """
+
+    scale: float | str  # a number, or the name of a parameter with a factor for each head
+    mask_self: bool = False  # whether no token attends to itself, as in `mask_diagonal`
+
+
 NOT_A_TENSOR = "attention returns an AttentionOutput, not a tensor; take its tokens: attention(x).x"
 
 
@@ -82,6 +94,10 @@ class Attention(nn.Module):
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, k = self.q_norm(q), self.k_norm(k)
         return attend_and_project(self, q, k, v, size, mask, self.scale)
+
+    def as_plain(self) -> PlainAttention | None:
+        """Return how the native kernel can compute this attention, or None if it normalizes queries and keys."""
+        return PlainAttention(self.scale) if isinstance(self.q_norm, nn.Identity) else None
 
 
 class LocalityAttention(nn.Module):
@@ -141,6 +157,11 @@ class LocalityAttention(nn.Module):
         if self.mask_self:
             mask = mask_diagonal(x.shape[1], size, mask, x.device)
         return attend_and_project(self, q, k, v, size, mask, self.start if self.temperature == "fixed" else 1.0)
+
+    def as_plain(self) -> PlainAttention | None:
+        """Return how the native kernel can compute this attention, or None if all heads share a temperature."""
+        scales = {"per head": "scale", "fixed": self.start}
+        return PlainAttention(scales[self.temperature], self.mask_self) if self.temperature in scales else None
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:

@@ -1,7 +1,7 @@
 """How the steps of a run are computed: precision, attention kernel and compilation. These change rounding and speed only."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 CHOICES: dict[str, dict[str, Any]] = {  # option of --numerics -> its values as typed on the command line -> values in Python
     "precision": {"fp32": "fp32", "bf16": "bf16"},
-    "kernel": {"rule": None, "explicit": "explicit", "fused": "fused"},
+    "kernel": {"rule": None, "explicit": "explicit", "fused": "fused", "native": "native"},
     "compiled": {"yes": True, "no": False},
 }
 MAX_VARIANTS = 64  # compiled versions of a block in one process; beyond that torch runs the block uncompiled
@@ -21,7 +21,8 @@ class Numerics(NamedTuple):
     change speed and rounding, but not the method.
 
     precision   "fp32" or "bf16" for matrix products; None uses the precision of the run
-    kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; None lets
+    kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; "native" computes
+                whole blocks by compiled code (`smallvit.native`), and leaves to PyTorch what that cannot compute; None lets
                 `smallvit.attention.attend` choose
     compiled    True compiles the transformer blocks with torch.compile, except blocks with a token reduction
 
@@ -37,7 +38,8 @@ class Numerics(NamedTuple):
         """Return a short text that describes the options, such as "bf16, fused attention". The text is "default" if no option
         is set.
         """
-        parts = [self.precision, self.kernel and f"{self.kernel} attention", "compiled" if self.compiled else None]
+        kernel = self.kernel and f"{self.kernel} {'blocks' if self.kernel == 'native' else 'attention'}"
+        parts = [self.precision, kernel, "compiled" if self.compiled else None]
         return ", ".join(filter(None, parts)) or "default"
 
 
@@ -54,6 +56,8 @@ def check_numerics(numerics: Numerics, stack: int = 1):
             raise ValueError(f"{name} of the numerics is {getattr(numerics, name)!r}; expected {expected}")
     if numerics.compiled and stack > 1:
         raise ValueError(f"got {stack} runs as one and compiled; expected one or the other, since a stack is not compiled")
+    if numerics.compiled and numerics.kernel == "native":
+        raise ValueError("got native blocks and compiled; expected one or the other, since native blocks are compiled already")
 
 
 def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
@@ -75,14 +79,19 @@ def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
 
 
 class NumericsContext:
-    """An object that makes the models inside a training objective use the attention kernel and the compilation that `numerics`
-    asks for. They do so only inside its context manager `active()`.
+    """An object that makes the models inside a training objective use the kernel and the compilation that `numerics` asks for.
+    They do so only inside its context manager `active()`.
     """
 
     def __init__(self, objective: "nn.Module", numerics: Numerics):
-        self.fused = numerics.kernel == "fused"
-        self.attention: list[Any] = [m for m in objective.modules() if hasattr(m, "fused")] if numerics.kernel else []
+        self.fused, self.native = numerics.kernel == "fused", numerics.kernel == "native"
+        chosen = numerics.kernel in ("explicit", "fused")
+        self.attention: list[Any] = [m for m in objective.modules() if hasattr(m, "fused")] if chosen else []
         self.compiled = compiled_blocks(objective) if numerics.compiled else []
+        if self.native:
+            from smallvit.native import native_blocks
+
+            self.compiled = native_blocks(objective)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -101,6 +110,17 @@ class NumericsContext:
                 module.fused = fused
             for block, _ in self.compiled:
                 block._compiled_call_impl = None
+
+
+    def gradients_in_place(self, wanted: bool) -> AbstractContextManager:
+        """Context manager for a forward pass. If `wanted`, and if the kernel is "native", the backward pass adds the gradients
+        of the blocks to their existing `.grad` without the help of autograd, which takes less time.
+        """
+        if not (wanted and self.native):
+            return nullcontext()
+        from smallvit.native import gradients_in_place
+
+        return gradients_in_place()
 
 
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:

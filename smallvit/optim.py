@@ -1,7 +1,7 @@
 """Optimization: weight-decay groups, the learning-rate schedule, and exponential moving averages of weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,106 @@ def decay_groups(
             groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
             rates += [scale_learning_rate(rate, layer_decay**distance) if layer_decay and distance else rate] * 2
     return groups, rates
+
+
+def lay_in_a_row(parameters: Iterable[nn.Parameter]):
+    """Move the values of parameters into one piece of memory, one after another in their order. The values stay the same."""
+    parameters = list(parameters)
+    if parameters:
+        memory = torch.cat([p.detach().flatten() for p in parameters])
+        for p, values in zip(parameters, memory.split([p.numel() for p in parameters])):
+            p.data = values.view(p.shape)
+
+
+class FlatAdamW:
+    """AdamW for many small parameters, with a few large tensors instead. It does what `optimizer` does, in less time.
+
+    `optimizer` is a `torch.optim.AdamW` that has taken at least one step. Parameters that lie in a row (see `lay_in_a_row`)
+    become one tensor, and so do their gradients and states. From then on, each `.grad` and each moment in `optimizer.state` is
+    a part of such a tensor, so `optimizer.state_dict()` stays right. Learning rates are read from `optimizer`. A parameter
+    without a gradient so far stays as it is until it gets one, as in `optimizer`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # each parameter with the part that is its gradient
+        states, groups, others = {}, [], []
+        for group in optimizer.param_groups:
+            joined = [self.join(row) for row in rows_in_memory(group["params"], optimizer.state)]
+            states.update(joined)
+            groups.append(group | {"params": [flat for flat, _ in joined]})
+            others.append(group | {"params": [p for p in group["params"] if p not in optimizer.state]})
+        self.flat, self.rest = (torch.optim.AdamW(part, fused=True) for part in (groups, others))
+        self.flat.state.update(states)
+        self.rest.state = optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
+        self.parameters: list[nn.Parameter] = [p for group in (*groups, *others) for p in group["params"]]
+
+    def join(self, row: Sequence[nn.Parameter]) -> tuple[nn.Parameter, dict[str, Tensor]]:
+        """Return a parameter that shares its memory with all parameters in a row, and its state for AdamW. The gradients and
+        moments of the parameters become parts of its gradient and its moments.
+        """
+        sizes = [p.numel() for p in row]
+        flat = nn.Parameter(row[0].detach().as_strided((sum(sizes),), (1,)))
+        flat.grad = torch.zeros_like(flat)
+        states = [self.optimizer.state[p] for p in row]
+        moments = {name: torch.cat([state[name].flatten() for state in states]) for name in ("exp_avg", "exp_avg_sq")}
+        parts = zip(*(tensor.split(sizes) for tensor in (flat.grad, *moments.values())))
+        for p, state, (gradient, *own) in zip(row, states, parts):
+            p.grad = own_gradient = gradient.view(p.shape)
+            self.gradients.append((p, own_gradient))
+            state.update({"step": states[0]["step"]} | {name: part.view(p.shape) for name, part in zip(moments, own)})
+        return flat, {"step": states[0]["step"]} | moments
+
+    def zero_grad(self):
+        """Set all gradients to zero, and those of parameters without a gradient so far to None."""
+        for p in self.flat_parameters:
+            p.grad.zero_()
+        self.rest.zero_grad()
+
+    @property
+    def flat_parameters(self) -> list[Any]:
+        """The joined parameters."""
+        return [p for group in self.flat.param_groups for p in group["params"]]
+
+    @property
+    def intact(self) -> bool:
+        """Whether all gradients still are where this object expects them. An objective may have replaced one, or removed it."""
+        return all(p.grad is gradient for p, gradient in self.gradients)
+
+    def step(self):
+        """Update all parameters from their gradients."""
+        for group, flat, rest in zip(self.optimizer.param_groups, self.flat.param_groups, self.rest.param_groups):
+            flat["lr"] = rest["lr"] = group["lr"]
+        self.flat.step()
+        self.rest.step()
+
+    def separate(self):
+        """Make the count of steps of each parameter its own again, so that `optimizer` can go on alone."""
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def rows_in_memory(parameters: Iterable[nn.Parameter], states: dict) -> list[list[nn.Parameter]]:
+    """Divide the parameters that have a state of AdamW into lists. Those of one list lie one after another in memory, and have
+    taken equally many steps.
+    """
+    rows: list[list[nn.Parameter]] = []
+    for p in parameters:
+        if p not in states:
+            continue
+        last = rows[-1][-1] if rows else None
+        follows = (
+            last is not None
+            and p.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+            and p.storage_offset() == last.storage_offset() + last.numel()
+            and p.is_contiguous() and last.is_contiguous()
+            and torch.equal(states[p]["step"], states[last]["step"])
+        )  # fmt: skip
+        if follows:
+            rows[-1].append(p)
+        else:
+            rows.append([p])
+    return rows
 
 
 def scale_learning_rate(rate: LearningRate, factor: float) -> LearningRate:

@@ -131,9 +131,10 @@ class Record:
     cpu: str | None = None  # name of the processor
     threads: int | None = None  # torch threads
     precision: str | None = None  # "fp32" or "bf16"
-    kernel: str | None = None  # attention kernel: "rule", "explicit" or "fused"
+    kernel: str | None = None  # kernel: "rule", "explicit", "fused" (attention) or "native" (whole blocks)
     compiled: bool | None = None  # whether blocks were compiled
     stacked: int | None = None  # how many runs were trained together as one model
+    processes: int | None = None  # how many processes trained the run together at its end (`fit_parallel`); None: one
     code: dict | None = None  # hash of the library's files, git commit, whether files differ from it
     versions: dict | None = None  # versions of Python and of the main libraries
 

@@ -68,6 +68,15 @@ class Block(nn.Module):
         return x if self.norm_first else self.norm2(x), size
 
 
+class Blocks(nn.ModuleList):
+    """A list of transformer blocks, each of which takes the tokens of the one before it. It is called like a block."""
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        for block in self:
+            x, size = block(x, size, mask)
+        return x, size
+
+
 class ViT(nn.Module):
     """A Vision Transformer (ViT) that classifies images of size `image` (height, width) with `channels` channels into `classes`
     classes. It has `depth` blocks of width `dim` with `heads` attention heads. Its parts can be replaced: `tokenizer`,
@@ -95,7 +104,7 @@ class ViT(nn.Module):
     """
 
     no_weight_decay = ("prefix",)
-    blocks: Any  # an nn.ModuleList of what the block slot makes
+    blocks: Any  # `Blocks`, a list of what the block slot makes
 
     def __init__(
         self,
@@ -133,7 +142,7 @@ class ViT(nn.Module):
         self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
         self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
+        self.blocks = Blocks(
             block(dim, heads, attention, reduction(context) if reduction else None, rate)
             for context, rate in zip(self.layer_contexts(depth, image), drop_path_rates(drop_path, depth))
         )
@@ -178,8 +187,7 @@ class ViT(nn.Module):
         if keep is not None:
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
         size = None
-        for block in self.blocks:
-            x, size = block(x, size, mask)
+        x, size = self.blocks(x, size, mask)
         return (x if self.norm_after_pool else self.norm(x)), size
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

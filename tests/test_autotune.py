@@ -278,7 +278,7 @@ def test_fast_prints_its_choice_and_applies_it_to_all_runs(tmp_path, monkeypatch
     assert len(json.loads((tmp_path / "runs/quick/fast.json").read_text())) == 1
     assert "kernel fused" in (tmp_path / "runs/quick/report.md").read_text()
     assert main(["run", "quick.py", "--dry-run", "--numerics", "kernel=quick"]) == 2
-    assert "expected some of precision=fp32|bf16, kernel=rule|explicit|fused, compiled=yes|no" in capsys.readouterr().err
+    assert "expected some of precision=fp32|bf16, kernel=rule|explicit|fused|native, compiled=yes|no" in capsys.readouterr().err
 
 
 def test_without_fast_nothing_is_measured(tmp_path, monkeypatch):

@@ -30,8 +30,8 @@ MAY_IMPORT = {
         "train", "trials", "tuning", "verdicts",
     },
     "launch": {
-        "ablation", "components", "data", "flops", "numerics", "pretrained", "recipe", "record", "run", "storage", "train", "tuning",
-        "verdicts",
+        "ablation", "components", "data", "flops", "numerics", "passes", "pretrained", "recipe", "record", "run", "storage", "train",
+        "tuning", "verdicts",
     },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "passes",
@@ -64,7 +64,9 @@ MAY_IMPORT = {
     "record": {"packing", "shapes", "storage"},
     "components": {"shapes"},
     "trackers": {"record"},
-    **{part: set() for part in (*SLOTS, "augment", "numerics", "optim", "packing", "rng", "shapes", "storage")},
+    "numerics": {"native"},
+    "native": {"attention", "storage", "vit"},
+    **{part: set() for part in (*SLOTS, "augment", "optim", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})

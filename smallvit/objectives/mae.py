@@ -13,7 +13,7 @@ from smallvit.evaluate import frozen
 from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
 from smallvit.reduction.context import expand_index, gather_tokens
-from smallvit.vit import Block, ViT, initialize
+from smallvit.vit import Block, Blocks, ViT, initialize
 
 from .collapse import Observation
 from .objective import Objective
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         self.embed = nn.Linear(prefix[1], dim)
         self.unknown = nn.Parameter(torch.empty(dim))
         self.position = SinCos2d(dim, grid, prefix[0])
-        self.blocks = nn.ModuleList(Block(dim, heads, Attention, None, 0.0) for _ in range(depth))
+        self.blocks = Blocks(Block(dim, heads, Attention, None, 0.0) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.pixels = nn.Linear(dim, values)
 
@@ -217,8 +217,7 @@ class Decoder(nn.Module):
         prefix = x.shape[1] - prod(grid)
         order = torch.cat([visible, hidden], dim=1).argsort(dim=1)
         x = self.position(torch.cat([x[:, :prefix], gather_tokens(x[:, prefix:], order)], dim=1), grid)
-        for block in self.blocks:
-            x, _ = block(x)
+        x, _ = self.blocks(x)
         return self.pixels(self.norm(gather_tokens(x[:, prefix:], hidden)))
 
 

@@ -20,7 +20,7 @@ from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Monitor, collapse_statistics
-from smallvit.optim import decay_groups, ema_update, learning_rate, tensor_pairs
+from smallvit.optim import FlatAdamW, decay_groups, ema_update, lay_in_a_row, learning_rate, tensor_pairs
 from smallvit.record import CURVE
 from smallvit.rng import stream
 from smallvit.run import Run
@@ -47,7 +47,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     first = members[0]
     for member in members:
         member.objective.train()
-        write_curve(member.checkpoint_file.parent, member.curve)
+        write_curve(member.checkpoint_file, member.curve)
     saved = last = time.perf_counter()
     while first.step < first.run.steps and not first.stopped_early():
         train_step()
@@ -56,7 +56,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
         if first.step in first.checks:
             for member in members:
                 member.validate()
-                write_curve(member.checkpoint_file.parent, member.curve[-1:], append=True)
+                write_curve(member.checkpoint_file, member.curve[-1:], append=True)
         watch(first.step, first.curve[-1][2] if first.step in first.checks else None)
         now = time.perf_counter()
         for member in members:
@@ -70,14 +70,17 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
             member.model.load_state_dict(member.best)
 
 
-def write_curve(folder: Path, points: Sequence[Sequence], append: bool = False):
-    """Write points of a learning curve to the file `curve.jsonl` in the folder of a run, one JSON line for each, so that other
-    programs can follow the run. Each point in `points` is [step, training loss, validation accuracy]. With `append`, the points
-    are added to those in the file; otherwise they replace them, as when a training continues from a checkpoint.
+def write_curve(checkpoint_file: Path, points: Sequence[Sequence], append: bool = False):
+    """Write points of a learning curve to the file `curve.jsonl` beside the checkpoint file of a run, one JSON line for each,
+    so that other programs can follow the run. Each point in `points` is [step, training loss, validation accuracy]. With
+    `append`, the points are added to those in the file; otherwise they replace them, as when a training continues from a
+    checkpoint. Nothing is written for a `Training` without a checkpoint file (an empty path).
 
     The file is for following only. If it cannot be written, the training goes on without it.
     """
-    with suppress(OSError), (folder / CURVE).open("a" if append else "w", encoding="utf-8") as file:
+    if checkpoint_file == Path():
+        return
+    with suppress(OSError), (checkpoint_file.parent / CURVE).open("a" if append else "w", encoding="utf-8") as file:
         file.writelines(json.dumps(dict(zip(("step", "loss", "val"), point))) + "\n" for point in points)
 
 
@@ -112,12 +115,15 @@ class Training:
         objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
         self.trace = Trace(digest(self.objective.model.state_dict().items()))
-        self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
-        self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
         self.optimizer = None
+        self.flat: FlatAdamW | None = None  # takes the steps of `optimizer` if the kernel is "native"
         if run.steps:
             groups, self.rates = decay_groups(self.objective, run.weight_decay, run.layer_decay)
+            for group in groups if self.joins_parameters else ():
+                lay_in_a_row(group["params"])
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
+        self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
+        self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
         started = time.perf_counter()
         self.images = self.training_images(data)
         if run.reads_labels:
@@ -130,6 +136,7 @@ class Training:
         self.monitor = Monitor(run.steps)
         self.curves = True  # whether the validation accuracy is measured during training
         self.stacked: int | None = None  # how many runs were trained together with this one, at any time
+        self.processes: int | None = None  # how many processes train this run together (`fit_parallel`); None: one
         self.origin, self.checkpoint_file = "", Path()
 
     def training_images(self, data: Dataset) -> Images:
@@ -197,8 +204,10 @@ class Training:
 
     def compute_gradients(self, batch: Batch) -> Tensor:
         """Compute the gradient of the loss on a batch, and return the loss."""
-        self.optimizer.zero_grad()  # before the forward pass, which needs the memory
-        with self.computing():
+        if self.flat is None and self.joins_parameters and self.optimizer.state:  # from the second step on
+            self.flat = FlatAdamW(self.optimizer)
+        (self.flat or self.optimizer).zero_grad()  # before the forward pass, which needs the memory
+        with self.computing(), self.numerics_context.gradients_in_place(self.flat is not None):
             loss = self.objective(batch, self.progress)["loss"]
         loss.backward()
         return loss.detach()
@@ -207,9 +216,12 @@ class Training:
         """Update the weights and their average (EMA) from the gradients of a step, and count the step with its `loss`."""
         self.set_learning_rates(self.optimizer)
         self.objective.before_step(self.progress)
+        if self.flat is not None and not self.flat.intact:
+            self.flat.separate()
+            self.flat, self.joins_parameters = None, False
         if self.run.clip:
-            nn.utils.clip_grad_norm_(self.parameters, self.run.clip)
-        self.optimizer.step()
+            nn.utils.clip_grad_norm_(self.flat.parameters if self.flat else self.parameters, self.run.clip)
+        (self.flat or self.optimizer).step()
         self.count_step(loss)
         self.objective.after_step(self.progress)
         if self.ema_model is not None:
@@ -222,7 +234,7 @@ class Training:
         Also seeds torch's generator, which dropout draws from during the step.
         """
         run, images, step = self.run, self.images, self.step
-        torch.manual_seed(stream(run.seed, "dropout", step))
+        seed_generators(stream(run.seed, "dropout", step), self.device)
         index = batch_index(len(images), run.batch, step, run.seed).to(images.labels.device)
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
         batch = apply(run.augment, Batch(images.pixels(index), self.label_mask * images.targets(index)), generator)
@@ -256,6 +268,13 @@ class Training:
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.numerics_context.active():
             yield
+
+    @functools.cached_property
+    def joins_parameters(self) -> bool:
+        """Whether the optimizer takes its steps with few large tensors. Like the native kernel, this changes rounding and speed
+        only; so it is done with this kernel, and the default rounds as it always has.
+        """
+        return self.numerics.kernel == "native"
 
     @functools.cached_property
     def numerics_context(self) -> NumericsContext:
@@ -330,6 +349,7 @@ class Training:
             "kernel": self.numerics.kernel or "rule",
             "compiled": self.numerics.compiled,
             "stacked": self.stacked,
+            "processes": self.processes,
             "trace": self.trace.to_dict(self.model, self.ema_distance()),
             "init_weights": self.init_weights,
             "tokens": self.model.layer_contexts(1, self.spec.size)[0].tokens if isinstance(self.model, ViT) else None,
@@ -356,6 +376,15 @@ class Training:
             return {}
         with frozen(self.model):
             return footprint(self.model, self.spec.normalise(self.images.pixels(slice(256))))
+
+
+def seed_generators(seed: int, device: torch.device):
+    """Seed torch's generators of the CPU and of the `device`, which dropout draws from. `torch.manual_seed` does the same for
+    all kinds of devices, and takes longer than a small layer: it keeps a traceback for each kind that is not there.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:

@@ -1,0 +1,490 @@
+"""The native kernel: consecutive transformer blocks computed by one call of C++ code, on a CPU.
+
+`blocks.cpp` beside this file computes the forward and the backward pass of what `smallvit.vit.Block` computes step by step. The
+compiler of the system translates it once for each processor, and the result is kept in a cache folder. `NativeBlocks` calls it
+in the place of `smallvit.vit.Blocks`; blocks that the kernel cannot compute are computed by PyTorch as always.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.jit._trace import is_tracing
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
+
+from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
+from smallvit.storage import write_atomic
+from smallvit.vit import Block, Blocks
+
+SOURCE = Path(__file__).with_name("blocks.cpp")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
+GROUP_ROWS = 256  # tokens of the images that go through all blocks together
+MOST_TOKENS_WITH_MAPS = 128  # with more tokens, attention maps are computed again in the backward pass instead of kept
+MIDDLES = {"attention": 0, nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
+WEIGHTS = 7  # of a branch, as the enum `Weight` of blocks.cpp; the last one is the scale of the logits
+
+
+class NotAvailable(RuntimeError):
+    """Error that says why the native kernel cannot be used on this machine."""
+
+
+# Compilation
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the compiled kernel, as a library of C functions. It is compiled if the cache has none for this source, compiler
+    and processor, which takes some seconds.
+
+    The cache folder is `$SMALLVIT_CACHE`, or `smallvit` in the user's cache folder; `$CXX` names another compiler.
+
+    Raises NotAvailable if there is no compiler, or if compilation fails.
+    """
+    from filelock import FileLock
+
+    if not (compiler := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")):
+        raise NotAvailable("no C++ compiler was found; install g++ or clang++, or set CXX")
+    version = run([compiler, "--version"])
+    target = run([compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, version, target, processor()]).encode())
+    folder = cache_folder()
+    path = folder / f"blocks-{key.hexdigest()[:20]}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                compiled = compile_source(compiler)
+                write_atomic(path, lambda new: new.write_bytes(compiled))
+        found = ctypes.CDLL(str(path))
+    except (OSError, ValueError) as error:
+        raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
+    found.blocks_kept_floats.restype = found.blocks_scratch_floats.restype = ctypes.c_long
+    return found
+
+
+def run(command: Sequence[str], input: str | None = None) -> str:
+    """Return the output of a command as text, with its messages."""
+    done = subprocess.run(command, input=input, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    return done.stdout
+
+
+def processor() -> str:
+    """Return a text that differs between processors with different instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return f"{platform.system()} {platform.machine()} {platform.processor()}"
+
+
+def cache_folder() -> Path:
+    """Return the folder for compiled code. If the user's own cache folder cannot be written, it is a temporary folder."""
+    if own := os.environ.get("SMALLVIT_CACHE"):
+        return Path(own)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smallvit"
+    parents = [parent for parent in (folder, *folder.parents) if parent.exists()]
+    if parents and os.access(parents[0], os.W_OK):
+        return folder
+    return Path(tempfile.gettempdir()) / f"smallvit-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def compile_source(compiler: str) -> bytes:
+    """Compile the kernel, and return the content of the library. Raise NotAvailable with the compiler's message."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "blocks.so"
+        for flags in FOR_THIS_PROCESSOR:
+            message = run([compiler, *FLAGS, *flags, str(SOURCE), "-o", str(path)])
+            if path.exists():
+                return path.read_bytes()
+    raise NotAvailable(f"{compiler} could not compile {SOURCE.name}: {message.strip()[:500]}")
+
+
+def reason_against() -> str | None:
+    """Return why the kernel cannot be used on this machine, or None if it can."""
+    try:
+        library()
+    except NotAvailable as error:
+        return str(error)
+    return None
+
+
+# What C++ reads; the fields are those of the structs `Branch` and `Blocks` in blocks.cpp
+
+
+class Branch(ctypes.Structure):
+    """A residual branch of a block: the attention or the MLP."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("middle", "inner", "outer", "heads")),
+        ("epsilon", ctypes.c_float),
+        ("weight", ctypes.c_void_p * WEIGHTS),
+        ("gradient", ctypes.c_void_p * WEIGHTS),
+        ("keep", ctypes.c_void_p),
+        ("logit_bias", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("bias_image", "bias_head", "bias_query")),
+    ]
+
+
+class Problem(ctypes.Structure):
+    """All branches, and the tokens to which they are applied."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("images", "tokens", "width", "branches")),
+        *((name, ctypes.c_long) for name in ("group", "threads", "half", "keep_maps")),
+        ("branch", ctypes.POINTER(Branch)),
+    ]
+
+
+# Memory
+
+
+class Pool:
+    """Memory that is used again. The first use of each page of new memory takes time, as long as computing on it."""
+
+    def __init__(self, most: int = 8):
+        self.free: list[Tensor] = []
+        self.most = most
+
+    def lend(self, floats: int) -> "Loan":
+        """Return a `Loan` of at least so many floats."""
+        fitting = [memory for memory in self.free if floats <= memory.numel() <= 2 * floats]
+        memory = min(fitting, key=Tensor.numel, default=None)
+        if memory is None:
+            return Loan(self, torch.empty(floats))
+        self.free = [other for other in self.free if other is not memory]
+        return Loan(self, memory)
+
+
+class Loan:
+    """Memory of a pool, to which it returns when nobody refers to this object any more."""
+
+    def __init__(self, pool: Pool, memory: Tensor):
+        self.pool, self.memory, self.pointer = pool, memory, pointer(memory)
+
+    def __del__(self):
+        self.pool.free = [*self.pool.free, self.memory][-self.pool.most :]
+
+
+POOL = Pool()
+IN_PLACE = [False]  # whether gradients are added to `.grad` directly
+
+
+@contextmanager
+def gradients_in_place() -> Iterator[None]:
+    """Context manager for a forward pass. Its backward pass adds the gradients of weights to their existing `.grad` itself,
+    which saves time. So `torch.autograd.grad`, which expects gradients as results, must not be used after it.
+    """
+    before, IN_PLACE[0] = IN_PLACE[0], True
+    try:
+        yield
+    finally:
+        IN_PLACE[0] = before
+
+
+# The call
+
+
+class Call(NamedTuple):
+    """What one forward pass hands to its backward pass, besides tensors that may need a gradient."""
+
+    blocks: "NativeBlocks"
+    keep: list[Tensor | None]  # for each branch: a factor for each image (stochastic depth)
+    half: bool
+    gradients: bool  # whether a backward pass may follow
+    kept: list[Loan]  # what the forward pass leaves for it, one for each model
+    stacked: bool = False  # whether the tensors have a leading axis: models with weights of their own
+
+
+class NativeFunction(torch.autograd.Function):
+    """The blocks as one operation of autograd. Under `torch.vmap` it computes one model after another."""
+
+    @staticmethod
+    def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
+            problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
+            kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
+            scratch = POOL.lend(library().blocks_scratch_floats(problem, 0))
+            library().blocks_forward(problem, pointer(tokens), pointer(result), kept and kept.pointer, scratch.pointer)
+            if kept:
+                call.kept.append(kept)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
+        call, *tensors = inputs
+        ctx.call = call
+        ctx.in_place = IN_PLACE[0] and all(w is None or not w.requires_grad or w.grad is not None for w in tensors[2:])
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # with create_graph=True; a result without a graph would count as a constant
+            raise RuntimeError("the native kernel has no second derivative; use another one, such as --numerics kernel=rule")
+        call, (x, bias, *weights) = ctx.call, ctx.saved_tensors
+        x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
+        needed = [need and not ctx.in_place for need in ctx.needs_input_grad[3:]]
+        results = new_gradients(weights, needed)
+        targets = results
+        if ctx.in_place:
+            targets = [weight.grad if need else None for weight, need in zip(weights, ctx.needs_input_grad[3:])]
+        for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
+            own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
+            problem = call.blocks.problem(call, tokens, member(bias, call, index), *own)
+            scratch = POOL.lend(library().blocks_scratch_floats(problem, 1))
+            library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
+        return None, d_x, None, *results
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Tensor, int]:
+        def leading(tensor: Tensor | None, axis: int | None) -> Tensor | None:
+            if tensor is None or axis is None:
+                return tensor if tensor is None else tensor.expand(info.batch_size, *tensor.shape)
+            return tensor if axis == 0 else tensor.movedim(axis, 0)  # a view would be no leaf
+
+        tensors = [leading(*pair) for pair in zip((x, bias, *weights), in_dims[1:])]
+        return NativeFunction.apply(call._replace(stacked=True), *tensors), 0  # pyright: ignore
+
+
+def member(tensor: Any, call: Call, index: int) -> Any:
+    """Return the part of a tensor that belongs to one model of a stack, or the tensor itself if there is no stack."""
+    return tensor[index] if call.stacked and tensor is not None else tensor
+
+
+def new_gradients(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return a tensor of zeros for each weight that needs a gradient, all in one piece of memory, and None for the others."""
+    sizes = [weight.numel() if need and weight is not None else 0 for weight, need in zip(weights, needed)]
+    pieces = torch.zeros(sum(sizes)).split(sizes)
+    triples = zip(pieces, weights, sizes)
+    return [piece.view(weight.shape) if weight is not None and size else None for piece, weight, size in triples]
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    """Return the address of the first number of a tensor, for a C function. None gives a null pointer."""
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+class NativeBlocks:
+    """Consecutive blocks that the kernel can compute. An object of this class is called like `smallvit.vit.Blocks`.
+
+    `blocks` are blocks for which `reason_against_block` gives None, with the same widths and the same kind of attention.
+
+    A call falls back to PyTorch if it asks for what the kernel cannot do: see `fallback`. Results agree with those of PyTorch
+    up to rounding. With stochastic depth, the random numbers are the same ones, and skipped branches take no time.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks = list(blocks)
+        self.modules: list[Any] = [module for block in blocks for module in block.modules()]
+        self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
+        self.attentions: list[Any] = [block.attention for block in blocks]
+        self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
+        self.width: int = blocks[0].norm1.normalized_shape[0]
+        self.branches = (Branch * (2 * len(blocks)))()
+        self.weights: list[tuple[dict, str]] = []  # where the weights are, in the order of the enum `Weight` of blocks.cpp
+        for block, attention, mlp in zip(blocks, self.branches[::2], self.branches[1::2]):
+            self.describe_attention(block, attention)
+            self.describe_mlp(block, mlp)
+        self.drop_path: list[Any] = [branch[-1] for block in blocks for branch in (block.branch1, block.branch2)]
+        self.biases: dict[int, Tensor] = {}  # by number of tokens
+
+    def describe_attention(self, block: Any, branch: Branch):
+        """Fill in what C++ needs to know about the attention of a block."""
+        attention = block.attention
+        branch.middle, branch.heads, branch.epsilon = MIDDLES["attention"], attention.heads, block.norm1.eps
+        branch.inner, branch.outer = attention.qkv.out_features, attention.proj.in_features
+        scale: Any = plain_attention(attention).scale  # pyright: ignore[reportOptionalMemberAccess]
+        where = (attention._parameters, scale) if isinstance(scale, str) else ({"": torch.full((attention.heads,), scale)}, "")
+        self.weights += [*addresses(block.norm1), *addresses(attention.qkv), *addresses(attention.proj), where]
+
+    def describe_mlp(self, block: Any, branch: Branch):
+        """Fill in what C++ needs to know about the MLP of a block."""
+        first, activation, _, second = block.mlp
+        branch.middle, branch.heads, branch.epsilon = MIDDLES[type(activation)], 1, block.norm2.eps
+        branch.inner = branch.outer = first.out_features
+        self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({}, "")]
+
+    def __call__(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        half = torch.is_autocast_enabled("cpu")
+        weights = [module.get(name) for module, name in self.weights]
+        if self.fallback(x, size, weights, half):
+            return one_after_another(self.blocks, x, size, mask)
+        call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [])
+        return NativeFunction.apply(call, x, self.logit_bias(x, size, mask), *weights), size  # pyright: ignore
+
+    def fallback(self, x: Tensor, size: Tensor | None, weights: Sequence[Tensor | None], half: bool) -> str | None:
+        """Return why PyTorch must compute this call, or None if the kernel can.
+
+        The reasons: tokens or weights that are not 32-bit floats on the CPU, another number format than bf16 or a processor
+        without it, hooks, dropout, sizes that need a gradient, no images at all, and tools of PyTorch that watch each operation
+        or record a graph.
+        """
+        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
+            return "the tokens are not 32-bit floats on the CPU"
+        if any(w is not None and (w.dtype != torch.float32 or not w.is_contiguous()) for w in weights):
+            return "the weights are not 32-bit floats, one after another"
+        if half and (torch.get_autocast_dtype("cpu") != torch.bfloat16 or not library().blocks_has_bf16()):
+            return "this processor does not multiply in bf16"
+        if size is not None and size.requires_grad:
+            return "the sizes need a gradient"
+        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
+            return "PyTorch records or watches its operations"
+        if torch_modules._has_any_global_hook() or any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self.modules
+        ):
+            return "a module has a hook"
+        if any(module.training and module.p for module in self.dropouts):
+            return "there is dropout"
+        if any(attention.training and attention.dropout for attention in self.attentions):
+            return "there is dropout of the attention map"
+        return None
+
+    def kept_images(self, x: Tensor) -> list[Tensor | None]:
+        """Return the factor of each image for each branch, or None for a branch without stochastic depth. The numbers are drawn
+        as in `smallvit.vit.DropPath`.
+        """
+        drawn = [drop_path.training and drop_path.rate > 0 for drop_path in self.drop_path]
+        ones = x.new_ones(len(x), 1, 1) if any(drawn) else x
+        return [drop_path(ones).flatten() if draws else None for drop_path, draws in zip(self.drop_path, drawn)]
+
+    def logit_bias(self, x: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Return what is added to the attention logits: log(size), and -inf where the mask is False or no token is.
+
+        The shape is (b, heads, n, m), where each of the first three may be 1, and m is n rounded up to whole vectors.
+        """
+        n = x.shape[1]
+        plain = size is None and mask is None
+        if plain and n in self.biases:
+            return self.biases[n]
+        if self.masks_self:
+            mask = mask_diagonal(n, size, mask, x.device)
+        bias = logit_bias(None if size is None else size.detach(), mask)
+        bias = torch.zeros(n) if bias is None else bias
+        bias = bias.reshape(*[1] * (4 - bias.ndim), *bias.shape).float()
+        if bias.shape[-1] == 1:
+            bias = bias.expand(*bias.shape[:-1], n)
+        bias = F.pad(bias, (0, -n % library().blocks_lanes()), value=float("-inf")).contiguous()
+        if plain:
+            self.biases[n] = bias
+        return bias
+
+    def problem(
+        self, call: Call, x: Tensor, bias: Tensor, weights: Sequence, gradients: Sequence | None = None
+    ) -> Any:
+        """Return a reference to the `Problem` for C++. `x` (b, n, d) are the tokens of one model, `gradients` the tensors to
+        which the gradients of `weights` are added.
+        """
+        (images, tokens, width), branches = x.shape, type(self.branches).from_buffer_copy(self.branches)
+        strides = [stride if length > 1 else 0 for stride, length in zip(bias.stride(), bias.shape[:3])]
+        for index, (branch, keep) in enumerate(zip(branches, call.keep)):
+            own = slice(index * WEIGHTS, (index + 1) * WEIGHTS)
+            branch.weight[:] = [0 if w is None else w.data_ptr() for w in weights[own]]
+            branch.gradient[:] = [0 if g is None else g.data_ptr() for g in (gradients or weights)[own]]
+            branch.keep = 0 if keep is None else keep.data_ptr()
+            branch.logit_bias = bias.data_ptr()
+            branch.bias_image, branch.bias_head, branch.bias_query = strides
+        group = max(1, min(images, GROUP_ROWS // tokens))
+        keep_maps = tokens <= MOST_TOKENS_WITH_MAPS
+        return ctypes.byref(
+            Problem(images, tokens, width, len(branches), group, torch.get_num_threads(), call.half, keep_maps, branches)
+        )
+
+
+def one_after_another(
+    parts: Sequence[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Call blocks one after another, as `smallvit.vit.Blocks` does. `parts` are blocks and `NativeBlocks`."""
+    for part in parts:
+        x, size = part(x, size, mask)
+    return x, size
+
+
+def addresses(module: nn.Module) -> list[tuple[dict, str]]:
+    """Return where the weight and the bias of a module are found when they are needed: they may be exchanged until then."""
+    return [(module._parameters, name) for name in ("weight", "bias")]
+
+
+def reason_against_block(block: Any) -> str | None:
+    """Return why the kernel cannot compute a block, as text, or None if it can."""
+    if type(block) is not Block:
+        return f"{type(block).__name__} is another kind of block"
+    attention: Any = block.attention
+    parts = [block.norm1, block.norm2, getattr(attention, "qkv", None), getattr(attention, "proj", None), *block.mlp[::3]]
+    if plain_attention(attention) is None:
+        return f"{type(attention).__name__} computes its logits in another way"
+    if [type(part) for part in parts] != [nn.LayerNorm] * 2 + [nn.Linear] * 4:
+        return "a norm or a linear map has been replaced"
+    if not block.norm_first:
+        return "its norms follow the branches"
+    if block.reduction is not None:
+        return "it merges or prunes tokens"
+    if block.branch1[1].factor is not None:
+        return "it has a LayerScale"
+    width: Any = block.norm1.normalized_shape[0]
+    if any(each % 16 for each in (width, attention.proj.in_features // attention.heads)):
+        return "the width of the tokens or of a head is not a multiple of 16"
+    if block.mlp[0].out_features % 16:
+        return "the hidden width of the MLP is not a multiple of 16"
+    if type(block.mlp[1]) not in MIDDLES or getattr(block.mlp[1], "approximate", "none") != "none":
+        return f"{block.mlp[1]} is another activation"
+    return None
+
+
+def kind(block: Any) -> tuple:
+    """Return what consecutive blocks must have in common to be computed in one call; None first if they cannot be."""
+    if reason_against_block(block):
+        return (None,)
+    return block.norm1.normalized_shape, plain_attention(block.attention).mask_self  # pyright: ignore
+
+
+def plain_attention(attention: Any) -> PlainAttention | None:
+    """Return what the class of an attention module says about it by `as_plain`; None if only a parent class says something."""
+    return attention.as_plain() if "as_plain" in vars(type(attention)) else None
+
+
+def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
+    """Return a list of pairs: each list of blocks inside a training objective, and what is called in its place. Lists of which
+    the kernel can compute no block are left out, and all lists if the kernel cannot be used on this machine.
+
+    A note on the error stream names the blocks that PyTorch computes, and the reason.
+    """
+    found: list[Any] = [module for module in objective.modules() if isinstance(module, Blocks)]
+    if not found:
+        return []
+    if reason := reason_against():
+        note(f"the native kernel cannot be used: {reason}; PyTorch computes all blocks")
+        return []
+    pairs = []
+    for blocks in found:
+        for reason in dict.fromkeys(filter(None, map(reason_against_block, blocks))):
+            note(f"PyTorch computes {sum(reason_against_block(b) == reason for b in blocks)} of {len(blocks)} blocks: {reason}")
+        runs = [(key[0], list(run)) for key, run in groupby(blocks, kind)]
+        if any(first is not None for first, _ in runs):
+            parts = [part for first, run in runs for part in (run if first is None else [NativeBlocks(run)])]
+            pairs.append((blocks, functools.partial(one_after_another, parts)))
+    return pairs
+
+
+@functools.cache
+def note(text: str):
+    """Print a note on the error stream, once in a process."""
+    print(f"note: {text}", file=sys.stderr, flush=True)

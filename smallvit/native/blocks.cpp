@@ -1,0 +1,754 @@
+// Consecutive transformer blocks on a CPU: their forward and their backward pass, each as one call.
+//
+// A block is two residual branches, and both have the same form:
+//
+//     out = x + keep * (W2 middle(W1 norm(x) + b1) + b2)
+//
+// In the first branch, `middle` is attention: W1 makes the queries, keys and values. In the second branch it is an activation.
+// `keep` is a factor for each image (stochastic depth); an image whose factor is 0 skips the branch. The functions below do the
+// steps of a branch one after another, forward and backward. The Python code that they replace is `Block` in smallvit/vit.py
+// and `attend` in smallvit/attention.py.
+//
+// Why this is fast. (1) A few images at a time (a group) go through all branches, so that their tokens stay in the cache.
+// (2) Weights are copied once a call into the order in which the matrix product reads them. (3) The steps between two matrix
+// products are done in one pass. (4) Gradients are added to where the optimizer reads them. (5) The memory is the caller's, who
+// uses it again: this file allocates nothing, because the first use of each new page of memory costs time.
+//
+// Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
+// image, e width of one head. All widths are multiples of 16. The results of one thread do not depend on the machine's load:
+// the same call gives the same bits. With more threads the sums of the gradients have another order.
+
+#include <cmath>
+#include <cstring>
+#include <algorithm>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define HAS_BF16 1
+#else
+#define HAS_BF16 0
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------- vectors
+
+// A vector holds as many floats as a register of the processor. Compilers translate + - * / on such types to its instructions.
+// A tile of a matrix product (see `tile`) is ROWS x VECS registers, so that it fits in the registers together with its inputs.
+#if defined(__AVX512F__)
+enum { LANES = 16, VECS = 4 };
+#elif defined(__AVX2__)
+enum { LANES = 8, VECS = 2 };
+#else
+enum { LANES = 4, VECS = 2 };
+#endif
+enum { ROWS = 6, MOST_ROWS = LANES == 16 ? 12 : 6 };  // rows of a tile; of a tile that is less than VECS vectors wide
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int Int __attribute__((vector_size(4 * LANES)));
+typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline Vec load(const float* p) { return *(const Unaligned*)p; }
+static inline void store(float* p, Vec v) { *(Unaligned*)p = v; }
+static inline Vec fill(float value) { return value - (Vec){}; }  // value in all lanes; keeps the sign of zero
+static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HAS_SHUFFLE 1
+#endif
+#endif
+
+// Combine all lanes of a vector with an operation such as +; the result is in every lane.
+#ifdef HAS_SHUFFLE
+template <int step, int... i>
+static inline Vec partners(Vec v, std::integer_sequence<int, i...>) {  // lane i gets lane i + step or i - step
+  return __builtin_shufflevector(v, v, (i ^ step)...);
+}
+template <int step = LANES / 2, class Combine>
+static inline Vec combined(Vec v, Combine combine) {
+  if constexpr (step == 0) return v;
+  else return combined<step / 2>(combine(v, partners<step>(v, std::make_integer_sequence<int, LANES>())), combine);
+}
+#else
+template <class Combine>
+static inline Vec combined(Vec v, Combine combine) {
+  for (int step = LANES / 2; step; step /= 2) {
+    Vec partner = {};
+    for (int i = 0; i < LANES; i++) partner[i] = v[i ^ step];
+    v = combine(v, partner);
+  }
+  return v;
+}
+#endif
+static inline Vec sum(Vec v) {
+  return combined(v, [](Vec a, Vec b) { return a + b; });
+}
+static inline Vec largest(Vec v) { return combined(v, larger); }
+
+static inline Vec exp_of_negative(Vec x) {  // e^x for x <= 0, relative error 2e-7; 0 below -87; NaN stays NaN
+  Vec t = x * 1.44269504f;                  // e^x = 2^t
+  t = t < -127.f ? fill(-127.f) : t;
+  Vec whole = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: a float of this size has no digits after the point
+  Vec f = t - whole;
+  Vec p = 1.5352e-4f * f + 1.339887e-3f;  // 2^f on [-1/2, 1/2] as a polynomial
+  p = p * f + 9.618437e-3f;
+  p = p * f + 5.550332e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.f;
+  return p * (Vec)((__builtin_convertvector(whole, Int) + 127) << 23);  // the bits of the float 2^whole
+}
+
+static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its derivative; Phi is the normal distribution
+  Vec size = (Vec)((Int)x & 0x7fffffff), density = exp_of_negative(x * x * -0.5f);
+  Vec t = 1.f / (0.23164190f * size + 1.f);  // Abramowitz and Stegun 7.1.26, absolute error 1e-7
+  Vec tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t * density * 0.5f;
+  Vec phi = x >= 0 ? 1.f - tail : tail;
+  value = x * phi;
+  slope = phi + x * density * 0.39894228f;
+}
+
+// ------------------------------------------------------------------------------------------------------- numbers of 16 bits
+
+// With bf16, an element of a factor is a pair of two 16-bit numbers in the place of one float, neighbours along the axis that is
+// summed over. One instruction multiplies both and adds the sum to a float. Only products are rounded so; all else stays float.
+#if HAS_BF16
+static inline Vec add_product_of_pairs(Vec sum, Vec a, Vec b) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+typedef unsigned short Short __attribute__((vector_size(2 * LANES)));
+static inline Int to_16_bits(Vec v) { return __builtin_convertvector((Short)_mm512_cvtneps_pbh((__m512)v), Int); }
+static inline void store_pairs(float* p, Vec v) { *(__m256i_u*)p = (__m256i)_mm512_cvtneps_pbh((__m512)v); }
+#else
+static inline Vec add_product_of_pairs(Vec sum, Vec, Vec) { return sum; }
+static inline Int to_16_bits(Vec v) { return (Int)v; }
+static inline void store_pairs(float*, Vec) {}
+#endif
+
+static void pairs_along_rows(long rows, long columns, const float* x, long stride, float* out) {  // (rows, columns / 2) pairs
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < columns; j += LANES) store_pairs(out + (i * columns + j) / 2, load(x + i * stride + j));
+}
+
+static void pairs_of_rows(long rows, long columns, const float* x, long stride, float* out) {  // (rows / 2, columns) pairs
+  for (long i = 0; i < rows; i += 2)
+    for (long j = 0; j < columns; j += LANES) {
+      Int first = to_16_bits(load(x + i * stride + j)), second = {};
+      if (i + 1 < rows) second = to_16_bits(load(x + (i + 1) * stride + j));
+      store(out + i / 2 * columns + j, (Vec)(first | second << 16));
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- matrix products
+
+struct Matrix {
+  const float* data;
+  long stride;
+};
+
+struct Product {  // C = add + bias + A B; A is (rows, depth), B is (depth, columns)
+  Matrix a, b;
+  float* c;
+  long c_stride;
+  Matrix add = {nullptr, 0};        // a matrix as large as C, or C itself
+  const float* bias = nullptr;      // one number for each column
+};
+
+// One tile of C: `rows` x `vecs` registers, in which the sums over the depth stay. For each step of the depth it reads `vecs`
+// vectors of B and `rows` numbers of A. If A is transposed, it is stored as (depth, rows).
+template <int rows, int vecs, bool transposed, bool pairs>
+static void tile(long depth, const Product& p) {
+  Vec total[rows][vecs];
+#pragma GCC unroll 16
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++) total[i][j] = p.bias ? load(p.bias + j * LANES) : (Vec){};
+  const float *a = p.a.data, *b = p.b.data;
+  const long a_stride = p.a.stride, b_stride = p.b.stride;
+  for (long k = 0; k < depth; k++, b += b_stride) {
+    Vec right[vecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++) right[j] = load(b + j * LANES);
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++) {
+      float left = transposed ? a[k * a_stride + i] : a[i * a_stride + k];
+#pragma GCC unroll 4
+      for (int j = 0; j < vecs; j++)
+        total[i][j] = pairs ? add_product_of_pairs(total[i][j], fill(left), right[j]) : total[i][j] + left * right[j];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++) {
+      Vec value = p.add.data ? total[i][j] + load(p.add.data + i * p.add.stride + j * LANES) : total[i][j];
+      store(p.c + i * p.c_stride + j * LANES, value);
+    }
+}
+
+template <int rows, int vecs, bool transposed, bool pairs>
+static inline void tile_of(long wanted, long depth, const Product& p) {  // the tile with `wanted` rows, at most `rows`
+  if constexpr (rows > 0) {
+    if (wanted == rows) tile<rows, vecs, transposed, pairs>(depth, p);
+    else tile_of<rows - 1, vecs, transposed, pairs>(wanted, depth, p);
+  }
+}
+
+template <int most_rows, int vecs, bool transposed, bool pairs>
+static void panel(long rows, long depth, const Product& p) {  // `vecs` vectors of columns, all rows
+  for (long i = 0, n; i < rows; i += n) {
+    n = std::min<long>(most_rows, rows - i);
+    if (rows - i > most_rows && rows - i < 2 * most_rows) n = (rows - i + 1) / 2;  // two middling tiles, no sliver
+    Product part = p;
+    part.a.data += transposed ? i : i * p.a.stride;
+    part.c += i * p.c_stride;
+    if (p.add.data) part.add.data += i * p.add.stride;
+    tile_of<most_rows, vecs, transposed, pairs>(n, depth, part);
+  }
+}
+
+static inline long panel_vecs(long columns) {  // width of the next panel in vectors: 4, 2 or 1
+  long left = columns / LANES;
+  return left >= VECS ? VECS : left >= 2 ? 2 : 1;
+}
+
+// The whole product, one panel of columns after another. If B is packed, each panel of it is stored as a matrix of its own.
+template <bool transposed, bool pairs>
+static void multiply(long rows, long columns, long depth, const Product& p, bool packed = false) {
+  for (long j = 0, vecs; j < columns; j += vecs * LANES) {
+    vecs = panel_vecs(columns - j);
+    Product part = p;
+    part.b = packed ? Matrix{p.b.data + j * depth, vecs * LANES} : Matrix{p.b.data + j, p.b.stride};
+    part.c += j;
+    if (p.add.data) part.add.data += j;
+    if (p.bias) part.bias += j;
+    if (vecs == VECS) panel<ROWS, VECS, transposed, pairs>(rows, depth, part);
+    else if (vecs == 2) panel<MOST_ROWS, 2, transposed, pairs>(rows, depth, part);
+    else panel<MOST_ROWS, 1, transposed, pairs>(rows, depth, part);
+  }
+}
+
+// Copy the matrix B(k, j) = w[k * step_k + j * step_j] panel by panel, in the order in which `multiply` reads it.
+static void pack(const float* w, long depth, long columns, long step_k, long step_j, float* out) {
+  for (long j = 0, width; j < columns; j += width) {
+    width = panel_vecs(columns - j) * LANES;
+    float* to = out + j * depth;
+    if (step_j == 1)
+      for (long k = 0; k < depth; k++) memcpy(to + k * width, w + k * step_k + j, width * sizeof(float));
+    else
+      for (long i = 0; i < width; i++)
+        for (long k = 0; k < depth; k++) to[k * width + i] = w[k * step_k + (j + i) * step_j];
+  }
+}
+
+// out = add + bias + x W', for a packed W (of pairs, if `half`); `pairs` is scratch memory for x.
+static void linear(bool half, long rows, long columns, long depth, Matrix x, const float* packed, float* out, long out_stride,
+                   float* pairs, Matrix add = {nullptr, 0}, const float* bias = nullptr) {
+  if (!half) return multiply<false, false>(rows, columns, depth, {x, {packed, 0}, out, out_stride, add, bias}, true);
+  pairs_along_rows(rows, depth, x.data, x.stride, pairs);
+  multiply<false, true>(rows, columns, depth / 2, {{pairs, depth / 2}, {packed, 0}, out, out_stride, add, bias}, true);
+}
+
+// Add the gradients of W (outputs, inputs) and b (outputs) for out = x W' + b. `d_out` is the gradient of `out`. The sum goes
+// over the rows, some of them at a time, so that they stay in the cache while all of W passes by.
+static void linear_weight_gradients(bool half, long rows, long outputs, long inputs, Matrix d_out, Matrix x, float* d_weight,
+                                    float* d_bias, float* pairs) {
+  const long some = 64;
+  if (d_bias)
+    for (long j = 0; j < outputs; j += LANES) {
+      Vec even = load(d_bias + j), odd = {};
+      for (long i = 0; i < rows; i++) (i % 2 ? odd : even) += load(d_out.data + i * d_out.stride + j);
+      store(d_bias + j, even + odd);
+    }
+  if (!d_weight) return;
+  if (half) {
+    float* right = pairs + (rows + 1) / 2 * outputs;
+    pairs_of_rows(rows, outputs, d_out.data, d_out.stride, pairs);
+    pairs_of_rows(rows, inputs, x.data, x.stride, right);
+    rows = (rows + 1) / 2, d_out = {pairs, outputs}, x = {right, inputs};
+  }
+  for (long i = 0, n; i < rows; i += n) {
+    n = rows - i <= some * 3 / 2 ? rows - i : some;
+    Product p = {{d_out.data + i * d_out.stride, d_out.stride}, {x.data + i * x.stride, x.stride}, d_weight, inputs, {d_weight, inputs}};
+    half ? multiply<true, true>(outputs, inputs, n, p) : multiply<true, false>(outputs, inputs, n, p);
+  }
+}
+
+#ifdef HAS_SHUFFLE
+// Exchange blocks of `step` lanes between the vectors a and b: a keeps its even blocks, b its odd ones.
+template <int step, int... i>
+static inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, i...>) {
+  Vec even = __builtin_shufflevector(a, b, (i & step ? LANES + i - step : i)...);
+  b = __builtin_shufflevector(a, b, (i & step ? LANES + i : i + step)...);
+  a = even;
+}
+template <int step>
+static inline void transpose_square(Vec* row) {  // LANES vectors of LANES numbers
+  if constexpr (step < LANES) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+      if (!(i & step)) exchange<step>(row[i], row[i + step], std::make_integer_sequence<int, LANES>());
+    transpose_square<2 * step>(row);
+  }
+}
+#endif
+
+static void transpose(long rows, long columns, Matrix x, float* out, long out_stride) {  // out is filled up with zeros
+#ifdef HAS_SHUFFLE
+  for (long i = 0; i < out_stride; i += LANES)
+    for (long j = 0; j < columns; j += LANES) {
+      Vec row[LANES];
+#pragma GCC unroll 16
+      for (int k = 0; k < LANES; k++) row[k] = i + k < rows ? load(x.data + (i + k) * x.stride + j) : (Vec){};
+      transpose_square<1>(row);
+#pragma GCC unroll 16
+      for (int k = 0; k < LANES; k++) store(out + (j + k) * out_stride + i, row[k]);
+    }
+#else
+  for (long i = 0; i < out_stride; i++)
+    for (long j = 0; j < columns; j++) out[j * out_stride + i] = i < rows ? x.data[i * x.stride + j] : 0.f;
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------ what Python passes to us
+
+enum Middle { ATTENTION, GELU, RELU };
+enum Weight { NORM_WEIGHT, NORM_BIAS, WEIGHT1, BIAS1, WEIGHT2, BIAS2, SCALE, WEIGHTS };
+
+struct Branch {
+  long middle;                // ATTENTION, GELU or RELU
+  long inner, outer;          // columns before and after `middle`: 3 * heads * e and heads * e, or the hidden width twice
+  long heads;                 // of attention
+  float epsilon;              // of the LayerNorm
+  const float* weight[WEIGHTS];  // BIAS1 may be null; SCALE (heads) multiplies the logits of a head
+  float* gradient[WEIGHTS];      // to which gradients are added; null for a weight that needs none
+  const float* keep;          // (images) factor of the branch, 0 to skip it; null for 1
+  const float* logit_bias;    // added to the logits; its last axis has `padded(tokens)` numbers, -inf after the last token
+  long bias_image, bias_head, bias_query;  // strides of `logit_bias`, 0 where one number serves all
+};
+
+struct Blocks {
+  long images, tokens, width, branches;
+  long group;                 // images that go through all branches together
+  long threads, half;         // `half`: matrix products of bf16
+  long keep_maps;             // whether attention maps are kept for the backward pass, or computed again
+  Branch* branch;
+};
+
+static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
+static inline long groups_of(const Blocks& s) { return (s.images + s.group - 1) / s.group; }
+static inline long rows_of(const Blocks& s) { return s.group * s.tokens; }
+// Rows whose distance is a multiple of 4 kB compete for the same places of the cache, so 16 floats are added to long rows.
+static inline long stride_of(long columns) { return columns + 16; }
+
+struct Memory {  // hands out pieces of a block of memory; with no block, it only counts
+  float* start;
+  long used = 0;
+  float* take(long floats) {
+    float* piece = start ? start + used : nullptr;
+    used += (floats + 15) / 16 * 16;
+    return piece;
+  }
+};
+
+struct Kept {  // of one branch and one group, from the forward pass for the backward pass
+  float *x, *inner, *outer, *statistics, *maps;
+  Kept(const Blocks& s, const Branch& b, Memory& memory) {
+    const long rows = rows_of(s);
+    const bool attention = b.middle == ATTENTION;
+    x = memory.take(rows * s.width);
+    inner = memory.take(rows * stride_of(b.inner));
+    outer = attention ? memory.take(rows * b.outer) : nullptr;  // that of an activation is computed again
+    statistics = memory.take(rows * 2);
+    maps = attention && s.keep_maps ? memory.take(s.group * b.heads * s.tokens * padded(s.tokens)) : nullptr;
+  }
+};
+
+struct Scratch {  // of one thread
+  float *normed, *outer, *d_inner, *d_outer, *d_branch, *transposed, *map, *d_map, *pairs;
+  long* image;  // the images of the group that do not skip the branch
+  Scratch(const Blocks& s, Memory& memory) {
+    const long rows = rows_of(s), map_size = s.tokens * padded(s.tokens);
+    long inner = 0, outer = 0, head = 0;
+    for (long i = 0; i < s.branches; i++) {
+      const Branch& b = s.branch[i];
+      inner = std::max(inner, b.inner), outer = std::max(outer, b.outer);
+      if (b.middle == ATTENTION) head = std::max(head, b.outer / b.heads);
+    }
+    normed = memory.take(rows * s.width);
+    outer = stride_of(outer);
+    this->outer = memory.take(rows * outer);
+    d_inner = memory.take(rows * stride_of(inner));
+    d_outer = memory.take(rows * outer);
+    d_branch = memory.take(rows * s.width);
+    transposed = memory.take(head * padded(s.tokens));
+    map = memory.take(map_size);
+    d_map = memory.take(map_size);
+    const long widest = inner + std::max(s.width, outer);
+    pairs = memory.take(s.half ? std::max((rows + 2) * widest, s.width * widest / 2) : 0);
+    image = (long*)memory.take(2 * s.group);
+  }
+};
+
+struct Packed {  // weights of one branch in the order in which `linear` reads them
+  float *first, *second;
+  Packed(const Blocks& s, const Branch& b, Memory& memory) {
+    first = memory.take(s.width * b.inner);
+    second = memory.take(s.width * b.outer);
+  }
+};
+
+static void pack_weight(bool half, bool backward, const float* w, long outputs, long inputs, float* scratch, float* out) {
+  if (half && backward) pairs_of_rows(outputs, inputs, w, inputs, scratch), pack(scratch, outputs / 2, inputs, inputs, 1, out);
+  else if (half) pairs_along_rows(outputs, inputs, w, inputs, scratch), pack(scratch, inputs / 2, outputs, 1, inputs / 2, out);
+  else if (backward) pack(w, outputs, inputs, inputs, 1, out);  // the gradient of x is d_out W
+  else pack(w, inputs, outputs, 1, inputs, out);                // out is x W'
+}
+
+// ------------------------------------------------------------------------------------------------------------ the LayerNorm
+
+static void normalize(long width, const float* x, const float* statistics, const float* weight, const float* bias, float* out) {
+  for (long j = 0; j < width; j += LANES)
+    store(out + j, (load(x + j) - statistics[0]) * statistics[1] * load(weight + j) + load(bias + j));
+}
+
+static void mean_and_inverse_deviation(long width, const float* x, float epsilon, float* statistics) {
+  Vec total = {}, squares = {};
+  for (long j = 0; j < width; j += LANES) total += load(x + j);
+  const Vec mean = sum(total) / (float)width;
+  for (long j = 0; j < width; j += LANES) {
+    Vec d = load(x + j) - mean;
+    squares += d * d;
+  }
+  statistics[0] = mean[0];
+  statistics[1] = 1.f / std::sqrt(sum(squares)[0] / width + epsilon);
+}
+
+// Add the gradient of x to `d_x`. With h = (x - mean) / deviation, g = d_out * weight: (g - mean(g) - h mean(g h)) / deviation.
+static void normalize_backward(long width, const float* x, const float* statistics, const float* weight, const float* d_out,
+                               float* d_x, float* d_weight, float* d_bias) {
+  Vec total = {}, with_h = {};
+  for (long j = 0; j < width; j += LANES) {
+    Vec h = (load(x + j) - statistics[0]) * statistics[1], g = load(d_out + j);
+    if (d_weight) store(d_weight + j, load(d_weight + j) + g * h);
+    if (d_bias) store(d_bias + j, load(d_bias + j) + g);
+    g *= load(weight + j);
+    total += g;
+    with_h += g * h;
+  }
+  const Vec mean = sum(total) / (float)width, mean_with_h = sum(with_h) / (float)width;
+  for (long j = 0; j < width; j += LANES) {
+    Vec h = (load(x + j) - statistics[0]) * statistics[1], g = load(d_out + j) * load(weight + j);
+    store(d_x + j, load(d_x + j) + statistics[1] * (g - mean - h * mean_with_h));
+  }
+}
+
+// -------------------------------------------------------------------------------- attention, for one image and one head each
+
+struct Head {  // where one head of one image finds its numbers; `inner` holds queries, keys and values side by side
+  long tokens, e, columns;  // `columns` is tokens, padded to whole vectors
+  Matrix q, k, v;
+  const float* bias;
+  long bias_query;
+  float scale;
+};
+
+static Head head_of(const Blocks& s, const Branch& b, const float* inner, long image, long row, long head) {
+  const long e = b.outer / b.heads, stride = stride_of(b.inner);
+  const float* q = inner + row * stride + head * e;
+  return {s.tokens, e, padded(s.tokens), {q, stride}, {q + b.outer, stride}, {q + 2 * b.outer, stride},
+          b.logit_bias + image * b.bias_image + head * b.bias_head, b.bias_query, b.weight[SCALE][head]};
+}
+
+static void attention_map(const Head& h, float* transposed, float* map) {  // softmax(scale q k' + bias), (n, columns)
+  transpose(h.tokens, h.e, h.k, transposed, h.columns);
+  multiply<false, false>(h.tokens, h.columns, h.e, {h.q, {transposed, h.columns}, map, h.columns});
+  for (long i = 0; i < h.tokens; i++, map += h.columns) {
+    const float* bias = h.bias + i * h.bias_query;
+    Vec top = fill(-INFINITY), total = {};
+    for (long j = 0; j < h.columns; j += LANES) {
+      Vec logit = load(map + j) * h.scale + load(bias + j);
+      top = larger(top, logit);
+      store(map + j, logit);
+    }
+    const Vec most = largest(top);
+    for (long j = 0; j < h.columns; j += LANES) {
+      Vec weight = exp_of_negative(load(map + j) - most);
+      total += weight;
+      store(map + j, weight);
+    }
+    const Vec inverse = 1.f / sum(total);
+    for (long j = 0; j < h.columns; j += LANES) store(map + j, load(map + j) * inverse);
+  }
+}
+
+// From the gradient of the output of a head (n, e): those of its queries, keys and values. The logits are scale q k' + bias.
+static void attention_backward(const Head& h, const float* map, Matrix d_out, Scratch& t, float* d_q, float* d_k, float* d_v,
+                               float* d_scale) {
+  const long n = h.tokens, columns = h.columns, stride = h.q.stride;
+  transpose(n, h.e, h.v, t.transposed, columns);
+  multiply<false, false>(n, columns, h.e, {d_out, {t.transposed, columns}, t.d_map, columns});
+  const float factor = d_scale ? 1.f : h.scale;
+  for (long i = 0; i < n; i++) {  // the gradient of the logits, by the derivative of softmax
+    const float* weight = map + i * columns;
+    float* d = t.d_map + i * columns;
+    Vec total = {};
+    for (long j = 0; j < columns; j += LANES) total += load(weight + j) * load(d + j);
+    const Vec mean = sum(total);
+    for (long j = 0; j < columns; j += LANES) store(d + j, load(weight + j) * (load(d + j) - mean) * factor);
+  }
+  multiply<true, false>(n, h.e, n, {{map, columns}, d_out, d_v, stride});
+  multiply<false, false>(n, h.e, n, {{t.d_map, columns}, h.k, d_q, stride});
+  multiply<true, false>(n, h.e, n, {{t.d_map, columns}, h.q, d_k, stride});
+  if (!d_scale) return;
+  Vec total = {};  // d_q and d_k still lack the scale; the gradient of the scale is the sum of q * d_q
+  for (long i = 0; i < n; i++)
+    for (long j = 0; j < h.e; j += LANES) {
+      total += load(h.q.data + i * stride + j) * load(d_q + i * stride + j);
+      store(d_q + i * stride + j, load(d_q + i * stride + j) * h.scale);
+      store(d_k + i * stride + j, load(d_k + i * stride + j) * h.scale);
+    }
+  *d_scale += sum(total)[0];
+}
+
+// ------------------------------------------------------------------------------------------- one branch, for a group of images
+
+static long images_to_compute(const Blocks& s, const Branch& b, long first, Scratch& t) {
+  long count = 0;
+  for (long i = 0; i < std::min(s.group, s.images - first); i++)
+    if (!b.keep || b.keep[first + i] != 0.f) t.image[count++] = i;
+  return count;
+}
+
+static void activation(const Branch& b, long rows, const float* inner, float* out, float* slope) {  // slope: multiplied with it
+  const long stride = stride_of(b.inner);
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < b.inner; j += LANES) {
+      const long at = i * stride + j;
+      Vec x = load(inner + at), value, d;
+      if (b.middle == GELU) gelu(x, value, d);
+      else value = x < 0 ? (Vec){} : x, d = x > 0 ? fill(1.f) : (Vec){};
+      store(out + at, value);
+      if (slope) store(slope + at, load(slope + at) * d);
+    }
+}
+
+static void normalize_images(const Blocks& s, const Branch& b, long count, const float* x, const Kept& kept, bool first_time, Scratch& t) {
+  float *statistics = kept.statistics, *out = t.normed;
+  for (long i = 0; i < count; i++) {
+    const float* row = x + t.image[i] * s.tokens * s.width;
+    for (long j = 0; j < s.tokens; j++, row += s.width, out += s.width, statistics += 2) {
+      if (first_time) mean_and_inverse_deviation(s.width, row, b.epsilon, statistics);
+      normalize(s.width, row, statistics, b.weight[NORM_WEIGHT], b.weight[NORM_BIAS], out);
+    }
+  }
+}
+
+// out = x + keep * branch(x) for the group of images that begins with `first`. `x` and `out` may be the same memory.
+static void forward(const Blocks& s, const Branch& b, const Packed& w, long first, const float* x, float* out, const Kept& kept, Scratch& t) {
+  const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
+  const long count = images_to_compute(s, b, first, t), rows = count * n, all = std::min(s.group, s.images - first) * n;
+  normalize_images(s, b, count, x, kept, true, t);
+  linear(s.half, rows, b.inner, width, {t.normed, width}, w.first, kept.inner, inner, t.pairs, {nullptr, 0}, b.weight[BIAS1]);
+  Matrix outer = {t.outer, inner};
+  if (b.middle == ATTENTION) {
+    outer = {kept.outer, b.outer};
+    for (long i = 0; i < count; i++)
+      for (long h = 0; h < b.heads; h++) {
+        Head head = head_of(s, b, kept.inner, first + t.image[i], i * n, h);
+        float* map = kept.maps ? kept.maps + (i * b.heads + h) * n * head.columns : t.map;
+        attention_map(head, t.transposed, map);
+        multiply<false, false>(n, head.e, n, {{map, head.columns}, head.v, kept.outer + i * n * b.outer + h * head.e, b.outer});
+      }
+  } else {
+    activation(b, rows, kept.inner, t.outer, nullptr);
+  }
+  if (!b.keep) return linear(s.half, rows, width, b.outer, outer, w.second, out, width, t.pairs, {x, width}, b.weight[BIAS2]);
+  linear(s.half, rows, width, b.outer, outer, w.second, t.normed, width, t.pairs, {nullptr, 0}, b.weight[BIAS2]);
+  if (out != x) memcpy(out, x, all * width * sizeof(float));
+  for (long i = 0; i < count; i++) {
+    const float factor = b.keep[first + t.image[i]];
+    float* to = out + t.image[i] * n * width;
+    const float* from = t.normed + i * n * width;
+    for (long j = 0; j < n * width; j += LANES) store(to + j, load(to + j) + factor * load(from + j));
+  }
+}
+
+// `d` is the gradient of the output of the branch, and becomes that of its input `x`. Gradients of weights are added to
+// `gradient`.
+static void backward(const Blocks& s, const Branch& b, const Packed& w, float* const* gradient, long first, const float* x,
+                     float* d, const Kept& kept, Scratch& t) {
+  const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
+  const long count = images_to_compute(s, b, first, t), rows = count * n;
+  const float* d_branch = d;
+  if (b.keep) {
+    for (long i = 0; i < count; i++) {
+      const float factor = b.keep[first + t.image[i]];
+      const float* from = d + t.image[i] * n * width;
+      for (long j = 0; j < n * width; j += LANES) store(t.d_branch + i * n * width + j, load(from + j) * factor);
+    }
+    d_branch = t.d_branch;
+  }
+  const bool attention = b.middle == ATTENTION;
+  const long d_outer = attention ? b.outer : inner;
+  float* d_inner = attention ? t.d_inner : t.d_outer;
+  linear(s.half, rows, b.outer, width, {d_branch, width}, w.second, t.d_outer, d_outer, t.pairs);
+  Matrix outer = {kept.outer, b.outer};
+  if (attention) {
+    for (long i = 0; i < count; i++)
+      for (long h = 0; h < b.heads; h++) {
+        Head head = head_of(s, b, kept.inner, first + t.image[i], i * n, h);
+        float* map = kept.maps ? kept.maps + (i * b.heads + h) * n * head.columns : t.map;
+        if (!kept.maps) attention_map(head, t.transposed, map);
+        float* d_q = d_inner + i * n * inner + h * head.e;
+        attention_backward(head, map, {t.d_outer + i * n * b.outer + h * head.e, b.outer}, t, d_q, d_q + b.outer,
+                           d_q + 2 * b.outer, gradient[SCALE] ? gradient[SCALE] + h : nullptr);
+      }
+  } else {
+    activation(b, rows, kept.inner, t.outer, t.d_outer);
+    outer = {t.outer, inner};
+  }
+  linear_weight_gradients(s.half, rows, width, b.outer, {d_branch, width}, outer, gradient[WEIGHT2], gradient[BIAS2], t.pairs);
+  normalize_images(s, b, count, x, kept, false, t);
+  linear_weight_gradients(s.half, rows, b.inner, width, {d_inner, inner}, {t.normed, width}, gradient[WEIGHT1], gradient[BIAS1], t.pairs);
+  linear(s.half, rows, width, b.inner, {d_inner, inner}, w.first, t.normed, width, t.pairs);
+  const float *statistics = kept.statistics, *d_normed = t.normed;
+  for (long i = 0; i < count; i++)
+    for (long j = 0; j < n; j++, statistics += 2, d_normed += width) {
+      const long at = (t.image[i] * n + j) * width;
+      normalize_backward(width, x + at, statistics, b.weight[NORM_WEIGHT], d_normed, d + at, gradient[NORM_WEIGHT],
+                         gradient[NORM_BIAS]);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------- all branches, for all groups
+
+struct Plan {  // where everything lies in the memory of the caller
+  std::vector<Packed> packed;
+  std::vector<Kept> kept;  // of group g and branch i at g * branches + i; of thread g if nothing is kept
+  std::vector<Scratch> scratch;
+  std::vector<std::vector<float*>> gradients;  // of thread t and branch i at [t][i * WEIGHTS]
+  std::vector<std::pair<float*, long>> sums;   // the gradients of the threads after the first one, each as one piece
+  long kept_floats, scratch_floats;
+
+  Plan(const Blocks& s, bool backward, float* kept_memory, float* scratch_memory) {
+    Memory keep{kept_memory}, work{scratch_memory};
+    for (long g = 0; g < groups_of(s); g++)
+      for (long i = 0; i < s.branches; i++) kept.emplace_back(s, s.branch[i], keep);
+    kept_floats = keep.used;
+    for (long i = 0; i < s.branches; i++) packed.emplace_back(s, s.branch[i], work);
+    for (long t = 0; t < s.threads; t++) {
+      scratch.emplace_back(s, work);
+      if (backward) plan_gradients(s, t, work);
+    }
+    if (!backward && !kept_memory) {
+      kept.clear();
+      for (long t = 0; t < s.threads; t++) {
+        const long start = work.used;
+        long end = start;
+        for (long i = 0; i < s.branches; i++) {
+          work.used = start;  // branches take turns in the same memory
+          kept.emplace_back(s, s.branch[i], work);
+          end = std::max(end, work.used);
+        }
+        work.used = end;
+      }
+    }
+    scratch_floats = work.used;
+  }
+
+  void plan_gradients(const Blocks& s, long thread, Memory& work) {
+    std::vector<float*> own;
+    const long start = work.used;
+    for (long i = 0; i < s.branches; i++) {
+      const Branch& b = s.branch[i];
+      const long sizes[WEIGHTS] = {s.width, s.width, b.inner * s.width, b.inner, s.width * b.outer, s.width, b.heads};
+      for (long j = 0; j < WEIGHTS; j++) {
+        const bool first = thread == 0 || !b.gradient[j];
+        own.push_back(first ? b.gradient[j] : work.take(sizes[j]));
+        if (!first) parts.push_back({b.gradient[j], own.back(), sizes[j]});
+      }
+    }
+    gradients.push_back(own);
+    if (thread) sums.push_back({work.start ? work.start + start : nullptr, work.used - start});
+  }
+  struct Part {
+    float *to, *from;
+    long floats;
+  };
+  std::vector<Part> parts;  // what is added at the end, in this order
+};
+
+// Call `work(group, thread)` for all groups. Each thread has its own contiguous share of them.
+template <class Work>
+static void in_threads(const Blocks& s, Work work) {
+  const long groups = groups_of(s), threads = std::min(s.threads, groups);
+  auto share = [&](long t) {
+    for (long g = groups * t / threads; g < groups * (t + 1) / threads; g++) work(g, t);
+  };
+  std::vector<std::thread> started;
+  long t = 1;
+  try {
+    for (; t < threads; t++) started.emplace_back(share, t);
+  } catch (const std::system_error&) {  // no more threads to be had: do their shares here
+  }
+  share(0);
+  for (; t < threads; t++) share(t);
+  for (std::thread& each : started) each.join();
+}
+
+static void pack_all(const Blocks& s, const Plan& plan, bool backward) {
+  float* scratch = plan.scratch[0].pairs;
+  for (long i = 0; i < s.branches; i++) {
+    const Branch& b = s.branch[i];
+    pack_weight(s.half, backward, b.weight[WEIGHT1], b.inner, s.width, scratch, plan.packed[i].first);
+    pack_weight(s.half, backward, b.weight[WEIGHT2], s.width, b.outer, scratch, plan.packed[i].second);
+  }
+}
+
+extern "C" {
+
+long blocks_lanes() { return LANES; }
+long blocks_has_bf16() { return HAS_BF16; }
+long blocks_kept_floats(const Blocks* s) { return Plan(*s, false, nullptr, nullptr).kept_floats; }
+long blocks_scratch_floats(const Blocks* s, int backward) { return Plan(*s, backward, nullptr, nullptr).scratch_floats; }
+
+// x and out are (images, tokens, width). `kept` is null if no backward pass follows.
+void blocks_forward(const Blocks* blocks, const float* x, float* out, float* kept, float* scratch) {
+  const Blocks& s = *blocks;
+  Plan plan(s, false, kept, scratch);
+  pack_all(s, plan, false);
+  const long step = rows_of(s) * s.width, last = s.branches - 1;
+  in_threads(s, [&](long group, long thread) {
+    const float* in = x + group * step;
+    const Kept* own = &plan.kept[(kept ? group : thread) * s.branches];
+    for (long i = 0; i < s.branches; i++) {
+      float* to = i < last && kept ? own[i + 1].x : out + group * step;
+      forward(s, s.branch[i], plan.packed[i], group * s.group, in, to, own[i], plan.scratch[thread]);
+      in = to;
+    }
+  });
+}
+
+// `d` is the gradient of `out` and becomes that of `x`; `kept` is what the forward pass has left.
+void blocks_backward(const Blocks* blocks, const float* x, float* d, float* kept, float* scratch) {
+  const Blocks& s = *blocks;
+  Plan plan(s, true, kept, scratch);
+  pack_all(s, plan, true);
+  for (auto& [memory, floats] : plan.sums) memset(memory, 0, floats * sizeof(float));
+  const long step = rows_of(s) * s.width;
+  in_threads(s, [&](long group, long thread) {
+    const Kept* own = &plan.kept[group * s.branches];
+    for (long i = s.branches - 1; i >= 0; i--) {
+      const float* in = i ? own[i].x : x + group * step;
+      backward(s, s.branch[i], plan.packed[i], &plan.gradients[thread][i * WEIGHTS], group * s.group, in, d + group * step,
+               own[i], plan.scratch[thread]);
+    }
+  });
+  for (const Plan::Part& part : plan.parts)
+    for (long j = 0; j < part.floats; j++) part.to[j] += part.from[j];
+}
+}

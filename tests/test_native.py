@@ -1,0 +1,472 @@
+"""The native kernel: blocks computed by C++ equal those of PyTorch, and what it cannot compute is left to PyTorch."""
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from smallvit import DINO, MAE, Attention, Block, LocalityAttention, Merge, PatchEmbed, Run, ViT, augment, native
+from smallvit.numerics import Numerics, check_numerics
+from smallvit.optim import FlatAdamW, lay_in_a_row
+from smallvit.record import WEIGHTS
+from smallvit.reduction import LayerContext
+from smallvit.train import fit, fit_stacked, loop
+from smallvit.vit import Blocks
+
+NATIVE = Numerics(kernel="native")
+VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=32, depth=2, heads=2)
+RUN = Run(model=VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
+pytestmark = pytest.mark.skipif(bool(native.reason_against()), reason=f"no kernel: {native.reason_against()}")
+
+
+def make_blocks(depth=2, dim=32, heads=2, attention=Attention, drop_path=0.0, **options) -> Blocks:
+    """Blocks with random weights, also where the usual start is 0 or 1, so that no gradient is 0 by accident."""
+    blocks = Blocks(Block(dim, heads, attention, None, drop_path, **options) for _ in range(depth))
+    for parameter in blocks.parameters():
+        nn.init.normal_(parameter, std=0.3 if parameter.ndim == 1 else dim**-0.5)
+    for block in blocks:
+        block.norm1.weight.data += 1
+        block.norm2.weight.data += 1
+    return blocks
+
+
+def native_call(blocks: Blocks):
+    ((_, call),) = native.native_blocks(nn.ModuleList([blocks]))
+    return call
+
+
+def results(blocks, call, x, direction, **inputs) -> list:
+    """The output, and the gradients of the input and of all weights."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    out, _ = call(x, **inputs)
+    weights = [p for p in blocks.parameters() if p.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, [x, *weights], direction)]
+
+
+def error(found, exact) -> float:
+    """The largest difference between two lists of tensors, each relative to the norm of the exact tensor."""
+    return max(((f.double() - e).norm() / (e.norm() + 1e-20)).item() for f, e in zip(found, exact, strict=True))
+
+
+ATTENTIONS = {
+    "plain": Attention,
+    "no bias": partial(Attention, qkv_bias=False),
+    "wide heads": partial(Attention, head_dim=32),
+    "LSA": LocalityAttention,
+    "LSA, mask alone": partial(LocalityAttention, temperature="fixed"),
+    "LSA, temperature alone": partial(LocalityAttention, mask_self=False),
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_outputs_and_all_gradients_equal_those_of_pytorch(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 99)))
+    b, n, heads = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5, 16, 17, 33, 50, 130])), draw(st.integers(1, 3))
+    dim = 16 * heads * draw(st.integers(1, 3))
+    blocks = make_blocks(
+        draw(st.integers(1, 3)), dim, heads, ATTENTIONS[draw(st.sampled_from(sorted(ATTENTIONS)))],
+        draw(st.sampled_from([0.0, 0.5])), mlp_ratio=draw(st.sampled_from([1.0, 2.0, 3.0])), activation=draw(st.sampled_from(["gelu", "relu"])),
+    )  # fmt: skip
+    for parameter in blocks.parameters():
+        parameter.requires_grad_(draw(st.integers(0, 5)) > 0)
+    x, direction, inputs = torch.randn(b, n, dim), torch.randn(b, n, dim), {}
+    if draw(st.booleans()):
+        inputs["size"] = torch.randint(0, 4, (b, n)).float().index_fill(1, torch.tensor([0]), 1.0)
+    if draw(st.booleans()):
+        shape = draw(st.sampled_from([(n,), (n, n), (b, 1, 1, n), (1, heads, n, n), (b, 1, n, n)]))
+        mask = torch.rand(shape) > 0.4
+        mask[..., 0] = True
+        inputs["mask"] = mask
+    exact = copy.deepcopy(blocks).double()
+    in_double = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    expected = results(exact, exact, x.double(), direction.double(), **in_double)
+    before = torch.get_num_threads()
+    torch.set_num_threads(draw(st.sampled_from([1, 2])))
+    try:
+        found = results(blocks, native_call(blocks), x, direction, **inputs)
+    finally:
+        torch.set_num_threads(before)
+    eager = results(blocks, blocks, x, direction, **inputs)
+    assert error(found, expected) < 4 * error(eager, expected) + 1e-5
+
+
+def test_half_precision_is_as_exact_as_that_of_pytorch():
+    if not native.library().blocks_has_bf16():
+        pytest.skip("this processor has no products of bf16")
+    torch.manual_seed(0)
+    blocks, x, direction = make_blocks(3, 64, 4), torch.randn(4, 17, 64), torch.randn(4, 17, 64)
+    double = copy.deepcopy(blocks).double()
+    exact = results(double, double, x.double(), direction.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, found = results(blocks, blocks, x, direction), results(blocks, native_call(blocks), x, direction)
+    assert found[0].dtype == torch.float32
+    assert 1e-4 < error(found, exact) < 1.5 * error(eager, exact)
+
+
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ()], ids=["AVX2", "portable"])
+def test_other_processors(flags, tmp_path, monkeypatch):
+    if "x86" not in os.uname().machine:
+        pytest.skip("these flags are those of x86 processors")
+    if flags and "avx2" not in native.processor():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "FOR_THIS_PROCESSOR", (flags,))
+    native.library.cache_clear()
+    try:
+        assert native.library().blocks_lanes() == (8 if flags else 4)
+        for attention in ATTENTIONS.values():
+            blocks, x, direction = make_blocks(attention=attention), torch.randn(3, 19, 32), torch.randn(3, 19, 32)
+            found = results(blocks, native_call(blocks), x, direction)
+            assert error(found, [each.double() for each in results(blocks, blocks, x, direction)]) < 1e-5
+    finally:
+        native.library.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_call_gives_the_same_bits(threads):
+    blocks, x, direction = make_blocks(drop_path=0.3), torch.randn(40, 33, 32), torch.randn(40, 33, 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first, second = (results(blocks, native_call(blocks), x, direction) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_nan_in_one_image_stays_in_that_image():
+    blocks, x = make_blocks(), torch.randn(5, 17, 32)
+    x[2, 4, 7] = float("nan")
+    with torch.no_grad():
+        expected, found = blocks(x)[0], native_call(blocks)(x)[0]
+    assert torch.equal(expected.isnan(), found.isnan()) and found[2].isnan().all()
+    assert not found[[0, 1, 3, 4]].isnan().any()
+
+
+def test_query_that_may_attend_to_nothing_gives_nan_as_in_pytorch():
+    blocks, x, mask = make_blocks(1), torch.randn(2, 5, 32), torch.ones(5, 5, dtype=torch.bool)
+    mask[3] = False
+    with torch.no_grad():
+        expected, found = blocks(x, mask=mask)[0], native_call(blocks)(x, mask=mask)[0]
+    assert torch.equal(expected.isnan(), found.isnan()) and found[:, 3].isnan().all()
+
+
+# What the kernel leaves to PyTorch
+
+
+class OwnAttention(Attention):
+    """A subclass that computes something else."""
+
+    def forward(self, x, size=None, mask=None):
+        output = super().forward(x, size, mask)
+        return output._replace(x=2 * output.x)
+
+
+UNSUPPORTED = {
+    "another attention": ({"attention": OwnAttention}, "OwnAttention computes"),
+    "normalized queries": ({"attention": partial(Attention, qk_norm=True)}, "computes its logits in another way"),
+    "one temperature for all heads": ({"attention": partial(LocalityAttention, temperature="per layer")}, "computes its logits in another way"),
+    "post-norm": ({"norm_first": False}, "norms follow"),
+    "LayerScale": ({"layer_scale": 0.1}, "LayerScale"),
+    "narrow heads": ({"dim": 48, "heads": 6}, "multiple of 16"),
+    "odd hidden width": ({"mlp_ratio": 1.25}, "hidden width"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_blocks_are_computed_by_pytorch_with_a_note(case, capsys):
+    options, reason = UNSUPPORTED[case]
+    native.note.cache_clear()
+    assert native.native_blocks(nn.ModuleList([make_blocks(**options)])) == []
+    assert "PyTorch computes 2 of 2 blocks: " in (text := capsys.readouterr().err) and reason in text
+
+
+def test_supported_blocks_between_unsupported_ones_are_computed_natively(capsys):
+    native.note.cache_clear()
+    merge = Merge(LayerContext(layer=1, depth=4, dim=32, prefix=1, patches=16), r=4)
+    blocks = make_blocks(4)
+    blocks[1].reduction = merge
+    call = native_call(blocks)
+    assert [type(part).__name__ for part in call.args[0]] == ["NativeBlocks", "Block", "NativeBlocks"]
+    assert "1 of 4 blocks: it merges or prunes tokens" in capsys.readouterr().err
+    x, direction = torch.randn(3, 17, 32), torch.randn(3, 13, 32)
+    expected = results(blocks, blocks, x, direction)
+    assert error(results(blocks, call, x, direction), [each.double() for each in expected]) < 1e-5
+    assert torch.equal(call(x)[1], blocks(x)[1])
+
+
+
+def test_replaced_linear_map_is_left_to_pytorch():
+    blocks = make_blocks()
+    nn.utils.parametrizations.weight_norm(blocks[0].mlp[0])
+    call = native_call(blocks)
+    assert [type(part).__name__ for part in call.args[0]] == ["Block", "NativeBlocks"]
+
+
+FALLBACKS = {
+    "hook": lambda blocks: blocks[0].attention.qkv.register_forward_hook(lambda *_: None),
+    "dropout": lambda blocks: setattr(blocks[1].mlp[2], "p", 0.5),
+    "dropout of the map": lambda blocks: setattr(blocks[1].attention, "dropout", 0.5),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_calls_that_ask_for_more_equal_pytorch_bit_for_bit(case):
+    blocks, x, direction = make_blocks(), torch.randn(3, 17, 32), torch.randn(3, 17, 32)
+    call = native_call(blocks)
+    assert not torch.equal(results(blocks, call, x, direction)[1], results(blocks, blocks, x, direction)[1])
+    FALLBACKS[case](blocks)
+    found, expected = results(blocks, call, x, direction), results(blocks, blocks, x, direction)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_number_formats_are_left_to_pytorch(dtype):
+    blocks = make_blocks().to(dtype)
+    x = torch.randn(3, 17, 32, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(native_call(blocks)(x)[0], blocks(x)[0])
+
+
+def test_size_with_gradient_is_left_to_pytorch():
+    blocks, x, size = make_blocks(), torch.randn(3, 17, 32), torch.rand(3, 17).requires_grad_()
+    native_call(blocks)(x, size)[0].sum().backward()
+    assert size.grad is not None and size.grad.abs().sum() > 0
+
+
+def test_counting_multiply_adds_sees_every_operation():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    blocks, x = make_blocks(), torch.randn(3, 17, 32)
+    counts = []
+    for call in (blocks, native_call(blocks)):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            call(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_second_derivative_is_refused_in_words():
+    blocks, x = make_blocks(), torch.randn(2, 5, 32, requires_grad=True)
+    out, _ = native_call(blocks)(x)
+    with pytest.raises(RuntimeError, match="no second derivative; use another one, such as --numerics kernel=rule"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_graphs_that_live_at_the_same_time_do_not_share_memory():
+    blocks = make_blocks()
+    call = native_call(blocks)
+    inputs = [torch.randn(3, n, 32, requires_grad=True) for n in (17, 17, 5)]
+    outs = [call(x)[0] for x in inputs]
+    for _ in range(2):  # twice, with the same graph
+        found = [torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0] for out, x in zip(outs, inputs)]
+    expected = [torch.autograd.grad(blocks(x)[0].square().sum(), x)[0] for x in inputs]
+    assert error(found, [each.double() for each in expected]) < 1e-5
+
+
+def test_memory_is_used_again():
+    blocks, x = make_blocks(), torch.randn(8, 17, 32)
+    call = native_call(blocks)
+    gc.collect()
+    for _ in range(3):
+        call(x)[0].sum().backward()
+    known = {memory.data_ptr() for memory in native.POOL.free}
+    call(x)[0].sum().backward()
+    assert {memory.data_ptr() for memory in native.POOL.free} <= known
+
+
+# Compilation
+
+
+def test_without_a_compiler_pytorch_computes_all_blocks(tmp_path, monkeypatch, capsys):
+    expected = fit(RUN.vary(steps=3), tmp_path / "rule")
+    monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    native.library.cache_clear()
+    native.note.cache_clear()
+    try:
+        record = fit(RUN.vary(steps=3), tmp_path / "native", numerics=NATIVE)
+        assert "the native kernel cannot be used: no C++ compiler was found; install g++" in capsys.readouterr().err
+    finally:
+        native.library.cache_clear()
+    assert abs(record.test["nll"] - expected.test["nll"]) < 1e-5
+
+
+def test_compiler_that_fails_is_named_with_its_message(tmp_path, monkeypatch):
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho disk quota exceeded\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    native.library.cache_clear()
+    try:
+        assert "could not compile blocks.cpp: disk quota exceeded" in (native.reason_against() or "")
+    finally:
+        native.library.cache_clear()
+
+
+SCRIPT = """
+import torch
+from smallvit import native
+from smallvit.vit import Block, Blocks
+from smallvit.attention import Attention
+torch.manual_seed(0)
+torch.set_num_threads(4)
+blocks = Blocks(Block(64, 4, Attention, None, 0.0) for _ in range(4))
+[torch.nn.init.normal_(p, std=0.1) for p in blocks.parameters()]
+((_, call),) = native.native_blocks(blocks)
+x = torch.randn(64, 50, 64, requires_grad=True)
+out = call(x)[0]
+out.sum().backward()
+assert torch.allclose(out, blocks(x)[0], atol=1e-4)
+print("fine")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+@pytest.mark.parametrize("limit", ["-s 256", "-n 64"], ids=["small stack", "few open files"])
+def test_under_limits_of_the_system(limit):
+    command = f"ulimit {limit}; exec {sys.executable} -c '{SCRIPT}'"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_processes_that_start_together_compile_once(tmp_path):
+    script = "from smallvit import native; native.library(); print(native.library()._name)"
+    environment = os.environ | {"SMALLVIT_CACHE": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    names = {process.communicate()[0] for process in started}
+    assert len(names) == 1 and len(list(tmp_path.glob("*.so"))) == 1
+
+
+# Training
+
+
+def weights_of(folder) -> dict:
+    return load_file(folder / WEIGHTS)
+
+
+def largest_difference(a, b) -> float:
+    a, b = weights_of(a), weights_of(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
+    run = RUN.vary(steps=100, lr=1e-3)
+    assert run.ema and run.clip
+    records = [fit(run, tmp_path / str(numerics.kernel), numerics=numerics) for numerics in (Numerics(), NATIVE)]
+    assert [record.kernel for record in records] == ["rule", "native"]
+    assert 0 < largest_difference(tmp_path / "None", tmp_path / "native") < 1e-3  # AdamW enlarges rounding at the start
+    losses = [[point[1] for point in record.curve] for record in records]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert records[0].trace["batches"] == records[1].trace["batches"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        RUN.vary(block=partial(Block, dropout=0.1)),
+        RUN.vary(drop_path=0.4, attention=LocalityAttention),
+        RUN.vary(objective=MAE, unlabelled=True),
+        RUN.vary(objective=partial(DINO, freeze=0.5), augment=augment.digit_crops(), clip=0.0, unlabelled=True),
+        RUN.vary(layer_decay=0.7, weight_decay=0.1, ema=0.0),
+    ],
+    ids=["dropout", "stochastic depth", "MAE", "DINO", "layer decay"],
+)
+def test_objectives_and_options_train_alike(run, tmp_path):
+    run = run.vary(steps=8)
+    for numerics in (Numerics(), NATIVE):
+        fit(run, tmp_path / str(numerics.kernel), numerics=numerics)
+    assert largest_difference(tmp_path / "None", tmp_path / "native") < 1e-3
+
+
+def test_stack_equals_single_runs(tmp_path):
+    runs = [RUN.vary(seed=seed, attention=LocalityAttention) for seed in range(3)]
+    records = fit_stacked(runs, [tmp_path / f"stack{run.seed}" for run in runs], numerics=NATIVE)
+    assert [record.stacked for record in records] == [3, 3, 3]
+    for run in runs:
+        fit(run, tmp_path / f"alone{run.seed}")
+        assert largest_difference(tmp_path / f"stack{run.seed}", tmp_path / f"alone{run.seed}") < 1e-3
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_interrupted_run_ends_with_the_same_bits(stop, tmp_path, monkeypatch):
+    fit(RUN, tmp_path / "whole", numerics=NATIVE)
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    train_step = loop.Training.train_step
+
+    def interrupted(training):
+        if training.step == stop:
+            raise KeyboardInterrupt
+        train_step(training)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.Training, "train_step", interrupted)
+        fit(RUN, tmp_path / "resumed", numerics=NATIVE)
+    fit(RUN, tmp_path / "resumed", numerics=NATIVE)
+    assert largest_difference(tmp_path / "whole", tmp_path / "resumed") == 0
+
+
+def test_native_and_compiled_are_refused_together():
+    with pytest.raises(ValueError, match="native blocks and compiled; expected one or the other"):
+        check_numerics(Numerics(kernel="native", compiled=True))
+
+
+# AdamW with a few large tensors
+
+
+def optimizers(model: nn.Module):
+    """AdamW for the matrices and the other parameters of a model, with different decay."""
+    groups = [[p for p in model.parameters() if (p.ndim > 1) == matrices] for matrices in (True, False)]
+    for group in groups:
+        lay_in_a_row(group)
+    decays = zip(groups, (0.1, 0.0))
+    return torch.optim.AdamW([{"params": group, "weight_decay": decay} for group, decay in decays], lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("case", ["all used", "one never used", "one used late", "one removed late"])
+def test_flat_optimizer_takes_the_steps_of_adamw(case):
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(5, 3))]
+    models.append(copy.deepcopy(models[0]))
+    plain, joined = map(optimizers, models)
+    flat = None
+    for step in range(6):
+        x = torch.randn(8, 5)
+        with_third = {"all used": True, "one never used": False, "one used late": step >= 3, "one removed late": True}[case]
+        for model, optimizer in zip(models, (plain, flat or joined)):
+            optimizer.zero_grad()
+            out = model[1](model[0](x)) + (model[2](x) if with_third else 0)
+            out.square().mean().backward()
+            if case == "one removed late" and step >= 3:
+                model[2].bias.grad = None
+        for group in (*plain.param_groups, *joined.param_groups):
+            group["lr"] = 1e-2 / (step + 1)
+        plain.step()
+        if flat is not None and not flat.intact:
+            flat.separate()
+            flat = None
+        (flat or joined).step()
+        if flat is None and not (case == "one removed late" and step >= 3):
+            flat = FlatAdamW(joined)
+            assert len(flat.flat_parameters) >= 2
+        for a, b in zip(*(model.parameters() for model in models)):
+            assert torch.allclose(a, b, atol=1e-7)
+    states = [optimizer.state_dict()["state"] for optimizer in (plain, joined)]
+    assert states[0].keys() == states[1].keys()
+    for index, state in states[0].items():
+        assert all(torch.allclose(state[name], states[1][index][name], atol=1e-7) for name in state)
