@@ -132,6 +132,7 @@ class Record:
     threads: int | None = None  # torch threads
     precision: str | None = None  # "fp32" or "bf16"
     kernel: str | None = None  # kernel: "rule", "explicit", "fused" (attention) or "native" (whole blocks)
+    evaluated: str | None = None  # the kernel with which the model was evaluated at the end: "rule" or "native"
     compiled: bool | None = None  # whether blocks were compiled
     stacked: int | None = None  # how many runs were trained together as one model
     processes: int | None = None  # how many processes trained the run together at its end (`fit_parallel`); None: one

@@ -20,7 +20,7 @@ from smallvit.numerics import Numerics, check_numerics
 from smallvit.optim import FlatAdamW, lay_in_a_row
 from smallvit.record import WEIGHTS
 from smallvit.reduction import LayerContext
-from smallvit.train import fit, fit_stacked, loop
+from smallvit.train import evaluation, fit, fit_stacked, loop
 from smallvit.vit import Blocks
 
 NATIVE = Numerics(kernel="native")
@@ -424,6 +424,16 @@ def test_interrupted_run_ends_with_the_same_bits(stop, tmp_path, monkeypatch):
 def test_native_and_compiled_are_refused_together():
     with pytest.raises(ValueError, match="native blocks and compiled; expected one or the other"):
         check_numerics(Numerics(kernel="native", compiled=True))
+
+
+def test_evaluation_uses_the_kernel_only_if_it_predicts_the_same_classes(tmp_path, monkeypatch):
+    agreeing = fit(RUN, tmp_path / "agreeing", numerics=NATIVE)
+    monkeypatch.setattr(evaluation, "LOGIT_TOLERANCE", 0.0)
+    differing = fit(RUN, tmp_path / "differing", numerics=NATIVE)
+    plain = fit(RUN, tmp_path / "plain")
+    assert [record.evaluated for record in (agreeing, differing, plain)] == ["native", "rule", "rule"]
+    assert agreeing.correct == differing.correct
+    assert differing.test["nll"] == pytest.approx(agreeing.test["nll"], abs=1e-5)
 
 
 # AdamW with a few large tensors

@@ -442,7 +442,7 @@ def reason_against_block(block: Any) -> str | None:
     width: Any = block.norm1.normalized_shape[0]
     if any(each % 16 for each in (width, attention.proj.in_features // attention.heads)):
         return "the width of the tokens or of a head is not a multiple of 16"
-    if block.mlp[0].out_features % 16:
+    if block.mlp[0].out_features % 16:  # pyright: ignore[reportOperatorIssue]
         return "the hidden width of the MLP is not a multiple of 16"
     if type(block.mlp[1]) not in MIDDLES or getattr(block.mlp[1], "approximate", "none") != "none":
         return f"{block.mlp[1]} is another activation"

@@ -3,22 +3,26 @@
 import math
 import re
 
+import torch
 from torch import nn
 
 from smallvit import packing
 from smallvit.components import function
 from smallvit.data import Dataset, HeldOut, Images, Subset, sealed_test_images
-from smallvit.evaluate import PerImage, Splits, cached_features, confusion, declaration, reliability
+from smallvit.evaluate import PerImage, Splits, cached_features, confusion, declaration, frozen, reliability
+from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.run import Run
 
 from .trained_model import trains_classifier
 
+LOGIT_TOLERANCE = 1e-3  # of the largest logit: how much a logit may differ between two kernels
 MOST_CLASSES = 100  # a record has the confusion matrix of a data set with at most so many classes
 
 
-def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -> dict:
+def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, numerics: Numerics = DEFAULT) -> dict:
     """Measure a trained model with all evaluators of its run, on the validation images in `subset` and then on the test images
-    in `test`. Return the results as a dict. If `test` is None, only the validation images are used.
+    in `test`. Return the results as a dict. If `test` is None, only the validation images are used. `numerics` are the options
+    with which the model was trained; see `evaluation_numerics`.
 
     Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first cannot judge a run: it
     must be between 0 and 1 or, if lower numbers are better, finite and at least 0.
@@ -44,7 +48,8 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -
         return numbers, values
 
     on_test: dict = {"test": None, "test_reads": 0}
-    with cached_features():
+    chosen_numerics = evaluation_numerics(model, numerics, subset.val)
+    with cached_features(), NumericsContext(model, chosen_numerics).active():
         numbers, values = val_numbers, _ = measure(subset.val)
         if test is not None:
             with sealed_test_images(None):
@@ -58,6 +63,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -
     chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
     return {
         "score": next(iter(numbers)),
+        "evaluated": chosen_numerics.kernel or "rule",
         "val": val_numbers,
         "val_images": len(subset.val),
         "probes": list(probes),
@@ -66,6 +72,28 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None) -
         "correct": None,
         "contributions": None,
     } | values | on_test
+
+
+def evaluation_numerics(model: nn.Module, numerics: Numerics, images: Images) -> Numerics:
+    """Return how a trained model is evaluated. `numerics` are the options of its training, and `images` are validation images.
+
+    The kernel "native" is used if it gives every one of these images the class that PyTorch gives it, and if no logit differs
+    by more than 1e-3 of the largest one. Otherwise, and for all other options, the evaluation uses the defaults. The precision
+    is always fp32.
+    """
+    native = Numerics(kernel=numerics.kernel)
+    if numerics.kernel != "native" or not len(images):
+        return DEFAULT
+    context = NumericsContext(model, native)
+    with frozen(model) as reference:
+        for pixels, _ in images.batches(1024, device=reference.device):
+            expected = model(pixels.to(reference))
+            with context.active():
+                found = model(pixels.to(reference))
+            close = (found - expected).abs().max() <= LOGIT_TOLERANCE * expected.abs().max()
+            if not close or not torch.equal(found.argmax(-1), expected.argmax(-1)):
+                return DEFAULT
+    return native
 
 
 def packed(score: PerImage, count: int, source: str) -> dict:

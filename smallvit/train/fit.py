@@ -214,7 +214,7 @@ def prepare_training(
             done = replace(
                 record,
                 **training.facts(),
-                **evaluate(run, training.model, subset, test),
+                **evaluate(run, training.model, subset, test, training.numerics),
                 test_settings=settings,
                 pretraining=pretraining_cost(list(run.dependencies.values()), trained) if trained else None,
                 picture=reduction_picture(training.model, subset),

@@ -27,6 +27,7 @@ from smallvit.run import Run
 from smallvit.vit import ViT
 
 from . import checkpoint
+from .evaluation import evaluation_numerics
 from .initialize import initial_objective
 from .trace import Trace, digest, distance
 
@@ -270,6 +271,14 @@ class Training:
             yield
 
     @functools.cached_property
+    def evaluating(self) -> NumericsContext:
+        """Like `numerics_context`, for the measurements of the validation accuracy during training: with the native kernel if
+        that gives the first 256 validation images the same classes as PyTorch (see `evaluation_numerics`).
+        """
+        images = self.subset.val.take(slice(256))
+        return NumericsContext(self.model, evaluation_numerics(self.model, self.numerics, images))
+
+    @functools.cached_property
     def joins_parameters(self) -> bool:
         """Whether the optimizer takes its steps with few large tensors. Like the native kernel, this changes rounding and speed
         only; so it is done with this kernel, and the default rounds as it always has.
@@ -314,10 +323,12 @@ class Training:
         self.loss.zero_()
         val, score = self.subset.val if self.curves or self.run.early_stop else self.subset.val.take(slice(0)), None
         splits = Splits(self.subset.train.take(slice(1_000)), val, val)
-        if len(val) and accuracy in self.run.evaluators:
-            score = float(next(accuracy(self.model, splits))[1])
+        with self.evaluating.active():
+            if len(val) and accuracy in self.run.evaluators:
+                score = float(next(accuracy(self.model, splits))[1])
+            if not self.run.reads_labels:
+                score = float(next(knn(self.model, splits, ks=(1,)))[1]) if len(val) else None
         if not self.run.reads_labels:
-            score = float(next(knn(self.model, splits, ks=(1,)))[1]) if len(val) else None
             self.health.append({"step": self.step, **collapse_statistics(self.objective.observed), "knn_1": score})
         if self.run.early_stop and score is not None and all(score > check[2] for check in self.curve):
             self.best = copy.deepcopy(self.model.state_dict())
