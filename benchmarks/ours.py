@@ -9,16 +9,18 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.digits import dataset, first_batch, splits
 from benchmarks.peers import Shape, has_native_bf16, predict
 from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
 from smallvit.ablation import ArmRun
 from smallvit.augment import Batch, apply
+from smallvit.flops import milliseconds
 from smallvit.launch import launch
 from smallvit.launch.autotune import race, ways_to_try, winner
-from smallvit.numerics import DEFAULT, Numerics
+from smallvit.native import reason_against
+from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.train.loop import Training
 
 STACK = 4
@@ -58,10 +60,24 @@ def step_with_images(shape: Shape, images: int) -> Callable[[], None]:
     return training(shape, dataset(images=images), augment=augment.digits()).train_step
 
 
-def inference(shape: Shape) -> Callable[[], Tensor]:
-    """Return a call that computes the logits of one batch."""
+def inference(shape: Shape) -> tuple[Callable[[], Tensor], Numerics]:
+    """Return a call that computes the logits of one batch, with the fastest numerics, and these numerics.
+
+    They are chosen among those for training, before anything is timed. Half precision is tried only if the best flags of the
+    peers include it.
+    """
     data = dataset()
-    return partial(predict, training(shape, data).model.eval(), first_batch(data, shape.batch)[0])
+    model, images = training(shape, data).model.eval(), first_batch(data, shape.batch)[0]
+    ways = ways_to_try({} if has_native_bf16() else {"precision": None})
+    calls = [partial(predict_with, NumericsContext(model, way), way, model, images) for way in ways]
+    times = dict(zip(ways, milliseconds(calls, 5)))
+    return calls[ways.index(best := winner(times, ways))], best
+
+
+def predict_with(context: NumericsContext, numerics: Numerics, model: nn.Module, images: Tensor) -> Tensor:
+    """Return the logits of images, computed with some numerics."""
+    with context.active():
+        return predict(model, images, best=numerics.precision == "bf16")
 
 
 def augmentation(images: Tensor) -> Tensor:
@@ -93,7 +109,8 @@ def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"
             ema=0.0,
         )
         seeds = [ArmRun(run=run.vary(seed=seed), arm="ViT") for seed in range(number)]
-        records = launch(seeds, folder, recipe="benchmark", stack=stack, device=device)
+        numerics = Numerics(kernel=None if device != "cpu" or reason_against() else "native")
+        records = launch(seeds, folder, recipe="benchmark", stack=stack, device=device, numerics=numerics)
     failed = [record.error for record in records if record.status != "finished"]
     if failed:
         raise RuntimeError(failed[0])

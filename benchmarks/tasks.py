@@ -91,7 +91,8 @@ def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Task]:
     for shape in shapes:
         check_models(shape)
         theirs = {peer: {flags: peers.inference(shape, peer, best) for flags, best in flags_of(peer).items()} for peer in VITS}
-        yield Task(f"inference, {describe_shape(shape)}", ours.inference(shape), theirs)
+        call, numerics = ours.inference(shape)
+        yield Task(f"inference, {describe_shape(shape)}", call, theirs, numerics=numerics.describe())
 
 
 def memory(shape: Shape = SHAPES[-1], growth: Callable = growth_in_new_process) -> Iterator[Task]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -22,7 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command of the command line, such as `smallvit run`. Return the exit status: 0 for success, 1 if something
     failed, 2 for wrong arguments, and 130 after Ctrl-C.
     """
-    options = parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+    whole = parser()
+    options = whole.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+    if options.command is None:
+        whole.error(f"there is no command; expected {', '.join(COMMANDS)} (see smallvit --help)")
     options.started = time.perf_counter()
     if "device" in options and options.device is None:
         options.device = "cuda" if getattr(options, "gpus", None) else "cpu"
@@ -46,13 +50,36 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Parser of one command. The error for an unknown option or a superfluous argument shows the usage of this command, and not
+    that of `smallvit` as a whole, as it would with argparse alone.
+    """
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self.unknown_text(unknown[0].partition("=")[0]))
+        return found, unknown
+
+    def unknown_text(self, word: str) -> str:
+        """Return an error message for a word of the command line that this command does not understand. It names a similar
+        option, or the commands that have this option.
+        """
+        if not word.startswith("-"):
+            return f"there is one argument too many: {word!r}"
+        if others := [f"smallvit {name}" for name, (_, options) in COMMANDS.items() if word in options.split()]:
+            return f"there is no option {word} here; it belongs to {', '.join(others)}"
+        near = get_close_matches(word, self._option_string_actions, 1)
+        return f"there is no option {word}" + "".join(f"; did you mean {other}?" for other in near)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. It has one subparser for each command, such as `smallvit run`."""
     whole = argparse.ArgumentParser(
         prog="smallvit", description="Train Vision Transformers on little data, and measure whether a technique helps."
     )
     whole.add_argument("--version", action="version", version=__version__)
-    commands = whole.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
     for name, (text, options) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         for option in options.split():
@@ -75,6 +102,15 @@ def positive(text: str) -> int:
     """Return a command-line argument as a whole number of at least 1. Raises argparse.ArgumentTypeError for any other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 1")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Return a command-line argument as a random seed, a whole number of at least 0. Raises argparse.ArgumentTypeError for any
+    other text.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 0")
     return int(text)
 
 
@@ -158,11 +194,12 @@ HELP = {
     "--gpus": "train on all GPUs of this machine (all) or on some (0,2), with one worker process on each; means --device cuda",
     "--per-gpu": "with --gpus or --on: N worker processes share each GPU (default: 1); with --on ray also the share that each "
     "gets, such as 0.25",
-    "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1)",
+    "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1); in a cross-validation N "
+    "runs of any folds, best a multiple of the number of folds",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",
     "--numerics": "how training steps are computed; --fast does not change what is given here: "
-    "precision=fp32|bf16  kernel=rule|explicit|fused  compiled=yes|no",
+    "precision=fp32|bf16  kernel=rule|explicit|fused|native  compiled=yes|no",
     "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
     "length=2000  settings=tuned|common  pass=0 (of a cross-validation)",
     "--shard": "train part I of N independent parts of the runs, such as 3/64, for example in a job of a cluster; no report",
@@ -230,7 +267,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--seeds": NUMBER | {"default": 1},
     "images": {"nargs": "+"},
     "-o": {"dest": "output", "metavar": "FILE.csv"},
-    "--seed": {"type": int, "metavar": "N"},
+    "--seed": {"type": seed, "metavar": "N"},
     "--image": NUMBER | {"metavar": "PIXELS"},
     "name": {"nargs": "?"},
     "--data": {"required": True, "metavar": "DIR"},

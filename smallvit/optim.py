@@ -66,9 +66,12 @@ class FlatAdamW:
             states.update(joined)
             groups.append(group | {"params": [flat for flat, _ in joined]})
             others.append(group | {"params": [p for p in group["params"] if p not in optimizer.state]})
-        self.flat, self.rest = (torch.optim.AdamW(part, fused=True) for part in (groups, others))
+        self.flat = torch.optim.AdamW(groups, fused=True)
         self.flat.state.update(states)
-        self.rest.state = optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
+        self.rest = None
+        if any(group["params"] for group in others):
+            self.rest = torch.optim.AdamW(others, fused=True)
+            self.rest.state = optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
         self.parameters: list[nn.Parameter] = [p for group in (*groups, *others) for p in group["params"]]
 
     def join(self, row: Sequence[nn.Parameter]) -> tuple[nn.Parameter, dict[str, Tensor]]:
@@ -91,7 +94,8 @@ class FlatAdamW:
         """Set all gradients to zero, and those of parameters without a gradient so far to None."""
         for p in self.flat_parameters:
             p.grad.zero_()
-        self.rest.zero_grad()
+        if self.rest is not None:
+            self.rest.zero_grad()
 
     @property
     def flat_parameters(self) -> list[Any]:
@@ -105,10 +109,10 @@ class FlatAdamW:
 
     def step(self):
         """Update all parameters from their gradients."""
-        for group, flat, rest in zip(self.optimizer.param_groups, self.flat.param_groups, self.rest.param_groups):
-            flat["lr"] = rest["lr"] = group["lr"]
-        self.flat.step()
-        self.rest.step()
+        for part in filter(None, (self.flat, self.rest)):
+            for group, own in zip(self.optimizer.param_groups, part.param_groups):
+                own["lr"] = group["lr"]
+            part.step()
 
     def separate(self):
         """Make the count of steps of each parameter its own again, so that `optimizer` can go on alone."""

@@ -30,8 +30,8 @@ MAY_IMPORT = {
         "train", "trials", "tuning", "verdicts",
     },
     "launch": {
-        "ablation", "components", "data", "flops", "numerics", "passes", "pretrained", "recipe", "record", "run", "storage", "train",
-        "tuning", "verdicts",
+        "ablation", "components", "data", "flops", "native", "numerics", "passes", "pretrained", "recipe", "record", "run", "storage",
+        "train", "tuning", "verdicts",
     },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "passes",

@@ -110,7 +110,7 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
     seconds = times.get(best, 0) / min(jobs or cores(), len(runs))  # of the whole recipe
     if given.get("compiled"):
         best = best._replace(compiled=True)
-    elif "compiled" not in given and stack == 1 and seconds > WORTH_COMPILING:
+    elif "compiled" not in given and stack == 1 and best.kernel != "native" and seconds > WORTH_COMPILING:
         started, compiled = time.perf_counter(), best._replace(compiled=True)
         again, more = race([best, compiled], begin, counts)
         texts += more[1:]
@@ -125,9 +125,13 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
 def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:
     """Return a list of all combinations of attention kernel and precision to measure, as `Numerics` objects. Options in the
     dict `given` are fixed and not varied. `fp32` says whether all runs use the precision fp32. If not, each run keeps its own
-    precision, and bf16 is not tried.
+    precision, and bf16 is not tried. The kernel "native" is left out where it cannot be used, and with compilation.
     """
+    from smallvit.native import reason_against
+
     kernels = [given["kernel"]] if "kernel" in given else [*CHOICES["kernel"].values()]
+    if "kernel" not in given and (given.get("compiled") or reason_against()):
+        kernels.remove("native")
     precisions = [given["precision"]] if "precision" in given else [None, "bf16"] if fp32 else [None]
     return [Numerics(precision, kernel) for precision in precisions for kernel in kernels]
 
@@ -208,9 +212,10 @@ def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats
     return [each / 1e3 for each in milliseconds([partial(step, *pair) for pair in pairs], repeats)]
 
 
-def begun(run: Run, numerics: Numerics, device: str) -> "Training":
+def begun(run: Run, numerics: Numerics, device: str, measured: int = STEPS) -> "Training":
     """Create a `Training` object for a run whose speed is to be measured. Pretrained weights are not loaded, because the speed
-    does not depend on them. `numerics` sets the attention kernel, the precision and compilation.
+    does not depend on them. `numerics` sets the attention kernel, the precision and compilation, and `measured` is the number
+    of steps that are measured.
 
     The run gets more steps than are measured, unless it has none.
     """
@@ -219,7 +224,7 @@ def begun(run: Run, numerics: Numerics, device: str) -> "Training":
 
     init = None if isinstance(run.init, Weights) else run.init  # without a folder, weights of another run are not loaded
     unlabelled = run.unlabelled and not run.pseudo_labels
-    steps = max(run.steps, 2 * STEPS) if run.steps else 0
+    steps = max(run.steps, 2 * measured) if run.steps else 0
     run = replace(run, init=init, pseudo_labels=None, unlabelled=unlabelled, steps=steps)
     training = Training(run, *load_data(run), device, numerics=numerics)
     training.objective.train()

@@ -258,11 +258,8 @@ static void linear_weight_gradients(bool half, long rows, long outputs, long inp
                                     float* d_bias, float* pairs) {
   const long some = 64;
   if (d_bias)
-    for (long j = 0; j < outputs; j += LANES) {
-      Vec even = load(d_bias + j), odd = {};
-      for (long i = 0; i < rows; i++) (i % 2 ? odd : even) += load(d_out.data + i * d_out.stride + j);
-      store(d_bias + j, even + odd);
-    }
+    for (long i = 0; i < rows; i++)
+      for (long j = 0; j < outputs; j += LANES) store(d_bias + j, load(d_bias + j) + load(d_out.data + i * d_out.stride + j));
   if (!d_weight) return;
   if (half) {
     float* right = pairs + (rows + 1) / 2 * outputs;
