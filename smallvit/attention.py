@@ -6,8 +6,8 @@ Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask)
 - `size`, (b, n) or None, is the number of patches that each token stands for. The attention weight of a key is proportional
   to `size * exp(logit)`: a token of size 2 counts as two equal tokens, one of size 0 is ignored. None means that all are 1.
 - `mask`, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column).
-- A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes softmax(scale * queries
-  * keys) * values from its linear maps `qkv` and `proj`, so that the native kernel can do the same.
+- A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes the usual attention
+  from its linear maps `qkv` and `proj`, so that the native kernel can do the same.
 
 Letters in shapes: b images, h heads, n tokens, d width, e width of one head.
 """
