@@ -264,6 +264,14 @@ def added_options(component: Any) -> dict[str, Any]:
     return {name: value for name, value in declared.items() if name in arguments(component)}
 
 
+def neutral_options(component: Any) -> tuple[str, ...]:
+    """Return the names of the options of a component (such as a data loader) that do not change its result, such as where a
+    loader keeps decoded images. They are not part of a fingerprint. A component declares them in its attribute
+    `neutral_options`.
+    """
+    return tuple(getattr(function(component), "neutral_options", ()))
+
+
 def arguments(component: Callable) -> dict[str, inspect.Parameter]:
     """Return all parameters that a component (such as a model or a transform) accepts by name, as a dict from name to
     `inspect.Parameter`. A value that `functools.partial` has set counts as the default.
@@ -320,7 +328,8 @@ def canonical(plain: Any) -> Any:
     """Return the description of a component (such as a model or a transform) in a fixed form, from which a hash is computed.
     `plain` is the description as JSON data. Options that are None are left out.
 
-    Newer options whose value keeps the old behavior are left out, too.
+    Newer options whose value keeps the old behavior are left out, too, and so are options that do not change the result (see
+    `neutral_options`).
 
     Whole numbers are integers: 2.0 becomes 2.
     """
@@ -328,6 +337,7 @@ def canonical(plain: Any) -> Any:
         name = plain.get("call") or plain.get("make")
         old = {option: describe(value) for option, value in added_options(component(name)).items()} if name else {}
         same = [option for option in old if option in plain and plain[option] == old[option]]
+        same += neutral_options(component(name)) if name else ()
         return {option: canonical(value) for option, value in plain.items() if value is not None and option not in same}
     if isinstance(plain, list):
         return [canonical(item) for item in plain]

@@ -4,11 +4,11 @@ A pass over the images is one run for each of k folds, so that every image is a 
 has the seed p * k + f. Without cross-validation (k = 0), a pass is a single run and its number is the seed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from smallvit.components import options
+from smallvit.components import neutral_options, options
 from smallvit.run import Run
 
 
@@ -26,6 +26,22 @@ def passes_of(seeds: Iterable[int], folds: int) -> list[int]:
     is the inverse of `seeds_of`. Without cross-validation (`folds=0`), the number of a pass is the seed.
     """
     return sorted({seed // folds for seed in seeds} if folds else set(seeds))
+
+
+def run_count(seeds: Sequence[int], folds: int) -> str:
+    """Return the number of runs of an arm (variant) as text, such as `8 runs`. A run is one training of one model, so a pass
+    over `folds` folds of a cross-validation has that many runs: `10 runs (2 passes of 5 folds)`. `seeds` are the seeds of all
+    its runs; a seed occurs several times if the arm is trained in several conditions, such as numbers of labelled images.
+    """
+    text = f"{len(seeds):,} run{'s' * (len(seeds) != 1)}"
+    if not folds:
+        return text
+    passes, single = len(passes_of(seeds, folds)), len(set(seeds))
+    several = f"{passes} pass{'es' * (passes > 1)} of {folds} folds"
+    if single < passes * folds:
+        return f"{text} ({single} of the {passes * folds} folds of {passes} pass{'es' * (passes > 1)})"
+    conditions = len(seeds) // single
+    return f"{text} ({several}" + f" in {conditions} conditions" * (conditions > 1) + ")"
 
 
 def common_folds(runs: dict[str, Run]) -> int:
@@ -81,8 +97,9 @@ def check_same_fold(run: Run):
 
 def data_options(run: Run) -> dict[str, Any]:
     """Return the options with which a run loads its data, as a dict from name to value. An option `path` is written in full.
-    The option `cache` is left out, because it does not change the data.
+    Options that do not change the data, such as `cache` of `folder`, are left out.
     """
-    found: dict[str, Any] = {name: option.default for name, option in options(run.data).items() if name != "cache"}
+    neutral = neutral_options(run.data)
+    found: dict[str, Any] = {name: option.default for name, option in options(run.data).items() if name not in neutral}
     path = found.get("path")
     return found | {"path": Path(path).expanduser().absolute() if isinstance(path, str | Path) else None}

@@ -15,7 +15,8 @@ from sklearn.linear_model import LogisticRegression
 from smallvit import augment
 
 from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
-from smallvit.augment import SmoothLabels, Solarize, Warp, digits, mix, photos  # isort: skip
+from smallvit.augment import SmoothLabels, Solarize, Warp, digits, photos  # isort: skip
+from smallvit.augment.batch import concatenate  # isort: skip
 
 FILES = [import_module(f"smallvit.augment.{file.name}") for file in iter_modules(augment.__path__)]
 # MultiCrop takes other transforms and makes views instead of images: see tests/test_multicrop.py
@@ -139,6 +140,26 @@ def test_transform_is_a_frozen_value_with_named_options(transform):
         type(transform)(0.5)
 
 
+@each_transform
+def test_several_batches_changed_at_once_are_bitwise_equal_to_each_batch_alone(transform):
+    batches = [Batch(torch.rand(5, 3, 16, 16, generator=seeded(i)), torch.eye(5)) for i in range(3)]
+    draws = [transform.draw(batch.images.shape, seeded(i)) for i, batch in enumerate(batches)]
+    joined = Batch(*(torch.cat(tensors) for tensors in zip(*((batch.images, batch.targets) for batch in batches))))
+    together = transform.change(joined, concatenate(draws))
+    alone = [transform(batch, seeded(i)) for i, batch in enumerate(batches)]
+    assert torch.equal(together.images, torch.cat([batch.images for batch in alone]))
+    assert torch.equal(together.targets, torch.cat([batch.targets for batch in alone]))
+
+
+def test_apply_returns_tensors_that_gradients_can_flow_through():
+    transforms, batch = (*photos(), *augment.photo_crops(local=1, size=7)), random_batch(c=3)
+    result = augment.apply(transforms, batch, seeded())
+    for tensor in (result.images, result.targets, *result.views):
+        weight = torch.ones((), requires_grad=True)
+        (weight * tensor).sum().backward()
+        torch.testing.assert_close(weight.grad, tensor.sum())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @each_transform
 def test_gpu_gives_the_same_pixels(transform):
@@ -229,7 +250,9 @@ def test_warp_shifts_by_up_to_the_given_fraction_of_the_shorter_side():
 def test_elastic_displacement_has_the_given_size_and_smoothness_at_every_pixel():
     h, w, side, smooth, b = 12, 18, 12, 0.25, 6000
     warp = Warp(elastic=0.05, smooth=smooth)
-    field = warp.add_elastic(torch.zeros(b, 2, h, w), torch.empty(b, 1, h, w), torch.ones(2, b), seeded())
+    images = torch.empty(b, 1, h, w)
+    control = warp.draw(images.shape, seeded())["control"]
+    field = warp.add_elastic(torch.zeros(2, b, h, w), images, torch.ones(2, b), control).transpose(0, 1)
     pixels = field * torch.tensor([w / 2, h / 2])[:, None, None]
     rms = pixels.square().mean(dim=0).sqrt()
     torch.testing.assert_close(rms, torch.full((2, h, w), 0.05 * side), rtol=0.05, atol=0)
@@ -311,7 +334,7 @@ def test_cutmix_targets_are_exactly_the_pixel_areas(b):
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
 def test_mixing_weights_are_beta_distributed(alpha):
-    _, weight = mix._partners(Mixup(alpha=alpha), torch.empty(4000, 1, 1, 1), seeded())
+    weight = Mixup(alpha=alpha).draw((4000, 1, 1, 1), seeded())["weight"]
     assert kstest(weight.double().numpy(), beta(alpha, alpha).cdf).pvalue > 0.01
 
 
@@ -386,6 +409,24 @@ def test_jitter_without_hue_is_bitwise_equal_to_its_three_changes_in_order(optio
     assert torch.equal(Jitter(**options)(batch, generator).images, images.clamp(0, 1))
     torch.rand(3, 40, generator=reference)
     assert torch.equal(generator.get_state(), reference.get_state()), "draws more numbers than needed"
+
+
+def test_jitter_with_hue_is_the_product_of_its_changes():
+    """Brightness, contrast, saturation and hue, each as a map of all pixels, one after the other."""
+    options, batch = dict(brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1), random_batch(40, 3)
+    u = 2 * torch.rand(4, 40, generator=seeded(4)) - 1
+    brightness, contrast, saturation = (1 + torch.tensor([0.4, 0.4, 0.2])[:, None] * u[:3])[:, :, None, None, None]
+    angle = (2 * pi * 0.1 * u[3])[:, None, None, None]
+    images = brightness * batch.images
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    images = mean + contrast * (images - mean)
+    gray = gray_value(images)[:, None]
+    images = gray + saturation * (images - gray)
+    r, g, b = (images - gray).unbind(1)
+    turned = torch.stack([b - g, r - b, g - r], dim=1) / 3**0.5  # rotated by 90 degrees
+    turned = turned - gray_value(turned)[:, None]
+    images = gray + angle.cos() * (images - gray) + angle.sin() * turned
+    torch.testing.assert_close(Jitter(**options)(batch, seeded(4)).images, images.clamp(0, 1), atol=2e-6, rtol=0)
 
 
 def test_tiny_hue_changes_nothing_about_the_other_options():

@@ -17,7 +17,9 @@ from toys import write_recipe
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops, folder
 from smallvit.__main__ import main
 from smallvit.commands import report
-from smallvit.launch import plan
+from smallvit.commands.run import EXCLUDED, NEEDED
+from smallvit.launch import autotune, plan
+from smallvit.numerics import DEFAULT
 from smallvit.recipe import check_comparable, find_recipe, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records, write_records
 from smallvit.train.loop import Training
@@ -153,12 +155,42 @@ def test_estimate_counts_steps_validation_and_evaluation(monkeypatch):
 def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, monkeypatch, capsys):
     monkeypatch.setattr(plan, "estimate", lambda run, device: 60.0)
     monkeypatch.setattr(plan, "worker_start", lambda device: 3600.0)
+    monkeypatch.setattr(plan, "computing_processes", lambda: 0.0)
+    monkeypatch.setattr(plan.os, "cpu_count", lambda: 2)
     assert main(["run", "mine.py", "--dry-run", "--jobs", "2"]) == 0
     out = capsys.readouterr().out
-    assert "20 runs, about 70 min with 2 worker processes" in out and "without" not in out
+    assert "20 runs, about 70 min with 2 worker processes" in out and "without" not in out and "busy" not in out
     assert main(["run", "mine.py", "--dry-run", "--jobs", "2", "--stack", "8"]) == 0
     assert "the time is that without --stack; the runs may be faster with it" in capsys.readouterr().out
     assert "about 100 min" in plan.plan(load_recipe("mine.py").RUNS, 2, "cpu", startup=1800.0)
+
+
+def test_estimate_is_longer_if_other_programs_use_the_processor(workdir, monkeypatch):
+    """Measured was one process beside two others on two cores; training are two processes beside them."""
+    for name, value in (("estimate", 60.0), ("worker_start", 0.0)):
+        monkeypatch.setattr(plan, name, lambda *options, value=value: value)
+    monkeypatch.setattr(plan, "computing_processes", lambda: 2.0)
+    monkeypatch.setattr(plan.os, "cpu_count", lambda: 2)
+    text = plan.plan(load_recipe("mine.py").RUNS, 2, "cpu")
+    assert "about 13 min with 2 worker" in text and "other programs keep about 2 cores busy, which makes it slower" in text
+    assert plan.slowdown(0, 2) == 1.0 and plan.slowdown(0, 4) == 2.0 and plan.slowdown(14, 2) == 16 / 15
+    monkeypatch.setattr(plan.os, "cpu_count", lambda: 64)
+    assert plan.slowdown(30, 16) == 1.0
+
+
+def test_step_is_timed_with_its_interruptions_and_for_a_second(monkeypatch):
+    """Every tenth step takes 50 ms and not 10 ms, because another program has the processor."""
+    clock, steps = [0.0], []
+
+    def train_step(self):
+        steps.append(self.step)
+        clock[0] += 0.05 if len(steps) % 10 == 0 else 0.01
+
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Training, "train_step", train_step)
+    run = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), labels=50, steps=60)
+    seconds = plan.step_time(autotune.begun(run, DEFAULT, "cpu", plan.MOST_STEPS))
+    assert seconds == pytest.approx(0.014, rel=0.05) and 65 < len(steps) < 80
 
 
 # summary
@@ -282,6 +314,47 @@ def test_wrong_arguments_get_one_line_and_status_2(words, message, workdir, caps
     assert message in captured.err and errors[0].startswith("smallvit: ")
     assert "Traceback" not in captured.err and "driver" not in captured.err and not captured.out
     assert "mine.py" not in os.listdir("runs") if Path("runs").exists() else True
+
+
+VALUES = {
+    "--shard": ["1/2"], "--log": ["wandb"], "--gpus": ["all"], "--max-seeds": ["8"], "--per-gpu": ["2"], "--sbatch": ["-t 5"],
+    "--address": ["local"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "smallvit: error: there is no command; expected list, run, status,"),
+        (["nonsense"], "smallvit: error: argument COMMAND: invalid choice: 'nonsense'"),
+        (["run"], "smallvit run: error: the following arguments are required: recipe"),
+        (["run", "mine.py", "--jops", "3"], "smallvit run: error: there is no option --jops; did you mean --jobs?"),
+        (["status", "mine.py", "--csv=x"], "smallvit status: error: there is no option --csv here; it belongs to smallvit report"),
+        (["report", "mine.py", "extra", "--latex"], "smallvit report: error: there is one argument too many: 'extra'"),
+        (["run", "mine.py", "--stack", "0"], "smallvit run: error: argument --stack: '0' is not allowed; expected a whole number,"),
+        (["predict", "mine.py:+LSA", "a.png", "--seed", "-1"], "smallvit predict: error: argument --seed: "),
+        (["export", "mine.py:+LSA", "a.onnx", "--seed", "x"], "smallvit export: error: argument --seed: 'x' is not allowed; expected"),
+    ],
+)
+def test_error_of_a_command_shows_the_usage_of_this_command(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    error, program = capsys.readouterr().err, message.partition(": error")[0]
+    assert end.value.code == 2 and error.startswith(f"usage: {program} [") and message in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("first, second", EXCLUDED)
+def test_options_that_exclude_each_other_are_refused_with_advice(first, second, workdir, capsys):
+    words = [word for option in (first, second) for word in [*option.replace("...", "0").split(), *VALUES.get(option, [])]]
+    assert main(["run", "mine.py", "--jobs", "1", *words]) == 2
+    assert f"smallvit: {first} cannot be used with {second}: {EXCLUDED[first, second]}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", NEEDED)
+def test_option_without_the_one_that_it_needs_is_refused(flag, workdir, capsys):
+    assert main(["run", "mine.py", "--jobs", "1", flag, *VALUES[flag]]) == 2
+    message = f"smallvit: {flag} {VALUES[flag][0]} needs {' or '.join(NEEDED[flag])}; add it, or remove {flag}\n"
+    assert message in capsys.readouterr().err and not (workdir / "runs").exists()
 
 
 @pytest.mark.parametrize(

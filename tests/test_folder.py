@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from toys import TINY_VIT
 
-from smallvit import Run, data, fingerprint
+from smallvit import ArmRun, Run, data, fingerprint
 from smallvit.data import Preprocess
+from smallvit.launch import launch
 from smallvit.launch.plan import data_text
+from smallvit.run import describe, rebuild
 
 GENERATOR = np.random.default_rng(0)
 
@@ -247,6 +250,24 @@ def test_new_options_leave_fingerprints_of_older_runs_valid():
     assert fingerprint(run) == "611f4743cc415c0d", "the fingerprint in version 0.2.0"
     assert fingerprint(Run(data=partial(data.arrays, path="x.npz", digits=True))) == "ce1751431c65058f"
     assert fingerprint(Run(data=partial(data.folder, path="shapes", size=32, folds=5))) != fingerprint(run)
+
+
+def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypatch):
+    """A run that was trained with one `cache` is not trained again with another one, and changed images are noticed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    top = write_class_folders(tmp_path / "images")
+    run = Run(data=partial(data.folder, path=str(top), folds=2, size=8), model=TINY_VIT, steps=2, batch=4, val=0)
+    memory, disk = (run.vary(data=partial(run.data, cache=cache)) for cache in ("memory", "disk"))
+    assert fingerprint(memory) == fingerprint(disk) == fingerprint(run) and memory == disk
+    assert rebuild(describe(disk)).data.keywords["cache"] == "disk", "the worker processes know it"
+    (record,) = launch([ArmRun(run=memory, arm="a")], tmp_path / "runs", recipe="t", jobs=1)
+    assert record.finished
+    (again,) = launch([ArmRun(run=disk, arm="a")], tmp_path / "runs", recipe="t", jobs=1)
+    assert again == record and not (tmp_path / "cache").exists(), "nothing was trained"
+    Image.fromarray(noise()).save(top / "cat" / "0.png")
+    data.folder.cache_clear()
+    with pytest.raises(ValueError, match="1 runs have finished on other images or labels"):
+        launch([ArmRun(run=disk.at_seed(seed), arm="a") for seed in range(2)], tmp_path / "runs", recipe="t", jobs=1)
 
 
 # Names of files

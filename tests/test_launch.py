@@ -447,9 +447,12 @@ def test_bar_shows_the_start_at_once_and_the_time_left_with_the_first_steps(monk
     bar.show_progress([([0], -1)])
     assert "starting the workers" in capsys.readouterr().err
     bar.show_progress([([0], 0.0)])
+    clock[0] += 1
+    bar.show_progress([([0], 10.0)])
+    assert "[00:01 < ?]" in capsys.readouterr().err
     clock[0] += 2
-    bar.show_progress([([0], 20.0)])  # 2 s for 20 of 100 steps, not counting the 10 s of the start
-    assert "[00:02 < 00:08]" in capsys.readouterr().err
+    bar.show_progress([([0], 30.0)])  # 2 s for 20 of 100 steps, not counting the 10 s of the start
+    assert "[00:03 < 00:07]" in capsys.readouterr().err
     bar.run_ended(entry, finished(entry))
     bar.close()
     assert "scratch 50.0" in bar.headline()
@@ -462,29 +465,103 @@ def test_log_file_gets_a_line_from_within_a_stack(monkeypatch, capsys):
     bar, groups = progress.Bar(runs, [None] * 16, range(16)), [range(8), range(8, 16)]
     clock[0] += 31
     bar.show_progress([*zip(groups, [-1, -1])])
-    assert capsys.readouterr().err == "0/16 runs; starting the workers\n"
+    assert capsys.readouterr().err == "0 of 16 runs have finished; starting the workers\n"
     bar.show_progress([*zip(groups, [0.0, 0.0])])
     clock[0] += 20
     bar.show_progress([*zip(groups, [160.0, 40.0])])
     assert capsys.readouterr().err == ""
     clock[0] += 20
-    bar.show_progress([*zip(groups, [320.0, 80.0])])  # 40 s for 400 of 1,600 steps
-    line = "0/16 runs; training scratch (40% of the steps), +LSA (10% of the steps); about 2 min left\n"
-    assert capsys.readouterr().err == line
+    bar.show_progress([*zip(groups, [320.0, 80.0])])  # 20 s for 200 of 1,600 steps
+    line = "training scratch (40% of the steps), +LSA (10% of the steps); about 2 min left\n"
+    assert capsys.readouterr().err == f"0 of 16 runs have finished; {line}"
     clock[0] += 1
     bar.show_progress([*zip(groups, [320.0, 80.0])])
     assert capsys.readouterr().err == ""
     for entry in runs[:8]:
         bar.run_ended(entry, finished(entry))
     clock[0] += 9
-    bar.show_progress([*zip(groups[1:], [200.0])])  # one line for a whole stack; 50 s for 1,000 of 1,600 steps
-    lines = capsys.readouterr().err
-    assert lines == f"8/16 runs, {runs[0].condition}, validation: scratch 50.0; training +LSA (25% of the steps); about 30 s left\n"
+    bar.show_progress([*zip(groups[1:], [200.0])])  # one line for a whole stack; 30 s for 800 of 1,600 steps
+    line = f"{runs[0].condition}, validation: scratch 50.0; training +LSA (25% of the steps); about 22 s left\n"
+    assert capsys.readouterr().err == f"8 of 16 runs have finished, {line}"
     for entry in runs[8:]:
         bar.run_ended(entry, finished(entry))
     bar.show_progress()
     assert capsys.readouterr().err.endswith("validation: scratch 50.0  +LSA 50.0\n")
     bar.close()
+
+
+def lines_of(bar: progress.Bar, capsys) -> str:
+    bar.print_line()
+    return capsys.readouterr().err
+
+
+def test_no_time_left_is_shown_before_steps_were_timed(monkeypatch, capsys):
+    """Runs that ended without a training, for lack of weights or because they failed, say nothing about the speed."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    arms = ("ViT-S", "six", "seven", "eight")
+    runs = [ArmRun(run=SHORT.vary(steps=300, seed=seed), arm=arm) for seed in range(2) for arm in arms]
+    bar = progress.Bar(runs, [None] * 8, range(8))
+    bar.run_ended(runs[0], replace(finished(runs[0]), status="unavailable", error="no file"))
+    bar.run_ended(runs[3], replace(finished(runs[3]), status="failed", error="boom"))
+    clock[0] += 1
+    bar.show_progress([([1], 0.0), ([2], 0.0)])
+    clock[0] += 1
+    bar.show_progress([([1], 1.0), ([2], 1.0)])
+    assert lines_of(bar, capsys).endswith("training six (0% of the steps), seven (0% of the steps)\n")
+    clock[0] += 4
+    bar.show_progress([([1], 21.0), ([2], 21.0)])  # 10 steps a second, for 5 runs of 300 steps
+    assert lines_of(bar, capsys).endswith("; about 2 min left\n") and bar.seconds_left() == pytest.approx(145.8)
+
+
+def test_steps_before_an_interruption_are_not_timed(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    runs = [ArmRun(run=SHORT.vary(steps=1_000, seed=seed), arm="scratch") for seed in range(3)]
+    bar = progress.Bar(runs, [None] * 3, range(3))
+    for seconds, steps in ((0, [0.0, 0.0]), (1, [900.0, 0.0]), (10, [910.0, 0.0]), (10, [920.0, 700.0]), (10, [930.0, 710.0])):
+        clock[0] += seconds
+        bar.show_progress([([0], steps[0]), ([1], steps[1])])
+    # 40 steps in 30 s, and 70 + 290 + 1,000 steps are left
+    assert bar.seconds_left() == pytest.approx(1360 * 30 / 40)
+    bar.run_ended(runs[0], replace(finished(runs[0]), seconds=1_000.0))
+    bar.show_progress([([1], 710.0)])
+    assert bar.seconds_left() == pytest.approx(1290 * 30 / 110)
+    bar.run_ended(runs[2], replace(finished(runs[2]), seconds=1_000.0))  # it had only to be scored
+    assert bar.seconds_left() == pytest.approx(290 * 30 / 110)
+
+
+def test_time_left_follows_the_recent_speed(monkeypatch):
+    """After 1,000 s, another program takes nine tenths of the processor."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    bar, done = progress.Bar([ArmRun(run=SHORT.vary(steps=200_000), arm="scratch")], [None], [0]), 0.0
+    for second in range(1, 2_001):
+        clock[0], done = float(second), done + (100 if second < 1_000 else 10)
+        bar.show_progress([([0], done)])
+    assert bar.seconds_left() == pytest.approx((200_000 - done) / 10, rel=0.01)
+
+
+def test_runs_without_weights_are_not_among_those_that_are_counted(monkeypatch, capsys):
+    runs = [ArmRun(run=SHORT.vary(seed=seed), arm=arm) for seed in range(3) for arm in ("scratch", "ViT-S")]
+    bar = progress.Bar(runs, [None] * 6, range(6))
+    assert lines_of(bar, capsys).startswith("0 of 6 runs have finished")
+    bar.run_ended(runs[1], replace(finished(runs[1]), status="unavailable", error="no file"))
+    assert lines_of(bar, capsys).startswith("0 of 3 runs have finished, 3 left out (no weights)"), "the arm has 3 runs"
+    for index in (0, 2, 3, 5):
+        status = "finished" if index == 0 else "failed" if index == 2 else "unavailable"
+        bar.run_ended(runs[index], replace(finished(runs[index]), status=status, error="boom"))
+    bar.run_ended(runs[4], None)
+    counts = "1 of 3 runs have finished, 1 failed, 1 trained by another process, 3 left out (no weights)"
+    assert lines_of(bar, capsys).splitlines()[-1].startswith(counts)
+
+
+def test_run_of_several_conditions_counts_in_each(capsys):
+    run = SHORT.vary(steps=0)
+    runs = [ArmRun(run=run, arm="pixels", length=length) for length in (10, 20)]
+    bar = progress.Bar(runs, [None, None], [0])
+    bar.run_ended(runs[0], finished(runs[0]))
+    assert lines_of(bar, capsys).startswith("2 of 2 runs have finished")
 
 
 def test_lines_of_a_long_training_are_few(monkeypatch, capsys):

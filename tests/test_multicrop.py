@@ -13,9 +13,11 @@ from scipy.stats import kstest, uniform
 from sklearn.datasets import load_digits
 
 from smallvit import augment
-from smallvit.augment import Batch, Flip, Mixup, MultiCrop, Noise, Warp, digit_crops, photo_crops
 from smallvit.components import describe, rebuild
 from smallvit.data import mnist
+
+from smallvit.augment import Batch, Blur, CutMix, Flip, Jitter, Mixup, MultiCrop, Noise, RandomErasing, Solarize  # isort: skip
+from smallvit.augment import Warp, digit_crops, digits, photo_crops  # isort: skip
 
 MNIST = Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw"
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs MNIST and there is none in {MNIST}")
@@ -95,7 +97,8 @@ def test_crop_of_whole_pixels_is_a_slice():
 
 def test_crops_are_uniform_in_area_aspect_and_position():
     warp, b = Warp(crop=(0.2, 0.7), aspect=4 / 3), 4000
-    center, extent = warp.draw_crops(torch.empty(b, 1, 20, 30), 1, seeded())
+    images = torch.empty(b, 1, 20, 30)
+    center, extent, *_ = warp.crops(images, warp.draw(images.shape, seeded()))
     area, log_aspect = extent[0] * extent[1], (extent[0] / extent[1]).log()
     assert kstest(area, uniform(0.2, 0.5).cdf).pvalue > 0.01
     assert kstest(log_aspect, uniform(-log(4 / 3), 2 * log(4 / 3)).cdf).pvalue > 0.01
@@ -108,7 +111,8 @@ def test_crops_are_uniform_in_area_aspect_and_position():
 def test_crops_resemble_those_of_random_resized_crop(crop):
     from torchvision.transforms import RandomResizedCrop
 
-    center, extent = Warp(crop=crop).draw_crops(torch.empty(3000, 1, 64, 64), 1, seeded())
+    warp, images = Warp(crop=crop), torch.empty(3000, 1, 64, 64)
+    center, extent, *_ = warp.crops(images, warp.draw(images.shape, seeded()))
     boxes = [RandomResizedCrop.get_params(torch.empty(1, 64, 64), crop, (3 / 4, 4 / 3)) for _ in range(3000)]
     top, left, height, width = torch.tensor(boxes).T / 64
     for result, expected in (
@@ -133,7 +137,8 @@ def test_size_without_crop_is_a_bilinear_resize():
 def test_several_views_equal_one_view_of_copies(count):
     warp, batch = Warp(rotate=20, elastic=0.05, crop=(0.2, 0.5), aim="ink", size=9), random_batch(5, 3)
     copies = Batch(batch.images.repeat(count, 1, 1, 1), batch.targets.repeat(count, 1))
-    torch.testing.assert_close(warp.views(batch.images, count, seeded()), warp(copies, seeded()).images)
+    random = warp.draw(copies.images.shape, seeded())
+    assert torch.equal(warp.change(batch, random).images, warp.change(copies, random).images)
 
 
 # With aim="ink" no crop is blank
@@ -219,6 +224,51 @@ def test_presets_make_views_of_any_channels_and_size(name, c, h, w):
     assert all(map(torch.equal, views, views_of(batch, *PRESETS[name])))
     assert not any(map(torch.equal, views, views_of(batch, *PRESETS[name], seed=1)))
     assert torch.equal(torch.get_rng_state(), state), "another generator was used"
+
+
+def views_one_by_one(batch, multicrop, generator):
+    """The reference of MultiCrop: each transform changes the copies of the images of one kind of view, one after the other."""
+    kinds = [(multicrop.first, 2)] if multicrop.second is None else [(multicrop.first, 1), (multicrop.second, 1)]
+    views = []
+    for transforms, count in (*kinds, (multicrop.small, multicrop.local)):
+        copies = Batch(batch.images.repeat(count, 1, 1, 1), batch.targets.repeat(count, 1))
+        for transform in transforms:
+            copies = transform(copies, generator)
+        views.append(copies.images)
+    *pair, small = views
+    return torch.cat(pair), small
+
+
+MOVED = Warp(rotate=20, scale=0.2, shear=10, shift=0.1, crop=(0.3, 0.8))
+MULTICROPS = {
+    "digits": digit_crops()[0],
+    "photos": photo_crops()[0],
+    "mirrored by the warp": MultiCrop(first=(MOVED, Flip()), small=(dataclasses.replace(MOVED, size=9), Flip()), local=3),
+    "mirrored after elastic": MultiCrop(first=(digits()[0], Flip(), Mixup()), small=(Warp(size=5),), local=1),
+    "mirrored after ink": MultiCrop(first=(Warp(aim="ink", crop=(0.1, 0.2)), Flip()), small=(MOVED,), local=2),
+    "flip in one kind": MultiCrop(first=(MOVED, Flip()), second=(MOVED, Jitter(contrast=0.5)), small=(MOVED,), local=2),
+    "different from the start": MultiCrop(first=(Flip(), MOVED), second=(MOVED, Flip(), Noise()), small=(MOVED, CutMix()), local=2),
+    "without a warp": MultiCrop(first=(Noise(), Solarize()), second=(Noise(), RandomErasing()), small=(Warp(), Blur()), local=1),
+}
+
+
+@pytest.mark.parametrize("multicrop", MULTICROPS.values(), ids=MULTICROPS)
+def test_views_made_together_are_bitwise_equal_to_views_made_one_by_one(multicrop):
+    batch, generator, reference = random_batch(16, 3, 32, 32), seeded(5), seeded(5)
+    expected = views_one_by_one(batch, multicrop, reference)
+    result = augment.apply([multicrop], batch, generator)
+    assert all(map(torch.equal, result.views, expected)) and len(result.views) == 2
+    assert torch.equal(generator.get_state(), reference.get_state()), "other random numbers were drawn"
+
+
+def test_views_may_be_made_by_any_callable():
+    def invert(batch, generator):
+        return batch._replace(images=torch.rand((), generator=generator) - batch.images)
+
+    batch = random_batch(6)
+    (views,) = views_of(batch, MultiCrop(first=(Flip(probability=1), invert)))
+    level = views[0] + batch.images[0].flip(-1)
+    torch.testing.assert_close(views, level.flatten()[0] - batch.images.flip(-1).repeat(2, 1, 1, 1))
 
 
 @pytest.mark.parametrize("preset", [digit_crops, photo_crops])

@@ -81,6 +81,8 @@ def estimates(monkeypatch):
 
     monkeypatch.setattr(plan, "estimate", estimate)
     monkeypatch.setattr("smallvit.launch.local.cores", lambda: 2)
+    monkeypatch.setattr(plan, "computing_processes", lambda: 0.0)
+    monkeypatch.setattr(plan.os, "cpu_count", lambda: 2)
     return measured
 
 
@@ -267,7 +269,7 @@ def test_estimate_measures_what_is_slower_than_the_baseline_and_names_it(capsys,
     assert main(["new", "--data", "photos"]) == 0
     printed = capsys.readouterr().out
     # 6 passes of 2 folds: 14 arms, 3 references and the pretraining, of which the latter takes 10 times as long
-    assert "216 runs in all\nabout 2.7 h with 2 worker processes" in printed
+    assert "12 runs (6 passes of 2 folds) of each arm, 216 runs in all\nabout 2.7 h with 2 worker processes" in printed
     assert "(measured: a few steps of scratch, +distillation, small CNN, initialization of +DINO; the others" in printed
     assert len(estimates) == 4 and all(run.steps for run in estimates)
     command = re.search(r"to make it smaller, delete arms; or take (\d+) runs \(about (.*?)\): smallvit (.*)", printed)

@@ -1,11 +1,13 @@
 """One run trained by several processes: the weights of one process up to rounding, the same record, also after a kill."""
 
 import hashlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from smallvit import DINO, MeanTokens, Merge, Projected, Run, ShiftedPatchEmbed,
 from smallvit import record as records
 from smallvit.augment import Batch
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
-from smallvit.train import fit, parallel
+from smallvit.report.provenance import provenance, warnings
+from smallvit.train import fit, loop, parallel
 from smallvit.train.loop import Training
 
 TOLERANCE = 1e-5  # of a weight after 36 steps in single precision; measured: 1.5e-7 and less
@@ -41,8 +44,6 @@ def main(name: str, folder: str, deadly_step: str):
     """What each process of a test does: train the run `name` in `folder`. The first process prints each step. It kills itself
     before the checkpoint of the step `deadly_step`, but only once. Each process prints a hash of its weights and its record.
     """
-    from smallvit.train import loop
-
     torch.set_num_threads(1)
     loop.CHECKPOINT_SECONDS = 0.0 if int(deadly_step) else 10.0
     killed, trained = Path(folder).with_suffix(".killed"), []
@@ -101,6 +102,7 @@ def assert_as_one_process(name: str, folder: Path, processes: int):
     for key in expected:
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=TOLERANCE, msg=key)
     assert {key: getattr(record, key) for key in SHARED} == {key: getattr(alone, key) for key in SHARED}
+    assert (record.processes, alone.processes) == (processes, None)
     assert (record.trace["initial"], record.trace["batches"]) == (alone.trace["initial"], alone.trace["batches"])
     assert record.test == pytest.approx(alone.test, abs=TOLERANCE) and record.val == pytest.approx(alone.val, abs=TOLERANCE)
     assert [step for step, _, _ in record.curve] == [step for step, _, _ in alone.curve]
@@ -191,6 +193,20 @@ def test_device_that_several_processes_cannot_use_is_refused(tmp_path, monkeypat
         parallel.fit_parallel(SHORT, tmp_path, device="cuda")
 
 
+def test_old_record_without_the_number_of_processes_is_valid_and_reports_name_it(tmp_path):
+    record = fit(SHORT.vary(steps=1), tmp_path)
+    plain = json.loads(records.to_json(record))
+    del plain["processes"], plain[records.CHECKSUM]
+    assert records.parse(json.dumps(plain).encode(), "old") == record
+    with pytest.raises(ValueError, match="processes is 'two'; expected int or None"):
+        replace(record, processes="two")
+    assert "processes" not in provenance([record], "")["Machine"]
+    four = replace(record, processes=4, arm="B")
+    assert "threads 1, processes 4" in provenance([four], "")["Machine"]
+    differ = [text for text in warnings([replace(four, processes=2, arm="A"), four]) if "processes" in text]
+    assert differ == ["Runs differ in processes: 2 in A; 4 in B"]
+
+
 def training(run: Run) -> Training:
     return Training(run, data := digits(), data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
 
@@ -221,6 +237,13 @@ def test_model_whose_images_affect_each_other_is_refused(begin):
         return parallel.check_images_are_independent(one)
     with pytest.raises(ValueError, match="depends on the other images"):
         parallel.check_images_are_independent(one)
+
+
+def test_training_without_a_checkpoint_file_writes_no_curve(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = training(SHORT.vary(steps=2))
+    loop.train([one], one.train_step, lambda step, accuracy: None)
+    assert one.ended and len(one.curve) == 2 and not list(tmp_path.iterdir())
 
 
 def test_parts_of_a_batch_are_the_whole_batch():

@@ -196,7 +196,24 @@ def test_unfinished_passes_are_counted():
     assert text(missing(rows, lambda r: True)) == "no run has finished, so there is nothing to compare"
     some = missing(rows, lambda r: r.seed > 3 or (r.arm, r.seed) == ("B", 2))
     assert text(some).startswith("1 of 6 passes is complete for all arms.\n")
-    assert "1 of 6 passes is complete for all arms. " in html(some, title="demo", doc="")
+    page = html(some, title="demo", doc="")
+    assert "1 of 6 passes is complete for all arms. " in page and "17 of 24 runs have no result; see Failures." in page
+    behind = missing(rows, lambda r: (r.arm, r.seed) == ("B", 2))
+    assert text(behind).startswith("5 of 6 passes are complete for all arms; runs of “B” are missing.\n")
+
+
+def test_a_missing_reference_does_not_make_the_passes_incomplete():
+    """Neither references without runs nor arms whose weights are not on this machine keep a pass from being complete."""
+    rows = [replace(r, role="reference") if r.arm == "pixels" else r for r in folded({"A": 0.8, "B": 0.9, "pixels": 0.7})]
+    assert "complete" not in text(rows)
+    behind = missing(rows, lambda r: r.arm == "pixels" and r.seed > 0)
+    line = "6 of 6 passes are complete for all arms; runs of the reference “pixels” are missing."
+    assert text(behind).startswith(f"{line}\n") and f"{line} " in html(behind, title="demo", doc="")
+    assert "11 of 36 runs have no result" in markdown(behind, title="demo", doc="")
+    nothing = dict.fromkeys(("test", "contributions", "confusion", "test_images", "test_index"))
+    without = [replace(r, status="unavailable", error="no file", **nothing) if r.arm == "pixels" else r for r in rows]
+    assert "complete" not in text(without) and "no result" not in (page := markdown(without, title="demo", doc=""))
+    assert "Not run: pixels." in page
 
 
 def missing(rows, which) -> list[Record]:

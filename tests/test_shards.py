@@ -178,7 +178,7 @@ def test_smoke_tests_of_shards_do_not_delete_each_other(workdir, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--shard", "1/2", "--until-decided"], "--shard and --until-decided cannot be combined"),
+        (["--shard", "1/2", "--until-decided"], "--shard cannot be used with --until-decided: a look needs the results of all shards; "),
         *((["--shard", text], f"{text!r} is not allowed; expected I/N") for text in ("0/4", "5/4", "3", "a/b", "1/0", "1/999999999")),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from smallvit.__main__ import main, parser
+from smallvit.commands.run import EXCLUDED, NEEDED
 from smallvit.launch import slurm
 from smallvit.launch.scheduler import folder, tags
 from smallvit.launch.shards import divide
@@ -116,6 +117,9 @@ def test_an_option_of_the_user_replaces_ours(calls, given, ours):
     (["--smoke"], "--smoke without --on slurm"),
     (["--until-decided"], "--until-decided"),
     (["--shard", "1/2"], "--shard"),
+    (["--log", "wandb"], "--log --on slurm report"),
+    (["--max-seeds", "8"], "--max-seeds --until-decided"),
+    (["--address", "local"], "--address --on ray"),
 ])  # fmt: skip
 def test_options_that_do_not_suit_are_refused_before_anything_is_submitted(calls, capsys, words, key_words):
     assert main([*SUBMIT, *words]) == 2
@@ -132,7 +136,9 @@ def test_number_of_jobs_is_required(calls, capsys):
 def test_every_option_of_run_is_passed_on_or_refused_or_used_here():
     (commands,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
     flags = {flag for action in commands.choices["run"]._actions for flag in action.option_strings if flag.startswith("--")}
-    handled = [*slurm.PASSED_ON, *slurm.REFUSED, *slurm.HERE]
+    refused = [other for first, other in EXCLUDED if first == "--on slurm"]
+    refused += [flag for flag, others in NEEDED.items() if "--on slurm" not in others]
+    handled = [*slurm.PASSED_ON, *refused, *slurm.HERE]
     assert flags - {"--help"} == set(handled) and len(handled) == len(set(handled))
 
 

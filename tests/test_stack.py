@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from smallvit import (
     SmallCNN,
     Supervised,
     ablate,
+    arrays,
     augment,
     digits,
     linear_probe,
@@ -148,6 +150,20 @@ def test_each_stacked_run_has_the_record_of_the_run_alone_and_its_own_teacher(ru
 
 class Killed(Exception):
     pass
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective": partial(Supervised, class_weight="balanced")}], ids=["plain", "class weights"])
+def test_runs_of_all_folds_and_passes_can_be_stacked(changes, tmp_path):
+    """The folds have 6, 6 and 5 test images, so that the runs have different numbers of training images."""
+    pixels = np.random.default_rng(0).integers(0, 256, (17, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", images=pixels, labels=np.arange(17) % 3 % 2)
+    run = Run(data=partial(arrays, path=str(tmp_path / "a.npz"), folds=3), model=TINY_VIT, steps=6, batch=4, val=0, **changes)
+    runs = ablate({"a": run}, seeds=range(2), references=False)
+    together, alone = (launch(runs, tmp_path / str(n), recipe="t", jobs=1, stack=n) for n in (6, 1))
+    assert [record.stacked for record in together] == [6] * 6 and {record.test_images for record in together} == {5, 6}
+    for one, other in zip(together, alone):
+        assert one.subset_sha256 == other.subset_sha256 and one.test_index == other.test_index
+        assert one.curve[-1][1] == pytest.approx(other.curve[-1][1], abs=1e-4) and one.result == pytest.approx(other.result)
 
 
 def interrupt(runs, folders, monkeypatch):

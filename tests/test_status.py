@@ -125,6 +125,46 @@ def test_progress_file_beside_a_record_is_ignored_unless_a_failed_run_is_trained
     assert counts(state) == {"finished": 1, "failed": 1, "unavailable": 1} and state.ended and not state.running
 
 
+def test_arm_without_weights_is_not_among_the_runs_that_are_counted(tmp_path):
+    """One run of the arm was tried, so the others cannot be trained either."""
+    end(RUNS[1], tmp_path, "unavailable")
+    train(RUNS[0], tmp_path, step=0, left=100.0)
+    state = state_of(RUNS, tmp_path)
+    assert counts(state) == {"running": 1, "waiting": 3, "unavailable": 4}
+    assert command.page(state)[-1] == "0 of 4 runs have finished, 1 running, 3 waiting, 4 left out (no weights); about 7 min left"
+    for entry in RUNS[::2]:
+        end(entry, tmp_path)
+    state.update()
+    assert state.ended and command.page(state)[-1] == "4 of 4 runs have finished, 4 left out (no weights)"
+
+
+def test_runs_that_wait_take_as_long_as_the_last_ones(tmp_path):
+    """Since two hours, other programs use the machine."""
+    runs = ablate({"scratch": SHORT}, labels=[50], seeds=range(8), references=False)
+    for hour, entry in enumerate(runs[:6]):
+        end(entry, tmp_path, seconds=60.0 if hour < 3 else 600.0)
+        os.utime(place_of(entry, tmp_path) / RECORD, (3600 * hour, 3600 * hour))
+    train(runs[6], tmp_path, left=10.0)
+    assert state_of(runs, tmp_path).seconds_left() == 610.0
+
+
+def test_time_left_of_a_run_follows_its_recent_speed(tmp_path, monkeypatch):
+    """The first 1,000 steps took a second each, later ones ten seconds each."""
+    clock, written = [0.0], []
+    files = ProgressFiles([Task(describe(SHORT.vary(steps=2_000)), tags(RUNS[0], "t"), tmp_path, {})])
+    monkeypatch.setattr(status.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(status, "write_progress", lambda place, **values: written.append(values["left"]))
+
+    def wait(seconds):  # in place of five seconds
+        clock[0] += 10 if files.step >= 1_000 else 5
+        files.watch(files.step + (1 if files.step >= 1_000 else 5), None)
+        files.ended = files.step == 1_500
+
+    monkeypatch.setattr(files.wake, "wait", wait)
+    files.keep_writing()
+    assert written[0] is None and written[5] == pytest.approx(1970) and written[-1] == pytest.approx(10 * 501)
+
+
 def test_age_is_measured_by_the_clock_of_the_file_system(tmp_path, monkeypatch):
     """The clock of the machine that asks is an hour ahead."""
     train(RUNS[0], tmp_path)

@@ -1,6 +1,6 @@
 """Transforms that change a batch of training images at random, with independent parameters for each image.
 
-batch.py       Batch, Augmentation, apply: the input and output of every transform
+batch.py       Batch, Augmentation, apply: the input and output of every transform; Transform, the base class of those here
 warp.py        Warp: rotate, zoom, shear, shift, deform and crop in one resampling
 pixels.py      Flip, RandomErasing, Noise
 color.py       Jitter, Gray, Solarize, Blur

@@ -25,6 +25,45 @@ class Batch(NamedTuple):
 
 
 Augmentation = Callable[[Batch, Generator], Batch]
+Random = dict[str, Tensor]
+"""The random numbers of a transform, by name. The first axis of each tensor is the image."""
+
+
+class Transform:
+    """Base class of the transforms of this package. A transform first draws all its random numbers (`draw`), and then changes
+    the batch (`change`). Several batches can therefore be changed at once, which is faster, while each has random numbers of
+    its own: draw for each of them, `concatenate` the numbers and the batches, and change the result.
+
+    off         True if the options turn the transform off. Then `draw` and `change` must not be called.
+    in_place    True if `change` overwrites the images of the batch
+    """
+
+    in_place = False
+
+    @property
+    def off(self) -> bool:
+        raise NotImplementedError
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        """Return random numbers for images of a `shape` (batch, channels, height, width). `generator` is the random number
+        generator.
+        """
+        raise NotImplementedError
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        """Return the changed batch. `random` holds its random numbers, from `draw`."""
+        raise NotImplementedError
+
+    def __call__(self, batch: Batch, generator: Generator) -> Batch:
+        if self.off:
+            return batch
+        random = self.draw(batch.images.shape, generator)
+        return self.change(batch._replace(images=batch.images.clone()) if self.in_place else batch, random)
+
+
+def concatenate(draws: Sequence[Random]) -> Random:
+    """Return the random numbers of several batches as those of one batch."""
+    return {name: torch.cat([random[name] for random in draws]) for name in draws[0]}
 
 
 def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
@@ -37,9 +76,24 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
     if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or images.dtype != torch.float32:
         got = f"{images.dtype} {tuple(images.shape)} and {tuple(targets.shape)}"
         raise ValueError(f"expected float32 images b c h w in [0, 1] and targets b k, got {got}")
-    for transform in transforms:
-        batch = transform(batch, generator)
-    return batch
+    changed = batch
+    with torch.inference_mode():  # records nothing for gradients, which makes small operations faster
+        for transform in transforms:
+            changed = transform(changed, generator)
+    if changed is batch:
+        return batch
+    images, targets, *views = map(_usual, (changed.images, changed.targets, *changed.views))
+    return changed._replace(images=images, targets=targets, views=tuple(views))
+
+
+def _usual(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be used to compute gradients, a copy of a tensor that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def symmetric_uniform(*shape: int, generator: Generator) -> Tensor:
+    """Return random numbers of the given shape, drawn uniformly from -1 to 1. `generator` is the random number generator."""
+    return torch.empty(shape).uniform_(-1, 1, generator=generator)  # faster than 2 * torch.rand() - 1, and bitwise equal
 
 
 def check_range(transform: object, **ranges: tuple[float, float]) -> None:

@@ -1,14 +1,14 @@
 """Transforms of color, brightness and sharpness: Jitter, Gray, Solarize and Blur."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import tau
 
 import torch
-from einops import rearrange
 from torch import Generator, Tensor
 
-from .batch import Batch, check_interval, check_range
+from .batch import Batch, Random, Transform, check_interval, check_range, symmetric_uniform
 
 # Matrices for an RGB pixel x. GRAY x: its gray value (ITU-R BT.601), three times. CHROMA x: the rest, x - GRAY x.
 # QUARTER_TURN x: the chroma, rotated by 90 degrees from red towards green.
@@ -18,7 +18,7 @@ QUARTER_TURN = CHROMA @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jitter:
+class Jitter(Transform):
     """A transform that randomly changes brightness, contrast, saturation and hue of each image, like torchvision's ColorJitter.
 
     probability   share of the images that are changed
@@ -45,24 +45,29 @@ class Jitter:
     def __post_init__(self):
         check_range(self, brightness=(0, 1), contrast=(0, 1), saturation=(0, 1), hue=(0, 0.5), probability=(0, 1))
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability or not (self.brightness or self.contrast or self.saturation or self.hue):
-            return batch
-        images = batch.images
+    @property
+    def off(self) -> bool:
+        return not self.probability or not (self.brightness or self.contrast or self.saturation or self.hue)
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        ranges = torch.tensor([self.brightness, self.contrast, self.saturation, self.hue])[: 4 if self.hue else 3, None]
+        change = ranges * symmetric_uniform(len(ranges), shape[0], generator=generator)
+        if self.probability < 1:
+            change = change * (torch.rand(shape[0], generator=generator) < self.probability)
+        return {"change": change.T}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        images, change = batch.images, random["change"].T
         for name in ("saturation", "hue"):
             if value := getattr(self, name):
                 _check_rgb(images, f"Jitter({name}={value})", f"set {name}=0")
-        ranges = torch.tensor([self.brightness, self.contrast, self.saturation, self.hue])[: 4 if self.hue else 3, None]
-        change = ranges * (2 * torch.rand(len(ranges), len(images), generator=generator) - 1)
-        if self.probability < 1:
-            change = change * (torch.rand(len(images), generator=generator) < self.probability)
-        brightness, contrast, saturation = rearrange(1 + change[:3], "factor b -> factor b 1 1")
+        brightness, contrast, saturation = (1 + change[:3])[:, :, None, None]
         if self.hue:  # all four changes at once: one 3 x 3 matrix for each image, and a constant for the contrast
             angle = tau * change[3, :, None, None]
             mix = contrast * brightness * (GRAY + saturation * (angle.cos() * CHROMA + angle.sin() * QUARTER_TURN))
             mean = images.mean(dim=(1, 2, 3))[:, None, None] * ((1 - contrast) * brightness).to(images.device)
-            images = torch.einsum("bij, bjhw -> bihw", mix.to(images), images)
-            return batch._replace(images=images.add_(mean[..., None]).clamp_(0, 1))
+            changed = torch.bmm(mix.to(images.device), images.flatten(2)).add_(mean).clamp_(0, 1)
+            return batch._replace(images=changed.view_as(images))
         brightness, contrast, saturation = (factor[:, None].to(images.device) for factor in (brightness, contrast, saturation))
         images = images * brightness
         images = torch.lerp(images.mean(dim=(1, 2, 3), keepdim=True), images, contrast)
@@ -72,7 +77,7 @@ class Jitter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gray:
+class Gray(Transform):
     """A transform that converts randomly chosen RGB images to gray. A gray image still has 3 channels, which are equal. The
     option `probability` is the probability for each image.
 
@@ -83,20 +88,26 @@ class Gray:
     """
 
     probability: float = 0.2
+    in_place = True
     unsafe_for_digits = None
 
     def __post_init__(self):
         check_range(self, probability=(0, 1))
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability:
-            return batch
+    @property
+    def off(self) -> bool:
+        return not self.probability
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
         _check_rgb(batch.images, f"Gray(probability={self.probability})", "leave it out")
-        return _change_some(batch, self.probability, generator, lambda images, _: _to_gray(images).repeat(1, 3, 1, 1))
+        return _change_chosen(batch, random, lambda images, _: _to_gray(images))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solarize:
+class Solarize(Transform):
     """A transform that solarizes randomly chosen images: every pixel value x of at least `threshold` becomes 1 - x. The option
     `probability` is the probability for each image.
 
@@ -108,6 +119,7 @@ class Solarize:
     threshold: float = 0.5
     probability: float = 0.2
     force: bool = False
+    in_place = True
 
     def __post_init__(self):
         check_range(self, threshold=(0, 1), probability=(0, 1))
@@ -116,18 +128,22 @@ class Solarize:
     def unsafe_for_digits(self) -> str | None:
         return None if self.force else "Solarize turns the ink of digits black: a stroke becomes two thin ones"
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability:
-            return batch
+    @property
+    def off(self) -> bool:
+        return not self.probability
 
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
         def solarize(images: Tensor, _) -> Tensor:
-            return (images - (images >= self.threshold).to(images)).abs()  # |x - 1| or |x|: much faster than torch.where
+            return (images - (images >= self.threshold).to(images)).abs_()  # |x - 1| or |x|: much faster than torch.where
 
-        return _change_some(batch, self.probability, generator, solarize)
+        return _change_chosen(batch, random, solarize)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blur:
+class Blur(Transform):
     """A transform that blurs randomly chosen images by a Gaussian filter with a random standard deviation. The option
     `probability` is the probability for each image.
 
@@ -141,36 +157,42 @@ class Blur:
 
     sigma: tuple[float, float] = (0.003, 0.06)
     probability: float = 0.5
+    in_place = True
     unsafe_for_digits = None
 
     def __post_init__(self):
         check_range(self, probability=(0, 1))
         check_interval(self, "sigma", 0, 0.5)
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability or self.sigma == (0, 0):
-            return batch
-        low, high = (length * min(batch.images.shape[2:]) for length in self.sigma)
-        sigma = low + (high - low) * torch.rand(len(batch.images), generator=generator).to(batch.images)
+    @property
+    def off(self) -> bool:
+        return not self.probability or self.sigma == (0, 0)
 
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        low, high = (length * min(shape[2:]) for length in self.sigma)
+        sigma = low + (high - low) * torch.rand(shape[0], generator=generator)
+        return {"sigma": sigma, "chosen": torch.rand(shape[0], generator=generator) < self.probability}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
         def blur(images: Tensor, index: Tensor) -> Tensor:
-            weights = {length: _gaussian_weights(length, sigma[index]) for length in set(images.shape[2:])}
+            sigma = random["sigma"].to(images.device)[index]
+            weights = {length: _gaussian_weights(length, sigma) for length in set(images.shape[2:])}
             rows, columns = (weights[length] for length in images.shape[2:])
             return rows[:, None] @ (images.flatten(1, 2) @ columns.mT.contiguous()).view_as(images)
 
-        return _change_some(batch, self.probability, generator, blur)
+        return _change_chosen(batch, random, blur)
 
 
-def _change_some(batch: Batch, probability: float, generator: Generator, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """Return a new batch in which randomly chosen images are changed. Each image is chosen with the given `probability`.
-    `change(images, index)` gets the chosen images and their positions in the batch, and returns the changed images. `generator`
-    is the random number generator.
+def _change_chosen(batch: Batch, random: Random, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
+    """Change the chosen images of a batch in place, and return the batch. `random["chosen"]` says for each image whether it is
+    chosen. `change(images, index)` gets the chosen images and their positions in the batch, and returns the changed images.
     """
-    images = batch.images
-    index = (torch.rand(len(images), generator=generator) < probability).nonzero()[:, 0].to(images.device)
+    images, index = batch.images, random["chosen"].nonzero()[:, 0].to(batch.images.device)
     if len(index) == len(images):
-        return batch._replace(images=change(images, index))
-    return batch._replace(images=images.index_copy(0, index, change(images[index], index)))
+        images.copy_(change(images, index))
+    else:
+        images[index] = change(images.index_select(0, index), index)
+    return batch
 
 
 def _to_gray(images: Tensor) -> Tensor:
@@ -195,7 +217,13 @@ def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
 
     Each row of a matrix sums to 1.
     """
-    position = torch.arange(length, device=sigma.device)
-    squared_distance = (position[:, None] - position).square()
-    logits = -squared_distance / (2 * sigma.clamp(min=1e-3).square()[:, None, None])
-    return torch.softmax(logits.clamp(min=-30), dim=-1)  # smaller weights are several times slower to multiply
+    variance = sigma.clamp(min=1e-3).square_()[:, None, None]
+    logits = _squared_distances(length, sigma.device) / (-2 * variance)
+    return torch.softmax(logits.clamp_(min=-30), dim=-1)  # smaller weights are several times slower to multiply
+
+
+@lru_cache(maxsize=64)
+def _squared_distances(length: int, device: torch.device) -> Tensor:
+    """Return the squared distances between the pixels along one axis of an image, shape (length, length)."""
+    position = torch.arange(length, device=device)
+    return (position[:, None] - position).square()

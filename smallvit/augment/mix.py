@@ -1,17 +1,18 @@
 """Transforms that change the targets: Mixup, CutMix and SmoothLabels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import pi
 
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, check_range
-from .pixels import random_rectangles
+from .batch import Batch, Random, Transform, check_range
+from .pixels import draw_rectangles, rectangle_mask
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixup:
+class Mixup(Transform):
     """Mixup, a transform that blends randomly chosen images with another image of the batch. The targets of the two images are
     blended in the same proportion.
 
@@ -30,17 +31,21 @@ class Mixup:
     def __post_init__(self):
         check_range(self, alpha=(0.001, 1000), probability=(0, 1))
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability:
-            return batch
-        partner, weight = _partners(self, batch.images, generator)
-        weight = weight[:, None].to(batch.images.device)
+    @property
+    def off(self) -> bool:
+        return not self.probability
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return _draw_partners(self, shape[0], generator)
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        partner, weight = _partner(random, batch.images.device), random["weight"][:, None].to(batch.images.device)
         images = torch.lerp(batch.images[partner], batch.images, weight[:, :, None, None])
         return batch._replace(images=images, targets=torch.lerp(batch.targets[partner], batch.targets, weight))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutMix:
+class CutMix(Transform):
     """CutMix, a transform that pastes a rectangle from another image of the batch into randomly chosen images. The targets of
     the two images are mixed in proportion to their areas.
 
@@ -62,19 +67,24 @@ class CutMix:
     def __post_init__(self):
         check_range(self, alpha=(0.001, 1000), probability=(0, 1))
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability:
-            return batch
-        partner, weight = _partners(self, batch.images, generator)
-        side = (1 - weight).sqrt()
-        mask = random_rectangles(side, side, batch.images, generator)
+    @property
+    def off(self) -> bool:
+        return not self.probability
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        random = _draw_partners(self, shape[0], generator)
+        side = (1 - random["weight"]).sqrt()
+        return random | draw_rectangles(side, side, generator)
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        partner, mask = _partner(random, batch.images.device), rectangle_mask(random, batch.images)
         images = torch.lerp(batch.images, batch.images[partner], mask)
         targets = torch.lerp(batch.targets, batch.targets[partner], mask.mean(dim=(2, 3)))
         return batch._replace(images=images, targets=targets)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmoothLabels:
+class SmoothLabels(Transform):
     """Label smoothing, a transform that replaces the targets by (1 - amount) * targets + amount / classes. The option `amount`
     is a number from 0 to 1.
 
@@ -88,25 +98,35 @@ class SmoothLabels:
     def __post_init__(self):
         check_range(self, amount=(0, 1))
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.amount:
-            return batch
+    @property
+    def off(self) -> bool:
+        return not self.amount
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return {}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
         return batch._replace(targets=(1 - self.amount) * batch.targets + self.amount / batch.targets.shape[1])
 
 
-def _partners(transform: Mixup | CutMix, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Choose for each image another image of the batch to mix with. Return two tensors: the index of the other image, and the
-    weight of the original image, from 0 to 1. `transform` is a `Mixup` or `CutMix` object; its options say how often and how
-    strongly images are mixed. `generator` is the random number generator.
+def _draw_partners(transform: Mixup | CutMix, b: int, generator: Generator) -> Random:
+    """Choose for each of `b` images another image of the batch to mix with. Return two tensors: the distance to the other image
+    in the batch, and the weight of the original image, from 0 to 1. `transform` is a `Mixup` or `CutMix` object; its options
+    say how often and how strongly images are mixed. `generator` is the random number generator.
 
     The weight is drawn from Beta(alpha, alpha) with the transform's probability, and is 1 otherwise. The partner is the next
     image in a random cyclic order. torch's Beta distribution takes no generator. This sampler is exact: Bailey's polar method
     for Student's t with 2 alpha degrees of freedom, mapped to [0, 1] (Devroye, Random variate generation in one line of code,
     1996).
     """
-    cycle = torch.randperm(len(images), generator=generator)
+    cycle = torch.randperm(b, generator=generator)
     partner = torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(1))
-    radius, turn, chance = torch.rand(3, len(images), generator=generator, dtype=torch.float64)
+    radius, turn, chance = torch.rand(3, b, generator=generator, dtype=torch.float64)
     t = (radius ** (-1 / transform.alpha) - 1).sqrt() * (2 * pi * turn).cos()
     weight = (1 + t.atan().sin()) / 2
-    return partner.to(images.device), torch.where(chance < transform.probability, weight, 1.0).float()
+    return {"distance": partner - torch.arange(b), "weight": torch.where(chance < transform.probability, weight, 1.0).float()}
+
+
+def _partner(random: Random, device: torch.device) -> Tensor:
+    """Return the index of the image that each image is mixed with. `random` comes from `_draw_partners`."""
+    return (torch.arange(len(random["distance"])) + random["distance"]).to(device)

@@ -1,13 +1,15 @@
 """MultiCrop: several views of each image, for self-supervised learning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
-from .batch import Batch, height_width, is_whole_number
-from .warp import Warp
+from .batch import Batch, Transform, concatenate, height_width, is_whole_number
+from .pixels import Flip
+from .warp import Warp, warp_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,9 @@ class MultiCrop:
     The views are written to `batch.views`: the global views in one tensor, the local views in a second one. The images of the
     batch do not change. Transforms before MultiCrop change the images that the views are made of. Transforms after it do not
     change the views. The model must accept the size of the local views; smallvit's ViT resamples its positions.
+
+    Random numbers are drawn in the order of the views: for the first global view, the second one, and the local views. Then all
+    views are made. Transforms that do not come from smallvit draw their numbers when they are called, after all others.
 
     Paper     Caron et al. 2020 (SwAV), arXiv:2006.09882, section 3.3.
     Raises    ValueError if `local` is negative, if there are local views but no `small` transforms, or if the two global views
@@ -73,17 +78,76 @@ class MultiCrop:
         return [("global", 2, first)] + [("local", self.local, size_after(self.small))] * (self.local > 0)
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        def make_views(transforms: tuple[Callable, ...], count: int) -> Tensor:
-            if transforms and isinstance(transforms[0], Warp):  # a leading Warp reads the images without copying them
-                images, transforms = transforms[0].views(batch.images, count, generator), transforms[1:]
-            else:
-                images = batch.images.repeat(count, 1, 1, 1)
-            views = Batch(images, batch.targets.repeat(count, 1))
-            for transform in transforms:
-                views = transform(views, generator)
-            return views.images
-
-        h, w = batch.images.shape[2:]
+        b, c, h, w = batch.images.shape
         self.table((h, w))  # raises ValueError if the global views differ in size
-        pair = [make_views(self.first, 2)] if self.second is None else [make_views(self.first, 1), make_views(self.second, 1)]
-        return batch._replace(views=(torch.cat(pair), *([make_views(self.small, self.local)] if self.local else [])))
+        if self.second is None:
+            both, rest = _draw_all(self.first, (2 * b, c, h, w), generator), []
+        else:
+            drawn = [_draw_all(transforms, (b, c, h, w), generator) for transforms in (self.first, self.second)]
+            both = _join(*drawn)
+            rest = [one[len(both) :] for one in drawn]
+        parts = [both, _draw_all(self.small, (self.local * b, c, h, w), generator)] if self.local else [both]
+        views = _make_views(batch, parts, (2, self.local), generator)
+        if any(rest):
+            halves = [Batch(*half) for half in zip(views[0].images.chunk(2), views[0].targets.chunk(2))]
+            changed = [_change(half, drawn, generator) for half, drawn in zip(halves, rest)]
+            if any(new.images is not old.images for new, old in zip(changed, halves)):  # otherwise changed in place
+                views[0] = Batch(torch.cat([half.images for half in changed]), views[0].targets)
+        return batch._replace(views=tuple(part.images for part in views))
+
+
+Drawn = list[tuple[Callable, Any]]
+"""Transforms, each with its random numbers: a `Random`, or None for a callable that is no `Transform` and draws when called."""
+
+
+def _draw_all(transforms: Sequence[Callable], shape: Sequence[int], generator: Generator) -> Drawn:
+    """Return the transforms with random numbers for images of a `shape` (batch, channels, height, width). Transforms that are
+    off are left out.
+    """
+    drawn: Drawn = []
+    for transform in transforms:
+        if not isinstance(transform, Transform):
+            drawn.append((transform, None))
+        elif not transform.off:
+            drawn.append((transform, transform.draw(shape, generator)))
+        if isinstance(transform, Warp):
+            shape = (*shape[:2], *transform.output_size(*shape[2:]))
+    return drawn
+
+
+def _join(first: Drawn, second: Drawn) -> Drawn:
+    """Return the transforms with which both lists begin, with the random numbers of both."""
+    joined: Drawn = []
+    for (transform, one), (other, two) in zip(first, second):
+        if transform != other or one is None or two is None:
+            break
+        joined.append((transform, concatenate([one, two])))
+    return joined
+
+
+def _make_views(batch: Batch, parts: Sequence[Drawn], counts: Sequence[int], generator: Generator) -> list[Batch]:
+    """Return a batch of views for each of the `parts`. `counts` says how many views of each image a part makes."""
+    if all(drawn and isinstance(drawn[0][0], Warp) for drawn in parts):  # a leading Warp reads the images without copying them
+        parts = [_mirror_in_warp(drawn) for drawn in parts]
+        images = warp_together(batch.images, *zip(*(drawn[0] for drawn in parts)))
+        parts = [drawn[1:] for drawn in parts]
+    else:
+        images = [batch.images.repeat(count, 1, 1, 1) for count in counts]
+    targets = [batch.targets.expand(count, -1, -1).flatten(0, 1) for count in counts]  # faster than repeat
+    return [_change(Batch(*views), drawn, generator) for views, drawn in zip(zip(images, targets), parts)]
+
+
+def _mirror_in_warp(drawn: Drawn) -> Drawn:
+    """Return the drawn transforms without a Flip that follows the leading Warp, if the Warp can mirror the images as well."""
+    (warp, random), *rest = drawn
+    if warp.can_mirror and rest and isinstance(rest[0][0], Flip):
+        (_, flip), *rest = rest
+        return [(warp, random | {"mirrored": flip["chosen"]}), *rest]
+    return drawn
+
+
+def _change(batch: Batch, drawn: Drawn, generator: Generator) -> Batch:
+    """Return the batch after all drawn transforms, which may overwrite its images."""
+    for transform, random in drawn:
+        batch = transform(batch, generator) if random is None else transform.change(batch, random)
+    return batch

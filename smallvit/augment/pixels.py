@@ -1,16 +1,17 @@
 """Transforms that make one simple change to the pixels: Flip, RandomErasing and Noise."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, check_interval, check_range
+from .batch import Batch, Random, Transform, check_interval, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flip:
+class Flip(Transform):
     """A transform that mirrors randomly chosen images left to right. The option `probability` is the probability for each
     image.
 
@@ -29,16 +30,21 @@ class Flip:
     def unsafe_for_digits(self) -> str | None:
         return None if self.force else "Flip mirrors digits: a mirrored 2, 3, 4 or 7 is no digit"
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability:
-            return batch
+    @property
+    def off(self) -> bool:
+        return not self.probability
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
         images = batch.images
-        weight = (torch.rand(len(images), 1, 1, 1, generator=generator) < self.probability).to(images)  # 0 or 1
+        weight = random["chosen"][:, None, None, None].to(images)  # 0 or 1
         return batch._replace(images=torch.lerp(images, images.flip(-1), weight))  # exact, and faster than torch.where
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomErasing:
+class RandomErasing(Transform):
     """A transform that sets a random rectangle to black in randomly chosen images (random erasing, cutout). The option
     `probability` is the probability for each image.
 
@@ -61,20 +67,24 @@ class RandomErasing:
         check_range(self, probability=(0, 1), aspect=(1, 100))
         check_interval(self, "area", 1e-6, 1)
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.probability:
-            return batch
-        chance, size, shape = torch.rand(3, len(batch.images), generator=generator)
+    @property
+    def off(self) -> bool:
+        return not self.probability
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        chance, size, relative_aspect = torch.rand(3, shape[0], generator=generator)
         area = self.area[0] + (self.area[1] - self.area[0]) * size
         longest = (-area.log()).clamp(max=log(self.aspect))
-        aspect = ((2 * shape - 1) * longest).exp()
+        aspect = ((2 * relative_aspect - 1) * longest).exp()
         area = area * (chance < self.probability)
-        mask = random_rectangles((area * aspect).sqrt(), (area / aspect).sqrt(), batch.images, generator)
-        return batch._replace(images=batch.images * (1 - mask))
+        return draw_rectangles((area * aspect).sqrt(), (area / aspect).sqrt(), generator)
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        return batch._replace(images=batch.images * (1 - rectangle_mask(random, batch.images)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noise:
+class Noise(Transform):
     """A transform that adds Gaussian noise to every pixel and clips the result to [0, 1]. The option `std` is the standard
     deviation of the noise.
 
@@ -87,23 +97,37 @@ class Noise:
     def __post_init__(self):
         check_range(self, std=(0, 1))
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not self.std:
-            return batch
-        noise = torch.randn(batch.images.shape, generator=generator).to(batch.images.device)
+    @property
+    def off(self) -> bool:
+        return not self.std
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return {"noise": torch.randn(*shape, generator=generator)}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        noise = random["noise"].to(batch.images.device)
         return batch._replace(images=torch.add(batch.images, noise, alpha=self.std).clamp_(0, 1))
 
 
-def random_rectangles(height: Tensor, width: Tensor, images: Tensor, generator: Generator) -> Tensor:
-    """Return a mask (b, 1, h, w) with one rectangle at a random position in each image: 1 inside the rectangle, 0 elsewhere.
-    `height` and `width` hold the sides of each rectangle, as fractions of the sides of the image.
+def draw_rectangles(height: Tensor, width: Tensor, generator: Generator) -> Random:
+    """Draw the position of one rectangle in each image. Return its position and size along both axes. `height` and `width` hold
+    the sides of each rectangle, as fractions of the sides of the image.
+    """
+    top, left = torch.rand(2, len(height), generator=generator)
+    return {"height": height, "width": width, "top": top, "left": left}
+
+
+def rectangle_mask(random: Random, images: Tensor) -> Tensor:
+    """Return a mask (b, 1, h, w) with one rectangle in each image: 1 inside the rectangle, 0 elsewhere. `random` comes from
+    `draw_rectangles`.
     """
 
-    def random_span(fraction: Tensor, length: int) -> Tensor:
+    def span(fraction: Tensor, place: Tensor, length: int) -> Tensor:
         size = (fraction * length).round()[:, None]
-        start = (torch.rand(len(size), 1, generator=generator) * (length - size + 1)).floor()
+        start = (place[:, None] * (length - size + 1)).floor()
         pixel = torch.arange(length)
         return ((pixel >= start) & (pixel < start + size)).to(images)
 
-    h, w = images.shape[2:]
-    return random_span(height, h)[:, None, :, None] * random_span(width, w)[:, None, None, :]
+    rows = span(random["height"], random["top"], images.shape[2])
+    columns = span(random["width"], random["left"], images.shape[3])
+    return rows[:, None, :, None] * columns[:, None, None, :]

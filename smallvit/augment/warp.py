@@ -1,20 +1,38 @@
 """Warp: all geometric transforms in one resampling."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log, radians
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Generator, Tensor
 
-from .batch import Batch, check_interval, check_range, height_width
+from .batch import Batch, Random, Transform, check_interval, check_range, concatenate, height_width, symmetric_uniform
+
+
+class Crops(NamedTuple):
+    """Where several crops lie in their images. All tensors have the shape (2, crops); the first axis is (x, y). The coordinates
+    are those of torch's `grid_sample`: from -1 to 1 along each axis of the image.
+
+    center    coordinates of the center
+    extent    (width, height) as fractions of the image
+    along_x   direction in the image of the axis x of the crop: how far (x, y) change per unit of length
+    along_y   the same for the axis y of the crop
+    shift     how far the content of the crop is moved to the right and down. The unit is half the shorter side.
+    """
+
+    center: Tensor
+    extent: Tensor
+    along_x: Tensor
+    along_y: Tensor
+    shift: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warp:
+class Warp(Transform):
     """A transform that randomly rotates, zooms, shears, shifts, elastically deforms and crops each image. All of these changes
     are made in one bilinear resampling.
 
@@ -79,47 +97,68 @@ class Warp:
     def off(self) -> bool:
         """Return True if this transform leaves every image unchanged, because all options that change an image are turned off.
         """
-        moves = self.rotate or self.scale or self.shear or self.shift or self.elastic
-        return not moves and self.crop == (1, 1) and self.size is None
+        return not (self.moves or self.elastic) and self.crop == (1, 1) and self.size is None
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        return batch if self.off else batch._replace(images=self.views(batch.images, 1, generator))
+    @property
+    def moves(self) -> bool:
+        """Return True if this transform rotates, zooms, shears or shifts images."""
+        return bool(self.rotate or self.scale or self.shear or self.shift)
 
-    def views(self, images: Tensor, count: int, generator: Generator) -> Tensor:
-        """Return several random versions of each image, shape (count b, c, h, w). `count` is the number of versions and b is
-        the number of images. The first b results are one version of every image, the next b a second version, and so on.
-        """
-        if self.off:
-            return images.repeat(count, 1, 1, 1)
-        center, extent = self.draw_crops(images, count, generator)
-        grid = self.affine_grid(images, center, extent, generator)
+    @property
+    def can_mirror(self) -> bool:
+        """Return True if this transform can also mirror its results: see `crops`."""
+        return not self.elastic and self.aim == "anywhere"
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        crops, _, h, w = shape
+        random = {}
+        if self.crop != (1, 1):
+            random["area"] = self.crop[0] + (self.crop[1] - self.crop[0]) * torch.rand(crops, generator=generator)
+            random["aspect"] = symmetric_uniform(crops, generator=generator)
+            uniform = torch.rand if self.aim == "ink" else symmetric_uniform
+            random["place"] = uniform(2, crops, generator=generator).T
+        random["moves"] = symmetric_uniform(6, crops, generator=generator).T
         if self.elastic:
-            grid = self.add_elastic(grid, images, extent, generator)
-        views = [self.resample(images, one) for one in grid.chunk(count)]
-        result = torch.cat(views) if count > 1 else views[0]
+            rows, columns = (weights.shape[1] for weights in self.control_weights(h, w, torch.device("cpu")))
+            random["control"] = torch.randn(crops, 2, rows, columns, generator=generator)
+        return random
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        return batch._replace(images=self.sample(batch.images, self.crops(batch.images, random), random))
+
+    def sample(self, images: Tensor, crops: Crops, random: Random) -> Tensor:
+        """Return the pixels of the crops, shape (count b, c, height, width), deformed if `elastic` is set. b is the number of
+        images and `count` is the number of crops of each. The first b crops are one of every image, the next b a second one,
+        and so on.
+        """
+        grid = self.affine_grid(images, crops)
+        if self.elastic:
+            grid = self.add_elastic(grid, images, crops.extent, random["control"])
+        views = [self.resample(images, one) for one in grid.chunk(grid.shape[1] // len(images), dim=1)]
+        result = torch.cat(views) if len(views) > 1 else views[0]
         return self.move_blank(result, images, grid) if self.aim == "ink" else result
 
     def resample(self, images: Tensor, grid: Tensor) -> Tensor:
         """Return images (batch, channels, height, width) that are sampled bilinearly from `images` at given points. `grid`
-        (batch, 2, height, width) holds the point (x, y) for each new pixel. The coordinates run from -1 to 1, as in torch's
+        (2, batch, height, width) holds the point (x, y) for each new pixel. The coordinates run from -1 to 1, as in torch's
         `grid_sample`.
         """
         padding = "zeros" if self.fill == "black" else "border"
-        return F.grid_sample(images, rearrange(grid, "b xy h w -> b h w xy"), padding_mode=padding, align_corners=False)
+        return F.grid_sample(images, grid.permute(1, 2, 3, 0), padding_mode=padding, align_corners=False)
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
         """Replace blank crops, which show nothing bright, by crops around the brightest pixel of their image, in place. Return
-        all crops. `views` holds the crops of the `images`. `grid` (crops, 2, height, width) holds the points (x, y) at which
+        all crops. `views` holds the crops of the `images`. `grid` (2, crops, height, width) holds the points (x, y) at which
         each crop was sampled. Those of a blank crop are moved, and the crop is sampled again.
 
         A view is blank if none of its pixels is half as bright as the brightest pixel of the image. The new crop keeps its size
         and deformation.
         """
-        brightest = images.flatten(1).amax(1).repeat(len(views) // len(images))
-        blank = (views.flatten(1).amax(1) < brightest / 2).nonzero()[:, 0]
+        brightest = views.flatten(1).amax(1).view(-1, len(images))
+        blank = (brightest < images.flatten(1).amax(1) / 2).flatten().nonzero()[:, 0]
         if len(blank):
-            source, grid = images[blank % len(images)], grid[blank]
-            target = _pixel_center(source.amax(1).flatten(1).argmax(1), source).T
+            source, grid = images[blank % len(images)], grid[:, blank]
+            target = _pixel_centers(*images.shape[2:], images.device)[:, source.amax(1).flatten(1).argmax(1)]
             offset = target - grid[:, :, grid.shape[2] // 2, grid.shape[3] // 2]
             views[blank] = self.resample(source, grid + offset[:, :, None, None])
         return views
@@ -130,68 +169,102 @@ class Warp:
         """
         return height_width(self.size) or (h, w)
 
-    def draw_crops(self, images: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Draw random crops of each image. Return two tensors of shape (2, crops): the centers (x, y), in coordinates from -1
-        to 1, and the sizes (width, height), as fractions of the image. `count` is the number of crops for each image, and
-        `generator` is the random number generator.
+    def crops(self, images: Tensor, random: Random) -> Crops:
+        """Return the crops that the random numbers describe, with their rotation, zoom, shear and shift. There may be several
+        crops of each image; `sample` says in which order.
 
-        The crops are in the order (count b): first one crop of each of the b images, and so on.
-
-        The coordinates of the centers are those of `F.grid_sample`.
+        The numbers may include "mirrored", which is True for crops that are to be mirrored left to right.
         """
-        b = count * len(images)
-        if self.crop == (1, 1):
-            return images.new_zeros(2, b), images.new_ones(2, b)
-        size, shape, place_x, place_y = torch.rand(4, b, generator=generator).to(images.device)
-        area = self.crop[0] + (self.crop[1] - self.crop[0]) * size
-        aspect = ((2 * shape - 1) * (-area.log()).clamp(max=log(self.aspect))).exp()
-        extent = torch.stack([(area * aspect).sqrt(), (area / aspect).sqrt()]).clamp(max=1)
-        if self.aim == "ink":
-            center = _draw_ink(images, place_x)
+        center, extent = self.place_crops(images, random)
+        to_grid = _grid_scale(*images.shape[2:])
+        if self.moves:
+            zoom, length = log(1 + self.scale), 2 * self.shift
+            ranges = torch.tensor([radians(self.rotate), radians(self.shear), zoom, zoom, length, length])
+            moves = random["moves"].T * ranges[:, None]
+            (angle, lean, zoom_x, zoom_y), shift = moves[:4], moves[4:]
+            cos, sin, slant = angle.cos(), angle.sin(), lean.tan()
+            along_x = torch.stack([cos, sin]) * zoom_x.exp() * to_grid
+            along_y = torch.stack([cos * slant - sin, sin * slant + cos]) * zoom_y.exp() * to_grid
         else:
-            center = torch.stack([2 * place_x - 1, 2 * place_y - 1]) * (1 - extent)
-        return center.clamp(extent - 1, 1 - extent), extent
+            along_x, along_y = torch.eye(2)[:, :, None] * to_grid.expand_as(extent)
+            shift = torch.zeros_like(extent)
+        if "mirrored" in random:
+            sign = torch.where(random["mirrored"], -1.0, 1.0)
+            along_x, shift = along_x * sign, torch.stack([shift[0] * sign, shift[1]])
+        return Crops(center, extent, along_x, along_y, shift)
 
-    def affine_grid(self, images: Tensor, center: Tensor, extent: Tensor, generator: Generator) -> Tensor:
-        """Draw a random rotation, zoom, shear and shift for each crop. Return the points (x, y) at which the image is sampled,
-        shape (crops, 2, height, width). `center` is the position (x, y) of each crop, from -1 to 1, and `extent` is its size
-        (width, height), as fractions of the image. `generator` is the random number generator.
+    def place_crops(self, images: Tensor, random: Random) -> tuple[Tensor, Tensor]:
+        """Return the center and the extent of the crops that the random numbers describe: see `Crops`. The center is on the
+        device of the images, the extent on the CPU.
+        """
+        if self.crop == (1, 1):
+            crops = len(random["moves"])
+            return images.new_zeros(2, crops), torch.ones(2, crops)
+        area = random["area"]
+        aspect = (random["aspect"] * area.log().neg_().clamp_(max=log(self.aspect))).exp_()
+        extent = torch.stack([area * aspect, area / aspect]).sqrt_().clamp_(max=1)
+        farthest = 1 - extent
+        if self.aim == "anywhere":
+            return (random["place"].T * farthest).to(images.device), extent
+        place, farthest = random["place"][:, 0].to(images.device), farthest.to(images.device)
+        return _draw_ink(images, place).clamp_(-farthest, farthest), extent
 
-        The content of the image moves by the drawn shift.
+    def affine_grid(self, images: Tensor, crops: Crops) -> Tensor:
+        """Return the points (x, y) at which the images are sampled, without elastic deformation, shape (2, crops, height,
+        width).
         """
         h, w = images.shape[2:]
         rows, columns = self.output_size(h, w)
-        side, to_grid = min(h, w), _grid_scale(h, w)
-        zoom, shift = log(1 + self.scale), 2 * self.shift  # the unit of length is half the shorter side
-        ranges = torch.tensor([radians(self.rotate), radians(self.shear), zoom, zoom, shift, shift])[:, None]
-        angle, lean, zoom_x, zoom_y, right, down = ranges * (2 * torch.rand(6, extent.shape[1], generator=generator) - 1)
-        cos, sin, slant = angle.cos(), angle.sin(), lean.tan()
-        along_x = torch.stack([cos, sin], dim=1) * zoom_x.exp()[:, None] * to_grid
-        along_y = torch.stack([cos * slant - sin, sin * slant + cos], dim=1) * zoom_y.exp()[:, None] * to_grid
-        x = _axis_positions(columns, columns * side / w) - right[:, None]
-        y = _axis_positions(rows, rows * side / h) - down[:, None]
+        x = _axis_positions(columns, columns * min(h, w) / w) - crops.shift[0, :, None]
+        y = _axis_positions(rows, rows * min(h, w) / h) - crops.shift[1, :, None]
         # Sums of products instead of a matrix product, which may run in TF32 or bf16: too coarse for coordinates.
-        from_x, from_y = ((along[:, :, None] * p[:, None]).to(images.device) for along, p in ((along_x, x), (along_y, y)))
+        from_x, from_y = crops.along_x[:, :, None] * x, crops.along_y[:, :, None] * y
         if self.crop != (1, 1):
-            from_x, from_y = from_x * extent.T[:, :, None] + center.T[:, :, None], from_y * extent.T[:, :, None]
+            extent = crops.extent[:, :, None]
+            from_x, from_y = from_x * extent, from_y * extent
+        from_x, from_y = from_x.to(images.device).add_(crops.center[:, :, None]), from_y.to(images.device)
         return from_x[:, :, None, :] + from_y[:, :, :, None]
 
-    def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, generator: Generator) -> Tensor:
+    def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, control: Tensor) -> Tensor:
         """Add a smooth random displacement (elastic deformation) to sampling points, in place, and return the points. `grid`
-        (batch, 2, height, width) holds the points in `images`. `extent` is the (width, height) of each crop, as a fraction of
-        its image.
+        (2, crops, height, width) holds the points in `images`. `extent` is the (width, height) of each crop, as a fraction of
+        its image. `control` holds the random numbers.
 
         Each point is displaced by a weighted sum of random displacements at control points; weights fall off with distance.
         """
         h, w = images.shape[2:]
-        lengths = [(length, min(h, w) * length / side) for length, side in zip(grid.shape[2:], (h, w))]
-        rows, columns = (_control_weights(length, side, self.smooth, grid.device) for length, side in lengths)
-        control = torch.randn(len(grid), 2, rows.shape[1], columns.shape[1], generator=generator)
-        control = (control * (2 * self.elastic * _grid_scale(h, w)[:, None, None])).to(grid.device)
+        rows, columns = self.control_weights(h, w, images.device)
+        control = control * (2 * self.elastic * _grid_scale(h, w)[:, :, None])
         if self.crop != (1, 1):
             control = control * extent.T[:, :, None, None]
-        across = (control @ columns.T).flatten(0, 1)
+        across = control.to(grid.device).transpose(0, 1).flatten(0, 1) @ columns.T
         return grid.flatten(0, 1).baddbmm_(rows.expand(len(across), -1, -1), across).view_as(grid)
+
+    def control_weights(self, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the weights of the control points for the rows and for the columns of the result: see `_control_weights`."""
+        (rows, columns), side = self.output_size(h, w), min(h, w)
+        along_y = _control_weights(rows, side * rows / h, self.smooth, device)
+        return along_y, _control_weights(columns, side * columns / w, self.smooth, device)
+
+
+def warp_together(images: Tensor, warps: Sequence[Warp], draws: Sequence[Random]) -> list[Tensor]:
+    """Return the crops that each Warp makes of the same images with its random numbers, one tensor for each Warp. If the Warps
+    differ only in `crop` and `size`, the positions of all crops are computed at once, which is faster.
+    """
+    if _differ_only_in_crop_and_size(*warps) and len({*map(tuple, draws)}) == 1:  # and have the same kinds of random numbers
+        positions = [{name: numbers for name, numbers in random.items() if name != "control"} for random in draws]
+        counts = [len(random["moves"]) for random in draws]
+        crops = map(Crops, *(tensor.split(counts, dim=1) for tensor in warps[0].crops(images, concatenate(positions))))
+    else:
+        crops = (warp.crops(images, random) for warp, random in zip(warps, draws))
+    return [warp.sample(images, own, random) for warp, own, random in zip(warps, crops, draws)]
+
+
+@lru_cache(maxsize=64)
+def _differ_only_in_crop_and_size(*warps: Warp) -> bool:
+    """Return True if the Warps are equal except for the options `crop` and `size`, and all of them crop the images."""
+    crop, size = warps[0].crop, warps[0].size
+    return all(replace(warp, crop=crop, size=size) == warps[0] and warp.crop != (1, 1) for warp in warps)
 
 
 def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
@@ -199,30 +272,32 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
     show something. Return the centers (x, y) of these pixels from -1 to 1, shape (2, pixels). `uniform` holds one random number
     from 0 to 1 for each pixel to draw: first one pixel of each of the `images`, then a second one of each, and so on.
     """
-    ink = images.mean(1).flatten(1).double().cumsum(1)
-    uniform = rearrange(uniform, "(count b) -> b count", b=len(images)).double()
-    index = torch.searchsorted(ink, (uniform * ink[:, -1:]).contiguous(), right=True).clamp(max=ink.shape[1] - 1)
-    return _pixel_center(rearrange(index, "b count -> (count b)"), images)
-
-
-def _pixel_center(index: Tensor, images: Tensor) -> Tensor:
-    """Return the centers (x, y) of pixels, shape (2, pixels), in coordinates from -1 to 1, as in torch's `grid_sample`. `index`
-    holds the number of each pixel: from 0, counted row by row. `images` gives the height and width, and the type and device of
-    the result.
-    """
     h, w = images.shape[2:]
-    x, y = index % w, index // w
-    return torch.stack([(2 * x + 1 - w) / w, (2 * y + 1 - h) / h]).to(images)
+    ink = images.mean(1).flatten(1).double().cumsum_(1)
+    target = uniform.view(-1, len(images)).T * ink[:, -1:]
+    index = torch.searchsorted(ink, target.contiguous(), right=True).clamp_(max=h * w - 1)
+    return _pixel_centers(h, w, images.device).index_select(1, index.T.flatten())
 
 
-def _grid_scale(h: int, w: int) -> Tensor:
-    """Return two factors (x, y) for an image of `h` x `w` pixels. They convert a length to the coordinates of torch's
-    `grid_sample`, which run from -1 to 1 along each axis. The length is given as a multiple of half the shorter side of the
-    image.
+@lru_cache(maxsize=64)
+def _pixel_centers(h: int, w: int, device: torch.device) -> Tensor:
+    """Return the centers (x, y) of the pixels of an image of `h` x `w` pixels, shape (2, pixels), in coordinates from -1 to 1,
+    as in torch's `grid_sample`. The pixels are counted row by row.
     """
-    return torch.tensor([min(h, w) / w, min(h, w) / h])
+    y, x = (((2 * torch.arange(length) + 1 - length) / length) for length in (h, w))
+    return torch.stack([x.repeat(h), y.repeat_interleave(w)]).to(device)
 
 
+@lru_cache(maxsize=64)
+def _grid_scale(h: int, w: int) -> Tensor:
+    """Return two factors (x, y) for an image of `h` x `w` pixels, shape (2, 1). They convert a length to the coordinates of
+    torch's `grid_sample`, which run from -1 to 1 along each axis. The length is given as a multiple of half the shorter side of
+    the image.
+    """
+    return torch.tensor([[min(h, w) / w], [min(h, w) / h]])
+
+
+@lru_cache(maxsize=64)
 def _axis_positions(length: int, side: float) -> Tensor:
     """Return the coordinates of the centers of `length` pixels along one axis of an image, shape (length,). The middle of the
     axis is 0. `side` is the length of the shorter side of the image in the same pixels. Half of it is the unit, so that both

@@ -14,7 +14,7 @@ from smallvit.launch import launch
 from smallvit.launch.launcher import check_device
 from smallvit.looks import seed_list
 from smallvit.numerics import Numerics, parse_numerics
-from smallvit.passes import passes_of, seeds_of
+from smallvit.passes import passes_of, run_count, seeds_of
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, code
 from smallvit.run import fingerprint
@@ -32,6 +32,8 @@ def main(options: argparse.Namespace) -> int:
     A recipe file is a Python file that lists the runs of a comparison.
 
     The test images are not read. Each setting of an arm that was tried is written to `R.trials.jsonl`.
+
+    Raises ValueError for an arm without validation images.
     """
     check_device(options.device)
     path = find_recipe(options.recipe)
@@ -40,6 +42,8 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError("--only seed=... cannot be used here: smallvit explore uses seeds of its own; use --seeds N")
     chosen = only(module.RUNS, options.only) if options.only else [e for e in module.RUNS if e.role != "reference"]
     runs = exploration_runs(chosen, module.RUNS, options.seeds)
+    if without := next((entry.arm for entry in runs if entry.run.val == 0), None):
+        raise ValueError(f"{without!r} has val=0, so there are no images to score it on; set val in the recipe, such as val=40")
     if any(entry.run.folds for entry in runs):
         print(
             "note: in a cross-validation, the validation images here are test images of other folds. Choosing by them makes "
@@ -70,11 +74,13 @@ def main(options: argparse.Namespace) -> int:
             print(f"{name}: no run has finished")
             continue
         note = write_trial(path, Path(options.out) / path.stem, entries[0], done)
-        score, unit = fmean(record.val_result for record in done), "fold" if entries[0].run.folds else "seed"
+        score = fmean(record.val_result for record in done)
         text = f"{100 * score:.2f}% of the validation images"
         if done[0].contributions is not None or done[0].lower_is_better:
             text = f"{done[0].score} {score:.4f} on the validation images"
-        print(f"{name}: {text} ({len(done)} {unit}{'s' * (len(done) > 1)}){note}")
+        count, folds = f" ({len(done)} seed{'s' * (len(done) > 1)})", entries[0].run.folds
+        count = f", {run_count([record.seed for record in done], folds)}" if folds else count
+        print(f"{name}: {text}{count}{note}")
     counts = trials(path, Path(options.out) / path.stem)
     arms = dict.fromkeys(entry.arm for entry in runs)
     print("trials of each arm so far: " + ", ".join(f"{arm} {counts.get(arm, 0)}" for arm in arms))

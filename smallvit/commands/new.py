@@ -133,21 +133,26 @@ def planned(file: Path, images: Inspection, smaller: str) -> str:
     """
     from smallvit.ablation import with_dependencies
     from smallvit.launch.local import cores
-    from smallvit.launch.plan import clock, parallel
+    from smallvit.launch.plan import clock, computing_processes, parallel, slowdown
+    from smallvit.passes import run_count
     from smallvit.recipe import load_recipe
 
     runs, _ = with_dependencies(load_recipe(file).RUNS)
     seconds, measured = seconds_of_arms(runs)
     arms = Counter(entry.arm for entry in runs if entry.role in ("baseline", "technique"))
     jobs = min(cores(), len(runs))
+    factor = slowdown(computing_processes(), jobs)
+    baseline = next(entry for entry in runs if entry.role == "baseline")
+    each = run_count([entry.seed for entry in runs if entry.arm == baseline.arm], baseline.run.folds)
+    others = f"{len(seconds) - len(arms)} references and earlier runs"
 
     def time(entries: Sequence["ArmRun"]) -> str:
-        return clock(parallel([seconds[entry.arm] for entry in entries], jobs))
+        return clock(factor * parallel([seconds[entry.arm] for entry in entries], jobs))
 
-    others = "; the others count like the first one" * (len(measured) < len(seconds))
+    like_first = "; the others count like the first one" * (len(measured) < len(seconds))
     lines = [
-        f"{len(arms)} arms and {len(seconds) - len(arms)} references and earlier runs, {len(runs):,} runs in all",
-        f"about {time(runs)} with {jobs} worker processes (measured: a few steps of {', '.join(measured)}{others})",
+        f"{len(arms)} arms and {others}, {each} of each arm, {len(runs):,} runs in all",
+        f"about {time(runs)} with {jobs} worker processes (measured: a few steps of {', '.join(measured)}{like_first})",
         possible_verdicts(images, quick=not smaller),
     ]
     if smaller:

@@ -122,8 +122,9 @@ def scale_option(factor: int) -> str:
 
 
 def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
-    """Return a list with the record (results) of each run. A run without results gets a record with the status "missing". `out`
-    is the folder of all results, and `recipe` is the name of the recipe file.
+    """Return a list with the record (results) of each run. A run without results gets a record with the status "missing", or
+    "unavailable" if the external weights of another run of its arm (variant) are unavailable. `out` is the folder of all
+    results, and `recipe` is the name of the recipe file.
 
     Each record also says how many comparisons were removed from the recipe, which other seeds its arm (variant) was trained
     with, and how many settings of this arm have been scored on the test images until now. A damaged record counts as missing,
@@ -142,6 +143,11 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
             record = new_record(entry.run, tags(entry, recipe), status="missing")
             record.code = record.versions = record.cpu = None  # nothing was computed
         records.append(replace(record, removed=removed, unused_seeds=unused.get(entry.cell)))
+    tried = {record.arm: record for record in records if record.status == "unavailable"}
+    copied = ("status", "error", "code", "versions", "cpu")
+    for index, record in enumerate(records):
+        if record.status == "missing" and (other := tried.get(record.arm)):
+            records[index] = replace(record, **{name: getattr(other, name) for name in copied})
     scored = scored_settings(out / recipe / READS, [(record.fingerprint, record.arm) for record in records])
     return [
         replace(record, test_settings=max(count, record.test_settings or 0)) if count and record.finished else record
@@ -192,14 +198,19 @@ def status(records: Sequence[Record]) -> int:
     Runs whose external weights are unavailable do not count as failed, but at least one run must have finished.
     """
     count = Counter(record.status for record in records)
+    total = len(records) - count["unavailable"]
     lost = {"failed": "failed; --retry trains them", "interrupted": "were interrupted; the same command trains them"}
     for kind, words in lost.items():
         if count[kind]:
-            print(f"smallvit: {count[kind]} of {len(records)} runs {words} again", file=sys.stderr)
+            print(f"smallvit: {count[kind]} of {total} runs {words} again", file=sys.stderr)
         errors = Counter((record.arm, error_text(record)) for record in records if record.status == kind)
         for (arm, error), times in errors.items():
             print(f"  {arm}: {error}" + f" ({times} runs)" * (times > 1), file=sys.stderr)
-    left = len(records) - sum(count[kind] for kind in ("finished", "unavailable", *lost))
+    if count["unavailable"]:
+        arms = dict.fromkeys(record.arm for record in records if record.status == "unavailable")
+        text = f"{count['unavailable']} runs are left out, because their weights are unavailable: {', '.join(arms)}"
+        print(f"smallvit: {text}", file=sys.stderr)
+    left = total - sum(count[kind] for kind in ("finished", *lost))
     if left:
-        print(f"smallvit: {left} of {len(records)} runs are still to be trained", file=sys.stderr)
+        print(f"smallvit: {left} of {total} runs are still to be trained", file=sys.stderr)
     return int(any(count[kind] for kind in lost) or left > 0 or not count["finished"])

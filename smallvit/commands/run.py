@@ -29,7 +29,7 @@ from smallvit.trackers import TrackerProcess, check_tracker
 
 from .report import collect, runs_to_send, scale_option, scaled, status, write_report
 from .stored import known_looks
-from .until_decided import begin, check_options, train_until_decided
+from .until_decided import begin, train_until_decided
 
 
 def main(options: argparse.Namespace) -> int:
@@ -41,7 +41,6 @@ def main(options: argparse.Namespace) -> int:
     writes the report.
     """
     check_options(options)
-    check_combined(options)
     if options.log:
         check_tracker(options.log)
     if options.on != "here":
@@ -120,29 +119,38 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
 
 
-EXCLUDED = {  # pairs of options that cannot be combined, and why
-    ("shard", "until_decided"): "each look needs the results of all shards",
-    ("shard", "log"): "several shards cannot send results at once; send them afterwards with `smallvit report --log`",
-    ("on ray", "shard"): "Ray divides the runs itself",
-    ("on ray", "gpus"): "Ray chooses the GPUs; use --device cuda",
-    ("on ray", "fast"): "machines of different kinds would choose differently; give --stack and --numerics instead",
+EXCLUDED = {  # pairs of options that cannot be used together: why, and what to do
+    ("--shard", "--until-decided"): "a look needs the results of all shards; choose the number of seeds in the recipe",
+    ("--shard", "--log"): "several shards cannot send results at once; send them afterwards with `smallvit report --log`",
+    ("--smoke", "--until-decided"): "a smoke test has no verdicts; remove one of them",
+    ("--only seed=...", "--until-decided"): "looks choose the seeds; remove one of them",
+    ("--on slurm", "--shard"): "each job trains a shard of its own; remove --shard",
+    ("--on slurm", "--until-decided"): "a look needs the results of all jobs; choose the number of seeds in the recipe",
+    ("--on slurm", "--log"): "several jobs cannot send results at once; send them afterwards with `smallvit report --log`",
+    ("--on slurm", "--smoke"): "a smoke test takes seconds; run it without --on slurm",
+    ("--on slurm", "--fast"): "nodes of different kinds would choose differently; give --stack and --numerics instead",
+    ("--on ray", "--shard"): "Ray divides the runs itself; remove --shard",
+    ("--on ray", "--gpus"): "Ray chooses the GPUs; use --device cuda instead",
+    ("--on ray", "--fast"): "machines of different kinds would choose differently; give --stack and --numerics instead",
+}
+NEEDED = {  # options that have a meaning only with another one: one of these
+    "--max-seeds": ("--until-decided",),
+    "--per-gpu": ("--gpus", "--on slurm", "--on ray"),
+    "--sbatch": ("--on slurm",),
+    "--address": ("--on ray",),
 }
 
 
-def check_combined(options: argparse.Namespace):
-    """Raise ValueError if an option says where or how to train (such as `--shard`, one part of the runs, or `--per-gpu`, worker
-    processes on a GPU) and cannot be combined with another option. `options` are the arguments of the command line.
-    """
-    given = {name for name, value in vars(options).items() if value} | {f"on {options.on}"}
-    for (first, second), reason in EXCLUDED.items():
+def check_options(options: argparse.Namespace):
+    """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say."""
+    values = {"--" + name.replace("_", "-"): value for name, value in vars(options).items() if value}
+    given = {*values, f"--on {options.on}", *("--only seed=..." for text in options.only if text.startswith("seed="))}
+    for (first, second), advice in EXCLUDED.items():
         if {first, second} <= given:
-            flags = " and ".join("--" + name.replace("_", "-") for name in (first, second))
-            raise ValueError(f"{flags} cannot be combined: {reason}; remove one of them")
-    for name, engine in (("sbatch", "slurm"), ("address", "ray")):
-        if name in given and options.on != engine:
-            raise ValueError(f"--{name} {getattr(options, name)} needs --on {engine}; add it, or remove --{name}")
-    if options.per_gpu is not None and not options.gpus and options.on == "here":
-        raise ValueError(f"--per-gpu {options.per_gpu} needs --gpus; add --gpus all, or remove --per-gpu")
+            raise ValueError(f"{first} cannot be used with {second}: {advice}")
+    for flag, others in NEEDED.items():
+        if flag in given and given.isdisjoint(others):
+            raise ValueError(f"{flag} {values[flag]} needs {' or '.join(others)}; add it, or remove {flag}")
     if isinstance(options.per_gpu, float) and options.on != "ray":
         raise ValueError(
             f"--per-gpu is {options.per_gpu}, the share of a GPU, which only --on ray understands; expected the number of "

@@ -8,7 +8,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.progress import clock
+from smallvit.launch.progress import clock, count_text
 from smallvit.launch.status import Progress, RecipeState
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe, only
@@ -113,9 +113,7 @@ def describe(entry: ArmRun, progress: Progress) -> str:
 
 def numbers(state: RecipeState) -> str:
     """Return a text with the number of a recipe's runs in each state, such as `12 of 20 runs have finished, 2 running`."""
-    counts = Counter(one.state for one in state.states)
-    others = [f"{count} {name}" for name, count in sorted(counts.items()) if name != "finished"]
-    return ", ".join([f"{counts['finished']} of {len(state.states)} runs have finished", *others])
+    return count_text(Counter(one.state for one in state.states), len(state.states))
 
 
 def time_left(state: RecipeState) -> str:

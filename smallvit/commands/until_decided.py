@@ -18,23 +18,6 @@ from .report import collect
 Train = Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]
 
 
-def check_options(options: argparse.Namespace):
-    """Raise ValueError if the options `--until-decided` (add random seeds until there is a verdict) and `--max-seeds` (use at
-    most so many seeds) cannot be combined with the other options, or if the number is too large. `options` are the arguments of
-    the command line.
-    """
-    if not options.until_decided:
-        if options.max_seeds is not None:
-            raise ValueError(f"--max-seeds {options.max_seeds} needs --until-decided; add it, or remove --max-seeds")
-        return
-    if options.smoke:
-        raise ValueError("--smoke and --until-decided cannot be combined: a smoke test has no verdicts; remove one of them")
-    if any(text.startswith("seed=") for text in options.only):
-        raise ValueError("--only seed=... and --until-decided cannot be combined: looks choose the seeds; remove one")
-    if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
-        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
-
-
 def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespace, out: Path, recipe: Path) -> Looks:
     """Return the schedule of looks (numbers of seeds at which a comparison is tested) and the present number of seeds of each
     arm (variant), as a `Looks` object. `runs` are the runs of the recipe file, `looks` is the object that an earlier command
@@ -44,13 +27,16 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     The saved object is the content of `looks.json` in the folder of the runs, or that of the records if the file is gone. If it
     is None, `first_schedule` chooses the schedule.
 
-    Raises ValueError if `--max-seeds` is below the first look, and if `--only` leaves out the control of a selected arm.
+    Raises ValueError if `--max-seeds` is below the first look or above the last one, and if `--only` leaves out the control of
+    a selected arm.
     """
     if looks is None:
         looks = Looks(first_schedule(runs, out, recipe), {})
     first = looks.schedule[0]
     if options.max_seeds is not None and options.max_seeds < first:
         raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {first}, the seeds of the first look")
+    if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
     selected = {entry.cell for entry in only(runs, options.only)}
     controls = {entry.arm: entry.baseline for entry in runs}
     for arm, *condition in selected:

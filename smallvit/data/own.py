@@ -128,6 +128,8 @@ def folder(
 
 # Options added since version 0.2.0, each with the value at which the data are what they were before
 folder.added_options = {"skip_broken": False, "pixels": "uint8"}
+# Options that do not change the data: a run with another value is the same run
+folder.neutral_options = ("cache",)
 
 
 def _check_split(name: str, has_parts: bool, folds: int | None, test: float | None):

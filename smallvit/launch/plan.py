@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import options
 from smallvit.data import Dataset, HeldOut
 from smallvit.numerics import DEFAULT
+from smallvit.passes import run_count
 from smallvit.pretrained import Weights
 from smallvit.record import user_line
 from smallvit.run import Run, difference, fingerprint
 
-from .autotune import begun, step_seconds
+from .autotune import begun
 from .engine import Settings
 from .launcher import check_device
 from .local import Worker, cores, process_context
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 # images that are evaluated for the estimate; the time for more is extrapolated
 MOST_TRAIN = 2_000
 TEST_COUNTS = (250, 1_000)
+STEPS, MOST_STEPS, SECONDS = 3, 500, 1.0  # training steps that are timed: at least, at most, and for how long
 
 
 def plan(
@@ -48,7 +52,8 @@ def plan(
     name of its arm.
 
     The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
-    workers. `startup` is added to it. Nothing is trained to the end and nothing is downloaded.
+    workers. `startup` is added to it. It is longer if other programs use the processor. Nothing is trained to the end and
+    nothing is downloaded.
 
     Raises ValueError for a device that is not there, and, with its name, for an arm that cannot be trained.
     """
@@ -57,7 +62,7 @@ def plan(
     runs = list({(entry.arm, fingerprint(entry.run)): entry for entry in reversed(runs)}.values())[::-1]  # each run once
     left = [entry for entry in runs if not finished(entry)]
     jobs = max(1, min(jobs or cores(), len(left)))
-    tokens = tokens_left(runs)
+    tokens, others = tokens_left(runs), computing_processes() if device == "cpu" else 0.0
     data = [data_text(load()) for load in dict.fromkeys(entry.run.data for entry in runs)]
     now: list[float] = []
     after_download: list[float] = []
@@ -75,7 +80,7 @@ def plan(
         (after_download if weights else now).extend([seconds] * unfinished)
         note = f"; {count - unfinished} have finished" if unfinished < count else ""
         note += f"; {weights.name} must be downloaded" if weights else ""
-        runs_text = f"{count} runs ({run.folds} folds)" if run.folds else f"{count} runs"
+        runs_text = run_count([e.seed for e in same], run.folds)
         lines.append(f"{arm}{', tuned' * tuned}: {runs_text} of {run.steps} steps, about {seconds:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
         controls = sorted((e for e in runs if e.arm == entry.baseline), key=lambda e: kind(e)[1:] != (length, tuned))
@@ -83,11 +88,12 @@ def plan(
         if arm != baseline.arm:
             changes = difference(baseline.run.vary(labels=run.labels, seed=run.seed), run)
             lines += [f"    {name}: {old} -> {new}" for name, (old, new) in changes.items()]
-    start = startup + worker_start(device) if left else 0.0
-    total, later = start + parallel(now, jobs), parallel(after_download, jobs)
+    start, factor = startup + worker_start(device) if left else 0.0, slowdown(others, jobs)
+    total, later = start + factor * parallel(now, jobs), factor * parallel(after_download, jobs)
     more = f" (and {clock(later)} for the runs whose weights must be downloaded)" if later else ""
     source = "estimated from a few steps and one evaluation of each arm"
     text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
+    text += f"; other programs keep about {others:.0f} cores busy, which makes it slower" * (others >= 0.5)
     done = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
     return "\n".join([*data, *lines, f"{len(runs)} runs, {done}{text}"])
 
@@ -125,7 +131,7 @@ def estimate(run: Run, device: str) -> float:
     from smallvit.train.loop import CHECKS
 
     torch.set_num_threads(1)
-    training = begun(run, DEFAULT, device)  # other initial weights would take as long
+    training = begun(run, DEFAULT, device, MOST_STEPS)  # other initial weights would take as long
     seconds = evaluation_seconds(training)
     if not run.steps:
         return seconds
@@ -134,9 +140,47 @@ def estimate(run: Run, device: str) -> float:
         training.train_step()
         training.validate()
 
-    step = step_seconds([(training.train_step, training)])[0]
+    step = step_time(training)
     validation = milliseconds([step_and_validate], repeats=1)[0] / 1e3 - step
     return seconds + run.steps * step + min(CHECKS, run.steps) * max(validation, 0.0)
+
+
+def step_time(training: "Training") -> float:
+    """Return the mean time of a training step in seconds, over at least 3 steps and a second. The mean, unlike the median, also
+    counts the time in which other programs use the processor.
+    """
+
+    def step():
+        training.train_step()
+        training.loss.item()  # waits for an accelerator
+
+    step()  # the first one loads or compiles something
+    count, started = 0, time.perf_counter()
+    while count < STEPS or (count < MOST_STEPS and time.perf_counter() - started < SECONDS):
+        step()
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
+def computing_processes() -> float:
+    """Return how many processes of other programs are using the processor of this machine at the moment, as a mean over half a
+    second. The result is 0 where the operating system does not say, which only Linux does.
+    """
+    counts = []
+    with suppress(OSError, ValueError, IndexError):
+        for _ in range(10):
+            time.sleep(0.05)
+            counts.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)  # without this process
+    return fmean(counts) if counts else 0.0
+
+
+def slowdown(others: float, jobs: int) -> float:
+    """Return how many times as long a training step takes in one of `jobs` worker processes as it took when it was measured in
+    a single process. It is more than 1 if the processor has too few cores for the workers and the `others`, the number of
+    processes of other programs.
+    """
+    cores = os.cpu_count() or 1
+    return max(1.0, (others + jobs) / cores) / max(1.0, (others + 1) / cores)
 
 
 def evaluation_seconds(training: "Training") -> float:

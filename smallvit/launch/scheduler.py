@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
-from smallvit.components import describe_value
+from smallvit.components import canonical, describe_value
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record, can_lock
 from smallvit.run import Run, describe, fingerprint
@@ -143,7 +143,9 @@ class Scheduler:
         """
         loaded, plain = data(), describe(data)
         changed = sum(
-            record is not None and record.data_sha256 not in (None, loaded.sha256) and record.run["data"] == plain
+            record is not None
+            and record.data_sha256 not in (None, loaded.sha256)
+            and canonical(record.run["data"]) == canonical(plain)
             for record in self.records
         )
         if changed:

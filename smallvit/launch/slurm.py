@@ -32,15 +32,6 @@ from .shards import BUSY, divide
 PASSED_ON = (  # options of `smallvit run` that each job gets as they were given
     "--out", "--scale-steps", "--device", "--stack", "--numerics", "--only", "--retry", "--fail-fast", "--gpus", "--per-gpu",
 )  # fmt: skip
-REFUSED = {  # options of `smallvit run` that cannot be combined with --on slurm, and what to do instead
-    "--shard": "each job of the array gets a shard of its own; remove it",
-    "--fast": "nodes of different kinds would choose differently; measure on one node, and give --stack and --numerics instead",
-    "--until-decided": "its looks need the results of all jobs; choose the number of seeds in the recipe",
-    "--max-seeds": "it belongs to --until-decided",
-    "--log": "several jobs cannot send results at once; send them at the end with `smallvit report --log`",
-    "--address": "it belongs to --on ray",
-    "--smoke": "it takes seconds; run it without --on slurm",
-}
 HERE = ("--on", "--jobs", "--sbatch", "--dry-run")  # options of `smallvit run` that are used when the jobs are submitted
 QUEUE = (  # options of sbatch that the job of the report gets, too; it needs no GPU and one CPU
     "partition", "account", "qos", "reservation", "clusters", "constraint", "time", "mail-user", "mail-type",
@@ -103,7 +94,7 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
     jobs are written to the folder `out/recipe/slurm`. With `--dry-run`, the scripts are printed and nothing is submitted. Data
     sets and pretrained weights are downloaded here, because nodes often have no network.
 
-    Raises ValueError for options that cannot be combined, and if SLURM refuses a job or is not installed.
+    Raises ValueError for options of sbatch that do not suit the jobs, and if SLURM refuses a job or is not installed.
     """
     given = parse_sbatch(options.sbatch)
     check(options, given)
@@ -153,13 +144,9 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
 
 
 def check(options: argparse.Namespace, given: Sequence[tuple[str, list[str]]]):
-    """Raise ValueError if an option of `smallvit run` cannot be combined with `--on slurm`, or if an option of sbatch does not
-    suit the jobs. `options` are the arguments of `smallvit run`, and `given` the options of sbatch, as `parse_sbatch` returns
-    them.
+    """Raise ValueError if the number of jobs is missing, or if an option of sbatch does not suit the jobs. `options` are the
+    arguments of `smallvit run`, and `given` the options of sbatch, as `parse_sbatch` returns them.
     """
-    for flag, advice in REFUSED.items():
-        if getattr(options, attribute(flag), None):
-            raise ValueError(f"--on slurm got {flag}, but the two cannot be combined: {advice}")
     if options.jobs is None:
         raise ValueError("--on slurm needs --jobs N, the number of jobs to submit; more jobs than nodes balance the load")
     values = {name: " ".join(found).partition("=")[2] or " ".join(found[1:]) for name, found in given}
@@ -297,17 +284,12 @@ def words(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """
     found = [options.recipe]
     for flag in flags:
-        value = getattr(options, attribute(flag), None)
+        value = getattr(options, flag.removeprefix("--").replace("-", "_"), None)
         if value is True:
             found.append(flag)
         elif value and (flag, value) != ("--scale-steps", 1):
             found += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
     return found
-
-
-def attribute(flag: str) -> str:
-    """Return the name under which argparse stores an option: "scale_steps" for "--scale-steps"."""
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def fetch(runs: Sequence[ArmRun]):

@@ -11,6 +11,7 @@ import os
 import socket
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
@@ -23,6 +24,7 @@ from smallvit.record import CHECKPOINT, RECORD, Record, read_record
 from smallvit.run import fingerprint
 from smallvit.storage import check_size, temporary
 
+from .progress import FINISHED, RECENT, UNAVAILABLE, WAITING
 from .scheduler import Task, folder
 
 FILE = "progress.json"
@@ -31,7 +33,9 @@ SILENT = 60.0  # a run whose file is older, in seconds, is no longer trained
 BETWEEN = 20.0  # seconds in which a worker process that was seen may be between two runs
 MOST_BYTES = 10_000  # of this file
 
-RUNNING, WAITING, INTERRUPTED = "running", "waiting", "interrupted"
+RECENT_RUNS = 3  # finished runs of an arm by which the time of its waiting runs is estimated
+
+RUNNING, INTERRUPTED = "running", "interrupted"
 
 
 class Progress(NamedTuple):
@@ -75,7 +79,8 @@ class ProgressFiles:
     def __init__(self, tasks: Sequence[Task]):
         self.folders, self.steps = [task.folder for task in tasks], int(tasks[0].run["steps"])
         self.started = time.monotonic()
-        self.step, self.first = 0, (0.0, 0)  # the first step that was seen, with its time
+        self.step = 0
+        self.recent: deque[tuple[float, int]] = deque(maxlen=int(RECENT / SECONDS))  # steps that were seen, with their times
         self.written, self.ended, self.wake = 0.0, False, Event()
         self.thread = Thread(target=self.keep_writing, daemon=True)
 
@@ -96,8 +101,9 @@ class ProgressFiles:
         accuracy (`accuracy` is not None), the files are written soon, otherwise within 5 seconds.
         """
         now = time.monotonic()
-        if not self.first[1] or step < self.step:  # runs that cannot be trained as one model are trained one after another
-            self.first = now, step
+        if not self.recent or step < self.step:  # runs that cannot be trained as one model are trained one after another
+            self.recent.clear()
+            self.recent.append((now, step))
         self.step = step
         if not self.written or (accuracy is not None and now - self.written > 1):
             self.wake.set()
@@ -111,14 +117,17 @@ class ProgressFiles:
                 return
             self.written = time.monotonic()
             seconds, left = self.written - self.started, self.seconds_left(self.written)
+            if self.recent:
+                self.recent.append((self.written, self.step))
             for place in self.folders:
                 write_progress(place, step=self.step, steps=self.steps, runs=len(self.folders), seconds=seconds, left=left)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds until the last training step, or None before the second step. Steps that were taken
-        before an interruption do not count, nor does the time before the first step. `now` is the present time in seconds.
+        """Return the estimated seconds until the last training step, by the speed of the last five minutes. Return None before
+        the second step. Steps that were taken before an interruption do not count, nor does the time before the first step.
+        `now` is the present time in seconds.
         """
-        began, first = self.first
+        began, first = self.recent[0] if self.recent else (now, self.step)
         taken = self.step - first
         return (now - began) / taken * (self.steps - self.step) if taken > 0 else None
 
@@ -179,15 +188,18 @@ class RunState(NamedTuple):
     """What is known about one run.
 
     state     "running", "waiting", "interrupted" (its training has begun, and no process continues it at present), or the
-              status of its record (saved results), such as "finished" or "failed"
+              status of its record (saved results), such as "finished" or "failed". A run that waits is "unavailable" if the
+              weights of another run of its arm are
     progress  how far the training is; None if no process trains the run
     seconds   the training time of a finished run
+    ended     when a finished run ended, as the time of its record in seconds
     problem   why its record cannot be used, or an empty text
     """
 
     state: str = WAITING
     progress: Progress | None = None
     seconds: float | None = None
+    ended: float = 0.0
     problem: str = ""
 
 
@@ -213,9 +225,13 @@ class RecipeState:
         now = file_system_time(self.top)
         read: dict[Path, RunState] = {}  # a run that occurs in several conditions has one folder
         for index, place in enumerate(self.folders):
-            if self.states[index].state != "finished":
+            if self.states[index].state != FINISHED:
                 read[place] = read.get(place) or self.read_state(index, now)
                 self.states[index] = read[place]
+        without_weights = {e.arm for e, state in zip(self.entries, self.states) if state.state == UNAVAILABLE}
+        for index, entry in enumerate(self.entries):
+            if entry.arm in without_weights and self.states[index].state == WAITING:
+                self.states[index] = self.states[index]._replace(state=UNAVAILABLE)
         self.workers |= {(one.host, one.pid): now for _, one in self.running if not one.silent}
         self.workers = {worker: seen for worker, seen in self.workers.items() if now - seen < BETWEEN}
 
@@ -224,7 +240,7 @@ class RecipeState:
         place = self.folders[index]
         record = self.read_record(index)
         if isinstance(record, Record) and record.finished:
-            return RunState(record.status, seconds=record.seconds)
+            return RunState(record.status, seconds=record.seconds, ended=self.known[place / RECORD][0][0] / 1e9)
         progress = read_progress(place, now)
         if progress is not None and not progress.silent:
             return RunState(RUNNING, progress)  # also a failed run that is trained again
@@ -277,16 +293,16 @@ class RecipeState:
 
     def seconds_left(self) -> float | None:
         """Return the estimated seconds until the last run has been trained, without its evaluation. Return None if no run is in
-        training, or if no step has been timed. Runs that wait are expected to take as long as finished runs of their arm
-        (variant) and condition, or else as long for each step as other runs.
+        training, or if no step has been timed. Runs that wait are expected to take as long as the last finished runs of their
+        arm (variant) and condition, or else as long for each step as other runs.
         """
         steps = seconds = 0.0  # of which the time is known
-        times: dict[tuple, list[float]] = {}
+        times: dict[tuple, list[tuple[float, float]]] = {}
         waiting: dict[Path, ArmRun] = {}
         for entry, place, state in zip(self.entries, self.folders, self.states):
             if state.seconds is not None and entry.run.steps:
                 steps, seconds = steps + entry.run.steps, seconds + state.seconds
-                times.setdefault(entry.cell, []).append(state.seconds)
+                times.setdefault(entry.cell, []).append((state.ended, state.seconds))
             elif state.state in (WAITING, INTERRUPTED):
                 waiting[place] = entry
         alive = [progress for _, progress in self.running if not progress.silent]
@@ -302,6 +318,6 @@ class RecipeState:
         busy = list(workers.values())
         heapify(busy)
         for entry in waiting.values():
-            same = times.get(entry.cell)
+            same = [each for _, each in sorted(times.get(entry.cell, ()))[-RECENT_RUNS:]]
             heappush(busy, heappop(busy) + (sum(same) / len(same) if same else pace * entry.run.steps))
         return max(busy)

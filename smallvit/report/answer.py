@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from smallvit.record import Record, format_labels
-from smallvit.verdicts.comparison import Comparison, Row
+from smallvit.verdicts.comparison import Comparison, Row, condition_of
 from smallvit.verdicts.contrasts import tuned_pairs
 from smallvit.verdicts.statistics import MIN_PAIRS
 
@@ -44,25 +44,43 @@ def answer(comparison: Comparison) -> str:
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in texts if text)
 
 
+def runs_done(comparison: Comparison, records: Sequence[Record]) -> tuple[int, int]:
+    """Return how many runs of a comparison have finished, and how many runs it has. A run is one training of one model: in a
+    cross-validation, one fold of one pass. Arms (variants) whose external weights are unavailable do not count. `records` are
+    the results of the runs.
+    """
+    rows = [row for row in comparison.rows if not row.unavailable]
+    cells = {(row.condition, row.arm) for row in rows}
+    total = sum((len(row.values) + len(row.failures)) * (row.folds or 1) for row in rows)
+    if not any(row.folds for row in rows):
+        return sum(len(row.values) for row in rows), total
+    return sum(r.finished and (condition_of(r), r.arm) in cells for r in records), total
+
+
 def passes_done(comparison: Comparison, records: Sequence[Record]) -> str:
-    """Return a sentence, without its final period, that says how many passes over all folds of a cross-validation are complete:
-    `1 of 6 passes is complete for all arms`. `records` are the results of the runs, and those that have not started have the
-    status "missing". The text is empty if no pass is missing, without folds, and if no run has finished.
+    """Return a sentence, without its final period, that says how many passes over all folds of a cross-validation are complete,
+    and which arms (variants) or references lack runs: `1 of 6 passes is complete for all arms; runs of “A” are missing`.
+    `records` are the results of the runs, and those that have not started have the status "missing". Arms whose external
+    weights are unavailable do not count. The text is empty if no pass is missing, without folds, and if no run has finished.
     """
     rows = [row for row in comparison.main_rows if not row.unavailable]
-    finished = sum(r.finished for r in records if r.role != "dependency")
+    finished, total = runs_done(comparison, records)
     if not finished or not any(row.folds for row in rows):
         return ""
     if not any(row.values for row in comparison.rows):
-        total = sum(r.role != "dependency" and r.status != "unavailable" for r in records)
         runs = f"{finished} of {total} runs {'has' if finished == 1 else 'have'} finished"
         return f"no pass over all folds is complete yet ({runs}), so there is nothing to compare"
-    missing = {number for row in rows for number in row.failures}
-    complete = {number for row in rows for number in row.seeds} - missing
-    total = len(missing | complete)
-    if not missing:
+    arms, lacking = [row for row in rows if row.role != "reference"], [row for row in rows if row.failures]
+    if not lacking:
         return ""
-    return f"{len(complete)} of {total} pass{'es' * (total > 1)} {'is' if len(complete) == 1 else 'are'} complete for all arms"
+    missing = {number for row in arms for number in row.failures}
+    complete = {number for row in arms for number in row.seeds} - missing
+    number = f"{len(complete)} of {len(missing | complete)} pass{'es' * (len(missing | complete) > 1)}"
+    text = f"{number} {'is' if len(complete) == 1 else 'are'} complete for all arms"
+    if all(row.failures for row in arms):
+        return text
+    names = list(dict.fromkeys(f"{'the reference ' * (row.role == 'reference')}“{row.arm}”" for row in lacking))
+    return f"{text}; runs of {join_names(names, NAMED)} are missing"
 
 
 def setting(comparison: Comparison) -> str:

@@ -21,7 +21,7 @@ from .alarms import (
 from .format import join_names
 from .settings import initial_weights
 
-MACHINE = ("device", "precision", "threads", "kernel", "compiled")  # fields of a record
+MACHINE = ("device", "precision", "threads", "processes", "kernel", "compiled")  # fields of a record
 
 
 def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None) -> list[str]:

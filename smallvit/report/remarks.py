@@ -12,6 +12,7 @@ from smallvit.verdicts.comparison import Comparison, condition_of
 from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS
 
 from .alarms import length_not_checked
+from .answer import runs_done
 from .format import COST, at_labels, collapse, join_names, trends, until_decided, what_helps
 from .units import score_in
 
@@ -23,8 +24,8 @@ def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Rec
     are the texts of the warnings, which are counted, and `records` are the results of the runs. With `more_seeds=False`, more
     seeds are not advised, because no arm was shown to be better than guessing.
     """
-    lost = sum(len(row.failures) for row in comparison.rows if not row.unavailable)
-    total, s = lost + sum(len(row.values) for row in comparison.rows), "s" * (comparison.earlier > 1)
+    finished, total = runs_done(comparison, records)
+    s = "s" * (comparison.earlier > 1)
     removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
     out = [longer(comparison), *help_for_undecided(comparison, more_seeds), *methods(comparison), *limits(comparison)]
     skipped = max((r.skipped_files or 0 for r in records), default=0)
@@ -32,7 +33,7 @@ def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Rec
     out += [f"{what} left out."] if skipped else []
     out += [f"The family counts {removed}."] if comparison.earlier else []
     out += length_not_checked(records)
-    out += [f"{lost} of {total} runs have no result; see Failures."] if lost else []
+    out += [f"{total - finished} of {total} runs have no result; see Failures."] if finished < total else []
     if warnings:
         out.append("There is 1 warning below." if len(warnings) == 1 else f"There are {len(warnings)} warnings below.")
     return " ".join(filter(None, out))

@@ -134,6 +134,7 @@ def lead(prepared: AbstractContextManager, watch: Watch) -> Record:
         if training is None:  # the run has finished
             share(None)
         else:
+            training.processes = dist.get_world_size()
             checkpoint.resume([training])
             state = io.BytesIO()
             torch.save(checkpoint.state_of(training), state)
