@@ -97,6 +97,7 @@ SHAPES: dict[str, Any] = {
     "skipped_files": "count?",
     "threads": "count?",
     "stacked": "positive?",
+    "processes": "positive?",
     "code": {"sha256?": "text", "commit?": "text?", "dirty?": "flag?", ...: "any"},
     "versions": {...: "text"},
 }  # fmt: skip

@@ -45,6 +45,7 @@ MACHINE = {
     "kernel": "attention kernel",
     "compiled": "compilation",
     "stacked": "stack size",
+    "processes": "number of processes",
 }
 
 
