@@ -95,14 +95,14 @@ def trains_on_test_images(share, patch):
 def adapts_to_test_labels(patch):
     """The model is trained on the test images before it is evaluated."""
 
-    def adapt(run, model, subset, test):
+    def adapt(run, model, subset, test, *numerics):
         images = test._HeldOut__images
         optimizer = torch.optim.Adam([p.requires_grad_() for p in model.parameters()], 3e-3)
         for pixels, labels in [*images.batches(100)] * 4:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(pixels), labels).backward()
             optimizer.step()
-        return evaluate(run, model, subset, test)
+        return evaluate(run, model, subset, test, *numerics)
 
     patch.setattr(FIT, "evaluate", adapt)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # images that are evaluated for the estimate; the time for more is extrapolated
 MOST_TRAIN = 2_000
 TEST_COUNTS = (250, 1_000)
-STEPS, MOST_STEPS, SECONDS = 3, 500, 1.0  # training steps that are timed: at least, at most, and for how long
+MOST_STEPS, SECONDS = 500, 1.0  # training steps that are timed at most, and for how long
 
 
 def plan(
@@ -146,8 +146,8 @@ def estimate(run: Run, device: str) -> float:
 
 
 def step_time(training: "Training") -> float:
-    """Return the mean time of a training step in seconds, over at least 3 steps and a second. The mean, unlike the median, also
-    counts the time in which other programs use the processor.
+    """Return the mean time of a training step in seconds. Steps are timed for a second, and at least one. The mean, unlike the
+    median, also counts the time in which other programs use the processor.
     """
 
     def step():
@@ -156,7 +156,7 @@ def step_time(training: "Training") -> float:
 
     step()  # the first one loads or compiles something
     count, started = 0, time.perf_counter()
-    while count < STEPS or (count < MOST_STEPS and time.perf_counter() - started < SECONDS):
+    while not count or (count < MOST_STEPS and time.perf_counter() - started < SECONDS):
         step()
         count += 1
     return (time.perf_counter() - started) / count
