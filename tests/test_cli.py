@@ -322,6 +322,13 @@ VALUES = {
 }  # fmt: skip
 
 
+def test_exploring_without_validation_images_is_refused_before_anything_is_trained(workdir, capsys):
+    write_recipe(RECIPE.replace("val=20", "val=0"))
+    assert main(["explore", "mine.py", "--jobs", "1"]) == 2
+    assert "smallvit: 'scratch' has val=0, so there are no images to score it on; set val" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
