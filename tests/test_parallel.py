@@ -139,7 +139,7 @@ def test_killed_processes_continue_from_the_checkpoint_and_end_with_equal_weight
 
 @pytest.mark.slow
 def test_torchrun_starts_killed_processes_again(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]  # now and then gloo fails to connect after a restart
     done = subprocess.run([*command, __file__, "plain", str(tmp_path / "run"), "20"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 20\n") == 2 and done.stdout.count("step 19\n") == 1, done.stdout
