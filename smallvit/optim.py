@@ -48,6 +48,13 @@ def lay_in_a_row(parameters: Iterable[nn.Parameter]):
             p.data = values.view(p.shape)
 
 
+def lay_apart(parameters: Iterable[nn.Parameter]):
+    """Undo `lay_in_a_row`: give each parameter a piece of memory of its own. Parameters that have one keep it."""
+    for p in parameters:
+        if p.untyped_storage().nbytes() > p.numel() * p.element_size():
+            p.data = p.detach().clone()
+
+
 class FlatAdamW:
     """AdamW for many small parameters, with a few large tensors instead. It does what `optimizer` does, in less time.
 

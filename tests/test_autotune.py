@@ -19,7 +19,7 @@ from smallvit.record import WEIGHTS, read_record
 from smallvit.train import fit, fit_stacked, loop
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
-FUSED = Numerics(kernel="fused", precision="bf16")
+FUSED, NATIVE = Numerics(kernel="fused", precision="bf16"), Numerics(kernel="native")
 
 
 def comparison(*, seeds: int = 1, **arms: Run) -> list[ArmRun]:
@@ -53,7 +53,11 @@ def test_precision_of_the_numerics_overrides_that_of_the_run(tmp_path):
     assert largest_difference(tmp_path / "run", tmp_path / "full") > 0
 
 
-@pytest.mark.parametrize(("first", "later"), [(FUSED, DEFAULT), (DEFAULT, FUSED)], ids=["default later", "fused later"])
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [(FUSED, DEFAULT), (DEFAULT, FUSED), (NATIVE, DEFAULT), (DEFAULT, NATIVE)],
+    ids=["default later", "fused later", "native before", "native later"],
+)
 def test_resumed_run_keeps_the_numerics_it_began_with(first, later, tmp_path, monkeypatch):
     whole = fit(SHORT, tmp_path / "whole", numerics=first)
     monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)

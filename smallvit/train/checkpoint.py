@@ -228,7 +228,7 @@ def restore(training: "Training", state: dict[str, Any]):
     training.curve, training.best, training.stacked = state["curve"], state["best"], state["stacked"]
     training.trace.batches, training.trace.losses = state["trace"]
     training.health, training.monitor.in_a_row = state["health"], state["in_a_row"]
-    training.numerics = Numerics(*state["numerics"])  # as it began, whatever was asked for this time
+    training.use(Numerics(*state["numerics"]))  # as it began, whatever was asked for this time
     training.objective.load_state_dict(state["objective"])
     groups = training.optimizer.state_dict()["param_groups"]
     training.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})

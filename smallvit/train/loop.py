@@ -20,7 +20,7 @@ from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Monitor, collapse_statistics
-from smallvit.optim import FlatAdamW, decay_groups, ema_update, lay_in_a_row, learning_rate, tensor_pairs
+from smallvit.optim import FlatAdamW, decay_groups, ema_update, lay_apart, lay_in_a_row, learning_rate, tensor_pairs
 from smallvit.record import CURVE
 from smallvit.rng import stream
 from smallvit.run import Run
@@ -107,7 +107,7 @@ class Training:
         teacher: Path | None = None,
         numerics: Numerics = DEFAULT,
     ):
-        self.run, self.spec, self.subset, self.numerics = run, data.spec, subset, numerics
+        self.run, self.spec, self.subset = run, data.spec, subset
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             self.device = accelerator or torch.device("cpu")
@@ -120,11 +120,9 @@ class Training:
         self.flat: FlatAdamW | None = None  # takes the steps of `optimizer` if the kernel is "native"
         if run.steps:
             groups, self.rates = decay_groups(self.objective, run.weight_decay, run.layer_decay)
-            for group in groups if self.joins_parameters else ():
-                lay_in_a_row(group["params"])
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
         self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
-        self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
+        self.use(numerics)
         started = time.perf_counter()
         self.images = self.training_images(data)
         if run.reads_labels:
@@ -139,6 +137,18 @@ class Training:
         self.stacked: int | None = None  # how many runs were trained together with this one, at any time
         self.processes: int | None = None  # how many processes train this run together (`fit_parallel`); None: one
         self.origin, self.checkpoint_file = "", Path()
+
+    def use(self, numerics: Numerics):
+        """Compute the training steps with `numerics`. This is called before the first step, and again if the run continues from
+        a checkpoint that was begun with other numerics.
+
+        With the kernel "native" the optimizer takes its steps with few large tensors (`FlatAdamW`). Like the kernel, this
+        changes rounding and speed only; so the default rounds as it always has.
+        """
+        self.numerics, self.joins_parameters = numerics, numerics.kernel == "native"
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            (lay_in_a_row if self.joins_parameters else lay_apart)(group["params"])
+        self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
 
     def training_images(self, data: Dataset) -> Images:
         """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,
@@ -277,13 +287,6 @@ class Training:
         """
         images = self.subset.val.take(slice(256))
         return NumericsContext(self.model, evaluation_numerics(self.model, self.numerics, images))
-
-    @functools.cached_property
-    def joins_parameters(self) -> bool:
-        """Whether the optimizer takes its steps with few large tensors. Like the native kernel, this changes rounding and speed
-        only; so it is done with this kernel, and the default rounds as it always has.
-        """
-        return self.numerics.kernel == "native"
 
     @functools.cached_property
     def numerics_context(self) -> NumericsContext:
