@@ -7,7 +7,7 @@ shapes. The file of each slot states its contract at the top.
 Letters in shapes: b images, c channels, h w pixels, n tokens (prefix tokens first, then patches), d width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,9 +72,18 @@ class Blocks(nn.ModuleList):
     """A list of transformer blocks, each of which takes the tokens of the one before it. It is called like a block."""
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        for block in self:
-            x, size = block(x, size, mask)
-        return x, size
+        return one_after_another(self, x, size, mask)
+
+
+def one_after_another(
+    blocks: Iterable[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Call transformer blocks one after another, each with the tokens of the one before it. Return the tokens of the last one,
+    and the number of patches that each of them represents.
+    """
+    for block in blocks:
+        x, size = block(x, size, mask)
+    return x, size
 
 
 class ViT(nn.Module):

@@ -61,6 +61,19 @@ class Transform:
         return self.change(batch._replace(images=batch.images.clone()) if self.in_place else batch, random)
 
 
+class ChosenTransform(Transform):
+    """Base class of the transforms that change randomly chosen images. Each image is chosen with the option `probability`."""
+
+    probability: float
+
+    @property
+    def off(self) -> bool:
+        return not self.probability
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
+
+
 def concatenate(draws: Sequence[Random]) -> Random:
     """Return the random numbers of several batches as those of one batch."""
     return {name: torch.cat([random[name] for random in draws]) for name in draws[0]}

@@ -8,7 +8,7 @@ from math import tau
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, Random, Transform, check_interval, check_range, symmetric_uniform
+from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform
 
 # Matrices for an RGB pixel x. GRAY x: its gray value (ITU-R BT.601), three times. CHROMA x: the rest, x - GRAY x.
 # QUARTER_TURN x: the chroma, rotated by 90 degrees from red towards green.
@@ -77,7 +77,7 @@ class Jitter(Transform):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gray(Transform):
+class Gray(ChosenTransform):
     """A transform that converts randomly chosen RGB images to gray. A gray image still has 3 channels, which are equal. The
     option `probability` is the probability for each image.
 
@@ -94,20 +94,13 @@ class Gray(Transform):
     def __post_init__(self):
         check_range(self, probability=(0, 1))
 
-    @property
-    def off(self) -> bool:
-        return not self.probability
-
-    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
-
     def change(self, batch: Batch, random: Random) -> Batch:
         _check_rgb(batch.images, f"Gray(probability={self.probability})", "leave it out")
         return _change_chosen(batch, random, lambda images, _: _to_gray(images))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solarize(Transform):
+class Solarize(ChosenTransform):
     """A transform that solarizes randomly chosen images: every pixel value x of at least `threshold` becomes 1 - x. The option
     `probability` is the probability for each image.
 
@@ -128,13 +121,6 @@ class Solarize(Transform):
     def unsafe_for_digits(self) -> str | None:
         return None if self.force else "Solarize turns the ink of digits black: a stroke becomes two thin ones"
 
-    @property
-    def off(self) -> bool:
-        return not self.probability
-
-    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
-
     def change(self, batch: Batch, random: Random) -> Batch:
         def solarize(images: Tensor, _) -> Tensor:
             return (images - (images >= self.threshold).to(images)).abs_()  # |x - 1| or |x|: much faster than torch.where
@@ -143,7 +129,7 @@ class Solarize(Transform):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blur(Transform):
+class Blur(ChosenTransform):
     """A transform that blurs randomly chosen images by a Gaussian filter with a random standard deviation. The option
     `probability` is the probability for each image.
 
@@ -166,12 +152,12 @@ class Blur(Transform):
 
     @property
     def off(self) -> bool:
-        return not self.probability or self.sigma == (0, 0)
+        return super().off or self.sigma == (0, 0)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         low, high = (length * min(shape[2:]) for length in self.sigma)
         sigma = low + (high - low) * torch.rand(shape[0], generator=generator)
-        return {"sigma": sigma, "chosen": torch.rand(shape[0], generator=generator) < self.probability}
+        return {"sigma": sigma} | super().draw(shape, generator)
 
     def change(self, batch: Batch, random: Random) -> Batch:
         def blur(images: Tensor, index: Tensor) -> Tensor:

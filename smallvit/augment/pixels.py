@@ -7,11 +7,11 @@ from math import log
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, Random, Transform, check_interval, check_range
+from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flip(Transform):
+class Flip(ChosenTransform):
     """A transform that mirrors randomly chosen images left to right. The option `probability` is the probability for each
     image.
 
@@ -29,13 +29,6 @@ class Flip(Transform):
     @property
     def unsafe_for_digits(self) -> str | None:
         return None if self.force else "Flip mirrors digits: a mirrored 2, 3, 4 or 7 is no digit"
-
-    @property
-    def off(self) -> bool:
-        return not self.probability
-
-    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
 
     def change(self, batch: Batch, random: Random) -> Batch:
         images = batch.images

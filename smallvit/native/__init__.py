@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.storage import write_atomic
-from smallvit.vit import Block, Blocks
+from smallvit.vit import Block, Blocks, one_after_another
 
 SOURCE = Path(__file__).with_name("blocks.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
@@ -240,17 +241,17 @@ class NativeFunction(torch.autograd.Function):
             raise RuntimeError("the native kernel has no second derivative; use another one, such as --numerics kernel=rule")
         call, (x, bias, *weights) = ctx.call, ctx.saved_tensors
         x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
-        needed = [need and not ctx.in_place for need in ctx.needs_input_grad[3:]]
-        results = new_gradients(weights, needed)
-        targets = results
+        needed = ctx.needs_input_grad[3:]
         if ctx.in_place:
-            targets = [weight.grad if need else None for weight, need in zip(weights, ctx.needs_input_grad[3:])]
+            targets = [weight.grad if need else None for weight, need in zip(weights, needed)]
+        else:
+            targets = new_gradients(weights, needed)
         for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
             own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
             problem = call.blocks.problem(call, tokens, member(bias, call, index), *own)
             scratch = POOL.lend(library().blocks_scratch_floats(problem, 1))
             library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
-        return None, d_x, None, *results
+        return None, d_x, None, *([None] * len(weights) if ctx.in_place else targets)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Tensor, int]:
@@ -296,7 +297,6 @@ class NativeBlocks:
         self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
         self.attentions: list[Any] = [block.attention for block in blocks]
         self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
-        self.width: int = blocks[0].norm1.normalized_shape[0]
         self.branches = (Branch * (2 * len(blocks)))()
         self.weights: list[tuple[dict, str]] = []  # where the weights are, in the order of the enum `Weight` of blocks.cpp
         for block, attention, mlp in zip(blocks, self.branches[::2], self.branches[1::2]):
@@ -409,15 +409,6 @@ class NativeBlocks:
         )
 
 
-def one_after_another(
-    parts: Sequence[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Call blocks one after another, as `smallvit.vit.Blocks` does. `parts` are blocks and `NativeBlocks`."""
-    for part in parts:
-        x, size = part(x, size, mask)
-    return x, size
-
-
 def addresses(module: nn.Module) -> list[tuple[dict, str]]:
     """Return where the weight and the bias of a module are found when they are needed: they may be exchanged until then."""
     return [(module._parameters, name) for name in ("weight", "bias")]
@@ -475,8 +466,8 @@ def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
         return []
     pairs = []
     for blocks in found:
-        for reason in dict.fromkeys(filter(None, map(reason_against_block, blocks))):
-            note(f"PyTorch computes {sum(reason_against_block(b) == reason for b in blocks)} of {len(blocks)} blocks: {reason}")
+        for reason, count in Counter(filter(None, map(reason_against_block, blocks))).items():
+            note(f"PyTorch computes {count} of {len(blocks)} blocks: {reason}")
         runs = [(key[0], list(run)) for key, run in groupby(blocks, kind)]
         if any(first is not None for first, _ in runs):
             parts = [part for first, run in runs for part in (run if first is None else [NativeBlocks(run)])]

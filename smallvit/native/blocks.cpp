@@ -21,7 +21,6 @@
 #include <cmath>
 #include <cstring>
 #include <algorithm>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>

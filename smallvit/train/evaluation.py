@@ -10,6 +10,7 @@ from smallvit import packing
 from smallvit.components import function
 from smallvit.data import Dataset, HeldOut, Images, Subset, sealed_test_images
 from smallvit.evaluate import PerImage, Splits, cached_features, confusion, declaration, frozen, reliability
+from smallvit.evaluate.scores import BATCH
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.run import Run
 
@@ -86,7 +87,7 @@ def evaluation_numerics(model: nn.Module, numerics: Numerics, images: Images) ->
         return DEFAULT
     context = NumericsContext(model, native)
     with frozen(model) as reference:
-        for pixels, _ in images.batches(1024, device=reference.device):
+        for pixels, _ in images.batches(BATCH, device=reference.device):
             expected = model(pixels.to(reference))
             with context.active():
                 found = model(pixels.to(reference))
