@@ -88,10 +88,13 @@ class NumericsContext:
         chosen = numerics.kernel in ("explicit", "fused")
         self.attention: list[Any] = [m for m in objective.modules() if hasattr(m, "fused")] if chosen else []
         self.compiled = compiled_blocks(objective) if numerics.compiled else []
+        self.tokenizers: list[Any] = []
         if self.native:
             from smallvit.native import native_blocks
+            from smallvit.tokenizers import PatchEmbed
 
             self.compiled = native_blocks(objective)
+            self.tokenizers = [m for m in objective.modules() if type(m) is PatchEmbed and m.can_be_linear and not m.linear]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -103,6 +106,8 @@ class NumericsContext:
             module.fused = self.fused
         for block, compiled in self.compiled:
             block._compiled_call_impl = compiled
+        for tokenizer in self.tokenizers:  # a matrix product is faster than a convolution
+            tokenizer.linear = True
         try:
             yield
         finally:
@@ -110,7 +115,8 @@ class NumericsContext:
                 module.fused = fused
             for block, _ in self.compiled:
                 block._compiled_call_impl = None
-
+            for tokenizer in self.tokenizers:
+                tokenizer.linear = False
 
     def gradients_in_place(self, wanted: bool) -> AbstractContextManager:
         """Context manager for a forward pass. If `wanted`, and if the kernel is "native", the backward pass adds the gradients

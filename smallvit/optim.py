@@ -55,6 +55,9 @@ def lay_apart(parameters: Iterable[nn.Parameter]):
             p.data = p.detach().clone()
 
 
+ADAMW_LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")  # arguments of `torch._fused_adamw_`
+
+
 class FlatAdamW:
     """AdamW for many small parameters, with a few large tensors instead. It does what `optimizer` does, in less time.
 
@@ -67,23 +70,23 @@ class FlatAdamW:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # each parameter with the part that is its gradient
-        states, groups, others = {}, [], []
+        self.groups: list[tuple[dict, dict[str, list[Tensor]]]] = []  # each group, with the arguments of `torch._fused_adamw_`
+        others = []
         for group in optimizer.param_groups:
             joined = [self.join(row) for row in rows_in_memory(group["params"], optimizer.state)]
-            states.update(joined)
-            groups.append(group | {"params": [flat for flat, _ in joined]})
+            lists = [list(tensors) for tensors in zip(*joined)] or [[] for _ in ADAMW_LISTS]
+            self.groups.append((group, dict(zip(ADAMW_LISTS, lists))))
             others.append(group | {"params": [p for p in group["params"] if p not in optimizer.state]})
-        self.flat = torch.optim.AdamW(groups, fused=True)
-        self.flat.state.update(states)
+        self.flat_parameters: list[Any] = [p for _, lists in self.groups for p in lists["self"]]
         self.rest = None
         if any(group["params"] for group in others):
             self.rest = torch.optim.AdamW(others, fused=True)
             self.rest.state = optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
-        self.parameters: list[nn.Parameter] = [p for group in (*groups, *others) for p in group["params"]]
+        self.parameters: list[nn.Parameter] = [*self.flat_parameters, *(p for group in others for p in group["params"])]
 
-    def join(self, row: Sequence[nn.Parameter]) -> tuple[nn.Parameter, dict[str, Tensor]]:
-        """Return a parameter that shares its memory with all parameters in a row, and its state for AdamW. The gradients and
-        moments of the parameters become parts of its gradient and its moments.
+    def join(self, row: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+        """Return a parameter that shares its memory with all parameters in a row, its gradient, its two moments and its count
+        of steps. The gradients and moments of the parameters become parts of them.
         """
         sizes = [p.numel() for p in row]
         flat = nn.Parameter(row[0].detach().as_strided((sum(sizes),), (1,)))
@@ -95,7 +98,7 @@ class FlatAdamW:
             p.grad = own_gradient = gradient.view(p.shape)
             self.gradients.append((p, own_gradient))
             state.update({"step": states[0]["step"]} | {name: part.view(p.shape) for name, part in zip(moments, own)})
-        return flat, {"step": states[0]["step"]} | moments
+        return flat, flat.grad, *moments.values(), states[0]["step"]
 
     def zero_grad(self):
         """Set all gradients to zero, and those of parameters without a gradient so far to None."""
@@ -105,21 +108,25 @@ class FlatAdamW:
             self.rest.zero_grad()
 
     @property
-    def flat_parameters(self) -> list[Any]:
-        """The joined parameters."""
-        return [p for group in self.flat.param_groups for p in group["params"]]
-
-    @property
     def intact(self) -> bool:
         """Whether all gradients still are where this object expects them. An objective may have replaced one, or removed it."""
         return all(p.grad is gradient for p, gradient in self.gradients)
 
+    @torch.no_grad()
     def step(self):
         """Update all parameters from their gradients."""
-        for part in filter(None, (self.flat, self.rest)):
-            for group, own in zip(self.optimizer.param_groups, part.param_groups):
+        for group, lists in self.groups:
+            if lists["self"]:  # as `torch.optim.AdamW(fused=True)` does, without its search for parameters in each step
+                beta1, beta2 = group["betas"]
+                torch._foreach_add_(lists["state_steps"], 1)
+                torch._fused_adamw_(
+                    **lists, max_exp_avg_sqs=[], lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+                    weight_decay=group["weight_decay"], amsgrad=False, maximize=False,
+                )  # fmt: skip
+        if self.rest is not None:
+            for group, own in zip(self.optimizer.param_groups, self.rest.param_groups):
                 own["lr"] = group["lr"]
-            part.step()
+            self.rest.step()
 
     def separate(self):
         """Make the count of steps of each parameter its own again, so that `optimizer` can go on alone."""

@@ -36,7 +36,7 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"kernel is {kernel}; expected the patch plus an even margin: {patch}, {patch + 2}, ...")
         if linear and kernel != patch:
             raise ValueError(f"linear=True cuts the image without overlap; expected kernel={patch}, got {kernel}")
-        self.patch, self.linear = patch, linear
+        self.patch, self.linear, self.can_be_linear = patch, linear, kernel == patch
         self.grid(image)
         self.proj = nn.Conv2d(channels, dim, kernel, stride=patch, padding=(kernel - patch) // 2)
         self.reset_parameters()

@@ -103,17 +103,37 @@ def test_outputs_and_all_gradients_equal_those_of_pytorch(data):
     assert error(found, expected) < 4 * error(eager, expected) + 1e-5
 
 
-def test_half_precision_is_as_exact_as_that_of_pytorch():
+@pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "vectors"])
+@pytest.mark.parametrize(
+    ("images", "tokens", "dim", "heads", "attention", "drop_path"),
+    [(4, 17, 64, 4, "plain", 0.0), (3, 5, 48, 3, "LSA", 0.5), (1, 1, 16, 1, "no bias", 0.0), (33, 17, 32, 2, "plain", 0.0), (2, 130, 96, 2, "wide heads", 0.0)],
+)  # fmt: skip
+def test_half_precision_is_as_exact_as_that_of_pytorch(tiles, images, tokens, dim, heads, attention, drop_path, monkeypatch):
     if not native.library().blocks_has_bf16():
         pytest.skip("this processor has no products of bf16")
+    if tiles and not native.has_tiles():
+        pytest.skip("this processor has no tile registers")
+    monkeypatch.setattr(native, "has_tiles", lambda: tiles)
     torch.manual_seed(0)
-    blocks, x, direction = make_blocks(3, 64, 4), torch.randn(4, 17, 64), torch.randn(4, 17, 64)
+    blocks = make_blocks(3, dim, heads, ATTENTIONS[attention], drop_path)
+    x, direction = torch.randn(images, tokens, dim), torch.randn(images, tokens, dim)
     double = copy.deepcopy(blocks).double()
     exact = results(double, double, x.double(), direction.double())
     with torch.autocast("cpu", torch.bfloat16):
         eager, found = results(blocks, blocks, x, direction), results(blocks, native_call(blocks), x, direction)
     assert found[0].dtype == torch.float32
     assert 1e-4 < error(found, exact) < 1.5 * error(eager, exact)
+
+
+def test_patches_are_embedded_by_a_matrix_product_only_while_the_kernel_is_in_use():
+    model = VIT((8, 8), 1, 10)
+    context = NumericsContext(model, NATIVE)
+    with context.active():
+        assert model.tokenizer.linear
+    assert not model.tokenizer.linear
+    overlapping = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2, kernel=4), dim=32, depth=1, heads=2)
+    with NumericsContext(overlapping, NATIVE).active():
+        assert overlapping(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
 @pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ()], ids=["AVX2", "portable"])

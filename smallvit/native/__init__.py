@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
@@ -36,8 +37,9 @@ SOURCE = Path(__file__).with_name("blocks.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
 GROUP_ROWS = 256  # tokens of the images that go through all blocks together
-MOST_TOKENS_WITH_MAPS = 128  # with more tokens, attention maps are computed again in the backward pass instead of kept
+MOST_TOKENS_KEPT = 128  # with more tokens, the backward pass computes the insides of branches again, instead of keeping them
 MIDDLES = {"attention": 0, nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
+PRECISIONS = {"fp32": 0, "bf16": 1, "bf16 tiles": 2}  # the enum `Precision` of blocks.cpp
 WEIGHTS = 7  # of a branch, as the enum `Weight` of blocks.cpp; the last one is the scale of the logits
 
 
@@ -116,6 +118,12 @@ def compile_source(compiler: str) -> bytes:
     raise NotAvailable(f"{compiler} could not compile {SOURCE.name}: {message.strip()[:500]}")
 
 
+@functools.cache
+def has_tiles() -> bool:
+    """Return whether this processor has tile registers for products of bf16 (AMX), and this process may use them."""
+    return bool(library().blocks_has_tiles())
+
+
 def reason_against() -> str | None:
     """Return why the kernel cannot be used on this machine, or None if it can."""
     try:
@@ -147,7 +155,7 @@ class Problem(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("images", "tokens", "width", "branches")),
-        *((name, ctypes.c_long) for name in ("group", "threads", "half", "keep_maps")),
+        *((name, ctypes.c_long) for name in ("group", "threads", "precision", "again")),
         ("branch", ctypes.POINTER(Branch)),
     ]
 
@@ -209,6 +217,7 @@ class Call(NamedTuple):
     half: bool
     gradients: bool  # whether a backward pass may follow
     kept: list[Loan]  # what the forward pass leaves for it, one for each model
+    weights: Sequence[Tensor | None] = ()  # weights that autograd does not see: their gradients are added to `.grad`
     stacked: bool = False  # whether the tensors have a leading axis: models with weights of their own
 
 
@@ -217,12 +226,12 @@ class NativeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Tensor:
-        x = x.contiguous()
+        x, weights = x.contiguous(), weights or call.weights
         out = torch.empty_like(x)
         for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
             problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
             kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
-            scratch = POOL.lend(library().blocks_scratch_floats(problem, 0))
+            scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
             library().blocks_forward(problem, pointer(tokens), pointer(result), kept and kept.pointer, scratch.pointer)
             if kept:
                 call.kept.append(kept)
@@ -232,26 +241,26 @@ class NativeFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor):
         call, *tensors = inputs
         ctx.call = call
-        ctx.in_place = IN_PLACE[0] and all(w is None or not w.requires_grad or w.grad is not None for w in tensors[2:])
+        ctx.in_place = IN_PLACE[0] and have_gradients(call.weights or tensors[2:])
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():  # with create_graph=True; a result without a graph would count as a constant
             raise RuntimeError("the native kernel has no second derivative; use another one, such as --numerics kernel=rule")
-        call, (x, bias, *weights) = ctx.call, ctx.saved_tensors
+        call, (x, bias, *inputs) = ctx.call, ctx.saved_tensors
         x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
-        needed = ctx.needs_input_grad[3:]
+        weights = inputs or call.weights
         if ctx.in_place:
-            targets = [weight.grad if need else None for weight, need in zip(weights, needed)]
+            targets = [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
         else:
-            targets = new_gradients(weights, needed)
+            targets = new_gradients(weights, ctx.needs_input_grad[3:])
         for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
             own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
             problem = call.blocks.problem(call, tokens, member(bias, call, index), *own)
-            scratch = POOL.lend(library().blocks_scratch_floats(problem, 1))
+            scratch = POOL.lend(library().blocks_scratch_floats(problem, 1, 1))
             library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
-        return None, d_x, None, *([None] * len(weights) if ctx.in_place else targets)
+        return None, d_x, None, *([None] * len(inputs) if ctx.in_place else targets)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Tensor, int]:
@@ -262,6 +271,11 @@ class NativeFunction(torch.autograd.Function):
 
         tensors = [leading(*pair) for pair in zip((x, bias, *weights), in_dims[1:])]
         return NativeFunction.apply(call._replace(stacked=True), *tensors), 0  # pyright: ignore
+
+
+def have_gradients(weights: Sequence[Tensor | None]) -> bool:
+    """Return whether all weights that need a gradient have one already, to which more can be added."""
+    return all(weight is None or not weight.requires_grad or weight.grad is not None for weight in weights)
 
 
 def member(tensor: Any, call: Call, index: int) -> Any:
@@ -329,7 +343,10 @@ class NativeBlocks:
         if self.fallback(x, size, weights, half):
             return one_after_another(self.blocks, x, size, mask)
         call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [])
-        return NativeFunction.apply(call, x, self.logit_bias(x, size, mask), *weights), size  # pyright: ignore
+        bias = self.logit_bias(x, size, mask)
+        if IN_PLACE[0] and x.requires_grad and not is_batchedtensor(x) and have_gradients(weights):
+            return NativeFunction.apply(call._replace(weights=weights), x, bias), size  # pyright: ignore
+        return NativeFunction.apply(call, x, bias, *weights), size  # pyright: ignore
 
     def fallback(self, x: Tensor, size: Tensor | None, weights: Sequence[Tensor | None], half: bool) -> str | None:
         """Return why PyTorch must compute this call, or None if the kernel can.
@@ -403,10 +420,10 @@ class NativeBlocks:
             branch.logit_bias = bias.data_ptr()
             branch.bias_image, branch.bias_head, branch.bias_query = strides
         group = max(1, min(images, GROUP_ROWS // tokens))
-        keep_maps = tokens <= MOST_TOKENS_WITH_MAPS
-        return ctypes.byref(
-            Problem(images, tokens, width, len(branches), group, torch.get_num_threads(), call.half, keep_maps, branches)
-        )
+        precision = PRECISIONS["fp32" if not call.half else "bf16 tiles" if has_tiles() else "bf16"]
+        again = tokens > MOST_TOKENS_KEPT or precision == PRECISIONS["bf16 tiles"]  # products take less time than memory
+        threads = torch.get_num_threads()
+        return ctypes.byref(Problem(images, tokens, width, len(branches), group, threads, precision, again, branches))
 
 
 def addresses(module: nn.Module) -> list[tuple[dict, str]]:

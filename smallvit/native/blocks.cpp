@@ -12,7 +12,8 @@
 // Why this is fast. (1) A few images at a time (a group) go through all branches, so that their tokens stay in the cache.
 // (2) Weights are copied once a call into the order in which the matrix product reads them. (3) The steps between two matrix
 // products are done in one pass. (4) Gradients are added to where the optimizer reads them. (5) The memory is the caller's, who
-// uses it again: this file allocates nothing, because the first use of each new page of memory costs time.
+// uses it again: this file allocates nothing, because the first use of each new page of memory costs time. (6) With tile
+// registers, where products are cheap, the backward pass computes the insides of branches again instead of reading them.
 //
 // Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
 // image, e width of one head. All widths are multiples of 16. The results of one thread do not depend on the machine's load:
@@ -25,11 +26,20 @@
 #include <thread>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VL__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VL__)
 #define HAS_BF16 1
 #else
 #define HAS_BF16 0
+#endif
+#if HAS_BF16 && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------- vectors
@@ -101,9 +111,22 @@ static inline Vec exp_of_negative(Vec x) {  // e^x for x <= 0, relative error 2e
   return p * (Vec)((__builtin_convertvector(whole, Int) + 127) << 23);  // the bits of the float 2^whole
 }
 
+static inline Vec reciprocal(Vec x) {  // 1 / x, relative error 1e-7, for x from 1 to 1e30
+#if defined(__AVX512F__)
+  Vec guess = (Vec)_mm512_rcp14_ps((__m512)x);
+#elif defined(__AVX2__)
+  Vec guess = (Vec)_mm256_rcp_ps((__m256)x);
+#else
+  return 1.f / x;
+#endif
+#if defined(__AVX2__)
+  return guess * (2.f - x * guess);  // one step of Newton's method doubles the number of right digits
+#endif
+}
+
 static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its derivative; Phi is the normal distribution
   Vec size = (Vec)((Int)x & 0x7fffffff), density = exp_of_negative(x * x * -0.5f);
-  Vec t = 1.f / (0.23164190f * size + 1.f);  // Abramowitz and Stegun 7.1.26, absolute error 1e-7
+  Vec t = reciprocal(0.23164190f * size + 1.f);  // Abramowitz and Stegun 7.1.26, absolute error 1e-7
   Vec tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t * density * 0.5f;
   Vec phi = x >= 0 ? 1.f - tail : tail;
   value = x * phi;
@@ -142,6 +165,8 @@ static void pairs_of_rows(long rows, long columns, const float* x, long stride, 
 }
 
 // --------------------------------------------------------------------------------------------------------- matrix products
+
+enum Precision { FP32, BF16, BF16_TILES };
 
 struct Matrix {
   const float* data;
@@ -214,9 +239,101 @@ static inline long panel_vecs(long columns) {  // width of the next panel in vec
   return left >= VECS ? VECS : left >= 2 ? 2 : 1;
 }
 
+#if HAS_AMX
+// AMX: the processor has eight tile registers of 16 x 16 floats, here 0 to 3 for sums, 4 and 5 for A, 6 and 7 for B. One
+// instruction adds the product of 16 x 16 pairs and 16 x 16 pairs to a sum.
+enum { TILE = 16 };
+template <int tile>
+static inline void load_tile(const float* p, long stride) {  // stride 0: all rows are the same
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride * 4), "i"(tile) : "memory");
+}
+template <int tile>
+static inline void store_tile(float* p, long stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride * 4), "i"(tile) : "memory");
+}
+template <int tile>
+static inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(tile)); }
+template <int sum, int a, int b>
+static inline void add_product_of_tiles() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(a), "i"(b)); }
+
+static bool tiles_allowed() {  // Linux gives tile registers only to processes that ask for them
+  static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return allowed;
+}
+
+struct TilesInUse {  // sets the size of the tile registers of this thread for as long as this object lives
+  const bool wanted;
+  explicit TilesInUse(long precision) : wanted(precision == BF16_TILES) {
+    alignas(64) unsigned char sizes[64] = {1};
+    for (int tile = 0; tile < 8; tile++) sizes[16 + 2 * tile] = 4 * TILE, sizes[48 + tile] = TILE;  // bytes in a row, rows
+    if (wanted) asm volatile("ldtilecfg %0" ::"m"(sizes));
+  }
+  ~TilesInUse() {
+    if (wanted) asm volatile("tilerelease");
+  }
+};
+
+template <int tile>
+static inline void start_sum(long rows, const Product& p, long i, long j) {
+  if (p.bias) load_tile<tile>(p.bias + j, 0);
+  else if (p.add.data && i + TILE <= rows) load_tile<tile>(p.add.data + i * p.add.stride + j, p.add.stride);
+  else clear_tile<tile>();
+}
+
+template <int tile>
+static inline void finish_sum(long rows, const Product& p, long i, long j) {  // write the sum, and what `start_sum` left out
+  if (i + TILE <= rows && !(p.bias && p.add.data)) return store_tile<tile>(p.c + i * p.c_stride + j, p.c_stride);
+  alignas(64) float sum[TILE * TILE];
+  store_tile<tile>(sum, TILE);
+  for (long k = 0; k < std::min<long>(TILE, rows - i); k++) {
+    Vec value = load(sum + k * TILE);
+    store(p.c + (i + k) * p.c_stride + j, p.add.data ? value + load(p.add.data + (i + k) * p.add.stride + j) : value);
+  }
+}
+
+// One panel of C: two by two tiles at a time, or fewer at its end. The memory of A has rows up to a whole tile.
+template <bool two_rows, bool two_columns>
+static inline void square_of_tiles(long rows, long depth, const Product& p, long i, long j) {
+  start_sum<0>(rows, p, i, j);
+  if (two_columns) start_sum<1>(rows, p, i, j + TILE);
+  if (two_rows) start_sum<2>(rows, p, i + TILE, j);
+  if (two_rows && two_columns) start_sum<3>(rows, p, i + TILE, j + TILE);
+  const float *a = p.a.data + i * p.a.stride, *b = p.b.data + j;
+  for (long k = 0; k < depth; k += TILE, a += TILE, b += TILE * p.b.stride) {
+    load_tile<4>(a, p.a.stride);
+    load_tile<6>(b, p.b.stride);
+    add_product_of_tiles<0, 4, 6>();
+    if (two_columns) load_tile<7>(b + TILE, p.b.stride), add_product_of_tiles<1, 4, 7>();
+    if (two_rows) load_tile<5>(a + TILE * p.a.stride, p.a.stride), add_product_of_tiles<2, 5, 6>();
+    if (two_rows && two_columns) add_product_of_tiles<3, 5, 7>();
+  }
+  finish_sum<0>(rows, p, i, j);
+  if (two_columns) finish_sum<1>(rows, p, i, j + TILE);
+  if (two_rows) finish_sum<2>(rows, p, i + TILE, j);
+  if (two_rows && two_columns) finish_sum<3>(rows, p, i + TILE, j + TILE);
+}
+
+static void panel_of_tiles(long rows, long columns, long depth, const Product& p) {
+  for (long i = 0; i < rows; i += 2 * TILE)
+    for (long j = 0; j < columns; j += 2 * TILE) {
+      if (i + TILE < rows && j + TILE < columns) square_of_tiles<true, true>(rows, depth, p, i, j);
+      else if (i + TILE < rows) square_of_tiles<true, false>(rows, depth, p, i, j);
+      else if (j + TILE < columns) square_of_tiles<false, true>(rows, depth, p, i, j);
+      else square_of_tiles<false, false>(rows, depth, p, i, j);
+    }
+}
+#else
+enum { TILE = 1 };
+static bool tiles_allowed() { return false; }
+struct TilesInUse {
+  explicit TilesInUse(long) {}
+};
+static void panel_of_tiles(long, long, long, const Product&) {}
+#endif
+
 // The whole product, one panel of columns after another. If B is packed, each panel of it is stored as a matrix of its own.
 template <bool transposed, bool pairs>
-static void multiply(long rows, long columns, long depth, const Product& p, bool packed = false) {
+static void multiply(long rows, long columns, long depth, const Product& p, bool packed = false, bool tiles = false) {
   for (long j = 0, vecs; j < columns; j += vecs * LANES) {
     vecs = panel_vecs(columns - j);
     Product part = p;
@@ -224,7 +341,8 @@ static void multiply(long rows, long columns, long depth, const Product& p, bool
     part.c += j;
     if (p.add.data) part.add.data += j;
     if (p.bias) part.bias += j;
-    if (vecs == VECS) panel<ROWS, VECS, transposed, pairs>(rows, depth, part);
+    if (tiles) panel_of_tiles(rows, vecs * LANES, depth, part);
+    else if (vecs == VECS) panel<ROWS, VECS, transposed, pairs>(rows, depth, part);
     else if (vecs == 2) panel<MOST_ROWS, 2, transposed, pairs>(rows, depth, part);
     else panel<MOST_ROWS, 1, transposed, pairs>(rows, depth, part);
   }
@@ -243,34 +361,13 @@ static void pack(const float* w, long depth, long columns, long step_k, long ste
   }
 }
 
-// out = add + bias + x W', for a packed W (of pairs, if `half`); `pairs` is scratch memory for x.
-static void linear(bool half, long rows, long columns, long depth, Matrix x, const float* packed, float* out, long out_stride,
+// out = add + bias + x W', for a packed W (of pairs, with bf16); `pairs` is scratch memory for x.
+static void linear(long precision, long rows, long columns, long depth, Matrix x, const float* packed, float* out, long out_stride,
                    float* pairs, Matrix add = {nullptr, 0}, const float* bias = nullptr) {
-  if (!half) return multiply<false, false>(rows, columns, depth, {x, {packed, 0}, out, out_stride, add, bias}, true);
+  if (precision == FP32) return multiply<false, false>(rows, columns, depth, {x, {packed, 0}, out, out_stride, add, bias}, true);
   pairs_along_rows(rows, depth, x.data, x.stride, pairs);
-  multiply<false, true>(rows, columns, depth / 2, {{pairs, depth / 2}, {packed, 0}, out, out_stride, add, bias}, true);
-}
-
-// Add the gradients of W (outputs, inputs) and b (outputs) for out = x W' + b. `d_out` is the gradient of `out`. The sum goes
-// over the rows, some of them at a time, so that they stay in the cache while all of W passes by.
-static void linear_weight_gradients(bool half, long rows, long outputs, long inputs, Matrix d_out, Matrix x, float* d_weight,
-                                    float* d_bias, float* pairs) {
-  const long some = 64;
-  if (d_bias)
-    for (long i = 0; i < rows; i++)
-      for (long j = 0; j < outputs; j += LANES) store(d_bias + j, load(d_bias + j) + load(d_out.data + i * d_out.stride + j));
-  if (!d_weight) return;
-  if (half) {
-    float* right = pairs + (rows + 1) / 2 * outputs;
-    pairs_of_rows(rows, outputs, d_out.data, d_out.stride, pairs);
-    pairs_of_rows(rows, inputs, x.data, x.stride, right);
-    rows = (rows + 1) / 2, d_out = {pairs, outputs}, x = {right, inputs};
-  }
-  for (long i = 0, n; i < rows; i += n) {
-    n = rows - i <= some * 3 / 2 ? rows - i : some;
-    Product p = {{d_out.data + i * d_out.stride, d_out.stride}, {x.data + i * x.stride, x.stride}, d_weight, inputs, {d_weight, inputs}};
-    half ? multiply<true, true>(outputs, inputs, n, p) : multiply<true, false>(outputs, inputs, n, p);
-  }
+  const bool tiles = precision == BF16_TILES && depth / 2 % TILE == 0;
+  multiply<false, true>(rows, columns, depth / 2, {{pairs, depth / 2}, {packed, 0}, out, out_stride, add, bias}, true, tiles);
 }
 
 #ifdef HAS_SHUFFLE
@@ -309,6 +406,39 @@ static void transpose(long rows, long columns, Matrix x, float* out, long out_st
 #endif
 }
 
+// Add the gradients of W (outputs, inputs) and b (outputs) for out = x W' + b. `d_out` is the gradient of `out`. The sum goes
+// over the rows, some of them at a time, so that they stay in the cache while all of W passes by.
+static void linear_weight_gradients(long precision, long rows, long outputs, long inputs, Matrix d_out, Matrix x, float* d_weight,
+                                    float* d_bias, float* pairs) {
+  const long some = 64;
+  if (d_bias)
+    for (long i = 0; i < rows; i++)
+      for (long j = 0; j < outputs; j += LANES) store(d_bias + j, load(d_bias + j) + load(d_out.data + i * d_out.stride + j));
+  if (!d_weight) return;
+  if (precision == BF16_TILES) {  // d_out' and x as pairs of rows, with zeros up to whole tiles
+    const long depth = (rows + 2 * TILE - 1) / (2 * TILE) * TILE;
+    float *left = pairs, *right = left + depth * outputs, *rest = right + depth * inputs;
+    pairs_of_rows(rows, outputs, d_out.data, d_out.stride, rest);
+    transpose((rows + 1) / 2, outputs, {rest, outputs}, left, depth);
+    pairs_of_rows(rows, inputs, x.data, x.stride, right);
+    memset(right + (rows + 1) / 2 * inputs, 0, (depth - (rows + 1) / 2) * inputs * sizeof(float));
+    const Product p = {{left, depth}, {right, inputs}, d_weight, inputs, {d_weight, inputs}};
+    return multiply<false, true>(outputs, inputs, depth, p, false, true);
+  }
+  if (precision == BF16) {
+    float* right = pairs + (rows + 1) / 2 * outputs;
+    pairs_of_rows(rows, outputs, d_out.data, d_out.stride, pairs);
+    pairs_of_rows(rows, inputs, x.data, x.stride, right);
+    rows = (rows + 1) / 2, d_out = {pairs, outputs}, x = {right, inputs};
+  }
+  for (long i = 0, n; i < rows; i += n) {
+    n = rows - i <= some * 3 / 2 ? rows - i : some;
+    Product p = {{d_out.data + i * d_out.stride, d_out.stride}, {x.data + i * x.stride, x.stride}, d_weight, inputs,
+                 {d_weight, inputs}};
+    precision == BF16 ? multiply<true, true>(outputs, inputs, n, p) : multiply<true, false>(outputs, inputs, n, p);
+  }
+}
+
 // ------------------------------------------------------------------------------------------------ what Python passes to us
 
 enum Middle { ATTENTION, GELU, RELU };
@@ -329,8 +459,8 @@ struct Branch {
 struct Blocks {
   long images, tokens, width, branches;
   long group;                 // images that go through all branches together
-  long threads, half;         // `half`: matrix products of bf16
-  long keep_maps;             // whether attention maps are kept for the backward pass, or computed again
+  long threads, precision;    // of matrix products: FP32, BF16, or BF16_TILES where the processor has tile registers
+  long again;                 // whether the backward pass computes the insides of branches again, instead of keeping them
   Branch* branch;
 };
 
@@ -350,16 +480,15 @@ struct Memory {  // hands out pieces of a block of memory; with no block, it onl
   }
 };
 
-struct Kept {  // of one branch and one group, from the forward pass for the backward pass
-  float *x, *inner, *outer, *statistics, *maps;
-  Kept(const Blocks& s, const Branch& b, Memory& memory) {
+struct Inside {  // what one branch computes for one group before its second linear map, and the backward pass needs
+  float *inner, *outer, *statistics, *maps;
+  Inside(const Blocks& s, const Branch& b, bool with_maps, Memory& memory) {
     const long rows = rows_of(s);
     const bool attention = b.middle == ATTENTION;
-    x = memory.take(rows * s.width);
     inner = memory.take(rows * stride_of(b.inner));
     outer = attention ? memory.take(rows * b.outer) : nullptr;  // that of an activation is computed again
     statistics = memory.take(rows * 2);
-    maps = attention && s.keep_maps ? memory.take(s.group * b.heads * s.tokens * padded(s.tokens)) : nullptr;
+    maps = attention && with_maps ? memory.take(s.group * b.heads * s.tokens * padded(s.tokens)) : nullptr;
   }
 };
 
@@ -384,16 +513,17 @@ struct Scratch {  // of one thread
     map = memory.take(map_size);
     d_map = memory.take(map_size);
     const long widest = inner + std::max(s.width, outer);
-    pairs = memory.take(s.half ? std::max((rows + 2) * widest, s.width * widest / 2) : 0);
+    pairs = memory.take(s.precision ? std::max((2 * rows + 4 * TILE) * widest, s.width * widest / 2) : 0);
     image = (long*)memory.take(2 * s.group);
   }
 };
 
 struct Packed {  // weights of one branch in the order in which `linear` reads them
-  float *first, *second;
+  float *first, *second, *again;  // `again`: the first ones for the forward direction, for a backward pass that needs them
   Packed(const Blocks& s, const Branch& b, Memory& memory) {
     first = memory.take(s.width * b.inner);
     second = memory.take(s.width * b.outer);
+    again = memory.take(s.again ? s.width * b.inner : 0);
   }
 };
 
@@ -532,38 +662,48 @@ static void activation(const Branch& b, long rows, const float* inner, float* ou
     }
 }
 
-static void normalize_images(const Blocks& s, const Branch& b, long count, const float* x, const Kept& kept, bool first_time, Scratch& t) {
-  float *statistics = kept.statistics, *out = t.normed;
-  for (long i = 0; i < count; i++) {
-    const float* row = x + t.image[i] * s.tokens * s.width;
-    for (long j = 0; j < s.tokens; j++, row += s.width, out += s.width, statistics += 2) {
-      if (first_time) mean_and_inverse_deviation(s.width, row, b.epsilon, statistics);
-      normalize(s.width, row, statistics, b.weight[NORM_WEIGHT], b.weight[NORM_BIAS], out);
+static void normalize_images(const Blocks& s, const Branch& b, long count, const float* x, const Inside& in, Scratch& t) {
+  for (long i = 0; i < count; i++)
+    for (long j = 0; j < s.tokens; j++) {
+      const long at = i * s.tokens + j;
+      const float* row = x + (t.image[i] * s.tokens + j) * s.width;
+      normalize(s.width, row, in.statistics + at * 2, b.weight[NORM_WEIGHT], b.weight[NORM_BIAS], t.normed + at * s.width);
     }
-  }
+}
+
+// Everything before the second linear map, except an activation; leaves the normalized tokens in `t.normed`.
+static void first_half(const Blocks& s, const Branch& b, const float* weight, long first, long count, const float* x,
+                       const Inside& in, Scratch& t) {
+  const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
+  for (long i = 0; i < count; i++)
+    for (long j = 0; j < n; j++)
+      mean_and_inverse_deviation(width, x + (t.image[i] * n + j) * width, b.epsilon, in.statistics + (i * n + j) * 2);
+  normalize_images(s, b, count, x, in, t);
+  linear(s.precision, count * n, b.inner, width, {t.normed, width}, weight, in.inner, inner, t.pairs, {nullptr, 0},
+         b.weight[BIAS1]);
+  if (b.middle != ATTENTION) return;
+  for (long i = 0; i < count; i++)
+    for (long h = 0; h < b.heads; h++) {
+      Head head = head_of(s, b, in.inner, first + t.image[i], i * n, h);
+      float* map = in.maps ? in.maps + (i * b.heads + h) * n * head.columns : t.map;
+      attention_map(head, t.transposed, map);
+      multiply<false, false>(n, head.e, n, {{map, head.columns}, head.v, in.outer + i * n * b.outer + h * head.e, b.outer});
+    }
 }
 
 // out = x + keep * branch(x) for the group of images that begins with `first`. `x` and `out` may be the same memory.
-static void forward(const Blocks& s, const Branch& b, const Packed& w, long first, const float* x, float* out, const Kept& kept, Scratch& t) {
+static void forward(const Blocks& s, const Branch& b, const Packed& w, long first, const float* x, float* out,
+                    const Inside& in, Scratch& t) {
   const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
   const long count = images_to_compute(s, b, first, t), rows = count * n, all = std::min(s.group, s.images - first) * n;
-  normalize_images(s, b, count, x, kept, true, t);
-  linear(s.half, rows, b.inner, width, {t.normed, width}, w.first, kept.inner, inner, t.pairs, {nullptr, 0}, b.weight[BIAS1]);
-  Matrix outer = {t.outer, inner};
-  if (b.middle == ATTENTION) {
-    outer = {kept.outer, b.outer};
-    for (long i = 0; i < count; i++)
-      for (long h = 0; h < b.heads; h++) {
-        Head head = head_of(s, b, kept.inner, first + t.image[i], i * n, h);
-        float* map = kept.maps ? kept.maps + (i * b.heads + h) * n * head.columns : t.map;
-        attention_map(head, t.transposed, map);
-        multiply<false, false>(n, head.e, n, {{map, head.columns}, head.v, kept.outer + i * n * b.outer + h * head.e, b.outer});
-      }
-  } else {
-    activation(b, rows, kept.inner, t.outer, nullptr);
+  first_half(s, b, w.first, first, count, x, in, t);
+  Matrix outer = {in.outer, b.outer};
+  if (b.middle != ATTENTION) {
+    outer = {t.outer, inner};
+    activation(b, rows, in.inner, t.outer, nullptr);
   }
-  if (!b.keep) return linear(s.half, rows, width, b.outer, outer, w.second, out, width, t.pairs, {x, width}, b.weight[BIAS2]);
-  linear(s.half, rows, width, b.outer, outer, w.second, t.normed, width, t.pairs, {nullptr, 0}, b.weight[BIAS2]);
+  if (!b.keep) return linear(s.precision, rows, width, b.outer, outer, w.second, out, width, t.pairs, {x, width}, b.weight[BIAS2]);
+  linear(s.precision, rows, width, b.outer, outer, w.second, t.normed, width, t.pairs, {nullptr, 0}, b.weight[BIAS2]);
   if (out != x) memcpy(out, x, all * width * sizeof(float));
   for (long i = 0; i < count; i++) {
     const float factor = b.keep[first + t.image[i]];
@@ -576,9 +716,10 @@ static void forward(const Blocks& s, const Branch& b, const Packed& w, long firs
 // `d` is the gradient of the output of the branch, and becomes that of its input `x`. Gradients of weights are added to
 // `gradient`.
 static void backward(const Blocks& s, const Branch& b, const Packed& w, float* const* gradient, long first, const float* x,
-                     float* d, const Kept& kept, Scratch& t) {
+                     float* d, const Inside& in, Scratch& t) {
   const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
   const long count = images_to_compute(s, b, first, t), rows = count * n;
+  if (s.again) first_half(s, b, w.again, first, count, x, in, t);
   const float* d_branch = d;
   if (b.keep) {
     for (long i = 0; i < count; i++) {
@@ -591,27 +732,27 @@ static void backward(const Blocks& s, const Branch& b, const Packed& w, float* c
   const bool attention = b.middle == ATTENTION;
   const long d_outer = attention ? b.outer : inner;
   float* d_inner = attention ? t.d_inner : t.d_outer;
-  linear(s.half, rows, b.outer, width, {d_branch, width}, w.second, t.d_outer, d_outer, t.pairs);
-  Matrix outer = {kept.outer, b.outer};
+  linear(s.precision, rows, b.outer, width, {d_branch, width}, w.second, t.d_outer, d_outer, t.pairs);
+  Matrix outer = {in.outer, b.outer};
   if (attention) {
     for (long i = 0; i < count; i++)
       for (long h = 0; h < b.heads; h++) {
-        Head head = head_of(s, b, kept.inner, first + t.image[i], i * n, h);
-        float* map = kept.maps ? kept.maps + (i * b.heads + h) * n * head.columns : t.map;
-        if (!kept.maps) attention_map(head, t.transposed, map);
+        Head head = head_of(s, b, in.inner, first + t.image[i], i * n, h);
+        const float* map = in.maps + (i * b.heads + h) * n * head.columns;
         float* d_q = d_inner + i * n * inner + h * head.e;
         attention_backward(head, map, {t.d_outer + i * n * b.outer + h * head.e, b.outer}, t, d_q, d_q + b.outer,
                            d_q + 2 * b.outer, gradient[SCALE] ? gradient[SCALE] + h : nullptr);
       }
   } else {
-    activation(b, rows, kept.inner, t.outer, t.d_outer);
+    activation(b, rows, in.inner, t.outer, t.d_outer);
     outer = {t.outer, inner};
   }
-  linear_weight_gradients(s.half, rows, width, b.outer, {d_branch, width}, outer, gradient[WEIGHT2], gradient[BIAS2], t.pairs);
-  normalize_images(s, b, count, x, kept, false, t);
-  linear_weight_gradients(s.half, rows, b.inner, width, {d_inner, inner}, {t.normed, width}, gradient[WEIGHT1], gradient[BIAS1], t.pairs);
-  linear(s.half, rows, width, b.inner, {d_inner, inner}, w.first, t.normed, width, t.pairs);
-  const float *statistics = kept.statistics, *d_normed = t.normed;
+  linear_weight_gradients(s.precision, rows, width, b.outer, {d_branch, width}, outer, gradient[WEIGHT2], gradient[BIAS2], t.pairs);
+  if (!s.again) normalize_images(s, b, count, x, in, t);
+  linear_weight_gradients(s.precision, rows, b.inner, width, {d_inner, inner}, {t.normed, width}, gradient[WEIGHT1],
+                          gradient[BIAS1], t.pairs);
+  linear(s.precision, rows, width, b.inner, {d_inner, inner}, w.first, t.normed, width, t.pairs);
+  const float *statistics = in.statistics, *d_normed = t.normed;
   for (long i = 0; i < count; i++)
     for (long j = 0; j < n; j++, statistics += 2, d_normed += width) {
       const long at = (t.image[i] * n + j) * width;
@@ -624,36 +765,44 @@ static void backward(const Blocks& s, const Branch& b, const Packed& w, float* c
 
 struct Plan {  // where everything lies in the memory of the caller
   std::vector<Packed> packed;
-  std::vector<Kept> kept;  // of group g and branch i at g * branches + i; of thread g if nothing is kept
+  std::vector<float*> inputs;   // of group g and branch i at g * branches + i; the first branch has the caller's
+  std::vector<Inside> insides;  // in the same order; of thread t instead of group g if they are not kept
   std::vector<Scratch> scratch;
   std::vector<std::vector<float*>> gradients;  // of thread t and branch i at [t][i * WEIGHTS]
   std::vector<std::pair<float*, long>> sums;   // the gradients of the threads after the first one, each as one piece
+  bool keeps;                                  // whether insides are kept for a backward pass
   long kept_floats, scratch_floats;
 
-  Plan(const Blocks& s, bool backward, float* kept_memory, float* scratch_memory) {
+  Plan(const Blocks& s, bool trains, bool backward, float* kept_memory, float* scratch_memory) : keeps(trains && !s.again) {
     Memory keep{kept_memory}, work{scratch_memory};
-    for (long g = 0; g < groups_of(s); g++)
-      for (long i = 0; i < s.branches; i++) kept.emplace_back(s, s.branch[i], keep);
-    kept_floats = keep.used;
     for (long i = 0; i < s.branches; i++) packed.emplace_back(s, s.branch[i], work);
+    for (long g = 0; trains && g < groups_of(s); g++)
+      for (long i = 0; i < s.branches; i++) {
+        inputs.push_back(i ? keep.take(rows_of(s) * s.width) : nullptr);
+        if (keeps) insides.emplace_back(s, s.branch[i], true, keep);
+      }
     for (long t = 0; t < s.threads; t++) {
       scratch.emplace_back(s, work);
       if (backward) plan_gradients(s, t, work);
+      if (!keeps) plan_insides(s, trains, work);
     }
-    if (!backward && !kept_memory) {
-      kept.clear();
-      for (long t = 0; t < s.threads; t++) {
-        const long start = work.used;
-        long end = start;
-        for (long i = 0; i < s.branches; i++) {
-          work.used = start;  // branches take turns in the same memory
-          kept.emplace_back(s, s.branch[i], work);
-          end = std::max(end, work.used);
-        }
-        work.used = end;
-      }
-    }
+    kept_floats = keep.used;
     scratch_floats = work.used;
+  }
+
+  void plan_insides(const Blocks& s, bool with_maps, Memory& work) {  // branches take turns in the same memory
+    const long start = work.used;
+    long end = start;
+    for (long i = 0; i < s.branches; i++) {
+      work.used = start;
+      insides.emplace_back(s, s.branch[i], with_maps, work);
+      end = std::max(end, work.used);
+    }
+    work.used = end;
+  }
+
+  const Inside& inside(const Blocks& s, long group, long thread, long branch) const {
+    return insides[(keeps ? group : thread) * s.branches + branch];
   }
 
   void plan_gradients(const Blocks& s, long thread, Memory& work) {
@@ -683,6 +832,7 @@ template <class Work>
 static void in_threads(const Blocks& s, Work work) {
   const long groups = groups_of(s), threads = std::min(s.threads, groups);
   auto share = [&](long t) {
+    const TilesInUse tiles(s.precision);
     for (long g = groups * t / threads; g < groups * (t + 1) / threads; g++) work(g, t);
   };
   std::vector<std::thread> started;
@@ -700,8 +850,10 @@ static void pack_all(const Blocks& s, const Plan& plan, bool backward) {
   float* scratch = plan.scratch[0].pairs;
   for (long i = 0; i < s.branches; i++) {
     const Branch& b = s.branch[i];
-    pack_weight(s.half, backward, b.weight[WEIGHT1], b.inner, s.width, scratch, plan.packed[i].first);
-    pack_weight(s.half, backward, b.weight[WEIGHT2], s.width, b.outer, scratch, plan.packed[i].second);
+    pack_weight(s.precision != FP32, backward, b.weight[WEIGHT1], b.inner, s.width, scratch, plan.packed[i].first);
+    pack_weight(s.precision != FP32, backward, b.weight[WEIGHT2], s.width, b.outer, scratch, plan.packed[i].second);
+    if (backward && s.again)
+      pack_weight(s.precision != FP32, false, b.weight[WEIGHT1], b.inner, s.width, scratch, plan.packed[i].again);
   }
 }
 
@@ -709,21 +861,23 @@ extern "C" {
 
 long blocks_lanes() { return LANES; }
 long blocks_has_bf16() { return HAS_BF16; }
-long blocks_kept_floats(const Blocks* s) { return Plan(*s, false, nullptr, nullptr).kept_floats; }
-long blocks_scratch_floats(const Blocks* s, int backward) { return Plan(*s, backward, nullptr, nullptr).scratch_floats; }
+long blocks_has_tiles() { return tiles_allowed(); }
+long blocks_kept_floats(const Blocks* s) { return Plan(*s, true, false, nullptr, nullptr).kept_floats; }
+long blocks_scratch_floats(const Blocks* s, int trains, int backward) {
+  return Plan(*s, trains, backward, nullptr, nullptr).scratch_floats;
+}
 
 // x and out are (images, tokens, width). `kept` is null if no backward pass follows.
 void blocks_forward(const Blocks* blocks, const float* x, float* out, float* kept, float* scratch) {
   const Blocks& s = *blocks;
-  Plan plan(s, false, kept, scratch);
+  Plan plan(s, kept, false, kept, scratch);
   pack_all(s, plan, false);
   const long step = rows_of(s) * s.width, last = s.branches - 1;
   in_threads(s, [&](long group, long thread) {
     const float* in = x + group * step;
-    const Kept* own = &plan.kept[(kept ? group : thread) * s.branches];
     for (long i = 0; i < s.branches; i++) {
-      float* to = i < last && kept ? own[i + 1].x : out + group * step;
-      forward(s, s.branch[i], plan.packed[i], group * s.group, in, to, own[i], plan.scratch[thread]);
+      float* to = i < last && kept ? plan.inputs[group * s.branches + i + 1] : out + group * step;
+      forward(s, s.branch[i], plan.packed[i], group * s.group, in, to, plan.inside(s, group, thread, i), plan.scratch[thread]);
       in = to;
     }
   });
@@ -732,16 +886,15 @@ void blocks_forward(const Blocks* blocks, const float* x, float* out, float* kep
 // `d` is the gradient of `out` and becomes that of `x`; `kept` is what the forward pass has left.
 void blocks_backward(const Blocks* blocks, const float* x, float* d, float* kept, float* scratch) {
   const Blocks& s = *blocks;
-  Plan plan(s, true, kept, scratch);
+  Plan plan(s, true, true, kept, scratch);
   pack_all(s, plan, true);
   for (auto& [memory, floats] : plan.sums) memset(memory, 0, floats * sizeof(float));
   const long step = rows_of(s) * s.width;
   in_threads(s, [&](long group, long thread) {
-    const Kept* own = &plan.kept[group * s.branches];
     for (long i = s.branches - 1; i >= 0; i--) {
-      const float* in = i ? own[i].x : x + group * step;
+      const float* in = i ? plan.inputs[group * s.branches + i] : x + group * step;
       backward(s, s.branch[i], plan.packed[i], &plan.gradients[thread][i * WEIGHTS], group * s.group, in, d + group * step,
-               own[i], plan.scratch[thread]);
+               plan.inside(s, group, thread, i), plan.scratch[thread]);
     }
   });
   for (const Plan::Part& part : plan.parts)
