@@ -90,11 +90,10 @@ class NumericsContext:
         self.compiled = compiled_blocks(objective) if numerics.compiled else []
         self.tokenizers: list[Any] = []
         if self.native:
-            from smallvit.native import native_blocks
-            from smallvit.tokenizers import PatchEmbed
+            from smallvit.native import convolutions_of_patches, native_blocks
 
             self.compiled = native_blocks(objective)
-            self.tokenizers = [m for m in objective.modules() if type(m) is PatchEmbed and m.can_be_linear and not m.linear]
+            self.tokenizers = convolutions_of_patches(objective)
 
     @contextmanager
     def active(self) -> Iterator[None]:

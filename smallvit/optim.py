@@ -55,9 +55,6 @@ def lay_apart(parameters: Iterable[nn.Parameter]):
             p.data = p.detach().clone()
 
 
-ADAMW_LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")  # arguments of `torch._fused_adamw_`
-
-
 class FlatAdamW:
     """AdamW for many small parameters, with a few large tensors instead. It does what `optimizer` does, in less time.
 
@@ -70,14 +67,14 @@ class FlatAdamW:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # each parameter with the part that is its gradient
-        self.groups: list[tuple[dict, dict[str, list[Tensor]]]] = []  # each group, with the arguments of `torch._fused_adamw_`
+        self.groups: list[tuple[dict, list[list[Tensor]]]] = []  # each group, with five lists: see `join`
         others = []
         for group in optimizer.param_groups:
             joined = [self.join(row) for row in rows_in_memory(group["params"], optimizer.state)]
-            lists = [list(tensors) for tensors in zip(*joined)] or [[] for _ in ADAMW_LISTS]
-            self.groups.append((group, dict(zip(ADAMW_LISTS, lists))))
+            if joined:
+                self.groups.append((group, [list(tensors) for tensors in zip(*joined)]))
             others.append(group | {"params": [p for p in group["params"] if p not in optimizer.state]})
-        self.flat_parameters: list[Any] = [p for _, lists in self.groups for p in lists["self"]]
+        self.flat_parameters: list[Any] = [p for _, lists in self.groups for p in lists[0]]
         self.rest = None
         if any(group["params"] for group in others):
             self.rest = torch.optim.AdamW(others, fused=True)
@@ -115,14 +112,14 @@ class FlatAdamW:
     @torch.no_grad()
     def step(self):
         """Update all parameters from their gradients."""
-        for group, lists in self.groups:
-            if lists["self"]:  # as `torch.optim.AdamW(fused=True)` does, without its search for parameters in each step
-                beta1, beta2 = group["betas"]
-                torch._foreach_add_(lists["state_steps"], 1)
-                torch._fused_adamw_(
-                    **lists, max_exp_avg_sqs=[], lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                    weight_decay=group["weight_decay"], amsgrad=False, maximize=False,
-                )  # fmt: skip
+        tensors: Any = torch
+        for group, (parameters, gradients, means, squares, steps) in self.groups:
+            # what `torch.optim.AdamW(fused=True)` calls after looking through its parameters
+            tensors._foreach_add_(steps, 1)
+            tensors._fused_adamw_(
+                parameters, gradients, means, squares, [], steps, lr=group["lr"], beta1=group["betas"][0],
+                beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], amsgrad=False, maximize=False,
+            )  # fmt: skip
         if self.rest is not None:
             for group, own in zip(self.optimizer.param_groups, self.rest.param_groups):
                 own["lr"] = group["lr"]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from smallvit import DINO, MAE, Attention, Block, LocalityAttention, Merge, PatchEmbed, Run, ViT, augment, native
-from smallvit.numerics import Numerics, check_numerics
+from smallvit.numerics import Numerics, NumericsContext, check_numerics
 from smallvit.optim import FlatAdamW, lay_in_a_row
 from smallvit.record import WEIGHTS
 from smallvit.reduction import LayerContext

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.storage import write_atomic
+from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, Blocks, one_after_another
 
 SOURCE = Path(__file__).with_name("blocks.cpp")
@@ -226,10 +227,10 @@ class NativeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Tensor:
-        x, weights = x.contiguous(), weights or call.weights
+        x, own = x.contiguous(), weights or call.weights
         out = torch.empty_like(x)
         for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
-            problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
+            problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in own])
             kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
             scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
             library().blocks_forward(problem, pointer(tokens), pointer(result), kept and kept.pointer, scratch.pointer)
@@ -490,6 +491,14 @@ def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
             parts = [part for first, run in runs for part in (run if first is None else [NativeBlocks(run)])]
             pairs.append((blocks, functools.partial(one_after_another, parts)))
     return pairs
+
+
+def convolutions_of_patches(objective: nn.Module) -> list[PatchEmbed]:
+    """Return the tokenizers inside a training objective that can compute their convolution as a matrix product, which is faster
+    and the same function. Nothing is returned if the kernel cannot be used on this machine.
+    """
+    tokenizers = [module for module in objective.modules() if type(module) is PatchEmbed]
+    return [each for each in tokenizers if each.can_be_linear and not each.linear and not reason_against()]
 
 
 @functools.cache
