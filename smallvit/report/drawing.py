@@ -220,12 +220,17 @@ def svg(figure, name: str, label: str) -> str:
     The colors are CSS variables. Equal figures give equal texts. A figure without panels gives an empty text.
     """
     import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     if not figure.axes:
         return ""
-    page = io.StringIO()
+    page, canvas = io.StringIO(), FigureCanvasSVG(figure)
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(page, format="svg", metadata={"Date": None})
+        figure.dpi = 72  # the unit of SVG
+        if layout := figure.get_layout_engine():
+            layout.execute(figure)  # `figure.savefig` would draw everything once more to find the layout
+            figure.set_layout_engine("none")
+        canvas.print_svg(page, metadata={"Date": None})
     text = page.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
