@@ -1,7 +1,9 @@
 """What many test files share: a small ViT, random weights, and comparison of tensors."""
 
 import sys
+from collections.abc import Iterable
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -43,3 +45,13 @@ def option_id(component) -> str:
     name = getattr(getattr(component, "func", component), "__name__", str(component))
     options = ", ".join(f"{key}={value}" for key, value in getattr(component, "keywords", {}).items())
     return f"{name}({options})" if options else name
+
+
+def pairwise(choices: Iterable[tuple]) -> list[int]:
+    """The indices of a few tuples of options: every pair of options that one of all tuples has is in one of these."""
+    pairs = [set(combinations(enumerate(map(option_id, options)), 2)) for options in choices]
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        chosen.append(max(range(len(pairs)), key=lambda index: len(pairs[index] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
