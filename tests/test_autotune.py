@@ -178,7 +178,7 @@ def test_kinds_of_runs_are_weighed_by_their_steps(tmp_path, monkeypatch):
         return {16: 1.2, 64: 0.2}[tokens] if training.numerics.kernel == "fused" else 1.0
 
     as_if(monkeypatch, seconds)
-    given = {"precision": None, "stack": 1}
+    given = {"precision": None, "stack": 1, "compiled": False}
     assert autotune.autotune(runs, tmp_path / "a", 1, "cpu", given)[0] == DEFAULT
     assert autotune.autotune(runs[1:], tmp_path / "b", 1, "cpu", given)[0] == Numerics(kernel="fused")
     start = SHORT.vary(objective=DINO, augment=augment.digit_crops(), clip=0.0, ema=0.0, steps=100)

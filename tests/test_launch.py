@@ -6,9 +6,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from toys import TINY_VIT
 
 from smallvit import ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit.launch import launch, progress
+from smallvit.launch.local import process_context
 from smallvit.launch.plan import parallel
 from smallvit.launch.scheduler import Damaged, Killed, Scheduler, dependencies_first, folder, recall, record_failure, tags
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
@@ -164,22 +168,33 @@ def test_run_of_a_killed_worker_is_resumed(tmp_path):
     assert list(weights_in(tmp_path / "whole").values()) == list(weights_in(place).values())
 
 
+def start(target: Callable, *arguments) -> multiprocessing.Process:
+    """Call a function that launches runs in a fork of this process. Both use the same server of worker processes."""
+    process_context("cpu")
+    process = multiprocessing.get_context("fork").Process(target=forked, args=(target, *arguments))
+    process.start()
+    return process
+
+
+def forked(target: Callable, *arguments):
+    for owner in (forkserver, forkserver._forkserver):
+        owner.ensure_running = lambda: None  # the server is no child of this process
+    target(*arguments)
+
+
 def interrupted(out: Path, runs: list[ArmRun]):
+    """Launch the runs, and press Ctrl-C a moment after the first one has finished."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests were started in the background
     try:
-        launch(runs, out, recipe="t", jobs=2)
+        launch(runs, out, recipe="t", jobs=2, show=lambda _: Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start())
     except KeyboardInterrupt:
         os._exit(130)
 
 
 def test_ctrl_c_leaves_everything_resumable(tmp_path):
-    steps = dict(zip(ARMS, (50, 1_000)))  # one arm finishes long before the other, on any machine
+    steps = dict(zip(ARMS, (50, 500)))  # one arm finishes long before the other, on any machine
     runs = comparison(2, {name: run.vary(steps=steps[name]) for name, run in ARMS.items()})
-    process = multiprocessing.get_context("spawn").Process(target=interrupted, args=(tmp_path, runs))
-    process.start()
-    while not list(tmp_path.rglob(RECORD)) and process.is_alive():
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
+    process = start(interrupted, tmp_path, runs)
     process.join(120)
     assert process.exitcode == 130
     finished = len(list(tmp_path.rglob(RECORD)))
@@ -196,11 +211,10 @@ def long_run(out: Path):
 
 @needs_proc
 def test_worker_ends_with_its_parent(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=long_run, args=(tmp_path,))
-    process.start()
+    process = start(long_run, tmp_path)
     while not list(tmp_path.rglob(".lock")) and process.is_alive():
         time.sleep(0.05)
-    orphans = [Path(f"/proc/{pid}/cmdline") for pid in workers(process.pid)]
+    orphans = [Path(f"/proc/{pid}/cmdline") for pid in workers(os.getpid())]
     process.kill()
     process.join()
     deadline = time.monotonic() + 60
