@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -501,6 +502,17 @@ RUNS = ablate(ARMS, labels=[20, 40], seeds=range(2), references=False)
 """
 
 
+@pytest.fixture(scope="module")
+def many_runs(tmp_path_factory) -> Path:
+    """The folder of a recipe with three arms that has been run. Tests work on a copy."""
+    place = tmp_path_factory.mktemp("many")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        write_recipe(RECIPE.partition("RUNS =")[0] + MANY)
+        assert main(["run", "mine.py", "--jobs", "1"]) == 0
+    return place
+
+
 @pytest.mark.parametrize(
     ("old", "new", "removed"),
     [
@@ -518,10 +530,9 @@ RUNS = ablate(ARMS, labels=[20, 40], seeds=range(2), references=False)
         ),
     ],
 )
-def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published(old, new, removed, workdir):
-    text = RECIPE.partition("RUNS =")[0] + MANY
-    write_recipe(text)
-    assert main(["run", "mine.py", "--jobs", "1"]) == 0
+def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published(old, new, removed, many_runs, workdir):
+    shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
+    text = Path("mine.py").read_text()
     trained = {record.fingerprint for record in all_records(workdir)}
     assert old in text
     write_recipe(text.replace(old, new))

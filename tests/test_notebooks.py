@@ -6,6 +6,7 @@ After a change, execute them again (needs nbconvert):  PYTHONWARNINGS=ignore jup
 import ast
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -112,13 +113,21 @@ def test_notebook_imports_public_names_and_defines_no_helpers(path):
     assert defined == ({"TalkingHeads", "__init__", "reset_parameters", "forward"} if path.stem == "add_a_module" else set())
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[] if path.stem == "look_inside" else pytest.mark.slow) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@each
 def test_notebook_runs(path, execute):
     assert all(cell.execution_count for cell in cells(execute(path)))
+
+
+def test_cells_of_a_notebook_run(tmp_path, monkeypatch):
+    """Without a kernel, which imports everything once more; the test above runs all notebooks in one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SMALLVIT_SHORT", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    namespace: dict = {}
+    for number, cell in enumerate(cells(jupytext.read(ROOT / "notebooks" / "look_inside.py")), 1):
+        exec(compile(python_code(cell.source), f"cell {number}", "exec"), namespace)
+    assert number >= 8
 
 
 @pytest.fixture

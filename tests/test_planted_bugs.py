@@ -190,35 +190,45 @@ RUNS = ablate({"scratch": scratch, "no decay": scratch.vary(weight_decay=0.0)}, 
 '''
 
 
-def test_the_command_accepts_another_machine_and_finds_an_error_in_the_package(tmp_path, monkeypatch, capsys):
+PACKAGE = Path(smallvit.__file__).parent
+
+
+def verify(path: str | Path, **environment: str) -> tuple[int, str]:
+    """Verify one seed in another process that imports smallvit from `path`. Return its exit status and what it prints."""
+    words = [sys.executable, "-m", "smallvit", "verify", "mine.py", "--jobs", "1", "--only", "seed=2"]
+    changed = os.environ | {"PYTHONPATH": str(path)} | environment
+    done = subprocess.run(words, env=changed, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """A working directory with the recipe and its published records."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(RECIPE)
     assert main(["run", "mine.py", "--jobs", "1", "--stack", "2", "--numerics", "kernel=explicit"]) == 0
     assert main(["report", "mine.py", "--publish"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there is no smaller instruction set")
+def test_the_command_accepts_another_instruction_set(published):
+    status, out = verify(PACKAGE.parent, ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41")
+    assert status == 0 and out.count("the first training steps agree") == out.count("instruction set") == 2
+
+
+def test_the_command_accepts_equal_runs_and_finds_an_error_in_the_package(published, capsys):
     records = read_records(Path("mine.jsonl"))
     assert {(record.kernel, record.stacked) for record in records} == {("explicit", 2), ("explicit", None)}
     capsys.readouterr()
     assert main(["verify", "mine.py", "--jobs", "1", "--seeds", "3"]) == 0
     out = capsys.readouterr().out
     assert out.count("identical to the record (weights and score)") == 6 and "verified: every run agrees" in out
-
-    words = [sys.executable, "-m", "smallvit", "verify", "mine.py", "--jobs", "1", "--only", "seed=2"]
-    package = Path(smallvit.__file__).parent
-
-    def verify(*more, **environment):
-        """Run the command in another process and return its exit status and what it prints."""
-        done = subprocess.run([*words, *more], env=os.environ | environment, capture_output=True, text=True)
-        return done.returncode, done.stdout
-
-    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
-        other = {"PYTHONPATH": str(package.parent), "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-        status, out = verify("--out", "elsewhere", **other)
-        assert status == 0 and out.count("the first training steps agree") == out.count("instruction set") == 2
-    shutil.copytree(package, "buggy/smallvit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, "buggy/smallvit", ignore=shutil.ignore_patterns("__pycache__"))
     path = Path("buggy/smallvit/train/loop.py")
     update = "ema_update(self.ema_pairs, self.ema_weight)"
     text = path.read_text()
     assert text.count(update) == 1
     path.write_text(text.replace(update, "pass"))
-    status, out = verify(PYTHONPATH=str(Path("buggy").resolve()))
+    status, out = verify(Path("buggy").resolve())
     assert status == 1 and out.count("FAILED, the training differs: the averaged (EMA) weights") == 2 and "NOT verified" in out

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from toys import option_id, randomize, tiny_vit
+from toys import option_id, pairwise, randomize, tiny_vit
 
 from smallvit import reduction
 from smallvit.attention import Attention, LocalityAttention
@@ -148,12 +149,6 @@ def test_other_settings_change_the_logits(make):
 
 TOKENIZERS = [partial(PatchEmbed, patch=2), partial(ShiftedPatchEmbed, patch=2), partial(ConvStem, layers=1), ConvTokenizer]
 POOLS = [ClassToken, MeanTokens, SequencePool]
-SLOTS = [
-    dict(tokenizer=tokenizer, attention=attention, registers=registers)
-    for tokenizer in TOKENIZERS
-    for attention in (Attention, LocalityAttention)
-    for registers in (0, 2)
-]
 COMBINED = {
     "Merge": partial(Merge, r=2),
     "Prune": Prune,
@@ -162,6 +157,10 @@ COMBINED = {
     "LearnedThresholds": partial(LearnedThresholds, merge=0.2, prune=0.8),
     "LearnedThresholds, no merge": partial(LearnedThresholds, merge=None, prune=1.0),
 }
+COMBINATIONS = [
+    *product(COMBINED, POOLS, (torch.float32, torch.bfloat16), TOKENIZERS, (Attention, LocalityAttention), (0, 2))
+]
+PAIRS = pairwise(COMBINATIONS)  # the other combinations are slow
 
 
 def assert_trains(model, x):
@@ -177,18 +176,24 @@ def assert_trains(model, x):
 
 
 def test_the_combinations_contain_every_reduction():
-    assert len(SLOTS) * len(POOLS) == 48 and {getattr(make, "func", make) for make in COMBINED.values()} == set(CLASSES)
+    assert len(COMBINATIONS) == 576 and {getattr(make, "func", make) for make in COMBINED.values()} == set(CLASSES)
+    assert {COMBINATIONS[index][:2] for index in PAIRS} == {*product(COMBINED, POOLS)}
 
 
-@pytest.mark.parametrize("kind", COMBINED)
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_combination_of_slots_trains_with_every_reduction(kind, pool, dtype):
-    for slots in SLOTS:
-        model, x = small(**slots, pool=pool, reduction=COMBINED[kind]), torch.randn(3, 1, 8, 8)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            assert_trains(model, x)
-            assert model.eval()(x).isfinite().all()
+@pytest.mark.parametrize(
+    "combination",
+    [
+        pytest.param(each, id="-".join(map(option_id, each)), marks=[] if index in PAIRS else pytest.mark.slow)
+        for index, each in enumerate(COMBINATIONS)
+    ],
+)
+def test_every_combination_of_slots_trains_with_every_reduction(combination):
+    kind, pool, dtype, tokenizer, attention, registers = combination
+    slots = dict(tokenizer=tokenizer, attention=attention, registers=registers)
+    model, x = small(**slots, pool=pool, reduction=COMBINED[kind]), torch.randn(3, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert_trains(model, x)
+        assert model.eval()(x).isfinite().all()
 
 
 # A trained model

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from markupsafe import escape
 from scipy import stats
 
 from smallvit.components import describe_value, differences
@@ -340,18 +341,30 @@ def test_answer_states_the_verdicts_in_two_sentences(case):
 # Warnings and provenance
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"device": "cuda:0"}, {"threads": 2}, {"precision": "bf16"}, {"cpu": "another"}, {"code": {"sha256": "beef"}},
-     {"kernel": "fused"}, {"compiled": True},
-     {"versions": {"python": "3.13"}}, {"test_reads": 2}, {"score": "knn_5", "test": {"knn_5": 0.9}},
-     {"code": {"sha256": "c0de", "dirty": True}}],
-)  # fmt: skip
+OTHER_CONDITIONS = [
+    {"device": "cuda:0"}, {"threads": 2}, {"precision": "bf16"}, {"cpu": "another"}, {"code": {"sha256": "beef"}},
+    {"kernel": "fused"}, {"compiled": True},
+    {"versions": {"python": "3.13"}}, {"test_reads": 2}, {"score": "knn_5", "test": {"knn_5": 0.9}},
+    {"code": {"sha256": "c0de", "dirty": True}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", OTHER_CONDITIONS)
 def test_arms_run_under_other_conditions_give_a_warning(fields):
     assert "## Warnings" not in markdown(PLAIN, **PAGE)
     page = markdown(change(PLAIN, "+A", **fields), **PAGE)
     assert "## Warnings" in page and re.search("There (is|are) . warnings? below", page)
-    assert "Warnings" in html(change(PLAIN, "+A", **fields), **PAGE)
+
+
+def test_html_page_has_the_warnings_of_the_markdown_page():
+    """Drawing the figures takes the longest, so one page has all warnings."""
+    rows = PLAIN
+    for fields in OTHER_CONDITIONS:
+        rows = change(rows, "+A", **fields)
+    page = html(rows, **PAGE)
+    found = warnings(rows)
+    assert "Warnings" not in html(PLAIN, **PAGE) and len(found) >= 9
+    assert all(str(escape(text)) in page for text in found)
 
 
 def test_test_images_that_were_trained_on_give_a_warning():
