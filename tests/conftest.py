@@ -28,6 +28,13 @@ def workdir(tmp_path, monkeypatch, request):
     sys.modules.pop("recipes.mine", None)
 
 
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Plot the figures of reports, but do not convert them to SVG. This takes most of the time of a short `smallvit run`."""
+    for module in ("figures", "class_figures"):
+        monkeypatch.setattr(f"smallvit.report.{module}.svg", lambda figure, name, label: "")
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     """Every test starts from the same state of torch's generator."""

@@ -102,6 +102,7 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
 # --dry-run
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_dry_run_describes_the_arms_and_counts_finished_runs(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST, "--out", "mine"]) == 0
     capsys.readouterr()
@@ -225,6 +226,7 @@ def test_smoke_test_trains_every_arm_and_leaves_the_real_runs_alone(workdir, cap
     assert not (workdir / "runs" / "mine").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_longer_runs_have_their_own_folder_and_report(workdir):
     assert main(["run", "mine.py", "--scale-steps", "2", *SMALLEST]) == 0
     folder = workdir / "runs" / "scale-steps-2" / "mine"
@@ -414,6 +416,7 @@ def test_recipe_may_have_several_baselines_if_every_arm_names_its_own():
 # Runs that fail or were damaged
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_failing_arm_gives_status_1_and_the_others_are_reported(workdir, capsys):
     write_recipe(RECIPE.replace(LSA, '"odd": scratch.vary(heads=3)'))
     assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "--jobs", "1"]) == 1
@@ -441,6 +444,7 @@ class Mine(LocalityAttention):
     ],
     ids=["type error", "exception that cannot be pickled"],
 )
+@pytest.mark.usefixtures("unrendered")
 def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code, error, workdir, capsys):
     odd = "\nclass Odd(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
     text = RECIPE.replace("\nscratch =", USER_CLASS.replace("return super().forward(*args, **kwargs)", code) + odd + "\nscratch =")
@@ -454,6 +458,7 @@ def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code
     assert record.error.startswith(error) and "train/loop.py" in record.traceback and code in record.traceback
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST]) == 0
     torn, other = sorted(workdir.rglob(RECORD))
@@ -474,6 +479,7 @@ def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, caps
     assert len(list(workdir.rglob("*.damaged"))) == 3 and len([r for r in all_records(workdir) if r.finished]) == 2
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_result_at_chance_is_a_warning_in_the_terminal(workdir, capsys):
     write_recipe(RECIPE.replace("steps=6", "steps=6, lr=10.0"))
     assert main(["run", "mine.py", *SMALLEST]) == 0
@@ -481,6 +487,7 @@ def test_result_at_chance_is_a_warning_in_the_terminal(workdir, capsys):
     assert "most frequent class" in warning
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_deleted_arm_still_counts_as_a_comparison(workdir):
     assert main(["run", "mine.py", *SMALLEST]) == 0
 
@@ -530,6 +537,7 @@ def many_runs(tmp_path_factory) -> Path:
         ),
     ],
 )
+@pytest.mark.usefixtures("unrendered")
 def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published(old, new, removed, many_runs, workdir):
     shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
     text = Path("mine.py").read_text()
@@ -545,6 +553,7 @@ def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published
         assert len(all_records(workdir)) == len(trained), "a renamed arm was trained again"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_settings_that_were_scored_after_the_shown_ones_are_counted(workdir, capsys):
     """The first settings were the best: their records say 1, because nothing else had been scored then."""
     small = RECIPE.replace("labels=[20, 40], seeds=range(2)", "labels=[20, 40], seeds=[0], references=False")
@@ -573,6 +582,7 @@ def test_longer_runs_leave_out_the_tuned_copies(workdir, capsys):
 # Components defined in a recipe
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_new_attention_in_a_recipe_file_runs_without_touching_the_package(workdir):
     write_recipe('''"""Does attention that ignores distance help?"""
 from functools import partial
@@ -598,6 +608,7 @@ RUNS = ablate({"scratch": scratch, "mean": scratch.vary(attention=partial(MeanAt
     assert attention.pop("recipe_sha256") and attention == {"call": "recipes.mine.MeanAttention", "gain": 2.0}
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_edited_class_of_a_recipe_is_trained_again_but_not_after_a_comment(workdir):
     recipe = RECIPE.replace("\nscratch =", USER_CLASS + "\nscratch =").replace(LSA, '"mine": scratch.vary(attention=Mine)')
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -358,19 +359,42 @@ print("fine")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
-@pytest.mark.parametrize("limit", ["-s 256", "-n 64"], ids=["small stack", "few open files"])
-def test_under_limits_of_the_system(limit):
-    command = f"ulimit {limit}; exec {sys.executable} -c '{SCRIPT}'"
+def test_with_a_small_stack_and_few_open_files():
+    command = f"ulimit -s 256; ulimit -n 64; exec {sys.executable} -c '{SCRIPT}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.stdout == "fine\n", done.stderr
 
 
-def test_processes_that_start_together_compile_once(tmp_path):
-    script = "from smallvit import native; native.library(); print(native.library()._name)"
-    environment = os.environ | {"SMALLVIT_CACHE": str(tmp_path)}
-    started = [subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    names = {process.communicate()[0] for process in started}
-    assert len(names) == 1 and len(list(tmp_path.glob("*.so"))) == 1
+COMPILER = """#!/bin/sh
+case "$*" in
+  *" -o "*) echo compiled >> "{log}"; sleep 0.5; shift $(($# - 1)); cp "{library}" "$1" ;;
+  *) echo "a compiler" ;;
+esac
+"""
+
+
+def load_library(barrier, names):
+    native.library.cache_clear()
+    barrier.wait()
+    names.put(native.library()._name)
+
+
+def test_processes_that_start_together_compile_once(tmp_path, monkeypatch):
+    """With a stand-in for the compiler, which copies the library that was compiled before and takes half a second."""
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(COMPILER.format(log=log, library=native.library()._name))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    fork = multiprocessing.get_context("fork")
+    barrier, names = fork.Barrier(2), fork.SimpleQueue()
+    started = [fork.Process(target=load_library, args=(barrier, names)) for _ in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0] and log.read_text() == "compiled\n"
+    assert {names.get(), names.get()} == {str(path) for path in (tmp_path / "cache").glob("*.so")}
 
 
 # Training
