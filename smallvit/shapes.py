@@ -3,14 +3,15 @@
 A record may come from anywhere. What is checked here, a report can show without further checks.
 """
 
-import unicodedata
+import re
 from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 64  # levels of nested lists and dicts
 LARGEST = 1e39  # of all numbers; above the largest float32
 MOST_PIXELS = 2**26  # values of all images in the picture of a record
-DIRECTIONS = {*"\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}  # they reverse what a reader sees
+DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # they reverse what a reader sees
+UNSAFE = re.compile(f"[\0-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029{DIRECTIONS}]")  # control characters, surrogates, line breaks
 
 Kind = tuple[str, Callable[[Any], bool]]
 
@@ -258,19 +259,14 @@ def printable(text: str, lines: bool = False) -> str:
     direction of reading are replaced by their code, such as `\x1b`. Line breaks and tabs become spaces, or stay with
     `lines=True`. A text without such characters is returned unchanged.
     """
-    if text.isascii() and text.isprintable():
-        return text
-    kept = "\n\t" if lines else ""
-    return "".join(c if c in kept else printable_character(c) for c in text)
 
-
-def printable_character(character: str) -> str:
-    """Return a character, or what stands for it in a text that is safe to print: see `printable`."""
-    if character in "\n\t":
-        return " "
-    if character in DIRECTIONS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+    def replaced(match: re.Match) -> str:
+        character = match[0]
+        if character in "\n\t":
+            return character if lines else " "
         return character.encode("unicode_escape").decode()
-    return character
+
+    return UNSAFE.sub(replaced, text)
 
 
 def all_printable(value: Any, lines: bool = False) -> Any:
