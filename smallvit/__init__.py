@@ -21,7 +21,7 @@ NAMES = {
         "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
         "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
     ),
-    "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Supervised"),
+    "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "SemiSupervised", "Supervised"),
     "evaluate": (
         "FeatureExtractor", "Splits", "accuracy", "auc", "balanced_accuracy", "calibration", "cost", "evaluator", "features",
         "few_shot", "knn", "linear_probe", "log_loss", "macro_f1",

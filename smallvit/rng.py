@@ -8,7 +8,8 @@ Names in use: `subset` (which images are labeled and, if the data has no validat
 (the order in which the classes take turns to get a label), `subset/group` (the order in which groups are taken for validation),
 `val` (which of the data's own validation images), `few_shot` (the images of a few-shot probe), `order` (batches), `augment`
 (pixels), `init` (weights; those of an objective are `init/objective`) and `dropout` (draws inside a training step, beginning
-with the patches that an objective masks).
+with the patches that an objective masks). `unlabelled` is the seed of the streams for unlabelled images that a step sees beside
+the labelled ones: `order`, and `view` (pixels of their first and second view).
 The fixed test split of `digits()` is independent of the run: it is drawn like a subset, as `digits/test` with seed 0. So is the
 held-out part of your own images: it is drawn as `test/group` with seed 0.
 """

@@ -1,6 +1,7 @@
 """Transforms: the contract that all of them keep, each one against its paper or torchvision, and the presets."""
 
 import dataclasses
+from functools import partial
 from importlib import import_module
 from math import exp, pi
 from pkgutil import iter_modules
@@ -15,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from smallvit import augment
 
 from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
-from smallvit.augment import SmoothLabels, Solarize, Warp, digits, photos  # isort: skip
+from smallvit.augment import SmoothLabels, Solarize, Warp, digits, photos, strong_digits, strong_photos  # isort: skip
 from smallvit.augment.batch import concatenate  # isort: skip
 
 FILES = [import_module(f"smallvit.augment.{file.name}") for file in iter_modules(augment.__path__)]
@@ -192,6 +193,7 @@ def test_gpu_gives_the_same_pixels(transform):
         (lambda: Solarize(threshold=128), r"Solarize\(threshold=128\): .* from 0 to 1"),
         (lambda: Blur(sigma=(0.1, 2.0)), r"Blur\(sigma=\(0.1, 2.0\)\): .*0 <= a <= b <= 0.5"),
         (lambda: digits(3), r"digits\(strength=3\): .* from 0 to 1.5"),
+        (lambda: strong_digits(1.3), r"strong_digits\(strength=1.3\): .* from 0 to 1.2"),
         (lambda: photos(-1), r"photos\(strength=-1\): .* from 0 to 2"),
     ],
 )
@@ -547,9 +549,10 @@ def test_transforms_that_are_unsafe_for_digits_give_a_reason():
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0, 1.5])
 def test_digits_preset_is_safe_for_digits(strength):
     assert [transform.unsafe_for_digits for transform in digits(strength)] == [None]
+    assert [transform.unsafe_for_digits for transform in strong_digits(min(strength, 1.2))] == [None, None]
 
 
-@pytest.mark.parametrize("preset", [digits, photos])
+@pytest.mark.parametrize("preset", [digits, photos, strong_digits, partial(strong_photos, colour=False)])
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_presets_are_off_at_strength_0_and_change_more_with_strength(preset, channels):
     batch = random_batch(64, channels)

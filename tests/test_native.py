@@ -18,6 +18,7 @@ from torch import nn
 
 from smallvit import DINO, MAE, Attention, Block, LocalityAttention, Merge, PatchEmbed, Run, ViT, augment, native
 from smallvit.numerics import Numerics, NumericsContext, check_numerics
+from smallvit.objectives import SemiSupervised
 from smallvit.optim import FlatAdamW, lay_in_a_row
 from smallvit.record import WEIGHTS
 from smallvit.reduction import LayerContext
@@ -427,9 +428,10 @@ def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
         RUN.vary(drop_path=0.4, attention=LocalityAttention),
         RUN.vary(objective=MAE, unlabelled=True),
         RUN.vary(objective=partial(DINO, freeze=0.5), augment=augment.digit_crops(), clip=0.0, unlabelled=True),
+        RUN.vary(objective=partial(SemiSupervised, weak=(), strong=augment.digits(), momentum=0.9, threshold=0.0, hard=0.0)),
         RUN.vary(layer_decay=0.7, weight_decay=0.1, ema=0.0),
     ],
-    ids=["dropout", "stochastic depth", "MAE", "DINO", "layer decay"],
+    ids=["dropout", "stochastic depth", "MAE", "DINO", "semi-supervised", "layer decay"],
 )
 def test_objectives_and_options_train_alike(run, tmp_path):
     run = run.vary(steps=8)

@@ -53,7 +53,7 @@ def cross_entropy_by_hand(logits, targets):
 def test_every_objective_is_tested():
     found = {name for name, member in vars(objectives).items() if inspect.isclass(member) and issubclass(member, Objective)}
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
-    assert found == {"DINO", "Distill", "LearnThresholds", "LearnToPrune", "MAE", "Objective", "Supervised"}
+    assert found == {"DINO", "Distill", "LearnThresholds", "LearnToPrune", "MAE", "Objective", "SemiSupervised", "Supervised"}
     assert all(f"import {name}" in tests or f"{name}," in tests for name in found - {"Objective"})
 
 
@@ -85,7 +85,7 @@ def test_defaults_of_the_base_class_do_nothing(batch):
 
 def test_objectives_that_change_more_than_parameters_in_a_step_are_not_stackable():
     assert {cls.__name__ for cls in vars(objectives).values() if inspect.isclass(cls) and issubclass(cls, Objective) and cls.stackable} == {
-        "Objective", "Supervised", "Distill", "LearnToPrune",
+        "Objective", "SemiSupervised", "Supervised", "Distill", "LearnToPrune",
     }  # fmt: skip
     members = {"before_step": lambda self, progress: None}, {"after_step": lambda self, progress: None}, {"needs_labels": False}
     for member in members:

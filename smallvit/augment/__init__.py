@@ -6,7 +6,7 @@ pixels.py      Flip, RandomErasing, Noise
 color.py       Jitter, Gray, Solarize, Blur
 mix.py         Mixup, CutMix, SmoothLabels: these also change the targets
 multicrop.py   MultiCrop: several views of each image, for self-supervised learning
-presets.py     digits, photos, digit_crops, photo_crops: ready-made tuples of transforms
+presets.py     digits, photos, strong_digits, strong_photos, digit_crops, photo_crops: ready-made tuples of transforms
 
 A transform is any callable `(batch, generator) -> batch`. The transforms here are frozen dataclasses of plain values, so that
 a run can be described, compared and rebuilt. They work on the device of the batch. All random numbers are drawn on the CPU,
@@ -21,10 +21,11 @@ from .color import Blur, Gray, Jitter, Solarize
 from .mix import CutMix, Mixup, SmoothLabels
 from .multicrop import MultiCrop
 from .pixels import Flip, Noise, RandomErasing
-from .presets import digit_crops, digits, photo_crops, photos
+from .presets import digit_crops, digits, photo_crops, photos, strong_digits, strong_photos
 from .warp import Warp
 
 __all__ = [
     "Augmentation", "Batch", "Blur", "CutMix", "Flip", "Gray", "Jitter", "Mixup", "MultiCrop", "Noise", "RandomErasing",
-    "SmoothLabels", "Solarize", "Warp", "apply", "digit_crops", "digits", "photo_crops", "photos",
+    "SmoothLabels", "Solarize", "Warp", "apply", "digit_crops", "digits", "photo_crops", "photos", "strong_digits",
+    "strong_photos",
 ]  # fmt: skip

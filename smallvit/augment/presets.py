@@ -41,6 +41,44 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
     )
 
 
+def strong_digits(strength: float = 1.0) -> tuple[Augmentation, ...]:
+    """Return a tuple of transforms that change handwritten digits more than `digits`, for the strong view of unlabelled images
+    in semi-supervised learning: its deformations with 1.25 times the strength, and a black rectangle in half of the images.
+    `strength` scales all of these changes, from 0 (off) to 1.2.
+
+    The rectangle covers at most 0.12 of the image's area, so that an 8 rarely becomes a 3. There are no flips, no inverted
+    images and no large shifts, which the usual strong transforms for photos have: they make other digits or cut digits off.
+    """
+    _check_strength("strong_digits", strength, 1.2, UNREADABLE)
+    return (*digits(1.25 * strength), RandomErasing(probability=0.5 * min(strength, 1), area=(0.02, 0.12)))
+
+
+def strong_photos(strength: float = 1.0, *, colour: bool = True) -> tuple[Augmentation, ...]:
+    """Return a tuple of transforms that change small photos strongly, for the strong view of unlabelled images in
+    semi-supervised learning: flip, rotation, shear, zoom, shift, changes of brightness, contrast and color, inverted bright
+    pixels, blur and a black rectangle. `strength` scales all of these changes, from 0 (off) to 1.5. Use `colour=False` for
+    images without 3 channels.
+
+    The weak view that FixMatch uses for photos is `(augment.Flip(), augment.Warp(shift=0.125, fill="edge"))`.
+
+    Paper     Cubuk et al. 2020 (RandAugment), arXiv:1909.13719, as in FixMatch, arXiv:2001.07685, whose ranges are 30 degrees
+              and 0.3 of the image. Then Cutout, arXiv:1708.04552.
+    Departs   RandAugment draws two of 14 changes for each image. Here all changes are made together, so each is about half
+              as large. There is no posterizing, equalizing or sharpening.
+    """
+    _check_strength("strong_photos", strength, 1.5)
+    probability = min(strength, 1)
+    color = {"saturation": 0.4 * strength, "hue": 0.1 * strength} if colour else {}
+    return (
+        Flip(probability=0.5 * probability),
+        Warp(rotate=20 * strength, scale=0.2 * strength, shear=10 * strength, shift=0.15 * strength, fill="edge"),
+        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **color, probability=0.8),
+        Solarize(probability=0.1 * strength),
+        Blur(probability=0.1 * strength),
+        RandomErasing(probability=probability, area=(0.02, 0.25), aspect=1.0),
+    )
+
+
 def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int, int] = 16) -> tuple[Augmentation, ...]:
     """Return a tuple with one transform (`MultiCrop`), which makes several random views of handwritten digits for
     self-supervised learning. Each view is a deformed crop. `strength` scales the deformation, from 0 (off) to 1.5.

@@ -6,6 +6,7 @@ distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
 dino.py        DINO: self-distillation between views of unlabelled images
 mae.py         MAE: reconstruction of hidden patches of unlabelled images
+semi_supervised.py   SemiSupervised: labelled and unlabelled images in each step (FixMatch, pseudo-labels, mean teacher)
 collapse.py    detects the collapse of training without labels
 
 An objective is a subclass of `Objective`. This one adds a confidence penalty (arXiv:1701.06548) to the cross-entropy:
@@ -29,14 +30,15 @@ Contract of `objective = Class(model, **options)` and `objective(batch, progress
 
 - Options are keyword-only and set by `functools.partial`.
 - `batch` has normalized images, b c h w; targets, b k, rows with sum 1 (all 0 for unlabelled images); and `views` if an
-  augmentation makes them. `progress` rises from 0 to 1 over the run, so no objective depends on epochs or steps.
+  augmentation makes them, or if the objective asks for unlabelled images beside the labelled ones (`unlabelled`).
+  `progress` rises from 0 to 1 over the run, so no objective depends on epochs or steps.
 - `forward` calls `set_progress(progress)` first, and returns a dict with the scalar "loss".
 - `.model` is averaged, saved and evaluated. Parameters with `requires_grad` are trained; a teacher shares no storage with them.
 - A step calls in this order: `prepare(batch)`, `forward`, the backward pass, `before_step(progress)`, the optimizer,
   `after_step(progress)`. The three hooks do nothing by default.
 - `learning_rates()` may give groups of parameters their own learning-rate schedules.
-- The attributes `needs_labels`, `needs_views`, `needs_init`, `needs_teacher` and `stackable` declare what the objective needs;
-  see `Objective`. `check_run` refuses a `Run` that does not have it.
+- The attributes `needs_labels`, `needs_views`, `needs_init`, `needs_teacher`, `unlabelled` and `stackable` declare what the
+  objective needs; see `Objective`. `check_run` refuses a `Run` that does not have it.
 - An objective without labels sets `observed` in `forward`, which is checked for collapse.
 """
 
@@ -44,8 +46,12 @@ from .collapse import Observation
 from .dino import DINO
 from .distill import Distill
 from .mae import MAE
-from .objective import Objective
+from .objective import Objective, Unlabelled
 from .reduce import LearnThresholds, LearnToPrune
+from .semi_supervised import SemiSupervised
 from .supervised import Supervised
 
-__all__ = ["DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Observation", "Supervised"]
+__all__ = [
+    "DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Observation", "SemiSupervised", "Supervised",
+    "Unlabelled",
+]  # fmt: skip

@@ -1,17 +1,28 @@
 """The base class of all objectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from smallvit.augment import Batch, MultiCrop
+from smallvit.augment import Augmentation, Batch, MultiCrop
 from smallvit.evaluate import accuracy
 
 from .collapse import Observation
 
 LearningRate = Callable[[float, float], float]
+
+
+class Unlabelled(NamedTuple):
+    """The unlabelled images that an objective needs in each training step, beside the labelled ones.
+
+    ratio   number of unlabelled images for each labelled one
+    views   the transforms that make each view of them. The views are then in `batch.views`, one tensor `b c h w` each
+    """
+
+    ratio: int
+    views: tuple[Sequence[Augmentation], ...]
 
 
 class Objective(nn.Module):
@@ -29,6 +40,8 @@ class Objective(nn.Module):
     stackable      True if runs that differ only in their seed can be trained together by `torch.func.vmap`. This requires that
                    a step changes only parameters, by their gradients. The default is False for a subclass that overrides
                    `before_step` or `after_step`, or that needs no labels.
+    unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
+                   training loop then puts views of them into `batch.views`. Their labels cannot be read.
     observed       the features, and the targets of a teacher, of the last batch. An objective without labels sets it in
                    `forward`.
     """
@@ -38,6 +51,7 @@ class Objective(nn.Module):
     needs_init = False
     needs_teacher = False
     stackable = True
+    unlabelled: Unlabelled | None = None
     observed: Observation | None = None
     model: Any  # an nn.Module; methods such as features(x) depend on the model
 

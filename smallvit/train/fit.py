@@ -204,6 +204,8 @@ def prepare_training(
         if validation_only and not len(subset.val):
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
+        for transforms in training.objective.unlabelled.views if training.pool is not None else ():
+            check_transforms(transforms, data.spec)
         training.curves = curves
         training.checkpoint_file = folder / records.CHECKPOINT
         training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
@@ -255,7 +257,7 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
             f"data=partial({name}, folds={whole.folds or run.folds})"
         )
     data = whole.at_seed(run.seed)
-    check_transforms(run, data.spec)
+    check_transforms(run.augment, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
 
@@ -274,11 +276,11 @@ def drawn_share(run: Run, data: Dataset, subset: Subset) -> float:
     return (drawn / all_images.clamp(min=1).double()).max().item()
 
 
-def check_transforms(run: Run, spec: DataSpec):
-    """Raise ValueError if the data set contains digits and a transform of the run would change one digit to another, such as a
-    flip. `spec` describes the data set.
+def check_transforms(transforms: Sequence[Callable], spec: DataSpec):
+    """Raise ValueError if the data set contains digits and one of the `transforms` of a run would change one digit to another,
+    such as a flip. `spec` describes the data set.
     """
-    for transform in run.augment if spec.digits else ():
+    for transform in transforms if spec.digits else ():
         reason = getattr(transform, "unsafe_for_digits", None)
         if reason:
             raise ValueError(

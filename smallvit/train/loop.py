@@ -125,6 +125,7 @@ class Training:
         self.use(numerics)
         started = time.perf_counter()
         self.images = self.training_images(data)
+        self.pool = self.unlabelled_images(data)
         if run.reads_labels:
             self.objective.set_class_counts(self.images.labels.bincount(minlength=len(self.spec.classes)))
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
@@ -166,6 +167,19 @@ class Training:
         if run.pseudo_labels:
             labels = run.pseudo_labels(self.objective.model, labelled, replace(images, labels=torch.zeros_like(labels)))
         return Images(images.images.to(self.device), labels.to(self.device), self.spec)
+
+    def unlabelled_images(self, data: Dataset) -> Images | None:
+        """Return the images that the objective sees beside the labelled ones, moved to the device of the run, or None if it
+        needs none. They are all training images in `data` except the validation images, also the labelled ones. Their labels
+        are replaced by 0, and do not decide which images they are, or in which order.
+        """
+        if not (self.objective.unlabelled and self.run.steps):
+            return None
+        chosen = torch.ones(len(data.train), dtype=torch.bool)
+        if data.val is None:
+            chosen[self.subset.val_index] = False
+        pool = Images(data.train.images, torch.zeros_like(data.train.labels), self.spec).take(chosen.nonzero()[:, 0])
+        return Images(pool.images.to(self.device), pool.labels.to(self.device), self.spec)
 
     def resume(self, path: Path, origin: str):
         """Continue from the checkpoint file at `path`, if there is one. `origin` is a text that identifies the code and the
@@ -249,12 +263,25 @@ class Training:
         index = batch_index(len(images), run.batch, step, run.seed).to(images.labels.device)
         generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
         batch = apply(run.augment, Batch(images.pixels(index), self.label_mask * images.targets(index)), generator)
+        if self.pool is not None:
+            batch = batch._replace(views=self.unlabelled_views(self.pool))
         normalise = self.spec.normalise
         batch = batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
         with self.computing():
             batch = self.objective.prepare(batch)
         self.trace.add_batch(step, batch)
         return batch
+
+    def unlabelled_views(self, pool: Images) -> tuple[Tensor, ...]:
+        """Return the views of unlabelled images that the objective needs in the current step, not yet normalized. `pool` are
+        all unlabelled images. Their order and each view have random streams of their own.
+        """
+        ratio, views = self.objective.unlabelled
+        seed = stream(self.run.seed, "unlabelled")
+        index = batch_index(len(pool), ratio * self.run.batch, self.step, seed).to(self.device)
+        batch = Batch(pool.pixels(index), pool.targets(index))
+        generators = [torch.Generator().manual_seed(stream(seed, "view", f"{self.step}/{i}")) for i in range(len(views))]
+        return tuple(apply(transforms, batch, generator).images for transforms, generator in zip(views, generators))
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer):
         """Set the learning rate of each parameter group of an optimizer to the value for the current step."""
@@ -350,10 +377,12 @@ class Training:
         and costs.
         """
         device = self.device
+        in_a_step = self.run.batch * (1 if self.pool is None else 1 + self.objective.unlabelled.ratio)
+        without_labels = self.images if self.run.unlabelled else self.pool
         return {
             "steps": self.step,
-            "images_seen": self.step * self.run.batch,
-            "unlabelled": len(self.images) if self.run.unlabelled else None,
+            "images_seen": self.step * in_a_step,
+            "unlabelled": None if without_labels is None else len(without_labels),
             "seconds": round(self.seconds, 2) if self.run.steps or self.run.init else None,
             "curve": self.curve,
             "health": self.health or None,

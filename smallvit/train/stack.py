@@ -210,8 +210,9 @@ def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
     """Return one batch whose tensors are those of several batches, stacked along a new first axis."""
-    images, targets, _, logits = zip(*batches)
-    return Batch(torch.stack(images), torch.stack(targets), teacher_logits=tuple(torch.stack(each) for each in zip(*logits)))
+    images, targets, *others = zip(*batches)
+    views, logits = (tuple(torch.stack(each) for each in zip(*of_batches)) for of_batches in others)
+    return Batch(torch.stack(images), torch.stack(targets), views, logits)
 
 
 def clip(gradients: Sequence[Tensor], largest: float):
