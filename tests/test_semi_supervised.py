@@ -133,11 +133,11 @@ def test_loss_is_that_of_the_equations(options, progress):
 @each_paper
 def test_targets_get_no_gradient(options):
     """The gradient is that of the loss with fixed targets."""
-    objective, frozen = make(options), None
+    objective = make(options)
     batch, progress = make_batch(1 if options.keywords["strong"] is None else 2), 0.6
     frozen = copy.deepcopy(objective)
     with torch.no_grad():
-        target, accepted = frozen.targets(frozen.predict(batch.views[0], frozen.model(batch.views[-1])))
+        target, accepted = frozen.targets(frozen.predict(batch.views, frozen.model(batch.views[-1])))
     logits, prediction = objective.model(batch.images), objective.model(batch.views[-1])
     if options.keywords.get("loss") == "squared":
         each = (prediction.softmax(-1) - target).square().sum(-1)
@@ -493,6 +493,8 @@ def test_options_out_of_range_are_refused(options, message):
 def test_batch_without_views_and_alignment_without_class_sizes_are_refused():
     with pytest.raises(ValueError, match="learns from views of unlabelled images and the batch has 1"):
         make()(make_batch(views=1), 0.0)
+    with pytest.raises(ValueError, match=r"the labelled images are \(1, 8, 8\) and the views \(1, 4, 4\)"):
+        make()(make_batch()._replace(views=(torch.zeros(12, 1, 4, 4),) * 2), 0.0)
     with pytest.raises(ValueError, match="call set_class_counts"):
         partial(FIXMATCH, align=True)(tiny_vit((8, 8)))(make_batch(), 0.0)
 

@@ -38,8 +38,8 @@ class Objective(nn.Module):
     needs_teacher  True if the objective learns from the trained model of another run. The constructor is then called with
                    `(model, teacher)`.
     stackable      True if runs that differ only in their seed can be trained together by `torch.func.vmap`. This requires that
-                   a step changes only parameters, by their gradients. The default is False for a subclass that overrides
-                   `before_step` or `after_step`, or that needs no labels.
+                   a step changes only parameters, by their gradients, and buffers, in `forward`. The default is False for a
+                   subclass that overrides `before_step` or `after_step`, or that needs no labels.
     unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
                    training loop then puts views of them into `batch.views`. Their labels cannot be read.
     observed       the features, and the targets of a teacher, of the last batch. An objective without labels sets it in

@@ -1,6 +1,7 @@
 """Semi-supervised training: labelled and unlabelled images in each step."""
 
 import copy
+from collections.abc import Sequence
 from functools import cached_property
 from math import exp
 from typing import Any
@@ -60,9 +61,9 @@ class SemiSupervised(Objective):
              BatchNorm sees a difference: it normalizes the weak views by themselves. The ramp of Lee is linear. The mean
              prediction is the plain mean of the first 1,000 steps, then a moving average with momentum 0.999; ReMixMatch takes
              the mean of 128 batches. The teacher is in evaluation mode, so dropout is off, and BatchNorm uses averages.
-    Raises   ValueError for a batch without views, for options out of range, for transforms that change targets or make several
-             views, for an alignment without class sizes, and for options with which the second term has no gradient: the model
-             would learn its own prediction for the same view.
+    Raises   ValueError for a batch without views or with views of another size, for options out of range, for transforms that
+             change targets or make several views, for an alignment without class sizes, and for options with which the second
+             term has no gradient: the model would learn its own prediction for the same view.
     """
 
     stackable = True  # `forward` changes only buffers and the teacher, and a stack keeps those of each run
@@ -165,11 +166,16 @@ class SemiSupervised(Objective):
                 f"SemiSupervised learns from views of unlabelled images and the batch has {len(batch.views)}; train it with "
                 "smallvit.fit, which makes them, or put them into batch.views"
             )
-        weak, view = batch.views[0], batch.views[-1]
+        view = batch.views[-1]
+        if view.shape[1:] != batch.images.shape[1:]:
+            raise ValueError(
+                f"the labelled images are {tuple(batch.images.shape[1:])} and the views {tuple(view.shape[1:])}; expected the "
+                "same channels, height and width: leave out Warp(size=...), or use it for both"
+            )
         # The pass with gradients comes first: autocast would keep weights of half precision from a pass without.
         logits, prediction = self.model(torch.cat([batch.images, view])).split([len(batch.images), len(view)])
         with torch.no_grad():
-            target, accepted = self.targets(self.predict(weak, prediction))
+            target, accepted = self.targets(self.predict(batch.views, prediction))
         if self.squared:
             each = (prediction.softmax(-1, dtype=target.dtype) - target).square().sum(-1)
         else:
@@ -177,18 +183,19 @@ class SemiSupervised(Objective):
         weight = self.weight * (exp(-5 * (1 - progress / self.ramp) ** 2) if progress < self.ramp else 1.0)
         return {"loss": cross_entropy(logits, batch.targets) + weight * (accepted * each).mean(), "accepted": accepted.mean()}
 
-    def predict(self, weak: Tensor, prediction: Tensor) -> Tensor:
-        """Return the logits for the weak views from which the targets are made. `prediction` are the logits of the model for
-        the views from which it learns. The teacher, if there is one, is moved towards the model before.
+    def predict(self, views: Sequence[Tensor], prediction: Tensor) -> Tensor:
+        """Return the logits for the weak view, from which the targets are made. It is the first one of `views`. `prediction`
+        are the logits of the model for the last one, from which it learns. The teacher, if there is one, is moved towards the
+        model before.
         """
-        if self.weight and (self.momentum or self.align):
+        if self.momentum or self.align:
             self.count += 1
         if self.teacher is not None:
             for average, now in tensor_pairs(self.teacher, self.model):
                 if average.is_floating_point():
                     average += (now - average) * self.newest_share(self.momentum)
-            return self.teacher(weak)
-        return self.model(weak) if self.unlabelled is not None and len(self.unlabelled.views) > 1 else prediction.detach()
+            return self.teacher(views[0])
+        return self.model(views[0]) if len(views) > 1 else prediction.detach()
 
     def newest_share(self, momentum: float) -> Tensor:
         """Return the weight of the newest value in a moving average: 1 / n in step n, but at least 1 - `momentum`."""
