@@ -22,6 +22,7 @@ NAMES = {
         "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
     ),
     "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "SemiSupervised", "Supervised"),
+    "optimizers": ("AdamW", "Muon", "Optimizer", "SAM", "ScheduleFree"),
     "evaluate": (
         "FeatureExtractor", "Splits", "accuracy", "auc", "balanced_accuracy", "calibration", "cost", "evaluator", "features",
         "few_shot", "knn", "linear_probe", "log_loss", "macro_f1",

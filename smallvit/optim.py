@@ -13,20 +13,22 @@ LearningRate = Callable[[float, float], float]
 def decay_groups(
     objective: Any, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict], list[LearningRate]]:
-    """Return the parameter groups of an objective for the optimizer AdamW, and a list with the learning-rate function of each
-    group. Only the weight matrices of linear layers and convolutions get `weight_decay`. If `layer_decay` is given, the
-    learning rate of each block is that of the next block, multiplied by this factor.
+    """Return the parameter groups of an objective for the optimizer, and a list with the learning-rate function of each group.
+    Only the weight matrices of linear layers and convolutions get `weight_decay`. If `layer_decay` is given, the learning rate
+    of each block is that of the next block, multiplied by this factor.
 
     Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
     `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
     `layer_decay=k`, a block that is followed by i blocks learns with k^(i + 1) times the rate of the head, and the parts before
     the blocks with k times the rate of the first block. The last norm has the rate of the head, as in BEiT; in timm it has the
-    rate of the last block.
+    rate of the last block. A group also says whether its parameters decay ("decays"), and how many matrices inside a block each
+    of them holds ("parts", see `hidden_matrices`).
 
     Raises   ValueError for `layer_decay` with a model that has no blocks.
     """
     no_decay = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
     distances = {} if layer_decay is None else distances_to_head(objective.trained_model)
+    matrices = hidden_matrices(objective)
     groups, rates = [], []
     for parameters, rate in objective.learning_rates():
         trained = [p for p in parameters if p.requires_grad]
@@ -34,9 +36,28 @@ def decay_groups(
             selected = [p for p in trained if distances.get(id(p), 0) == distance]
             decayed = [p for p in selected if p.ndim > 1 and id(p) not in no_decay]
             others = [p for p in selected if p.ndim <= 1 or id(p) in no_decay]
-            groups += [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+            for chosen, decays in ((decayed, True), (others, False)):
+                parts = [matrices.get(id(p), 0) for p in chosen]
+                groups.append({"params": chosen, "weight_decay": weight_decay * decays, "decays": decays, "parts": parts})
             rates += [scale_learning_rate(rate, layer_decay**distance) if layer_decay and distance else rate] * 2
     return groups, rates
+
+
+def hidden_matrices(objective: nn.Module) -> dict[int, int]:
+    """Return a dict from `id(weight)` to a number, for the weights of the linear layers inside transformer blocks: how many
+    matrices the weight holds, which is 3 for queries, keys and values in one layer, and otherwise 1.
+
+    Layers that choose tokens (`reduction`) and layers with one output or one input are left out. Optimizers for matrices, such
+    as Muon, are made for these weights: what they do to the first and the last layer of a model, and to tables, costs accuracy.
+    """
+    found = {}
+    lists = [getattr(module, "blocks", None) for module in objective.modules()]
+    for blocks in lists:
+        for name, part in blocks.named_modules() if isinstance(blocks, nn.ModuleList | nn.Sequential) else ():
+            path = name.split(".")
+            if isinstance(part, nn.Linear) and "reduction" not in path and min(part.weight.shape) > 1:
+                found[id(part.weight)] = {"qkv": 3, "kv": 2}.get(path[-1], 1)
+    return found
 
 
 def lay_in_a_row(parameters: Iterable[nn.Parameter]):

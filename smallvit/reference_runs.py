@@ -7,6 +7,7 @@ from smallvit.augment import MultiCrop
 from smallvit.components import function
 from smallvit.evaluate import METRICS, accuracy, declaration, knn, linear_probe, probe_metric
 from smallvit.objectives import Supervised
+from smallvit.optimizers import AdamW
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
 from smallvit.record import RANDOM
 from smallvit.references import Pixels, SmallCNN
@@ -22,6 +23,7 @@ SUPERVISED = {
     "teacher": None,
     "pseudo_labels": None,
     "layer_decay": None,
+    "optimizer": AdamW,
     "objective": Supervised,
     "unlabelled": False,
 }

@@ -16,6 +16,7 @@ from smallvit.components import check, check_option, function, options
 from smallvit.data import digits
 from smallvit.evaluate import accuracy, declaration, knn, linear_probe
 from smallvit.objectives import Objective, Supervised
+from smallvit.optimizers import AdamW, Optimizer
 from smallvit.pretrained import Weights
 from smallvit.vit import ViT
 
@@ -52,13 +53,14 @@ class Run:
                 learned reduction, a head for other classes) are initialized as usual.
     Objective   `objective(model)` computes the loss. `teacher` is the run whose trained model a `Distill` objective learns
                 from. `augment` is a tuple of transforms, applied to each batch in turn.
-    Training    `steps` optimizer steps of `batch` images each. AdamW with peak learning rate `lr`: linear warmup over the
-                fraction `warmup` of all steps, then a cosine decay to 0 (`schedule="constant"`: no decay). `weight_decay`
-                applies to matrices and kernels only. `layer_decay=k` multiplies the rate by k for each block further from the
-                head, as in fine-tuning of BEiT (arXiv:2106.08254). `clip` is the largest norm of the gradient; 0 means no
-                limit. `ema` > 0 evaluates an exponential moving average of the weights, whose length is that fraction of all
-                steps; 0 evaluates the last weights. `early_stop=k` > 0 stops after k of the 12 validation checks without an
-                improvement and keeps the best weights. `precision` is "fp32" or "bf16".
+    Training    `steps` steps of `batch` images each, taken by `optimizer`: `AdamW`, `Muon`, `SAM` or `ScheduleFree`, or a
+                `partial` of one. Peak learning rate `lr`: linear warmup over the fraction `warmup` of all steps, then a cosine
+                decay to 0 (`schedule="constant"`: no decay). `weight_decay` applies to matrices and kernels only.
+                `layer_decay=k` multiplies the rate by k for each block further from the head, as in fine-tuning of BEiT
+                (arXiv:2106.08254). `clip` is the largest norm of the gradient; 0 means no limit. `ema` > 0 evaluates an
+                exponential moving average of the weights, whose length is that fraction of all steps; 0 evaluates the last
+                weights. `early_stop=k` > 0 stops after k of the 12 validation checks without an improvement and keeps the best
+                weights. `precision` is "fp32" or "bf16".
     Evaluation  `evaluators` measure the trained model, in this order. The first number of the first one judges the run. The
                 default is accuracy; kNN and a linear probe where the objective uses no labels.
 
@@ -81,6 +83,7 @@ class Run:
 
     steps: int = number(2_000, 0, 10**9)
     batch: int = number(64, 1, 10**6)
+    optimizer: Callable = AdamW
     lr: float = number(1e-3, 0.0, 10.0)
     warmup: float = number(0.1, 0.0, 1.0)
     schedule: str = choice("cosine", "constant")
@@ -94,7 +97,7 @@ class Run:
     evaluators: tuple[Callable, ...] = DEFAULT_EVALUATORS
 
     # Options added since version 0.2.0, each with the value at which the run is what it was before: see `fingerprint`.
-    added_options: ClassVar[dict[str, Any]] = {}
+    added_options: ClassVar[dict[str, Any]] = {"optimizer": AdamW}
 
     def __new__(cls, **settings):
         for name in settings:
@@ -104,11 +107,15 @@ class Run:
     def __post_init__(self):
         for f in fields(self):
             check_value(f.name, getattr(self, f.name), f.default, f.metadata)
-        for name in ("data", "model", "objective"):
+        for name in ("data", "model", "objective", "optimizer"):
             check(getattr(self, name), name)
         objective = function(self.objective)
         if not (isinstance(objective, type) and issubclass(objective, Objective)):
             raise ValueError(f"objective is {objective.__name__}; expected a subclass of smallvit.Objective")
+        optimizer = function(self.optimizer)
+        if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+            name = getattr(optimizer, "__name__", repr(optimizer))
+            raise ValueError(f"optimizer is {name}; expected AdamW, Muon, SAM, ScheduleFree, or a subclass of one")
         if not isinstance(self.init, Run | Weights | None):
             raise ValueError(f"init is {self.init!r}; expected another run, Weights(...), or None")
         if not isinstance(self.teacher, Run | None):
@@ -126,6 +133,8 @@ class Run:
                     "objective that reads labels, and steps > 0"
                 )
         objective.check_run(self)
+        if self.optimizer is not AdamW:
+            self.optimizer([{"params": []}]).check_run(self)
         if self.early_stop and accuracy not in self.evaluators:
             raise ValueError(f"early_stop={self.early_stop} compares accuracies; add smallvit.accuracy to the evaluators")
 
@@ -184,19 +193,22 @@ class Run:
 
     def vary(self, **changes: Any) -> "Run":
         """Return a copy of this run with some settings changed, which are given by name. They are settings of the run, such as
-        `lr=1e-3`, or options of its model, such as `depth=6`.
+        `lr=1e-3`, options of its model, such as `depth=6`, or options of its optimizer, such as `rho=0.1` with `SAM`.
 
-        Raises ValueError for a name that neither the run nor its model has.
+        Raises ValueError for a name that neither the run nor its model nor its optimizer has.
         """
         names = [f.name for f in fields(self)]
         mine = {name: value for name, value in changes.items() if name in names}
-        of_model = {name: value for name, value in changes.items() if name not in names}
-        if of_model:
-            model = mine.get("model", self.model)
-            check(model, "model")
-            for name in of_model:
-                check_option(name, [*names, *options(model)], f"a run of {function(model).__name__}")
-            mine["model"] = partial(model, **of_model)
+        others = {name: value for name, value in changes.items() if name not in names}
+        for part in ("model", "optimizer") if others else ():
+            component = mine.get(part, getattr(self, part))
+            check(component, part)
+            own = {name: others.pop(name) for name in options(component) if name in others}
+            if own:
+                mine[part] = partial(component, **own)
+        for name in others:
+            known = [*names, *options(mine.get("model", self.model)), *options(mine.get("optimizer", self.optimizer))]
+            check_option(name, known, f"a run of {function(mine.get('model', self.model)).__name__}")
         if "objective" in mine and self.evaluators == self.default_evaluators:
             mine.setdefault("evaluators", None)  # replaced by the default evaluators of the new objective
         return replace(self, **mine)

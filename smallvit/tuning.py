@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # of the file R.tuned.json
 FIRST_SEED = 2_000  # trials use the seeds from this one on, which no comparison may use
 
-# settings of a run that may be tuned, besides the options of its model
+# settings of a run that may be tuned, besides the options of its model and of its optimizer
 TUNABLE = ("batch", "lr", "warmup", "schedule", "weight_decay", "layer_decay", "clip", "ema")
 
 Range = tuple[float, float] | list  # two ends, or the values to choose from
@@ -34,9 +34,10 @@ class Tune:
     of trials, seeds and validation images. Every arm gets the same number of trials.
 
     ranges  a dict from the name of a hyperparameter to its range. Names are those that `Run.vary` takes: settings of the run
-            (batch, lr, warmup, schedule, weight_decay, layer_decay, clip, ema) or options of its model, such as depth. A range
-            is `(low, high)`, for example `(3e-4, 6e-3)`, or a list of values, for example `[2, 4, 8]`. Two whole numbers give
-            whole numbers. Where `high` is at least 10 times `low`, values are drawn evenly on a logarithmic scale
+            (batch, lr, warmup, schedule, weight_decay, layer_decay, clip, ema), options of its model, such as depth, or options
+            of its optimizer, such as rho of SAM. A range is `(low, high)`, for example `(3e-4, 6e-3)`, or a list of values, for
+            example `[2, 4, 8]`. Two whole numbers give whole numbers. Where `high` is at least 10 times `low`, values are drawn
+            evenly on a logarithmic scale
     trials  number of settings that are tried for each arm and each number of labels
     seeds   number of random seeds with which the best settings are trained
     val     number of validation images on which the trials are scored
@@ -46,8 +47,8 @@ class Tune:
             A list with one value fixes a hyperparameter. The number of trials stays the same
 
     A technique that differs from its baseline in nothing but tuned hyperparameters keeps them, because they are what the arm
-    asks about. An option that the model of an arm does not have is not tuned in this arm. Runs that are trained before an arm,
-    such as pretraining, keep the settings of the recipe.
+    asks about. An option that an arm does not have, in its model or its optimizer, is not tuned in this arm. Runs that are
+    trained before an arm, such as pretraining, keep the settings of the recipe.
 
     Raises  ValueError for an invalid range, or a setting of a run that cannot be tuned.
     """
@@ -93,7 +94,7 @@ def check_range(name: str, values: Any, fewest: int):
     `fewest` of them.
     """
     if name in Run.__dataclass_fields__ and name not in TUNABLE:
-        raise ValueError(f"{name!r} cannot be tuned; expected {', '.join(TUNABLE)}, or an option of the model")
+        raise ValueError(f"{name!r} cannot be tuned; expected {', '.join(TUNABLE)}, or an option of the model or the optimizer")
     if isinstance(values, list):
         plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
         if not plain or len(values) < fewest or len(set(map(repr, values))) < len(values):
@@ -182,10 +183,10 @@ def ranges_of(entry: "ArmRun", baseline: "ArmRun") -> dict[str, Range]:
 
 def hyperparameters(run: Run) -> dict[str, Any]:
     """Return all hyperparameters of a run that may be tuned, as a dict from name to value: settings of the run, and options of
-    its model.
+    its model and its optimizer.
     """
-    of_model = {name: parameter.default for name, parameter in options(run.model).items()}
-    return of_model | {name: getattr(run, name) for name in TUNABLE}
+    of_parts = {name: p.default for part in (run.optimizer, run.model) for name, p in options(part).items()}
+    return of_parts | {name: getattr(run, name) for name in TUNABLE}
 
 
 # The file with the chosen values

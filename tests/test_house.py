@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "train", "tuning", "verdicts",
     },
     "train": {
-        "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "packing", "passes",
+        "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "optimizers", "packing", "passes",
         "pretrained", "record", "rng", "run", "shapes", "storage", "vit",
     },
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
@@ -44,12 +44,12 @@ MAY_IMPORT = {
     "tuning": {"ablation", "components", "record", "run"},
     "ablation": {"components", "evaluate", "match", "passes", "record", "reference_runs", "run"},
     "reference_runs": {
-        "augment", "components", "evaluate", "objectives", "pretrained", "record", "references", "run", "tokenizers", "vit",
+        "augment", "components", "evaluate", "objectives", "optimizers", "pretrained", "record", "references", "run", "tokenizers", "vit",
     },
     "passes": {"components", "run"},
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
-    "run": {"components", "data", "evaluate", "objectives", "pretrained", "vit"},
+    "run": {"components", "data", "evaluate", "objectives", "optimizers", "pretrained", "vit"},
     "report": {"components", "explain", "recipe", "record", "verdicts"},
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "trackers": {"record"},
     "numerics": {"native"},
     "native": {"attention", "storage", "tokenizers", "vit"},
-    **{part: set() for part in (*SLOTS, "augment", "optim", "packing", "rng", "shapes", "storage")},
+    **{part: set() for part in (*SLOTS, "augment", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})

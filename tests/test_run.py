@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 import smallvit
@@ -28,6 +29,7 @@ from smallvit import (
     LocalityAttention,
     MeanTokens,
     Merge,
+    Muon,
     PatchEmbed,
     Pixels,
     Run,
@@ -125,6 +127,7 @@ WRONG_VALUES = {
     "teacher": ["resnet", 3, ViT, Run()],
     "augment": [None, "digits", augment.digits, augment.Warp(), (None,), ("flip",), (augment.Warp,), (partial(augment.Warp, rotate=5),)],
     "steps": [-1, 1.0, None, "10"],
+    "optimizer": ["adamw", None, 3, torch.optim.AdamW, Supervised],
     "batch": [0, 0.5, None],
     "lr": [-0.1, 11, float("nan"), float("inf"), "1e-3", None, True],
     "warmup": [-0.1, 1.1, None],
@@ -378,7 +381,7 @@ CHANGED = {
     "data": mnist, "labels": 50, "val": 7, "unlabelled": True, "pseudo_labels": label_spreading, "seed": 1, "model": SmallCNN,
     "init": Run(), "objective": partial(Supervised, softmax_first=True), "teacher": Run(), "augment": augment.digits(), "steps": 1,
     "batch": 1, "lr": 0.5, "warmup": 0.5, "schedule": "constant", "weight_decay": 0.5, "layer_decay": 0.5, "clip": 0.5, "ema": 0.5,
-    "early_stop": 1, "precision": "bf16", "evaluators": (accuracy, knn),
+    "early_stop": 1, "precision": "bf16", "evaluators": (accuracy, knn), "optimizer": Muon,
 }  # fmt: skip
 
 

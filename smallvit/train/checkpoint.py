@@ -204,10 +204,10 @@ def check_state(state: dict[str, Any], training: "Training"):
         check_tensors(state["ema"], training.ema_model)
     if state["best"] is not None:
         check_tensors(state["best"], training.model)
-    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    places = [(group, place) for group in training.optimizer.param_groups for place in range(len(group["params"]))]
     for index, moments in state["optimizer"].items():
-        shapes = {name: tuple(tensor.shape) for name, tensor in moments.items()}
-        if shapes != {"step": (), "exp_avg": tuple(parameters[index].shape), "exp_avg_sq": tuple(parameters[index].shape)}:
+        expected = training.optimizer.initial_state(*places[index])
+        if {name: t.shape for name, t in moments.items()} != {name: t.shape for name, t in expected.items()}:
             raise ValueError("the optimizer has other parameters")
     check_numerics(Numerics(*state["numerics"]))
     taken = max((int(moments["step"]) for moments in state["optimizer"].values()), default=0)

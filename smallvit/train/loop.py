@@ -21,6 +21,7 @@ from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Monitor, collapse_statistics
 from smallvit.optim import FlatAdamW, decay_groups, ema_update, lay_apart, lay_in_a_row, learning_rate, tensor_pairs
+from smallvit.optimizers import SAM, AdamW
 from smallvit.record import CURVE
 from smallvit.rng import stream
 from smallvit.run import Run
@@ -120,8 +121,10 @@ class Training:
         self.flat: FlatAdamW | None = None  # takes the steps of `optimizer` if the kernel is "native"
         if run.steps:
             groups, self.rates = decay_groups(self.objective, run.weight_decay, run.layer_decay)
-            self.optimizer = torch.optim.AdamW(groups, lr=run.lr, fused=True)
-        self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if run.ema else None
+            self.optimizer = run.optimizer(groups)
+            self.optimizer.check_objective(self.objective)
+        averages = run.ema or (self.optimizer and self.optimizer.averages)
+        self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if averages else None
         self.use(numerics)
         started = time.perf_counter()
         self.images = self.training_images(data)
@@ -143,10 +146,10 @@ class Training:
         """Compute the training steps with `numerics`. This is called before the first step, and again if the run continues from
         a checkpoint that was begun with other numerics.
 
-        With the kernel "native" the optimizer takes its steps with few large tensors (`FlatAdamW`). Like the kernel, this
-        changes rounding and speed only; so the default rounds as it always has.
+        With the kernel "native" the optimizer AdamW takes its steps with few large tensors (`FlatAdamW`). Like the kernel, this
+        changes rounding and speed only; so the default rounds as it always has. Other optimizers take their own steps.
         """
-        self.numerics, self.joins_parameters = numerics, numerics.kernel == "native"
+        self.numerics, self.joins_parameters = numerics, numerics.kernel == "native" and type(self.optimizer) is AdamW
         for group in self.optimizer.param_groups if self.optimizer else ():
             (lay_in_a_row if self.joins_parameters else lay_apart)(group["params"])
         self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
@@ -205,7 +208,7 @@ class Training:
     @property
     def model(self) -> nn.Module:
         """The model that is evaluated and saved. Its weights are the exponential moving average (EMA) of the trained weights,
-        or the trained weights themselves if the run uses no EMA.
+        or the average that the optimizer keeps (`ScheduleFree`), or else the trained weights themselves.
         """
         return self.objective.model if self.ema_model is None else self.ema_model
 
@@ -228,7 +231,15 @@ class Training:
         self.update_weights(self.compute_gradients(self.next_batch()))
 
     def compute_gradients(self, batch: Batch) -> Tensor:
-        """Compute the gradient of the loss on a batch, and return the loss."""
+        """Compute the gradient of the loss on a batch, and return the loss. With the optimizer `SAM`, the gradient is computed
+        at moved weights, and the loss at the present ones.
+        """
+        if isinstance(self.optimizer, SAM):
+            return self.optimizer.two_passes(lambda: self.backward(batch), self.objective, [*self.objective.buffers()])
+        return self.backward(batch)
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Compute the gradient of the loss on a batch at the present weights, and return the loss."""
         if self.flat is None and self.joins_parameters and self.optimizer.state:  # from the second step on
             self.flat = FlatAdamW(self.optimizer)
         (self.flat or self.optimizer).zero_grad()  # before the forward pass, which needs the memory
@@ -249,7 +260,7 @@ class Training:
         (self.flat or self.optimizer).step()
         self.count_step(loss)
         self.objective.after_step(self.progress)
-        if self.ema_model is not None:
+        if self.run.ema:
             ema_update(self.ema_pairs, self.ema_weight)
 
     def next_batch(self) -> Batch:
@@ -344,6 +355,7 @@ class Training:
 
         Raises FloatingPointError if the loss is not finite.
         """
+        self.copy_average()
         steps = self.step - (self.curve[-1][0] if self.curve else 0)
         loss = self.loss.item() / steps
         if not math.isfinite(loss):
@@ -364,6 +376,15 @@ class Training:
             self.best = copy.deepcopy(self.model.state_dict())
         self.curve.append([self.step, round(loss, 5), score])
 
+    @torch.no_grad()
+    def copy_average(self):
+        """Copy the weights that the optimizer averages (`ScheduleFree`) to the model that is evaluated."""
+        if self.ema_model is not None and self.optimizer and self.optimizer.averages:
+            for average, parameter in zip(self.ema_model.parameters(), self.objective.model.parameters()):
+                average.copy_(self.optimizer.averaged(parameter))
+            for average, buffer in zip(self.ema_model.buffers(), self.objective.model.buffers()):
+                average.copy_(buffer)
+
     def stopped_early(self) -> bool:
         """Return whether early stopping ends the training now. This is so if the last `run.early_stop` measurements of the
         validation accuracy brought no improvement: none of them is higher than the best one before them.
@@ -381,7 +402,7 @@ class Training:
         without_labels = self.images if self.run.unlabelled else self.pool
         return {
             "steps": self.step,
-            "images_seen": self.step * in_a_step,
+            "images_seen": self.step * in_a_step * (self.optimizer.passes if self.optimizer else 1),
             "unlabelled": None if without_labels is None else len(without_labels),
             "seconds": round(self.seconds, 2) if self.run.steps or self.run.init else None,
             "curve": self.curve,

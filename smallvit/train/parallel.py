@@ -27,6 +27,7 @@ from smallvit.components import function
 from smallvit.data import sealed_test_images
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.objectives import Supervised
+from smallvit.optimizers import SAM
 from smallvit.record import Record
 from smallvit.run import Run
 
@@ -63,9 +64,9 @@ def fit_parallel(
     watch      called in the first process only
 
     Raises     ValueError for a run whose result would depend on how a batch is divided: another objective than `Supervised`,
-               random draws inside the model such as dropout, and models in which the images of a batch affect each other,
-               such as batch normalization. Also for early stopping, for `steps=0`, and for a batch that cannot be divided
-               equally. See `fit` for other errors.
+               the optimizer `SAM`, random draws inside the model such as dropout, and models in which the images of a batch
+               affect each other, such as batch normalization. Also for early stopping, for `steps=0`, and for a batch that
+               cannot be divided equally. See `fit` for other errors.
     """
     folder, options = Path(folder), {"numerics": numerics, "validation_only": validation_only, "reads": reads}
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -89,6 +90,11 @@ def check_divisible(run: Run, processes: int):
         raise ValueError(
             f"the objective {objective.__name__} cannot be trained by several processes: only the loss of Supervised is known "
             "to be a mean over images, without random draws; use one process (fit)"
+        )
+    if function(run.optimizer) is SAM:
+        raise ValueError(
+            "SAM moves the weights along the gradient of a whole batch, and each of several processes computes that of a part; "
+            "use one process (fit), or another optimizer"
         )
     if run.early_stop:
         raise ValueError(f"early_stop={run.early_stop}: only one of several processes measures the accuracy; use early_stop=0")

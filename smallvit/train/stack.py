@@ -6,6 +6,7 @@ are trained, so everything outside the step works as for a single run. They shar
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.func import functional_call, vmap
 
 from smallvit.augment import Batch
 from smallvit.optim import ema_update
+from smallvit.optimizers import SAM, SCALARS
 
 from .loop import Training
 
@@ -63,10 +65,12 @@ class Stack:
         rates = [member.run.lr for member in members]
         self.fastest = members[rates.index(max(rates))]
         self.rate_shares = torch.tensor([rate / max(rates) for rate in rates], device=first.device)
+        for group in self.optimizer.param_groups:
+            group["shares"] = self.rate_shares
         for member in members:
             member.stacked = len(members)
         self.ema_pairs = []
-        if first.ema_model is not None:
+        if first.run.ema:
             averages = stack_modules([member.model for member in members])
             self.ema_pairs = [(tensor, self.weights[f"model.{name}"].detach()) for name, tensor in averages.items()]
 
@@ -112,9 +116,9 @@ class Stack:
                 if (gradient[index] - expected).norm() > GRADIENT_TOLERANCE * tolerance * expected.norm() + 1e-5 * largest:
                     raise NotStackable(f"run {index + 1} has another gradient of {name} in the stack than alone")
 
-    def stacked_optimizer(self) -> torch.optim.Optimizer:
-        """Return one AdamW optimizer for all training runs of the stack (several runs that are trained together as one model).
-        It continues from the optimizer states of the single runs.
+    def stacked_optimizer(self) -> Any:
+        """Return one optimizer for all training runs of the stack (several runs that are trained together as one model). It
+        continues from the optimizer states of the single runs.
 
         These states become slices of its state, so that each member can still save a checkpoint.
         """
@@ -123,19 +127,19 @@ class Stack:
             group | {"params": [self.parameters[name_of[id(p)]] for p in group["params"]]}
             for group in self.first.optimizer.param_groups
         ]
-        optimizer = torch.optim.AdamW(groups, fused=True)
-        parameters_of = [dict(trainable(member.objective)) for member in self.members]
-        for name, parameter in self.parameters.items():
-            zero = torch.zeros_like(parameter[0])
-            initial = {"step": parameter.new_zeros(()), "exp_avg": zero, "exp_avg_sq": zero}  # before the first step
-            states = [
-                member.optimizer.state[parameters[name]] or initial for member, parameters in zip(self.members, parameters_of)
-            ]
-            state = stack_states(states) | {"step": states[0]["step"].clone()}  # all members are at the same step
-            optimizer.state[parameter] = state
-            for index, (member, parameters) in enumerate(zip(self.members, parameters_of)):
-                moments = {moment: state[moment][index] for moment in ("exp_avg", "exp_avg_sq")}
-                member.optimizer.state[parameters[name]] = {"step": state["step"]} | moments
+        optimizer = self.first.run.optimizer(groups)
+        for number, group in enumerate(optimizer.param_groups):
+            own_groups = [member.optimizer.param_groups[number] for member in self.members]
+            for place, parameter in enumerate(group["params"]):
+                states = [
+                    member.optimizer.state[own["params"][place]] or member.optimizer.initial_state(own, place)
+                    for member, own in zip(self.members, own_groups)
+                ]
+                same = {name: states[0][name].clone() for name in SCALARS if name in states[0]}  # all are at the same step
+                state = optimizer.state[parameter] = stack_states(states) | same
+                for index, (member, own) in enumerate(zip(self.members, own_groups)):
+                    slices = {name: tensor[index] for name, tensor in state.items() if name not in same}
+                    member.optimizer.state[own["params"][place]] = same | slices
         return optimizer
 
     def train_step(self):
@@ -143,26 +147,41 @@ class Stack:
         its own batch, weights and loss.
         """
         self.fastest.set_learning_rates(self.optimizer)
-        self.optimizer.zero_grad()
-        losses = self.losses(self.weights, stack_batches([member.next_batch() for member in self.members]))
-        losses.sum().backward()
+        losses = self.compute_gradients(stack_batches([member.next_batch() for member in self.members]))
         if self.first.run.clip:
             clip([p.grad for p in self.parameters.values() if p.grad is not None], self.first.run.clip)
         self.update_weights()
-        for member, loss in zip(self.members, losses.detach()):
+        for member, loss in zip(self.members, losses):
             member.count_step(loss)
         if self.ema_pairs:
             ema_update(self.ema_pairs, self.first.ema_weight)
 
+    def compute_gradients(self, batch: Batch) -> Tensor:
+        """Compute the gradients of the losses of all runs in the stack, each on its own part of `batch`, and return the losses,
+        shape (runs,). With `SAM`, these are the gradients at moved weights; each run has its own move.
+        """
+
+        def backward() -> Tensor:
+            self.optimizer.zero_grad()
+            losses = self.losses(self.weights, batch)
+            losses.sum().backward()
+            return losses.detach()
+
+        if not isinstance(self.optimizer, SAM):
+            return backward()
+        buffers = [self.weights[name] for name, _ in self.first.objective.named_buffers()]
+        return self.optimizer.two_passes(backward, self.first.objective, buffers, members=True)
+
     @torch.no_grad()
     def update_weights(self):
-        """Change the weights by one step of AdamW, with the learning rate of each run.
+        """Change the weights by one step of the optimizer, with the learning rate of each run.
 
-        The optimizer takes its step with the largest rate. Both parts of a step of AdamW, the weight decay and the change along
-        the gradient, are multiples of the learning rate. So runs with a smaller rate keep only a part of their step.
+        The optimizer takes its step with the largest rate. Both parts of a step of AdamW or Muon, the weight decay and the
+        change along the gradient, are multiples of the learning rate. So runs with a smaller rate keep only a part of their
+        step. An optimizer that averages weights reads the shares of the runs from its groups instead.
         """
         parameters = [*self.parameters.values()]
-        before = [p.clone() for p in parameters] if self.rate_shares.min() < 1 else []
+        before = [p.clone() for p in parameters] if self.rate_shares.min() < 1 and not self.optimizer.averages else []
         self.optimizer.step()
         for parameter, start in zip(parameters, before):
             share = self.rate_shares.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype)

@@ -1,0 +1,105 @@
+"""Muon: orthogonal updates for the matrices inside the transformer blocks, and AdamW for all other parameters."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adamw import AdamW
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that is applied to the singular values
+SCALES = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+
+
+class Muon(AdamW):
+    """The optimizer Muon. It changes a weight matrix by its momentum, made nearly orthogonal. So all directions of the matrix
+    change by about the same amount, not mainly those with large gradients.
+
+    It applies to the weights of linear layers inside the blocks: queries, keys, values, projections and MLPs, also in the
+    decoder of MAE. All other parameters get AdamW: tokenizer, tokens, positions, norms, biases, heads, and layers that score
+    tokens.
+
+    momentum    part of the old mean of the gradients that is kept in a step
+    nesterov    look one step of momentum ahead
+    split_qkv   make queries, keys and values orthogonal each by itself, not as one matrix
+    scale       "match_rms_adamw": updates are as large as those of AdamW, so its learning rate and weight decay can be reused.
+                "original": factor max(1, rows/columns)^0.5; it needs a learning rate around 0.01
+    iterations  steps of the Newton-Schulz iteration
+
+    Paper    Jordan et al. 2024, kellerjordan.github.io/posts/muon. The scale that matches AdamW: Liu et al. 2025,
+             arXiv:2502.16982. The update is that of `torch.optim.Muon`; the iteration is timm's, for many matrices at once.
+    Off      `AdamW`.
+    Departs  The iteration runs in the number format of the weights, float32, and not in bfloat16, which is slow on CPUs. The
+             AdamW part has the momentum of a run without Muon (0.9 and 0.999).
+    Raises   ValueError for an unknown scale, a momentum outside [0, 1), and a model without linear layers inside blocks.
+    """
+
+    def __init__(
+        self, groups: list[dict], *, momentum: float = 0.95, nesterov: bool = True, split_qkv: bool = True,
+        scale: str = "match_rms_adamw", iterations: int = 5,
+    ):  # fmt: skip
+        if scale not in SCALES:
+            raise ValueError(f"scale of Muon is {scale!r}; expected one of {', '.join(map(repr, SCALES))}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum of Muon is {momentum}; expected at least 0 and less than 1")
+        if not isinstance(iterations, int) or iterations < 1:
+            raise ValueError(f"iterations of Muon is {iterations!r}; expected a whole number, at least 1")
+        super().__init__(groups)
+        self.momentum, self.nesterov, self.split_qkv = momentum, nesterov, split_qkv
+        self.scale, self.iterations = scale, iterations
+
+    def initial_state(self, group: dict, index: int) -> dict[str, Tensor]:
+        """Return the state of one parameter before its first step: for a matrix inside a block, the number of steps and the
+        mean of the gradients; for others, that of AdamW. The parameter is `group["params"][index]`.
+        """
+        if not group["parts"][index]:
+            return super().initial_state(group, index)
+        zeros = torch.zeros_like(group["params"][index])
+        return {"step": zeros.new_zeros(()), "momentum": zeros}
+
+    def check_objective(self, objective: Any):
+        """Raise ValueError if the model has no linear layers inside blocks."""
+        if not any(parts for group in self.param_groups for parts in group["parts"]):
+            name = type(objective.trained_model).__name__
+            raise ValueError(f"Muon is for linear layers inside blocks and {name} has none to train; use a ViT, or AdamW")
+
+    @torch.no_grad()
+    def step(self, closure: None = None):
+        """Change all parameters by one step, from their gradients."""
+        hidden = defaultdict(list)  # shape of a matrix -> the parameters of such matrices, each with its group and its gradient
+        for group in self.param_groups:
+            for index, (p, parts) in enumerate(zip(group["params"], group["parts"])):
+                if parts and p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p].update(self.initial_state(group, index))
+                    shape = p.shape[-2] // (parts if self.split_qkv else 1), p.shape[-1]
+                    hidden[shape].append((p, group, p.grad))
+                    p.grad = None  # so that AdamW leaves it out
+        super().step()
+        for shape, entries in hidden.items():  # in all layers at once: a call takes longer than the numbers of a small matrix
+            updates = torch.cat([self.update(self.state[p], gradient).reshape(-1, *shape) for p, _, gradient in entries])
+            sizes = [p.numel() // math.prod(shape) for p, *_ in entries]
+            for (p, group, gradient), update in zip(entries, orthogonalize(updates, self.iterations).split(sizes)):
+                p.grad = gradient
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update.reshape(p.shape), alpha=-group["lr"] * SCALES[self.scale](*shape))
+
+    def update(self, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+        """Add a gradient to the mean in the state of a parameter, and return the update before it is made orthogonal."""
+        state["step"] += 1
+        mean = state["momentum"].lerp_(gradient, 1 - self.momentum)
+        return gradient.lerp(mean, self.momentum) if self.nesterov else mean
+
+
+def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
+    """Return matrices, shape (batch, rows, columns), with the same singular vectors and with singular values near 1: from 0.68
+    to 1.14 after 5 iterations, unless they were very small. This is the Newton-Schulz iteration.
+    """
+    from timm.optim.muon import zeropower_via_newtonschulz
+
+    return zeropower_via_newtonschulz(matrices, iterations, [COEFFICIENTS], dtype=matrices.dtype)

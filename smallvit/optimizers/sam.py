@@ -1,0 +1,126 @@
+"""SAM and ASAM: sharpness-aware minimization, which uses the gradient at the worst weights nearby."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adamw import AdamW, Optimizer
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization. Each step computes the gradient g of the loss and moves the weights along g by a vector of
+    length `rho`, to where the loss is larger. There it computes the gradient on the same batch, and moves the weights back. The
+    optimizer `base` then takes its step with this second gradient. This favors weights whose neighbors have a small loss, too.
+
+    A step takes twice as long, and the record counts its images twice. Compare with a baseline of twice the steps, too.
+
+    rho       length of the move; 0.05 to 0.2 are usual, and about ten times as much with `adaptive`
+    adaptive  ASAM: measure the length in units of each weight, so that rescaled weights are treated alike. Then the move is
+              rho T²g / |T g|, with T = |w| + eta for matrices and kernels, and T = 1 for biases, norms, tokens and positions
+    eta       added to |w| in ASAM
+    base      the optimizer that takes the steps: `AdamW`, `Muon` or `ScheduleFree`, or a `partial` of one
+
+    Both passes see the same augmented images and draw the same random numbers. Buffers, such as the running statistics of batch
+    normalization or the center of DINO, change in the first pass only, and the loss of the first pass is reported. Gradients
+    are clipped after the second pass. In a stack, each run has its own move.
+
+    Paper    SAM: Foret et al. 2021, arXiv:2010.01412. ASAM: Kwon et al. 2021, arXiv:2102.11600.
+    Off      `rho=0`: the base optimizer, bit for bit and with one pass.
+    Departs  ASAM's authors treat a parameter as a weight if its name contains "weight"; here it is one if it decays. One `rho`
+             holds for all parameters. The weights are restored from a copy, so that nothing is lost to rounding.
+    Raises   ValueError for a negative `rho` or `eta`, and for a `base` that is itself SAM.
+    """
+
+    def __init__(
+        self, groups: list[dict], *, rho: float = 0.05, adaptive: bool = False, eta: float = 0.01, base: Callable = AdamW
+    ):  # fmt: skip
+        for name, value in (("rho", rho), ("eta", eta)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name} of SAM is {value!r}; expected a number, at least 0")
+        self.base = base(groups)
+        if not isinstance(self.base, Optimizer) or isinstance(self.base, SAM):
+            raise ValueError(f"base of SAM makes {type(self.base).__name__}; expected AdamW, Muon or ScheduleFree")
+        self.rho, self.adaptive, self.eta = rho, adaptive, eta
+        self.passes = 2 if rho else 1
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the base optimizer, such as its method `step`."""
+        if name == "base":
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def two_passes(
+        self, backward: Callable[[], Tensor], objective: Any, buffers: Sequence[Tensor], members: bool = False
+    ) -> Tensor:
+        """Compute the gradients of a step at the moved weights, and return the loss at the weights themselves. The function
+        `backward` computes the gradients at the present weights and returns the loss. `objective` is the training objective and
+        `buffers` are its buffers, which change in the first pass only. With `members`, the first axis of all tensors is the run
+        of a stack.
+        """
+        if not self.rho:
+            return backward()
+        device = next(p.device for group in self.param_groups for p in group["params"])
+        buffers_before, draws = [b.clone() for b in buffers], random_states(device)
+        loss = backward()
+        buffers_after, observed = [b.clone() for b in buffers], objective.observed
+        copy_all(buffers, buffers_before)
+        set_random_states(device, draws)
+        with self.moved(members):
+            backward()
+        copy_all(buffers, buffers_after)
+        if observed is not None:
+            objective.observed = observed
+        return loss
+
+    @contextmanager
+    def moved(self, members: bool = False) -> Iterator[None]:
+        """Context manager that moves the weights along their gradients by a vector of length `rho`. Afterwards it restores them
+        exactly. Parameters without a gradient stay. With `members`, the first axis is the run of a stack.
+        """
+        chosen = [(p, group["decays"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        kept = [p.detach().clone() for p, _ in chosen]
+        with torch.no_grad():
+            units = [w.abs().add_(self.eta) if self.adaptive and decays else None for w, (_, decays) in zip(kept, chosen)]
+            scaled = [p.grad if unit is None else unit * p.grad for unit, (p, _) in zip(units, chosen)]
+            rows = [each.reshape(len(each) if members else 1, -1) for each in scaled]
+            length = torch.stack([row.norm(dim=1) for row in rows]).norm(dim=0)  # one for each run
+            factor = self.rho / (length + 1e-12)
+            for (p, _), unit, each in zip(chosen, units, scaled):
+                own = factor.view(-1 if members else 1, *[1] * (p.ndim - 1)) if p.ndim else factor[0]
+                p.add_((each if unit is None else unit * each) * own)
+        try:
+            yield
+        finally:
+            copy_all([p for p, _ in chosen], kept)
+
+    def check_run(self, run: Any):
+        """Raise ValueError for settings of a run that cannot be combined with the base optimizer."""
+        self.base.check_run(run)
+
+
+@torch.no_grad()
+def copy_all(tensors: Sequence[Tensor], values: Sequence[Tensor]):
+    """Copy values into tensors, in place."""
+    for tensor, value in zip(tensors, values):
+        tensor.copy_(value)
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the random number generators of the CPU and of `device`, from which dropout draws."""
+    own = [torch.get_device_module(device).get_rng_state(*index(device))] if device.type != "cpu" else []
+    return [torch.get_rng_state(), *own]
+
+
+def set_random_states(device: torch.device, states: Sequence[Tensor]):
+    """Set the random number generators of the CPU and of `device` to states from `random_states`."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, *index(device))
+
+
+def index(device: torch.device) -> tuple:
+    """Return the device as an argument for the functions of its module, if they take one."""
+    return (device,) if device.type == "cuda" else ()

@@ -1,0 +1,127 @@
+"""Schedule-free AdamW: an average of the weights in place of a learning-rate schedule."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adamw import Optimizer
+
+
+class ScheduleFree(Optimizer, torch.optim.Optimizer):
+    """Schedule-free AdamW. The learning rate stays constant after the warmup, and the model that is evaluated and saved is an
+    average of all weights so far. So the model is meaningful at every step, and the number of steps need not be known before.
+
+    There are three kinds of weights. The fast ones, z, take steps of AdamW without momentum. The average, x, is evaluated. The
+    gradient is computed at y = (1 - beta1) z + beta1 x. With the learning rate r at step t:
+    d = g / (v^0.5 + eps) + weight_decay y;  z <- z - r d;  x <- (1 - c) x + c z,
+    where v is the corrected mean of g² as in Adam, and c is r² (of the largest r so far) divided by its sum over all steps.
+
+    beta1  share of x in y. 0.9 is usual; 0.95 to 0.98 for long training
+    beta2  part of the old mean of the squared gradients that is kept in a step
+    eps    added to the root of this mean
+
+    A run needs `schedule="constant"` and `ema=0.0`, because this optimizer replaces both. `warmup` stays that of the run. The
+    best learning rate is 1 to 10 times that of AdamW.
+
+    Paper    Defazio et al. 2024, arXiv:2405.15682. The steps equal those of `AdamWScheduleFree` of the package schedulefree.
+    Off      `AdamW`.
+    Departs  Parameters whose first gradient comes late count steps from then on.
+    Raises   ValueError for `beta1` outside (0, 1), `beta2` outside [0, 1) or `eps` not above 0; for a run with another schedule
+             or with EMA; for a model with batch normalization, whose statistics would be those of y; and for DINO, which
+             evaluates a teacher that is an average already.
+    """
+
+    passes, averages = 1, True
+
+    def __init__(self, groups: list[dict], *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8):
+        if not 0 < beta1 < 1:
+            raise ValueError(f"beta1 of ScheduleFree is {beta1}; expected a number above 0 and below 1")
+        if not 0 <= beta2 < 1 or not eps > 0:
+            raise ValueError(f"beta2 and eps of ScheduleFree are {beta2} and {eps}; expected 0 <= beta2 < 1 and eps > 0")
+        super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0})
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+
+    def initial_state(self, group: dict, index: int) -> dict[str, Tensor]:
+        """Return the state of one parameter before its first step: the fast weights z, the mean of the squared gradients, the
+        number of steps, the sum of the weights of the average, and the largest learning rate. The parameter is
+        `group["params"][index]`.
+        """
+        z = group["params"][index].detach().clone()
+        numbers = {name: z.new_zeros(()) for name in ("step", "weight_sum", "lr_max")}
+        return {"z": z, "exp_avg_sq": torch.zeros_like(z)} | numbers
+
+    @torch.no_grad()
+    def step(self, closure: None = None):
+        """Change all parameters by one step, from their gradients."""
+        for group in self.param_groups:
+            chosen = [(index, p) for index, p in enumerate(group["params"]) if p.grad is not None]
+            for index, p in chosen:
+                if not self.state[p]:
+                    self.state[p].update(self.initial_state(group, index))
+            if chosen:
+                self.update([p for _, p in chosen], group["lr"], group["weight_decay"], group.get("shares"))
+
+    def update(self, y: list[Any], rate: float, weight_decay: float, shares: Tensor | None):
+        """Change the parameters `y`, which have gradients, by one step with a learning rate and weight decay. The list
+        operations of torch change all tensors of a list at once. In a stack, `shares` are the learning rates of the runs,
+        divided by `rate`.
+        """
+        each: Any = torch  # its functions `_foreach_...`, as in the optimizers of torch
+        states, gradients = [self.state[p] for p in y], [p.grad for p in y]
+        z, squares, steps, sums, largest = (
+            [state[name] for state in states] for name in ("z", "exp_avg_sq", "step", "weight_sum", "lr_max")
+        )
+        each._foreach_add_(steps, 1)
+        each._foreach_clamp_min_(largest, rate)
+        weights = each._foreach_mul(largest, largest)
+        each._foreach_add_(sums, weights)
+        c = each._foreach_div(weights, each._foreach_clamp_min(sums, 1e-30))  # 0 as long as the learning rate is 0
+        each._foreach_mul_(squares, self.beta2)
+        each._foreach_addcmul_(squares, gradients, gradients, value=1 - self.beta2)
+        corrections = each._foreach_pow(self.beta2, steps)
+        each._foreach_mul_(corrections, -1)
+        each._foreach_add_(corrections, 1)
+        roots = each._foreach_div(squares, corrections)
+        each._foreach_sqrt_(roots)
+        each._foreach_add_(roots, self.eps)
+        d = each._foreach_div(gradients, roots)
+        if weight_decay:
+            each._foreach_add_(d, y, alpha=weight_decay)
+        if shares is not None:
+            d = [change * shares.view(-1, *[1] * (change.ndim - 1)).to(change.dtype) for change in d]
+        # y = (1 - beta1) z + beta1 x after the step, without x: (1 - c) y + c z + rate (beta1 (1 - c) - 1) d
+        each._foreach_lerp_(y, z, c)
+        each._foreach_mul_(c, -self.beta1 * rate)
+        each._foreach_add_(c, (self.beta1 - 1) * rate)
+        each._foreach_add_(y, each._foreach_mul(d, c))
+        each._foreach_add_(z, d, alpha=-rate)
+
+    @torch.no_grad()
+    def averaged(self, parameter: nn.Parameter) -> Tensor:
+        """Return the averaged value x of a parameter, which is evaluated. The parameter itself holds y."""
+        state = self.state.get(parameter)
+        return torch.lerp(parameter, state["z"], 1 - 1 / self.beta1) if state else parameter.detach()
+
+    def check_run(self, run: Any):
+        """Raise ValueError if the run has a learning-rate schedule or an average of its own."""
+        if run.schedule != "constant" or run.ema:
+            raise ValueError(
+                "ScheduleFree replaces the schedule and the average of the weights, and the run has "
+                f"schedule={run.schedule!r} and ema={run.ema}; set schedule='constant' and ema=0.0"
+            )
+
+    def check_objective(self, objective: Any):
+        """Raise ValueError if the objective evaluates another model than the one it trains, or if this model has batch
+        normalization.
+        """
+        if objective.trained_model is not objective.model:
+            raise ValueError(
+                f"{type(objective).__name__} evaluates another model than the one it trains, whose weights ScheduleFree would "
+                "average; use AdamW"
+            )
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in objective.model.modules()):
+            raise ValueError(
+                f"{type(objective.model).__name__} has batch normalization, whose running statistics are not those of the "
+                "averaged weights of ScheduleFree; use AdamW, or a model without it"
+            )

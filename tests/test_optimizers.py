@@ -1,0 +1,501 @@
+"""Optimizers beside AdamW: the steps of the papers, what they leave as it was, and all that a run does with its optimizer."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from toys import TINY_VIT
+
+from smallvit import (
+    DINO,
+    MAE,
+    SAM,
+    AdamW,
+    Attention,
+    LearnedPrune,
+    LocalityAttention,
+    Muon,
+    Optimizer,
+    PatchEmbed,
+    Projected,
+    Run,
+    ScheduleFree,
+    SmallCNN,
+    Supervised,
+    Tune,
+    ViT,
+    ablate,
+    augment,
+    describe,
+    digits,
+    fingerprint,
+    fit,
+    rebuild,
+)
+from smallvit.numerics import Numerics
+from smallvit.optim import decay_groups, hidden_matrices, tensor_pairs
+from smallvit.optimizers.muon import COEFFICIENTS, orthogonalize
+from smallvit.record import WEIGHTS
+from smallvit.train import fit_stacked, loop
+from smallvit.train.parallel import check_divisible
+from smallvit.train.stack import Stack
+from smallvit.tuning import arm_ranges
+
+SHORT = Run(model=TINY_VIT, labels=50, val=50, steps=12, batch=8, augment=augment.digits())
+FREE = SHORT.vary(optimizer=ScheduleFree, schedule="constant", ema=0.0)
+RUNS = {
+    "Muon": SHORT.vary(optimizer=Muon, layer_decay=0.7),
+    "SAM": SHORT.vary(optimizer=SAM),
+    "ASAM on Muon": SHORT.vary(optimizer=partial(SAM, rho=0.5, adaptive=True, base=Muon)),
+    "ScheduleFree": FREE,
+    "SAM on ScheduleFree": FREE.vary(optimizer=partial(SAM, base=ScheduleFree)),
+}
+each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
+
+def training_of(run: Run, seed: int = 0, double: bool = False) -> loop.Training:
+    run, data = run.vary(seed=seed), digits()
+    made = loop.Training(run, data, data.subset(labels=run.labels, val=run.val, seed=seed), "cpu")
+    if double:
+        for module in filter(None, (made.objective, made.ema_model)):
+            module.double()
+        made.ema_pairs = tensor_pairs(made.ema_model, made.objective.model) if made.ema_model else []
+        next_batch = made.next_batch
+        made.next_batch = lambda: (b := next_batch())._replace(images=b.images.double(), targets=b.targets.double())
+    made.objective.train()
+    return made
+
+
+def groups_of(matrices=(), others=(), weight_decay=0.1) -> list[dict]:
+    """Groups as `decay_groups` returns them; all of `matrices` are matrices inside blocks."""
+    return [
+        {"params": [*matrices], "weight_decay": weight_decay, "decays": True, "parts": [1] * len(matrices)},
+        {"params": [*others], "weight_decay": 0.0, "decays": False, "parts": [0] * len(others)},
+    ]
+
+
+def set_rate(optimizer, rate: float):
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def equal_weights(one, other) -> bool:
+    first, second = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# Muon
+
+
+def polynomial(s, times=5):
+    a, b, c = COEFFICIENTS
+    for _ in range(times):
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+@pytest.mark.parametrize("rows, columns", [(4, 4), (3, 7), (7, 3), (1, 5)])
+def test_orthogonalization_applies_the_polynomial_to_the_singular_values(rows, columns):
+    g = torch.randn(3, rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(g, full_matrices=False)
+    scaled = s / s.norm(dim=-1, keepdim=True)
+    expected = u * polynomial(scaled)[..., None, :] @ v
+    found = orthogonalize(g, 5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalize(100 * g, 5), found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalize(-g, 5), -found, rtol=0, atol=1e-12)
+    sizes = torch.linalg.svdvals(found)[scaled > 0.01]
+    assert sizes.min() > 0.68 and sizes.max() < 1.14
+    turned = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64))[0]
+    torch.testing.assert_close(orthogonalize(turned @ g, 5), turned @ found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is newer than this torch")
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_takes_the_steps_of_torch_and_adamw_those_of_the_rest(scale, nesterov, monkeypatch):
+    """Without the change to bfloat16 that torch makes."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for shape in ((6, 4), (4, 6), (6, 4), (5,))]
+    ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    muon = Muon(groups_of(ours[:3], ours[3:]), scale=scale, nesterov=nesterov)
+    reference = torch.optim.Muon(theirs[:3], weight_decay=0.1, nesterov=nesterov, adjust_lr_fn=scale)
+    rest = torch.optim.AdamW(theirs[3:], weight_decay=0.0, fused=True)
+    for step in range(4):
+        for optimizer in (muon, reference, rest):
+            set_rate(optimizer, 0.02 / (step + 1))
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for optimizer in (muon, reference, rest):
+            optimizer.step()
+        for p, q in zip(ours, theirs):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours[3], theirs[3])
+
+
+def test_queries_keys_and_values_are_orthogonal_each_by_itself():
+    torch.manual_seed(0)
+    gradient = torch.randn(12, 4)
+    whole, apart = nn.Parameter(torch.zeros(12, 4)), [nn.Parameter(torch.zeros(4, 4)) for _ in range(3)]
+    group = {"params": [whole], "weight_decay": 0.0, "decays": True, "parts": [3]}
+    for optimizer, gradients in ((Muon([group]), [gradient]), (Muon(groups_of(apart)), gradient.chunk(3))):
+        for p, g in zip([p for group in optimizer.param_groups for p in group["params"]], gradients):
+            p.grad = g.clone()
+        optimizer.step()
+    torch.testing.assert_close(whole.detach(), torch.cat([p.detach() for p in apart]), rtol=1e-5, atol=1e-7)
+    fused = nn.Parameter(torch.zeros(12, 4))
+    fused.grad = gradient
+    Muon([group | {"params": [fused]}], split_qkv=False).step()
+    assert not torch.allclose(fused, whole, atol=1e-4)
+
+
+def test_zero_gradient_moves_a_matrix_by_weight_decay_only():
+    p = nn.Parameter(torch.ones(3, 3))
+    p.grad = torch.zeros(3, 3)
+    muon = Muon(groups_of([p], weight_decay=0.5))
+    set_rate(muon, 0.1)
+    muon.step()
+    assert torch.equal(p, torch.full((3, 3), 1 - 0.1 * 0.5))
+
+
+def test_muon_is_for_linear_layers_inside_blocks_only():
+    attention = partial(LocalityAttention, temperature="per head")
+    model = ViT((8, 8), 1, 10, depth=2, attention=attention, reduction=LearnedPrune, tokenizer=partial(PatchEmbed, patch=2))
+    parts = hidden_matrices(Supervised(model))
+    names = {name: parts[id(p)] for name, p in model.named_parameters() if id(p) in parts}
+    own = {"attention.qkv.weight": 3, "attention.proj.weight": 1, "mlp.0.weight": 1, "mlp.3.weight": 1}
+    assert names == {f"blocks.{layer}.{name}": number for layer in range(2) for name, number in own.items()}
+    mae = MAE(model=ViT((8, 8), 1, 10, depth=2, tokenizer=partial(PatchEmbed, patch=2)))
+    counts = Counter(name.partition(".")[0] for name, p in mae.named_parameters() if id(p) in hidden_matrices(mae))
+    assert counts == {"model": 8, "decoder": 8}
+    groups, _ = decay_groups(mae, 0.1)
+    assert all(len(group["params"]) == len(group["parts"]) for group in groups)
+    assert not any(any(group["parts"]) for group in groups if not group["decays"])
+
+
+def test_update_of_muon_is_as_large_as_that_of_adamw():
+    training = training_of(SHORT.vary(optimizer=Muon, warmup=0.0, weight_decay=0.0, clip=0.0))
+    before = {name: p.detach().clone() for name, p in training.objective.named_parameters()}
+    training.train_step()
+    for name, p in training.objective.named_parameters():
+        change = (p.detach() - before[name]).square().mean().sqrt() / training.run.lr
+        inside = "blocks" in name and p.ndim > 1
+        assert 0.1 < change < 0.25 if inside else change > 0.5 or change == 0, name
+
+
+# SAM
+
+
+def gradient_of(optimizer: SAM, parameters, loss) -> list[torch.Tensor]:
+    """The gradient that SAM gives its base optimizer."""
+
+    def backward():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value.detach()
+
+    optimizer.two_passes(backward, Supervised(nn.Linear(1, 1)), [])
+    return [p.grad.clone() for p in parameters]
+
+
+def test_gradient_of_sam_on_a_quadratic_function():
+    torch.manual_seed(0)
+    a = torch.randn(5, 5, dtype=torch.float64)
+    a, w = a @ a.T, nn.Parameter(torch.randn(5, dtype=torch.float64))
+    start, lengths = w.detach().clone(), []
+    optimizer = SAM(groups_of(others=[w]), rho=0.3)
+    found = gradient_of(optimizer, [w], lambda: (lengths.append((w - start).norm().item()), 0.5 * w @ a @ w)[1])
+    expected = a @ start + 0.3 * a @ (a @ start) / (a @ start).norm()
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(w, start) and lengths == pytest.approx([0.0, 0.3])
+    linear = gradient_of(optimizer, [w], lambda: 3 * w.sum())
+    assert torch.equal(linear[0], torch.full_like(w, 3.0))
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_asam_treats_rescaled_weights_alike(adaptive):
+    """A linear net of two layers computes the same if one layer is multiplied by c and the other divided by c."""
+    torch.manual_seed(0)
+    start, x = [torch.randn(3, 3, dtype=torch.float64) for _ in range(2)], torch.randn(3, dtype=torch.float64)
+    losses = []
+    for c in (1.0, 5.0):
+        layers = nn.Parameter(c * start[0]), nn.Parameter(start[1] / c)
+        optimizer = SAM(groups_of(layers), rho=0.2, adaptive=adaptive, eta=0.0)
+        (layers[1] @ layers[0] @ x).square().sum().backward()
+        with optimizer.moved():
+            losses.append((layers[1] @ layers[0] @ x).square().sum().item())
+    assert (losses[0] == pytest.approx(losses[1])) is adaptive
+
+
+def test_asam_adapts_matrices_and_kernels_only():
+    torch.manual_seed(0)
+    matrix, bias = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2))
+    g, h, before = torch.randn(2, 2), torch.randn(2), (matrix.detach().clone(), bias.detach().clone())
+    optimizer = SAM(groups_of([matrix], [bias]), rho=0.4, adaptive=True, eta=0.01)
+    matrix.grad, bias.grad = g, h
+    t = before[0].abs() + 0.01
+    length = torch.cat([(t * g).flatten(), h]).norm()
+    with optimizer.moved():
+        torch.testing.assert_close(matrix.detach(), before[0] + 0.4 * t * t * g / length)
+        torch.testing.assert_close(bias.detach(), before[1] + 0.4 * h / length)
+    assert torch.equal(matrix, before[0]) and torch.equal(bias, before[1])
+
+
+def test_sam_without_a_move_equals_its_base_bit_for_bit_and_counts_once(tmp_path):
+    one = fit(SHORT, tmp_path / "adamw")
+    other = fit(SHORT.vary(optimizer=partial(SAM, rho=0.0)), tmp_path / "sam")
+    assert equal_weights(tmp_path / "adamw", tmp_path / "sam") and one.images_seen == other.images_seen == 12 * 8
+    assert fit(SHORT.vary(optimizer=SAM), tmp_path / "moved").images_seen == 2 * 12 * 8
+    assert not equal_weights(tmp_path / "adamw", tmp_path / "moved")
+
+
+def test_both_passes_of_sam_see_the_same_batch_and_draws_and_buffers_change_once():
+    run = SHORT.vary(pool=Projected, attention=partial(Attention, dropout=0.3), drop_path=0.3)
+    trainings = training_of(run), training_of(run.vary(optimizer=SAM))
+    seen, initial = [], {name: t.clone() for name, t in trainings[1].objective.state_dict().items()}
+    weights = trainings[1].objective.model.head.weight
+    trainings[1].objective.model.blocks.register_forward_pre_hook(lambda _, given: seen.append((given[0].detach().clone(), torch.get_rng_state(), weights.detach().clone())))
+    for training in trainings:
+        loss = training.compute_gradients(training.next_batch())
+        training.first_loss, training.state = loss, torch.get_rng_state()
+    plain, sam = trainings
+    assert len(seen) == 2 and torch.equal(seen[0][1], seen[1][1]) and not torch.equal(seen[0][2], seen[1][2])
+    assert torch.equal(plain.first_loss, sam.first_loss) and torch.equal(plain.state, sam.state)
+    for (name, one), (_, two) in zip(plain.objective.named_buffers(), sam.objective.named_buffers()):
+        assert torch.equal(one, two), name
+    assert any(not torch.equal(t, initial[name]) for name, t in sam.objective.named_buffers() if name in initial)
+    for name, p in sam.objective.named_parameters():
+        assert torch.equal(p, initial[name]), name
+    assert not torch.equal(plain.objective.model.head.weight.grad, sam.objective.model.head.weight.grad)
+
+
+def test_sam_keeps_the_statistics_of_dino_from_the_first_pass():
+    run = Run(model=TINY_VIT, objective=DINO, unlabelled=True, augment=augment.digit_crops(), val=50, steps=4, batch=8, clip=0.0)
+    plain, sam = training_of(run), training_of(run.vary(optimizer=SAM))
+    for training in (plain, sam):
+        training.train_step()
+    assert torch.equal(plain.objective.loss.center, sam.objective.loss.center)
+    assert all(torch.equal(one, two) for one, two in zip(plain.objective.observed, sam.objective.observed))
+    assert not torch.equal(plain.objective.head.layers[0].weight, sam.objective.head.layers[0].weight)
+
+
+# ScheduleFree
+
+
+@pytest.mark.parametrize("warmup, weight_decay", [(1, 0.0), (4, 0.1)])
+def test_schedule_free_takes_the_steps_of_the_paper(warmup, weight_decay):
+    """The oracle keeps x, y and z. Without warmup, x is the plain mean of all z."""
+    torch.manual_seed(0)
+    target, p = torch.randn(4, dtype=torch.float64), nn.Parameter(torch.randn(4, dtype=torch.float64))
+    optimizer = ScheduleFree(groups_of([p], weight_decay=weight_decay), beta1=0.8, beta2=0.9)
+    x = z = p.detach().clone()
+    v, total, fast = torch.zeros(4, dtype=torch.float64), 0.0, []
+    for t in range(8):
+        rate = 0.1 * min(1, (t + 1) / warmup)
+        y = 0.2 * z + 0.8 * x
+        torch.testing.assert_close(p.detach(), y)
+        g = y - target
+        v = 0.9 * v + 0.1 * g**2
+        z = z - rate * (g / ((v / (1 - 0.9 ** (t + 1))).sqrt() + 1e-8) + weight_decay * y)
+        total += rate**2
+        x = x + rate**2 / total * (z - x)
+        fast.append(z)
+        set_rate(optimizer, rate)
+        p.grad = p.detach() - target
+        optimizer.step()
+        torch.testing.assert_close(optimizer.averaged(p), x)
+    assert warmup > 1 or torch.allclose(x, torch.stack(fast).mean(0))
+
+
+def test_schedule_free_equals_the_package():
+    package = pytest.importorskip("schedulefree")
+    torch.manual_seed(0)
+    start = [torch.randn(4, 3), torch.randn(3)]
+    ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    optimizer = ScheduleFree(groups_of(ours[:1], ours[1:]))
+    decays = [{"params": theirs[:1], "weight_decay": 0.1}, {"params": theirs[1:], "weight_decay": 0.0}]
+    reference = package.AdamWScheduleFree(decays, lr=0.02, warmup_steps=3)
+    reference.train()
+    for t in range(7):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        set_rate(optimizer, 0.02 * min(1, (t + 1) / 3))
+        optimizer.step()
+        reference.step()
+        for p, q in zip(ours, theirs):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    reference.eval()
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(optimizer.averaged(p), q.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_average_is_evaluated_and_saved(tmp_path):
+    training = training_of(FREE)
+    for _ in range(3):
+        training.train_step()
+    training.validate()
+    for average, p in zip(training.model.parameters(), training.objective.model.parameters()):
+        assert torch.equal(average, training.optimizer.averaged(p))
+    assert not torch.equal(training.model.head.weight, training.objective.model.head.weight)
+    record = fit(FREE.vary(early_stop=2, steps=60, lr=8e-3), tmp_path / "stopped")
+    assert record.val["accuracy"] == max(score for _, _, score in record.curve)
+
+
+# What a run does with its optimizer
+
+
+@pytest.mark.parametrize("rates", [(1, 1), (0.3, 1)], ids=["one rate", "two rates"])
+@each_run
+def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch):
+    double = lambda logits, targets, weights=None: -(targets * logits.log_softmax(-1)).sum(-1).mean()  # noqa: E731
+    monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double)
+    runs = [run.vary(lr=rate * run.lr) for rate in rates]
+    alone, together = ([training_of(one, seed, double=True) for one, seed in zip(runs, (3, 1))] for _ in range(2))
+    stack = Stack(together)
+    for _ in range(3):
+        stack.train_step()
+        for one in alone:
+            one.train_step()
+    for one, other in zip(alone, together):
+        for member in (one, other):
+            member.copy_average()
+        found, expected = other.model.state_dict(), one.model.state_dict()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-7, msg=name)
+
+
+def killed(run: Run, folder, monkeypatch, steps: int = 5, fit=fit, **options):
+    """Train a run until it is killed after some steps, and then to its end."""
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    calls, save = [], loop.checkpoint.save
+
+    def kill(*given):
+        save(*given)
+        calls.append(1)
+        if len(calls) == steps:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.checkpoint, "save", kill)
+        fit(run, folder, **options)
+    return fit(run, folder, **options)
+
+
+@each_run
+def test_killed_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
+    fit(run, tmp_path / "whole")
+    killed(run, tmp_path / "killed", monkeypatch)
+    assert equal_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+@each_run
+def test_killed_stack_ends_with_the_same_bits(run, tmp_path, monkeypatch):
+    runs = [run.at_seed(0), run.at_seed(1).vary(lr=run.lr / 2)]
+    folders = [[tmp_path / name / str(n) for n in range(2)] for name in ("whole", "killed")]
+    records = fit_stacked(runs, folders[0])
+    assert [record.stacked for record in records] == [2, 2]
+    killed(runs, folders[1], monkeypatch, fit=fit_stacked)
+    assert all(equal_weights(one, other) for one, other in zip(*folders))
+
+
+@each_run
+def test_native_kernel_trains_alike_and_leaves_the_steps_to_the_optimizer(run):
+    run = run.vary(dim=32, heads=2, clip=0.0)
+    plain, native = training_of(run), training_of(run)
+    native.use(Numerics(kernel="native"))
+    for training in (plain, native):
+        for _ in range(3):
+            training.train_step()
+    assert native.flat is None
+    losses = [training.trace.losses for training in (plain, native)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Muon", "SAM", "ScheduleFree"])
+def test_frozen_parameters_stay_and_bf16_trains(name):
+    training = training_of(RUNS[name].vary(precision="bf16"))
+    before = training.objective.model.blocks[0].mlp[0].weight.detach().clone()
+    frozen = training.objective.model.blocks[0].attention.qkv.weight.requires_grad_(False)
+    kept = frozen.clone()
+    for _ in range(3):
+        training.train_step()
+    assert torch.equal(frozen, kept) and not torch.equal(training.objective.model.blocks[0].mlp[0].weight, before)
+    assert all(p.isfinite().all() for p in training.objective.parameters())
+
+
+def test_record_names_the_optimizer_and_older_runs_keep_their_fingerprints(tmp_path):
+    run = SHORT.vary(optimizer=partial(SAM, rho=0.1, base=partial(Muon, nesterov=False)))
+    plain = describe(run)
+    assert plain["optimizer"]["call"] == "smallvit.optimizers.SAM" and plain["optimizer"]["base"]["nesterov"] is False
+    assert rebuild(plain) == run != SHORT
+    old = describe(SHORT)
+    assert old.pop("optimizer") == {"call": "smallvit.optimizers.AdamW"}
+    assert fingerprint(rebuild(old)) == fingerprint(SHORT) == fingerprint(SHORT.vary(optimizer=AdamW))
+
+
+def test_options_of_the_optimizer_are_varied_and_tuned_as_those_of_the_model():
+    run = SHORT.vary(optimizer=SAM).vary(rho=0.2, depth=1)
+    assert run.optimizer([{"params": []}]).rho == 0.2 and run.model.keywords["depth"] == 1
+    with pytest.raises(ValueError, match="no option 'rho'"):
+        SHORT.vary(rho=0.2)
+    tune = Tune({"lr": (3e-4, 6e-3), "rho": [0.05, 0.1]})
+    plain = SHORT.vary(labels=None)
+    entries = ablate({"AdamW": plain, "SAM": plain.vary(optimizer=SAM)}, labels=[50], seeds=range(1), tune=tune, references=False)
+    assert {arm: [*ranges] for arm, ranges in arm_ranges(entries).items()} == {"AdamW": ["lr"], "SAM": ["lr", "rho"]}
+
+
+def test_references_are_trained_with_adamw():
+    plain = SHORT.vary(labels=None)
+    runs = ablate({"Muon": plain.vary(optimizer=Muon), "AdamW": plain}, labels=[50], seeds=range(1))
+    assert {entry.run.optimizer for entry in runs if entry.role == "reference"} == {AdamW}
+
+
+class Halved(AdamW):
+    """A class of a user's own."""
+
+    def step(self, closure=None):
+        set_rate(self, self.param_groups[0]["lr"] / 2)
+        super().step()
+
+
+def test_optimizer_of_your_own_is_a_subclass():
+    assert issubclass(Halved, Optimizer)
+    trainings = training_of(SHORT), training_of(SHORT.vary(lr=SHORT.lr / 2))
+    trainings[0].optimizer = Halved(trainings[0].optimizer.param_groups)  # in a recipe, it would be a setting of the run
+    for training in trainings:
+        training.train_step()
+    one, other = (training.objective.state_dict() for training in trainings)
+    assert all(torch.allclose(one[name], other[name], atol=1e-7) for name in one)
+
+
+REFUSED = [
+    (lambda: SHORT.vary(optimizer=partial(Muon, scale="spectral")), "scale of Muon is 'spectral'; expected one of 'match_rms_adamw'"),
+    (lambda: SHORT.vary(optimizer=partial(Muon, momentum=1.0)), "momentum of Muon is 1.0; expected at least 0"),
+    (lambda: SHORT.vary(optimizer=partial(Muon, iterations=0)), "iterations of Muon is 0; expected a whole number"),
+    (lambda: SHORT.vary(optimizer=partial(Muon, moment=1.0)), "Muon has no option 'moment'; did you mean 'momentum'"),
+    (lambda: SHORT.vary(optimizer=partial(SAM, rho=-0.1)), "rho of SAM is -0.1; expected a number, at least 0"),
+    (lambda: SHORT.vary(optimizer=partial(SAM, base=SAM)), "base of SAM makes SAM; expected AdamW, Muon or ScheduleFree"),
+    (lambda: SHORT.vary(optimizer=ScheduleFree), "schedule='cosine' and ema=0.05; set schedule='constant' and ema=0.0"),
+    (lambda: SHORT.vary(optimizer=partial(SAM, base=ScheduleFree)), "ScheduleFree replaces the schedule"),
+    (lambda: FREE.vary(optimizer=partial(ScheduleFree, beta1=1.0)), "beta1 of ScheduleFree is 1.0"),
+    (lambda: FREE.vary(optimizer=partial(ScheduleFree, eps=0.0)), "beta2 and eps of ScheduleFree"),
+    (lambda: SHORT.vary(optimizer=Supervised), "optimizer is Supervised; expected AdamW, Muon, SAM, ScheduleFree"),
+    (lambda: training_of(SHORT.vary(optimizer=Muon, model=SmallCNN)), "Muon is for linear layers inside blocks and SmallCNN has none"),
+    (lambda: training_of(FREE.vary(pool=Projected)), "has batch normalization, .* use AdamW, or a model without it"),
+    (lambda: training_of(FREE.vary(objective=DINO, unlabelled=True, augment=augment.digit_crops())), "DINO evaluates another model"),
+    (lambda: check_divisible(SHORT.vary(optimizer=SAM), 2), "SAM .* use one process"),
+]
+
+
+@pytest.mark.parametrize("make, message", REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_bad_input_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
