@@ -28,6 +28,7 @@ MODULES = {  # module -> title of its page in the API reference
     "augment": "Augmentation",
     "data": "Data sets",
     "objectives": "Objectives",
+    "optimizers": "Optimizers",
     "pseudo_labels": "Pseudo-labels",
     "evaluate": "Evaluators",
     "run": "Runs",
