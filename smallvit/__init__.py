@@ -21,7 +21,10 @@ NAMES = {
         "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
         "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
     ),
-    "objectives": ("DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "SemiSupervised", "Supervised"),
+    "objectives": (
+        "DINO", "MAE", "SSAT", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective", "SemiSupervised",
+        "Supervised",
+    ),
     "optimizers": ("AdamW", "Muon", "Optimizer", "SAM", "ScheduleFree"),
     "evaluate": (
         "FeatureExtractor", "Splits", "accuracy", "auc", "balanced_accuracy", "calibration", "cost", "evaluator", "features",

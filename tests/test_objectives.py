@@ -53,7 +53,10 @@ def cross_entropy_by_hand(logits, targets):
 def test_every_objective_is_tested():
     found = {name for name, member in vars(objectives).items() if inspect.isclass(member) and issubclass(member, Objective)}
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
-    assert found == {"DINO", "Distill", "LearnThresholds", "LearnToPrune", "MAE", "Objective", "SemiSupervised", "Supervised"}
+    assert found == {
+        "DINO", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "MAE", "Objective", "SSAT", "SemiSupervised",
+        "Supervised",
+    }  # fmt: skip
     assert all(f"import {name}" in tests or f"{name}," in tests for name in found - {"Objective"})
 
 
@@ -85,7 +88,7 @@ def test_defaults_of_the_base_class_do_nothing(batch):
 
 def test_objectives_that_change_more_than_parameters_in_a_step_are_not_stackable():
     assert {cls.__name__ for cls in vars(objectives).values() if inspect.isclass(cls) and issubclass(cls, Objective) and cls.stackable} == {
-        "Objective", "SemiSupervised", "Supervised", "Distill", "LearnToPrune",
+        "Objective", "SemiSupervised", "Supervised", "Distill", "DrLoc", "LearnToPrune", "SSAT",
     }  # fmt: skip
     members = {"before_step": lambda self, progress: None}, {"after_step": lambda self, progress: None}, {"needs_labels": False}
     for member in members:
@@ -112,7 +115,7 @@ UNTRAINED = SimpleNamespace(reads_labels=True, steps=0, init=None)
         (Distill, {"teacher": UNTRAINED}, "teacher has a head .* no labels"),
         (Supervised, {"unlabelled": True}, "unlabelled=True but Supervised reads labels; use DINO, MAE, Distill"),
         (Supervised, {"augment": augment.digit_crops()}, "augment makes views and Supervised reads none"),
-        (MAE, {"augment": augment.digit_crops()}, "augment makes views and MAE reads none"),
+        (MAE, {"augment": augment.digit_crops()}, "augment makes views and MAE reads none; .* or use DINO or LeJEPA"),
         (DINO, {"evaluators": (knn, accuracy)}, "accuracy needs a trained head and DINO trains none"),
         (MAE, {"evaluators": (accuracy,)}, "accuracy needs a trained head and MAE trains none"),
     ],

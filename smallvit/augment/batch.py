@@ -9,19 +9,21 @@ from torch import Generator, Tensor
 
 class Batch(NamedTuple):
     """A batch of training images (batch, channels, height, width) with the target probabilities of each image (batch, classes).
-    The batch may also hold augmented views of the images and the logits of teacher models.
+    The batch may also hold augmented views of the images, the logits of teacher models, and random numbers of the objective.
 
     images           float32 pixels in [0, 1], where 0 is black; they are normalized after all transforms
     targets          one row for each image; each row sums to 1
     views            for self-supervised learning: one tensor for each size of view, `(views b) c h w`, all images' first views
                      first, then all images' second views, and so on
     teacher_logits   logits of teacher models, `b k` each; empty without a teacher
+    draws            what an objective draws for the step in `prepare`, such as the patches to hide; the first axis is the image
     """
 
     images: Tensor
     targets: Tensor
     views: tuple[Tensor, ...] = ()
     teacher_logits: tuple[Tensor, ...] = ()
+    draws: tuple[Tensor, ...] = ()
 
 
 Augmentation = Callable[[Batch, Generator], Batch]

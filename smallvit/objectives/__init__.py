@@ -7,6 +7,9 @@ reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a train
 dino.py        DINO: self-distillation between views of unlabelled images
 mae.py         MAE: reconstruction of hidden patches of unlabelled images
 semi_supervised.py   SemiSupervised: labelled and unlabelled images in each step (FixMatch, pseudo-labels, mean teacher)
+lejepa.py      LeJEPA: views that agree, and features like a Gaussian, of unlabelled images
+ssat.py        SSAT: labels and reconstruction of hidden patches
+drloc.py       DrLoc: labels and distances between patches
 collapse.py    detects the collapse of training without labels
 
 An objective is a subclass of `Objective`. This one adds a confidence penalty (arXiv:1701.06548) to the cross-entropy:
@@ -35,7 +38,8 @@ Contract of `objective = Class(model, **options)` and `objective(batch, progress
 - `forward` calls `set_progress(progress)` first, and returns a dict with the scalar "loss".
 - `.model` is averaged, saved and evaluated. Parameters with `requires_grad` are trained; a teacher shares no storage with them.
 - A step calls in this order: `prepare(batch)`, `forward`, the backward pass, `before_step(progress)`, the optimizer,
-  `after_step(progress)`. The three hooks do nothing by default.
+  `after_step(progress)`. The three hooks do nothing by default. An objective that draws random numbers does so in `prepare`,
+  into `draws` of the batch: inside `forward` they would keep runs from being trained together.
 - `learning_rates()` may give groups of parameters their own learning-rate schedules.
 - The attributes `needs_labels`, `needs_views`, `needs_init`, `needs_teacher`, `unlabelled` and `stackable` declare what the
   objective needs; see `Objective`. `check_run` refuses a `Run` that does not have it.
@@ -45,13 +49,16 @@ Contract of `objective = Class(model, **options)` and `objective(batch, progress
 from .collapse import Observation
 from .dino import DINO
 from .distill import Distill
+from .drloc import DrLoc
+from .lejepa import LeJEPA
 from .mae import MAE
 from .objective import Objective, Unlabelled
 from .reduce import LearnThresholds, LearnToPrune
 from .semi_supervised import SemiSupervised
+from .ssat import SSAT
 from .supervised import Supervised
 
 __all__ = [
-    "DINO", "MAE", "Distill", "LearnThresholds", "LearnToPrune", "Objective", "Observation", "SemiSupervised", "Supervised",
-    "Unlabelled",
+    "DINO", "MAE", "SSAT", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective", "Observation",
+    "SemiSupervised", "Supervised", "Unlabelled",
 ]  # fmt: skip

@@ -83,7 +83,9 @@ def collapse_kind(statistics: dict[str, float]) -> str | None:
             )
         return "one-hot: the teacher's targets are one class for all images; raise teacher_temp, or lower center_momentum"
     if statistics["spread"] < MIN_SPREAD:
-        return "flat: all images have the same features; lower the learning rate, or give DINO koleo=0.1"
+        return (
+            "flat: all images have the same features; lower the learning rate, give DINO koleo=0.1, or LeJEPA a larger weight"
+        )
     return None
 
 

@@ -148,6 +148,15 @@ class Objective(nn.Module):
         if run.unlabelled and cls.needs_labels and teacher is None and run.pseudo_labels is None:
             raise ValueError(f"unlabelled=True but {name} reads labels; use DINO, MAE, Distill with a teacher or pseudo_labels")
         if not cls.needs_views and any(isinstance(transform, MultiCrop) for transform in run.augment):
-            raise ValueError(f"augment makes views and {name} reads none; remove MultiCrop from augment, or use DINO")
+            raise ValueError(f"augment makes views and {name} reads none; remove MultiCrop from augment, or use DINO or LeJEPA")
         if not cls.needs_labels and accuracy in run.evaluators:
             raise ValueError(f"accuracy needs a trained head and {name} trains none; use evaluators=(knn, linear_probe)")
+
+
+def check_option_range(**options: tuple[float, float, float]):
+    """Raise ValueError unless all given options are numbers in their range. Each keyword argument is the name of an option with
+    (its value, the lowest allowed number, the highest allowed number).
+    """
+    for name, (value, low, high) in options.items():
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")

@@ -230,8 +230,8 @@ def stack_modules(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 def stack_batches(batches: Sequence[Batch]) -> Batch:
     """Return one batch whose tensors are those of several batches, stacked along a new first axis."""
     images, targets, *others = zip(*batches)
-    views, logits = (tuple(torch.stack(each) for each in zip(*of_batches)) for of_batches in others)
-    return Batch(torch.stack(images), torch.stack(targets), views, logits)
+    rest = (tuple(torch.stack(each) for each in zip(*tensors)) for tensors in others)
+    return Batch(torch.stack(images), torch.stack(targets), *rest)
 
 
 def clip(gradients: Sequence[Tensor], largest: float):
