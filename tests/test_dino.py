@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightly.loss import DINOLoss, KoLeoLoss
+from lightly.loss import DINOLoss, IBOTPatchLoss, KoLeoLoss
 from lightly.models.modules import DINOProjectionHead
 from lightly.models.utils import update_momentum
 from torch import nn
@@ -17,10 +17,11 @@ from smallvit import augment
 from smallvit.attention import Attention
 from smallvit.augment import Batch, MultiCrop, Warp
 from smallvit.objectives import DINO
+from smallvit.objectives.mae import pixels_of_patches
 from smallvit.pooling import MeanTokens, Projected
 from smallvit.reduction import Merge, Prune
 from smallvit.references import SmallCNN
-from smallvit.run import Run
+from smallvit.run import Run, fingerprint
 from smallvit.tokenizers import ConvStem, PatchEmbed, ShiftedPatchEmbed
 from smallvit.vit import ViT
 
@@ -389,3 +390,156 @@ def test_options_out_of_range_are_refused(options, message):
 def test_batches_that_do_not_fit_are_refused(options, batch, message):
     with pytest.raises(ValueError, match=message):
         make_dino(**options)(batch, 0.5)
+
+
+# The patch term of iBOT
+
+PATCHES = {"patches": 1.0, "patch_ratio": 0.5}
+
+
+def hide(dino, hidden):
+    """The objective with these hidden patches instead of random ones."""
+    dino.draw_hidden = lambda views: hidden
+    return dino
+
+
+def test_without_the_patch_term_nothing_changes():
+    state, patterns = torch.get_rng_state(), []
+    for options in ({}, {"patches": 0.0, "patch_ratio": 0.9, "patch_temp": 1.0}):
+        torch.set_rng_state(state)
+        dino = make_dino(partial(VIT, dropout=0.3), **options)
+        loss = dino(make_batch(), 0.5)["loss"]
+        loss.backward()
+        patterns.append([loss, torch.get_rng_state(), *(p.grad for p in dino.student.parameters() if p.grad is not None)])
+        names = dino.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(*patterns, strict=True)) and not [n for n in names if "patch_" in n or "hidden" in n]
+    run = Run(objective=DINO, augment=augment.digit_crops(size=4), clip=0.0)
+    assert fingerprint(run) == fingerprint(run.vary(objective=partial(DINO, patches=0.0)))
+
+
+def test_the_patch_term_is_that_of_lightly_and_its_center_that_of_all_patches():
+    dino = make_dino(batch_norm=False, **PATCHES, patch_temp=0.06, warmup=0.0).double()
+    batch, criterion = make_batch(local=0, dtype=torch.float64), IBOTPatchLoss(12, teacher_temp=0.06).double()
+    hidden = torch.rand(12, 16) < 0.4
+    hidden[3], hidden[8] = False, True
+    with torch.no_grad():
+        tokens = dino.model.tokens(batch.views[0])[0][:, 1:]
+        targets = dino.patch_teacher_head(tokens.flatten(0, 1)).unflatten(0, (12, 16))
+    found = hide(dino, hidden).features_and_patches(dino.student, batch.views[0], hidden)[1]
+    outputs = dino.patch_head(found.flatten(0, 1)).unflatten(0, (12, 16))
+    mask = hidden.unflatten(1, (4, 4))
+    expected = criterion(targets[hidden], outputs[hidden], mask)
+    loss = dino.patch_loss(tokens, found, hidden, 0.5)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(dino.patch_center, 0.1 * targets.mean((0, 1)))  # lightly: of the hidden patches only
+    gradients = [torch.autograd.grad(value, list(dino.patch_head.layers.parameters()), retain_graph=True) for value in (loss, expected)]
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-9) for a, b in zip(*gradients))
+
+
+def test_the_whole_loss_with_the_patch_term_by_a_loop_over_views():
+    dino = make_dino(batch_norm=False, patches=0.7, warmup=0.5, warm_temp=0.04, patch_temp=0.08)
+    batch, hidden = make_batch(local=0), torch.rand(12, 16) < 0.4
+    hidden[2] = False
+    loss = hide(dino, hidden)(batch, 0.25)["loss"].item()
+    terms, features = [], []
+    for view, mask in zip(batch.views[0], hidden):
+        pixels = mask.view(1, 4, 1, 4, 1).expand(1, 4, 2, 4, 2).reshape(1, 8, 8)
+        embedded = dino.student.tokenizer(torch.where(pixels, 0.0, view)[None])
+        embedded[0, mask] = dino.hidden_token
+        x = dino.student.position(torch.cat([dino.student.prefix[None], embedded], 1), (4, 4))
+        tokens = dino.student.norm(dino.student.blocks(x)[0])
+        features.append(tokens[0, 0])
+        targets = (dino.patch_teacher_head(dino.model.tokens(view[None])[0][0, 1:]) / 0.06).softmax(-1)
+        logs = (dino.patch_head(tokens[0, 1:]) / 0.1).log_softmax(-1)
+        each = [-(targets[i] * logs[i]).sum().item() for i in range(16) if mask[i]]
+        terms.append(sum(each) / max(len(each), 1))
+    targets = (dino.teacher_head(dino.model.features(batch.views[0])) / 0.04).softmax(-1)
+    logs = (dino.head(torch.stack(features)) / 0.1).log_softmax(-1)
+    whole = -(targets * logs.roll(6, 0)).sum(-1).mean().item()
+    assert loss == pytest.approx(whole + 0.7 * sum(terms) / 12, rel=1e-4)
+
+
+def test_views_without_hidden_patches_have_no_patch_term():
+    dino, batch = make_dino(**PATCHES), make_batch()
+    plain = make_dino()
+    plain.load_state_dict({name: dino.state_dict()[name] for name in plain.state_dict()})
+    loss = hide(dino, torch.zeros(12, 16, dtype=torch.bool))(batch, 0.5)["loss"]
+    assert loss.item() == pytest.approx(plain(batch, 0.5)["loss"].item(), rel=1e-6)
+    loss.backward()
+    assert not dino.hidden_token.grad.any()
+
+
+def test_a_uniform_teacher_has_the_patch_loss_log_k():
+    dino = make_dino(batch_norm=False, **PATCHES)
+    for head in (dino.patch_head, dino.patch_teacher_head):
+        head.last_layer.weight_v.data.fill_(1.0)
+    tokens, hidden = torch.randn(12, 16, 16), torch.rand(12, 16) < 0.5
+    hidden[:, 0] = True
+    assert dino.patch_loss(tokens, tokens, hidden, 0.5).item() == pytest.approx(math.log(12), abs=1e-5)
+
+
+def test_half_of_the_views_hide_equally_many_patches_uniformly():
+    dino = make_dino(**PATCHES | {"patch_ratio": 0.3})
+    hidden = dino.draw_hidden(torch.zeros(4000, 1, 8, 8))
+    counts = hidden.sum(1)
+    assert set(counts.tolist()) == {0, 5} and (counts > 0).float().mean() == pytest.approx(0.5, abs=0.03)
+    assert (hidden.float().mean(0) - 0.5 * 5 / 16).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("tokenizer", [partial(ShiftedPatchEmbed, patch=2), partial(ConvStem, layers=2), partial(PatchEmbed, patch=2)])
+def test_hidden_pixels_do_not_reach_the_student(tokenizer):
+    dino = make_dino(partial(VIT, tokenizer=tokenizer), **PATCHES)
+    n = 4 if tokenizer.func is ConvStem else 16
+    views, hidden = torch.randn(4, 1, 8, 8), torch.arange(n).expand(4, n) % 3 == 0
+    pixels = pixels_of_patches(hidden, (2, 2) if n == 4 else (4, 4), (8, 8))
+    found = [dino.features_and_patches(dino.student, x, hidden)[1] for x in (views, torch.where(pixels, 100.0, views))]
+    assert torch.equal(*found)
+
+
+def test_the_patch_teacher_starts_equal_gets_no_gradient_and_follows():
+    dino = make_dino(**PATCHES, momentum=0.5, freeze=0.4)
+    pairs = list(zip(dino.patch_teacher_head.parameters(), dino.patch_head.parameters()))
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() and not a.requires_grad for a, b in pairs)
+    dino(make_batch(), 0.3)["loss"].backward()
+    assert all(a.grad is None for a, _ in pairs) and dino.hidden_token.grad.any()
+    for progress, frozen in ((0.3, True), (0.5, False)):
+        dino.zero_grad()
+        dino(make_batch(), progress)["loss"].backward()
+        dino.before_step(progress)
+        assert (dino.patch_head.last_layer.weight_v.grad is None) == frozen
+    with torch.no_grad():
+        for _, student in pairs:
+            student.add_(1.0)
+    before = [teacher.clone() for teacher, _ in pairs]
+    dino.after_step(0.0)
+    for old, (teacher, _) in zip(before, pairs):
+        torch.testing.assert_close(teacher, old + 0.5)
+
+
+@pytest.mark.parametrize("pool", [MeanTokens, partial(Projected, pool=MeanTokens, hidden=16)], ids=["mean", "projected"])
+def test_the_patch_term_works_with_other_pools_and_half_precision(pool):
+    dino = make_dino(partial(VIT, pool=pool), **PATCHES, neighbours=1, settle=0.0, bank=16, koleo=0.1)
+    for _ in range(2):
+        torch.manual_seed(1)
+        loss = dino(make_batch(), 0.5)["loss"]
+    center = dino.patch_center.clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = dino(make_batch(), 0.5)["loss"]
+    half.backward()
+    assert half.item() == pytest.approx(loss.item(), rel=0.05) and not torch.equal(center, dino.patch_center)
+    assert all(p.grad.isfinite().all() for p in dino.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"patches": -1}, "patches is -1"),
+        ({"patch_ratio": 1.5}, "patch_ratio is 1.5"),
+        ({"patch_temp": 0}, "patch_temp is 0"),
+        ({"patches": 1, "vit": partial(VIT, reduction=partial(Merge, r=2))}, "patches needs a ViT with a token for each patch"),
+        ({"patches": 1, "vit": partial(SmallCNN, (8, 8), 1, 10)}, "patches needs a ViT .* or patches=0"),
+    ],
+)
+def test_what_does_not_fit_the_patch_term_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_dino(**options)

@@ -277,6 +277,13 @@ def patch_mask(index: Tensor, grid: Grid, image: Image) -> Tensor:
     size.
     """
     mask = torch.zeros(len(index), prod(grid), dtype=torch.bool, device=index.device).scatter(1, index, True)
+    return pixels_of_patches(mask, grid, image)
+
+
+def pixels_of_patches(mask: Tensor, grid: Grid, image: Image) -> Tensor:
+    """Return a mask of pixels, shape (batch, 1, height, width), from a mask of patches, shape (batch, patches). `grid` is the
+    number of (rows, columns) of patches, and `image` is the image size.
+    """
     mask = mask.unflatten(1, (1, *grid))
     return mask.repeat_interleave(image[0] // grid[0], dim=2).repeat_interleave(image[1] // grid[1], dim=3)
 
