@@ -22,8 +22,8 @@ NAMES = {
         "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
     ),
     "objectives": (
-        "DINO", "MAE", "SSAT", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective", "SemiSupervised",
-        "Supervised",
+        "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective",
+        "SemiSupervised", "Supervised",
     ),
     "optimizers": ("AdamW", "Muon", "Optimizer", "SAM", "ScheduleFree"),
     "evaluate": (

@@ -6,6 +6,7 @@ distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
 dino.py        DINO: self-distillation between views of unlabelled images
 mae.py         MAE: reconstruction of hidden patches of unlabelled images
+data2vec.py    Data2Vec: prediction of a teacher's features of hidden patches
 semi_supervised.py   SemiSupervised: labelled and unlabelled images in each step (FixMatch, pseudo-labels, mean teacher)
 lejepa.py      LeJEPA: views that agree, and features like a Gaussian, of unlabelled images
 ssat.py        SSAT: labels and reconstruction of hidden patches
@@ -47,6 +48,7 @@ Contract of `objective = Class(model, **options)` and `objective(batch, progress
 """
 
 from .collapse import Observation
+from .data2vec import Data2Vec
 from .dino import DINO
 from .distill import Distill
 from .drloc import DrLoc
@@ -59,6 +61,6 @@ from .ssat import SSAT
 from .supervised import Supervised
 
 __all__ = [
-    "DINO", "MAE", "SSAT", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective", "Observation",
-    "SemiSupervised", "Supervised", "Unlabelled",
+    "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective",
+    "Observation", "SemiSupervised", "Supervised", "Unlabelled",
 ]  # fmt: skip

@@ -179,9 +179,7 @@ class DINO(Objective):
         The objective itself is returned.
         """
         super().train(mode)
-        self.model.eval()
-        for module in self.model.modules():
-            module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        set_teacher_mode(self.model, mode)
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
@@ -229,7 +227,7 @@ class DINO(Objective):
         masked = torch.rand(len(views), 1, device="cpu") < MASKED_VIEWS
         return ((order < count) & masked).to(views.device)
 
-    def features_and_patches(self, model: Any, views: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def features_and_patches(self, model: Any, views: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return the features of views, shape (views, width), and the tokens of their patches, shape (views, patches, width).
         The tokens are None without the patch term. `hidden` (views, patches) is True for patches that the model must not see.
         """
@@ -354,6 +352,15 @@ class DINO(Objective):
             for teacher, student in zip(teachers, [self.student, *self.student_heads]):
                 self.pairs += tensor_pairs(teacher, student)
         ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
+
+
+def set_teacher_mode(teacher: nn.Module, mode: bool):
+    """Switch a teacher to evaluation mode, except for its BatchNorm layers: these get the `mode` of the student (True in
+    training), so that both normalize by the batch.
+    """
+    teacher.eval()
+    for module in teacher.modules():
+        module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def as_float32(x: Tensor) -> Tensor:

@@ -1,0 +1,138 @@
+"""data2vec 2: prediction of a teacher's features of hidden patches."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smallvit.augment import Batch
+from smallvit.optim import ema_update, tensor_pairs
+from smallvit.reduction.context import gather_tokens
+from smallvit.vit import ViT, initialize
+
+from .collapse import Observation
+from .dino import as_float32, set_teacher_mode
+from .mae import MAE, Decoder
+from .objective import Objective, check_option_range
+
+LAST_MOMENTUM = 0.9999  # of the teacher, at the end of a run
+
+
+class Data2Vec(Objective):
+    """The objective data2vec 2, self-supervised learning without views. A student sees a part of the patches of an image, and a
+    small decoder predicts the features of the hidden ones. These are features of a teacher, which sees the whole image. The
+    teacher is an exponential moving average (EMA) of the student.
+
+    The teacher is `.model`, which is saved and evaluated. The head, and what the pool learns, are not trained.
+
+    ratio     the share of patches to hide; the number of visible patches is rounded down.
+    masks     the number of random choices of hidden patches for each image; all are compared with one pass of the teacher.
+    layers    how many of the last blocks give the targets; None: all.
+    momentum  the EMA momentum of the teacher at the start; it rises linearly to 0.9999.
+    decoder   width (`decoder_dim`), number of blocks (`decoder_depth`) and of heads (`decoder_heads`), as in `MAE`.
+
+    Paper    Baevski et al. 2022, arXiv:2212.07525. The targets are the outputs of the MLPs in the last blocks of the teacher,
+             before they are added to the tokens, normalized, averaged over the blocks, and normalized for each token (mean 0,
+             variance 1). Loss: the squared error, summed over the width d of a token and divided by the square root of d,
+             averaged over the hidden patches. The encoder of the student receives the visible patches only.
+    Departs  The authors normalize each channel over the tokens of an image, which is noisy for 16 tokens. Here each token is
+             normalized, and after averaging over the blocks the mean over all tokens of the batch is subtracted. Hidden patches
+             are drawn uniformly, not in blocks, and 60% are hidden instead of 80%. The decoder is that of `MAE`, not a
+             convolution. 4 choices of hidden patches instead of 16. The class token learns nothing of its own, so use a pool
+             of patches, such as `MeanTokens`. Hidden pixels are set to 0 before the tokenizer, as in `MAE`.
+
+    Raises   ValueError for what `MAE` refuses, such as a model that reduces tokens, and for options out of range.
+    """
+
+    needs_labels = False
+
+    def __init__(
+        self,
+        model: ViT,
+        *,
+        ratio: float = 0.6,
+        masks: int = 4,
+        layers: int | None = None,
+        momentum: float = 0.99,
+        decoder_dim: int = 64,
+        decoder_depth: int = 2,
+        decoder_heads: int = 4,
+    ):
+        super().__init__(copy.deepcopy(model).requires_grad_(False))
+        decoder = {"decoder_dim": decoder_dim, "decoder_depth": decoder_depth, "decoder_heads": decoder_heads}
+        mae = MAE(model, ratio=ratio, normalise=False, **decoder)
+        depth = len(model.blocks)
+        check_option_range(masks=(masks, 1, 1e3), momentum=(momentum, 0, LAST_MOMENTUM))
+        if depth < 1 or not 1 <= (depth if layers is None else layers) <= depth:
+            raise ValueError(f"layers is {layers} for a model of {depth} blocks; expected from 1 to {depth}, or None for all")
+        self.student, self.masks, self.momentum, self.layers = model, masks, momentum, layers or depth
+        prefix, grid = model.prefix.shape, model.tokenizer.grid(model.image)
+        self.decoder = mae.decoder = Decoder(prefix, grid, prefix[1], decoder_dim, decoder_depth, decoder_heads)
+        initialize(self.decoder)
+        self.parts = [mae]  # a list hides the second use of the student
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def trained_model(self) -> Any:
+        """Return the student, the model that the optimizer changes. The teacher is a moving average of the student."""
+        return self.student
+
+    def train(self, mode: bool = True):
+        """Switch the student to training mode (`mode` True) or evaluation mode, and return the objective. The teacher stays in
+        evaluation mode, except for its BatchNorm layers.
+        """
+        super().train(mode)
+        set_teacher_mode(self.model, mode)
+        return self
+
+    def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        """Return a dict with the loss of a batch under the key "loss". `progress` is not used."""
+        images = batch.images.repeat(self.masks, 1, 1, 1)
+        visible, hidden = self.parts[0].hide(images)  # the first random draw of a step
+        targets = self.targets(batch.images).repeat(self.masks, 1, 1)
+        tokens = self.parts[0].encode(images, visible)
+        predicted = as_float32(self.decoder(tokens, visible, hidden, self.parts[0].grid(images)))
+        squares = (predicted - gather_tokens(targets, hidden)).square()
+        return {"loss": squares.sum(-1).mean() / squares.shape[-1] ** 0.5}
+
+    @torch.no_grad()
+    def targets(self, images: Tensor) -> Tensor:
+        """Return the targets of all patches, shape (batch, patches, width): what the MLPs of the teacher's last blocks give,
+        normalized and averaged. Each row has mean 0 and variance 1.
+
+        The features of the teacher are kept in the attribute `observed`, which is checked for collapse.
+        """
+        with mlp_outputs(self.model, self.layers) as outputs:
+            self.observed = Observation(self.model.features(images))
+        width, prefix = outputs[0].shape[-1:], len(self.model.prefix)
+        mean = torch.stack([F.layer_norm(as_float32(output[:, prefix:]), width) for output in outputs]).mean(0)
+        return F.layer_norm(mean - mean.mean((0, 1)), width)
+
+    def after_step(self, progress: float):
+        """Update the teacher after the optimizer step. Its weights are an exponential moving average of the student's weights.
+        `progress` is the finished fraction of the run, from 0 to 1, and determines the momentum of the average.
+        """
+        if not self.pairs:
+            self.pairs = tensor_pairs(self.model, self.student)
+        ema_update(self.pairs, (1 - self.momentum) * (1 - progress) + (1 - LAST_MOMENTUM) * progress)
+
+
+@contextmanager
+def mlp_outputs(model: ViT, layers: int) -> Iterator[list[Tensor]]:
+    """Context manager that yields a list. When the model is called inside it, the outputs of the MLPs in its last `layers`
+    blocks are appended. The blocks are computed by PyTorch meanwhile, because the native kernel does not return these outputs.
+    """
+    outputs: list[Tensor] = []
+    blocks = list(model.blocks)[-layers:]
+    hooks = [block.mlp.register_forward_hook(lambda _, inputs, output: outputs.append(output)) for block in blocks]
+    native, model.blocks._compiled_call_impl = model.blocks._compiled_call_impl, None
+    try:
+        yield outputs
+    finally:
+        model.blocks._compiled_call_impl = native
+        for hook in hooks:
+            hook.remove()
