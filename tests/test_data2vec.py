@@ -45,10 +45,10 @@ def test_targets_by_a_loop_over_blocks_and_tokens(layers, used, batch):
         torch.stack([sum(standardized(outputs[block][image, 1 + patch]) for block in used) / len(used) for patch in range(16)])
         for image in range(6)
     ])  # fmt: skip
-    mean = mean - mean.mean((0, 1))
+    mean = mean - mean.mean(0)
     expected = torch.stack([torch.stack([standardized(token) for token in image]) for image in mean])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert found.mean(-1).abs().max() < 1e-5 and (found.var(-1, correction=0) - 1).abs().max() < 1e-3
+    assert found.mean(-1).abs().max() < 1e-5 and (found.var(-1, correction=0) - 1).abs().max() < 1e-2
     assert not found.requires_grad and objective.observed.features.shape == (6, 16)
 
 

@@ -40,8 +40,9 @@ class Data2Vec(Objective):
              variance 1). Loss: the squared error, summed over the width d of a token and divided by the square root of d,
              averaged over the hidden patches. The encoder of the student receives the visible patches only.
     Departs  The authors normalize each channel over the tokens of an image, which is noisy for 16 tokens. Here each token is
-             normalized, and after averaging over the blocks the mean over all tokens of the batch is subtracted. Hidden patches
-             are drawn uniformly, not in blocks, and 60% are hidden instead of 80%. The decoder is that of `MAE`, not a
+             normalized, and after averaging over the blocks the mean over the images of the batch is subtracted at each place;
+             otherwise the position of a patch would be most of the target in a small model. Hidden patches are drawn uniformly,
+             not in blocks, and 60% are hidden instead of 80%. The decoder is that of `MAE`, not a
              convolution. 4 choices of hidden patches instead of 16. The class token learns nothing of its own, so use a pool
              of patches, such as `MeanTokens`. Hidden pixels are set to 0 before the tokenizer, as in `MAE`.
 
@@ -110,7 +111,7 @@ class Data2Vec(Objective):
             self.observed = Observation(self.model.features(images))
         width, prefix = outputs[0].shape[-1:], len(self.model.prefix)
         mean = torch.stack([F.layer_norm(as_float32(output[:, prefix:]), width) for output in outputs]).mean(0)
-        return F.layer_norm(mean - mean.mean((0, 1)), width)
+        return F.layer_norm(mean - mean.mean(0), width)
 
     def after_step(self, progress: float):
         """Update the teacher after the optimizer step. Its weights are an exponential moving average of the student's weights.
