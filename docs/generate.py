@@ -21,6 +21,8 @@ MODULES = {  # module -> title of its page in the API reference
     "tokenizers": "Tokenizers",
     "positions": "Positions",
     "attention": "Attention",
+    "attention_variants": "Other kinds of attention",
+    "block_variants": "Other blocks",
     "reduction": "Token reduction",
     "pooling": "Pooling",
     "references": "Reference models",

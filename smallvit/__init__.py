@@ -14,6 +14,8 @@ NAMES = {
     "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "Resized", "ShiftedPatchEmbed"),
     "positions": ("Learned", "SinCos1d", "SinCos2d"),
     "attention": ("Attention", "LocalityAttention", "AttentionOutput"),
+    "attention_variants": ("DifferentialAttention", "SigmoidAttention", "TalkingHeadsAttention", "mimetic_start"),
+    "block_variants": ("ConvShortcutBlock",),
     "reduction": ("LearnedPrune", "LearnedThresholds", "Merge", "LayerContext", "Prune"),
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),

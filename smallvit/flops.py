@@ -32,8 +32,10 @@ def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
     For heads that fill the width d: n (4 d^2) + n^2 (2 d) + m (2 ratio d^2). Norms, softmax, activation and biases are left
     out, as in the papers.
     """
-    per_pair = 2 * block.attention.proj.in_features  # queries times keys, and the map times values
-    return n * linear_macs(block.attention) + n * n * per_pair + m * linear_macs(block.mlp)
+    # queries times keys, and the map times values, unless the attention says otherwise
+    per_pair = getattr(block.attention, "macs_per_pair", 2 * block.attention.proj.in_features)
+    more = block.more_macs(n) if hasattr(block, "more_macs") else 0
+    return n * linear_macs(block.attention) + n * n * per_pair + m * linear_macs(block.mlp) + more
 
 
 def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.attention import Attention, AttentionOutput
@@ -28,11 +29,15 @@ class Block(nn.Module):
     connection.
 
     Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`.
+             If the module or its attention has a method `set_context`, a `ViT` calls it once with the `LayerContext` of the
+             block. If the module has an attribute `grid`, a `ViT` sets it at each call to the (rows, columns) of the patches,
+             or to None if some are hidden.
     Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
 
-    `mlp_ratio` is the hidden width of the MLP divided by `dim`; `activation` is "gelu" or "relu". `dropout` acts on both
-    branches and inside the MLP. `drop_path` is the probability to skip a branch for a whole image (stochastic depth,
-    arXiv:1603.09382). `layer_scale` is the initial factor of each channel of a branch (CaiT, arXiv:2103.17239), None for none.
+    `mlp_ratio` is the hidden width of the MLP divided by `dim`. `activation` is "gelu" or "relu", or "swiglu" or "geglu" for a
+    gated MLP with about as many weights (see `GatedUnit`). `dropout` acts on both branches and inside the MLP. `drop_path` is
+    the probability to skip a branch for a whole image (stochastic depth, arXiv:1603.09382). `layer_scale` is the initial factor
+    of each channel of a branch (CaiT, arXiv:2103.17239), None for none.
     """
 
     def __init__(
@@ -44,10 +49,14 @@ class Block(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
         hidden = int(dim * mlp_ratio)
+        gated = activation in GATED
+        if gated:  # three matrices for two: 2/3 of the width, rounded up to a multiple of 8
+            hidden = -(-int(hidden * 2 / 3) // 8) * 8
         self.norm_first, self.reduction = norm_first, reduction
         self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
         self.attention = attention(dim, heads)
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), ACTIVATIONS[activation](), nn.Dropout(dropout), nn.Linear(hidden, dim))
+        wide, act = nn.Linear(dim, 2 * hidden if gated else hidden), ACTIVATIONS[activation]()
+        self.mlp = nn.Sequential(wide, act, nn.Dropout(dropout), nn.Linear(hidden, dim))
         self.branch1, self.branch2 = (
             nn.Sequential(nn.Dropout(dropout), LayerScale(dim, layer_scale), DropPath(drop_path)) for _ in range(2)
         )
@@ -155,6 +164,10 @@ class ViT(nn.Module):
             block(dim, heads, attention, reduction(context) if reduction else None, rate)
             for context, rate in zip(self.layer_contexts(depth, image), drop_path_rates(drop_path, depth))
         )
+        for made, context in zip(self.blocks, self.layer_contexts(depth, image)):
+            for part in (made, getattr(made, "attention", None)):
+                if set_context := getattr(part, "set_context", None):
+                    set_context(context)
         self.norm_after_pool = norm_after_pool
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         make_head = self.pool.make_head if own_head else partial(nn.Linear, dim)
@@ -195,6 +208,9 @@ class ViT(nn.Module):
         x = self.dropout(self.position(x, grid) if self.position else x)
         if keep is not None:
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
+        for block in self.blocks:
+            if hasattr(block, "grid"):
+                block.grid = grid if keep is None else None
         size = None
         x, size = self.blocks(x, size, mask)
         return (x if self.norm_after_pool else self.norm(x)), size
@@ -279,7 +295,27 @@ def check_slots(none: bool = False, **slots):
             raise ValueError(f"{name} is {given}; expected a class, or functools.partial of a class with its options")
 
 
-ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
+class GatedUnit(nn.Module):
+    """A module for a gated MLP. It divides the channels of its input into two halves and multiplies them: the first half, the
+    gate, goes through an activation, `act`. With SiLU the MLP is a SwiGLU, with GELU a GEGLU.
+
+    Paper    Shazeer 2020, arXiv:2002.05202. The hidden width is 2/3 of that of a plain MLP, rounded up to a multiple of 8, so
+             that the three matrices have as many weights as two (3% more at width 64).
+    Departs  Gate and values come from one linear map, gate first, as in timm's `SwiGLUPacked`. They start as all linear maps;
+             in timm's `SwiGLU` the gate starts near 1.
+    """
+
+    def __init__(self, act: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, values = x.chunk(2, dim=-1)
+        return self.act(gate) * values
+
+
+GATED = {"swiglu": partial(GatedUnit, F.silu), "geglu": partial(GatedUnit, F.gelu)}
+ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU} | GATED
 
 
 def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[float]:

@@ -17,9 +17,12 @@ from toys import TINY_VIT, option_id, randomize, tiny_vit
 from smallvit import (
     MAE,
     Attention,
+    Block,
     ClassToken,
+    ConvShortcutBlock,
     ConvStem,
     ConvTokenizer,
+    DifferentialAttention,
     DistilledTokens,
     Ensemble,
     Learned,
@@ -36,9 +39,11 @@ from smallvit import (
     Run,
     SequencePool,
     ShiftedPatchEmbed,
+    SigmoidAttention,
     SinCos1d,
     SinCos2d,
     SmallCNN,
+    TalkingHeadsAttention,
     TrainedModel,
     digits,
     export,
@@ -62,7 +67,7 @@ SLOTS = {
         partial(Resized, tokenizer=partial(PatchEmbed, patch=4), size=20),
     ),
     "position": (None, Learned, SinCos1d, SinCos2d),
-    "attention": (Attention, LocalityAttention),
+    "attention": (Attention, LocalityAttention, DifferentialAttention, SigmoidAttention, TalkingHeadsAttention),
     "pool": (ClassToken, MeanTokens, SequencePool, partial(Projected, hidden=8), DistilledTokens),
     "reduction": (
         None,
@@ -147,6 +152,13 @@ def test_onnx_equals_torch_for_a_sample_of_slots():
     assert max(differences(covering_sample(), depth=1)) <= LARGEST
 
 
+@pytest.mark.slow
+def test_onnx_equals_torch_for_every_block():
+    batch_norm = partial(ConvShortcutBlock, norm="batch", layers=1)
+    blocks = (ConvShortcutBlock, batch_norm, partial(Block, activation="swiglu"), partial(Block, activation="geglu"))
+    assert max(differences([dict(block=block, tokenizer=partial(PatchEmbed, patch=4)) for block in blocks])) <= LARGEST
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("tokenizer, position, attention", [*product(*list(SLOTS.values())[:3])], ids=option_id)
 def test_onnx_equals_torch_for_all_combinations_of_slots(tokenizer, position, attention, record_property):
@@ -155,7 +167,7 @@ def test_onnx_equals_torch_for_all_combinations_of_slots(tokenizer, position, at
         for each in COMBINATIONS
         if (each["tokenizer"], each["position"], each["attention"]) == (tokenizer, position, attention)
     ]
-    assert len(combinations) == 25 and len(COMBINATIONS) == 1000
+    assert len(combinations) == 25 and len(COMBINATIONS) == 2500
     found = [differences([each])[0] for each in combinations]  # one graph with 25 models takes longer
     record_property("largest", max(found))
     assert max(found) <= LARGEST, combinations[found.index(max(found))]

@@ -37,6 +37,8 @@ MAY_IMPORT = {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "optimizers", "packing", "passes",
         "pretrained", "record", "rng", "run", "shapes", "storage", "vit",
     },
+    "attention_variants": {"attention"},
+    "block_variants": {"reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
     "recipe": {"ablation", "tuning"},
     "looks": {"ablation", "passes", "record"},

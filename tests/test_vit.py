@@ -193,7 +193,7 @@ OTHER = {
     SequencePool: {},
     Projected: dict(pool=ClassToken, hidden=16, layers=1),
     DistilledTokens: {},
-    Block: dict(mlp_ratio=2, activation="relu", norm_first=False, dropout=0.5, layer_scale=0.1),
+    Block: dict(mlp_ratio=2, activation="swiglu", norm_first=False, dropout=0.5, layer_scale=0.1),
     ViT: dict(
         **dict(dim=16, depth=3, heads=4, tokenizer=partial(PatchEmbed, patch=7), position=SinCos2d),
         **dict(attention=LocalityAttention, reduction=Halve, pool=ClassToken, block=partial(Block, activation="relu")),

@@ -1,0 +1,322 @@
+"""Other kinds of attention, and another start of its weights: differential, sigmoid and talking-heads attention, mimetic start.
+
+Each follows the contract of the slot: see `smallvit.attention`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smallvit.attention import (
+    Attention,
+    AttentionOutput,
+    attend_and_project,
+    attend_with_size_gradient,
+    check_mask,
+    logit_bias,
+    split_heads,
+)
+
+
+class DifferentialAttention(nn.Module):
+    """Differential attention, a multi-head attention module. Each head computes two attention maps and subtracts the second,
+    multiplied by a learned number, from the first. What both maps have in common, such as noise, cancels.
+
+    Each head has two groups of queries and keys of width `dim / (2 heads)`, and values of twice this width. Use half as many
+    heads as in `Attention` for groups of the same width.
+
+    `lambda_init` is the number with which the second map is multiplied at the start; None means the paper's, which grows with
+    the index of the block. `dropout` acts on both maps.
+
+    Paper    Ye et al. 2024, arXiv:2410.05258: (1 - lambda_init) RMSNorm((softmax(q1 k1) - lambda softmax(q2 k2)) v) for each
+             head, lambda = exp(a1 b1) - exp(a2 b2) + lambda_init with vectors a and b that all heads of a block share, and
+             lambda_init = 0.8 - 0.6 exp(-0.3 layer), from 0.2 in the first block to almost 0.8.
+    Off      None: the two groups and the norm of each head have no counterpart in `Attention`.
+    Departs  Token sizes and masks act on both maps. `map()` returns the difference, whose rows sum to 1 - lambda and which has
+             negative entries; `saliency()` is that of the first map, so that a pruner does not rank by negative numbers.
+    Raises   ValueError if `2 heads` does not divide `dim`.
+    """
+
+    fused: bool | None = None
+    rows_sum_to_1 = False
+    no_weight_decay = ("lambda_queries", "lambda_keys")
+
+    def __init__(
+        self, dim: int, heads: int, *, lambda_init: float | None = None, qkv_bias: bool = True, dropout: float = 0.0
+    ):  # fmt: skip
+        super().__init__()
+        if heads < 1 or dim % (2 * heads):
+            raise ValueError(f"got {heads} heads for width {dim}; expected that 2 * heads divides it, for two groups per head")
+        width = dim // (2 * heads)
+        self.heads, self.scale, self.dropout, self.macs_per_pair = heads, width**-0.5, dropout, 3 * dim
+        self.by_layer = lambda_init is None
+        self.lambda_init = lambda_at(0) if lambda_init is None else lambda_init
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.lambda_queries = nn.Parameter(torch.empty(2, width))
+        self.lambda_keys = nn.Parameter(torch.empty(2, width))
+        self.norm = nn.RMSNorm(2 * width, eps=1e-5)
+        self.proj = nn.Linear(dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.lambda_queries, std=0.1)
+        nn.init.normal_(self.lambda_keys, std=0.1)
+
+    def set_context(self, context: Any):
+        """Take the paper's `lambda_init` of the block with the index `context.layer`, unless the option sets another one."""
+        if self.by_layer:
+            self.lambda_init = lambda_at(context.layer)
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        queries, keys = (part.unflatten(-1, (self.heads, 2, -1)).permute(3, 0, 2, 1, 4).unbind(0) for part in (q, k))
+        v = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        options = Unprojected(self.dropout, self.training, self.fused)
+        first, second = (attend_and_project(options, q, k, v, size, mask, self.scale) for q, k in zip(queries, keys))
+        products = (self.lambda_queries * self.lambda_keys).to(torch.promote_types(v.dtype, torch.float32)).sum(-1).exp()
+        factor = (products[0] - products[1] + self.lambda_init).to(v.dtype)
+        heads = (first.x - factor * second.x).unflatten(-1, (self.heads, -1))
+        normed = F.rms_norm(heads, heads.shape[-1:], self.norm.weight.to(heads.dtype), self.norm.eps)
+        return AttentionOutput(
+            self.proj(((1 - self.lambda_init) * normed).flatten(-2)),
+            key=lambda: torch.cat([first.key(), second.key()], dim=-1),  # pyright: ignore[reportOptionalCall]
+            saliency=first.saliency,
+            map=lambda: first.map() - factor * second.map(),  # pyright: ignore[reportOptionalCall]
+        )
+
+
+class Unprojected(NamedTuple):
+    """The options that `attend_and_project` reads from a module, for attention without an output projection."""
+
+    dropout: float
+    training: bool
+    fused: bool | None
+
+    def proj(self, x: Tensor) -> Tensor:
+        """Return `x` unchanged."""
+        return x
+
+
+def lambda_at(layer: int) -> float:
+    """Return the number that differential attention starts with in the block with index `layer`, from 0."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)
+
+
+class SigmoidAttention(Attention):
+    """Sigmoid attention, a multi-head attention module. Each attention weight is the sigmoid of its logit instead of a softmax,
+    so a query weighs each key without regard to the others, and its weights do not sum to 1.
+
+    The logarithm of the number of patches is subtracted from the logits, so that the weights sum to almost 1 if all logits are
+    0. The options are those of `Attention`; `qk_norm=True` keeps logits small, which makes training more stable.
+
+    Paper    Ramapuram et al. 2024, arXiv:2409.04431, section 3: sigmoid(q k / sqrt(e) + b) with b = -log n.
+    Off      None: a sigmoid has no setting at which it is a softmax.
+    Departs  The weight of a key is multiplied by its size, and n is the sum of all sizes. Merging of equal tokens is therefore
+             exact, and a token of size 0 is ignored. There is one kernel, and `fused` has no effect.
+    Raises   ValueError as `Attention` does.
+    """
+
+    rows_sum_to_1 = False
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
+        q, k, v = split_heads(self.qkv(x), self.heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        log_n = math.log(x.shape[1]) if size is None else size.detach().sum(-1).log()[:, None, None, None]
+        attention_map = (q * self.scale @ k.transpose(-2, -1) - log_n).sigmoid()
+        if size is not None:
+            attention_map = attention_map * size[:, None, None, :]
+        if mask is not None:
+            attention_map = attention_map * check_mask(mask)
+        return output_of_maps(self, attention_map, attention_map, k, v, size)
+
+
+class TalkingHeadsAttention(Attention):
+    """Talking-heads attention, a multi-head attention module. The heads exchange information: a learned matrix mixes their
+    logits before the softmax, and another one mixes their attention maps after it.
+
+    `mix_logits` and `mix_maps` switch the two matrices on. The other options are those of `Attention`.
+
+    Paper    Shazeer et al. 2020, arXiv:2003.02436; used in CaiT, arXiv:2103.17239.
+    Off      `mix_logits=False, mix_maps=False` equals `Attention`. With both on, it equals `Attention` before the first step.
+    Departs  Both matrices start as the identity, and have no bias. In CaiT they start at random with std 0.02, so all maps
+             are almost 0. A bias of the logits would cancel in the softmax, and a bias of the maps would attend to tokens that
+             are masked or removed. Sizes and masks act after the logits are mixed. `saliency()` is that of the maps before they
+             are mixed, which are never negative. Matrices get no weight decay, which would pull them away from the identity.
+             There is one kernel, and `fused` has no effect.
+    Raises   ValueError as `Attention` does.
+    """
+
+    rows_sum_to_1 = False
+    no_weight_decay = ("mix_logits", "mix_maps")
+
+    def __init__(
+        self, dim: int, heads: int, *, mix_logits: bool = True, mix_maps: bool = True,
+        head_dim: int | None = None, qkv_bias: bool = True, qk_norm: bool = False, dropout: float = 0.0,
+    ):  # fmt: skip
+        super().__init__(dim, heads, head_dim=head_dim, qkv_bias=qkv_bias, qk_norm=qk_norm, dropout=dropout)
+        self.mix_logits = nn.Parameter(torch.empty(heads, heads)) if mix_logits else None
+        self.mix_maps = nn.Parameter(torch.empty(heads, heads)) if mix_maps else None
+        self.macs_per_pair = 2 * self.proj.in_features + (mix_logits + mix_maps) * heads**2
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for matrix in (self.mix_logits, self.mix_maps):
+            if matrix is not None:
+                nn.init.eye_(matrix)
+
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
+        if self.mix_logits is None and self.mix_maps is None:
+            return super().forward(x, size, mask)
+        q, k, v = split_heads(self.qkv(x), self.heads)
+        q, k = self.q_norm(q) * self.scale, self.k_norm(k)
+        if size is not None and size.requires_grad:
+            softmaxed = self.maps_with_size_gradient(q, k, size, mask)
+        else:
+            logits, bias = mix_heads(self.mix_logits, q @ k.transpose(-2, -1)), logit_bias(size, mask)
+            softmaxed = (logits if bias is None else logits + bias).softmax(-1)
+        return output_of_maps(self, mix_heads(self.mix_maps, softmaxed), softmaxed, k, v, size)
+
+    def maps_with_size_gradient(self, q: Tensor, k: Tensor, size: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the attention maps before they are mixed. In the backward pass all sizes get a gradient, as in
+        `attend_with_size_gradient`.
+
+        That function takes queries and keys. A mixed logit is the product of one long query, which holds the queries of all
+        heads times their factors, with all keys. With the identity as values, the result is the map itself.
+        """
+        if self.mix_logits is not None:
+            q = torch.einsum("gh,bhne->bgnhe", self.mix_logits, q).flatten(-2)
+            k = k.transpose(1, 2).flatten(-2)[:, None].expand(-1, self.heads, -1, -1)
+        return attend_with_size_gradient(q, k, torch.eye(k.shape[-2], dtype=k.dtype, device=k.device), size, mask, 0.0)
+
+
+def mix_heads(matrix: Tensor | None, maps: Tensor) -> Tensor:
+    """Return attention maps or logits (batch, heads, tokens, tokens), each replaced by a sum of those of all heads. Row g of
+    `matrix` (heads, heads) holds the factors for head g. None changes nothing.
+    """
+    return maps if matrix is None else torch.einsum("gh,bhqk->bgqk", matrix.to(maps.dtype), maps)
+
+
+def output_of_maps(module: Any, maps: Tensor, received: Tensor, k: Tensor, v: Tensor, size: Tensor | None) -> AttentionOutput:
+    """Return the `AttentionOutput` of an attention module that has computed its attention maps `maps` (batch, heads, tokens,
+    tokens) itself. `received` are the maps from which the saliency is computed, `k` and `v` the keys and values (batch, heads,
+    tokens, width), and `size` is the number of patches in each token; None means 1.
+    """
+
+    def saliency(queries=None) -> Tensor:  # no `int | None`: torch 2.6 cannot export it
+        rows = received[:, :, :queries].mean(1)
+        if queries is not None or size is None:
+            return rows.mean(1)
+        present = (size > 0).to(rows.dtype)
+        return torch.einsum("bq,bqk->bk", present, rows) / present.sum(1, keepdim=True)
+
+    x = F.dropout(maps.to(v.dtype), module.dropout, module.training) @ v
+    return AttentionOutput(
+        module.proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=lambda: maps
+    )
+
+
+# Another start of the weights
+
+Strength = tuple[float, float]  # of the noise, and of the identity matrix
+
+
+def mimetic_start(
+    dim: int, heads: int, *, attention: Callable = Attention,
+    query_key: Strength | None = (0.7, 0.7), value_proj: Strength | None = (0.4, 0.4),
+) -> nn.Module:  # fmt: skip
+    """Return an attention module with mimetic initialization: at the start of training its weights look like those of trained
+    models. A token attends to tokens that are like itself, and the values and the output projection together are a negative
+    multiple of the identity. `attention` is the class of the module, which is called with `dim` and `heads`.
+
+    `query_key` and `value_proj` are pairs: how strong the noise is, and how strong the identity. None leaves these weights as
+    they are. The weights are drawn by `initialize`, as all weights of a model. Only the weights of `qkv` and `proj` differ.
+
+    Paper    Trockman, Kolter 2023, arXiv:2305.09828. For each head the product of the query and key maps is the best
+             approximation of its rank to a Z + b I, and the product of the value and output maps is a Z - b I, with a Z of its
+             own and (a, b) = `query_key` and `value_proj`. Z has entries N(0, 1 / dim). Both factors come from one singular
+             value decomposition, and share the singular values equally.
+    Off      `attention` itself.
+    Departs  Public code multiplies the two factors in the wrong order, which keeps the eigenvalues but not the product; here
+             the products are exact. The largest entry of each left singular vector is positive, so that all machines give the
+             same weights. The paper also replaces learned positions by fixed ones (`SinCos2d`), which is left to you.
+
+    Wide heads start almost as the identity map: with 64 channels or more, try `query_key=(0.4, 0.4)`. A LayerScale that starts
+    near 0 hides the start of the values.
+
+    Raises   ValueError for an attention without linear maps `qkv` and `proj`, for `DifferentialAttention`, for heads that do
+             not fill the width, for `query_key` with a mask that keeps tokens from attending to themselves
+             (`LocalityAttention`), and for strengths that are no pair of numbers of at least 0, or without noise for queries
+             and keys.
+    """
+    module = attention(dim, heads)
+    name, maps = type(module).__name__, [getattr(module, linear, None) for linear in ("qkv", "proj")]
+    if isinstance(module, DifferentialAttention) or not all(isinstance(linear, nn.Linear) for linear in maps):
+        raise ValueError(f"{name} has no linear maps qkv and proj as Attention has; expected Attention or a similar class")
+    if module.proj.in_features != dim:
+        raise ValueError(f"the heads of {name} are {module.proj.in_features} wide together; expected {dim}, as the tokens")
+    if query_key is not None and getattr(module, "mask_self", False):
+        raise ValueError(
+            f"{name} keeps tokens from attending to themselves, to which mimetic queries and keys lead them; expected"
+            " query_key=None, for values and projection alone, or mask_self=False"
+        )
+    for option, strength in (("query_key", query_key), ("value_proj", value_proj)):
+        check_strength(option, strength)
+    module.reset_parameters = partial(draw_mimetic, module, query_key, value_proj)
+    return module
+
+
+def check_strength(name: str, strength: Any):
+    """Raise ValueError unless `strength` is None or a pair of numbers of at least 0. Queries and keys need noise: without it,
+    the maps of all heads would be the same.
+    """
+    if strength is None:
+        return
+    pair = isinstance(strength, tuple | list) and len(strength) == 2 and all(isinstance(s, int | float) for s in strength)
+    if not pair or min(strength) < 0:
+        raise ValueError(f"{name} is {strength!r}; expected None or two numbers of at least 0, for noise and identity")
+    if name == "query_key" and not strength[0]:
+        raise ValueError("query_key has no noise, so all heads would start with the same map; expected a first number above 0")
+
+
+@torch.no_grad()
+def draw_mimetic(module: Any, query_key: Strength | None, value_proj: Strength | None):
+    """Draw the weights of an attention module by mimetic initialization, in place. `query_key` and `value_proj` are the
+    strengths of noise and identity.
+    """
+    if reset := getattr(type(module), "reset_parameters", None):
+        reset(module)
+    if module.qkv.weight.is_meta:
+        return
+    dim = module.qkv.in_features
+    queries, keys, values = module.qkv.weight.view(3, module.heads, -1, dim)
+
+    def draw(noise: float, identity: float, shape: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor]:
+        normal = torch.randn(*shape, dim, dim, dtype=torch.float64) / dim**0.5
+        return factors(noise * normal + identity * torch.eye(dim, dtype=torch.float64), rank)
+
+    if value_proj is not None:  # drawn first, so that it does not depend on `query_key`
+        left, right = draw(value_proj[0], -value_proj[1], (), dim)
+        values.copy_(left.T.view_as(values))
+        module.proj.weight.copy_(right)
+    if query_key is not None:
+        left, right = draw(*query_key, (module.heads,), queries.shape[1])
+        queries.copy_(left.mT)
+        keys.copy_(right.mT)
+
+
+def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return two matrices L and R of shape (..., n, rank). L times the transpose of R is the best approximation of `matrix`
+    (..., n, n) with this rank. The columns of both are orthogonal, and their squared lengths are the largest singular values.
+
+    Of a column of L and of R together, the sign is free: the largest entry of each column of L is positive.
+    """
+    u, s, vh = torch.linalg.svd(matrix)
+    u, v = u[..., :rank], vh.mT[..., :rank]
+    sign = u.gather(-2, u.abs().argmax(-2, keepdim=True)).sign()
+    root = s[..., None, :rank].sqrt()
+    return sign * u * root, sign * v * root
