@@ -96,6 +96,7 @@ class Unprojected(NamedTuple):
     dropout: float
     training: bool
     fused: bool | None
+    position: None = None
 
     def proj(self, x: Tensor) -> Tensor:
         """Return `x` unchanged."""

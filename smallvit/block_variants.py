@@ -4,6 +4,7 @@ Each follows the contract of the slot: see `smallvit.vit.Block`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,10 +61,10 @@ class ConvShortcutBlock(Block):
         """Return the number of multiply-adds (MACs) of the convolution, for `n` tokens with those of the prefix."""
         return 0 if self.shortcut is None else 9 * (n - self.prefix) * self.shortcut.conv.out_channels
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        new, new_size = super().forward(x, size, mask)
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, *others: Any) -> tuple:
+        new, new_size, *more = super().forward(x, size, mask, *others)
         if self.shortcut is None:
-            return new, new_size
+            return new, new_size, *more
         if self.grid is None:
             raise ValueError(
                 "ConvShortcutBlock knows no grid of patches, because patches are hidden (MAE) or the block is used outside a"
@@ -76,7 +77,7 @@ class ConvShortcutBlock(Block):
                 f" are {rows} x {columns} patches and {self.prefix} prefix tokens; expected layers=k, for the k blocks before"
                 " the first reduction"
             )
-        return new + F.pad(self.shortcut(x[:, self.prefix :], self.grid), (0, 0, self.prefix, 0)), new_size
+        return new + F.pad(self.shortcut(x[:, self.prefix :], self.grid), (0, 0, self.prefix, 0)), new_size, *more
 
 
 class ConvShortcut(nn.Module):
