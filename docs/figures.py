@@ -260,13 +260,14 @@ def draw_positions(style: Style) -> Figure:
     def fixed(make: Callable) -> np.ndarray:
         return make(64, (7, 7), 1).table.numpy()
 
+    paper = partial(SinCos2d, centered=False, amplitude=1.0)
     tables = {
         "Learned\nfrom N(0, 1)": position_embeddings(trained("positions"), None)[0],
         "Learned\nfrom 0.02": position_embeddings(trained("positions from 0.02"), None)[0],
         "SinCos1d\n10,000": fixed(SinCos1d),
-        "SinCos2d\n10,000": fixed(SinCos2d),
-        "SinCos2d\n100": fixed(partial(SinCos2d, temperature=100)),
-        "SinCos2d\n10": fixed(partial(SinCos2d, temperature=10)),
+        "SinCos2d\n10,000": fixed(partial(paper, temperature=10_000)),
+        "SinCos2d\n100": fixed(partial(paper, temperature=100)),
+        "SinCos2d\n10": fixed(partial(paper, temperature=10)),
     }
     figure, axes = grid(2, len(tables), 1.12, 1.12)
     for column, (title, table) in enumerate(tables.items()):

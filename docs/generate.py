@@ -21,6 +21,7 @@ MODULES = {  # module -> title of its page in the API reference
     "tokenizers": "Tokenizers",
     "positions": "Positions",
     "attention": "Attention",
+    "attention_positions": "Positions inside attention",
     "attention_variants": "Other kinds of attention",
     "block_variants": "Other blocks",
     "reduction": "Token reduction",

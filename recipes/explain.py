@@ -54,7 +54,7 @@ RUNS = ablate(
     {
         "learned": learned,
         "learned from 0.02": learned.vary(position=partial(Learned, std=0.02)),
-        "2-D sines": learned.vary(position=SinCos2d),
+        "2-D sines": learned.vary(position=partial(SinCos2d, temperature=10_000, centered=False, amplitude=1.0)),
         "1-D sines": learned.vary(position=SinCos1d),
         "no positions": learned.vary(position=None),
     },

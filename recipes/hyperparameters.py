@@ -63,7 +63,7 @@ RUNS = ablate(
         **{f"heads {heads}": center.vary(heads=heads) for heads in (1, 2, 8)},
         "no positions": center.vary(position=None),
         "1-D sines": center.vary(position=SinCos1d),
-        "2-D sines": center.vary(position=SinCos2d),
+        "2-D sines": center.vary(position=partial(SinCos2d, temperature=10_000, centered=False, amplitude=1.0)),
         "post-norm": center.vary(block=partial(block, norm_first=False)),
     },
     labels=[1_000],

@@ -13,6 +13,7 @@ NAMES = {
     "vit": ("Block", "ViT", "initialize"),
     "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "Resized", "ShiftedPatchEmbed"),
     "positions": ("Learned", "SinCos1d", "SinCos2d"),
+    "attention_positions": ("Places", "RelativeBias", "Rotary"),
     "attention": ("Attention", "LocalityAttention", "AttentionOutput"),
     "attention_variants": ("DifferentialAttention", "SigmoidAttention", "TalkingHeadsAttention", "mimetic_start"),
     "block_variants": ("ConvShortcutBlock",),

@@ -6,14 +6,17 @@ Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask)
 - `size`, (b, n) or None, is the number of patches that each token stands for. The attention weight of a key is proportional
   to `size * exp(logit)`: a token of size 2 counts as two equal tokens, one of size 0 is ignored. None means that all are 1.
 - `mask`, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column).
+- An attribute `position` that is not None says that the module needs to know where its tokens are. It is then called
+  `(x, size, mask, places)`; see `attention_positions`.
 - A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes the usual attention
   from its linear maps `qkv` and `proj`, so that the native kernel can do the same.
 
 Letters in shapes: b images, h heads, n tokens, d width, e width of one head.
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -72,17 +75,19 @@ class Attention(nn.Module):
     Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); None adds nothing.
 
     `head_dim` is the width of one head, by default `dim / heads`. `qk_norm` applies a LayerNorm to the queries and keys of each
-    head (arXiv:2302.05442). `dropout` acts on the attention map. The attribute `fused` overrides the choice of the kernel (see
-    `attend`).
+    head (arXiv:2302.05442). `dropout` acts on the attention map. `position` is `RelativeBias` or `Rotary`: positions inside
+    attention. The attribute `fused` overrides the choice of the kernel (see `attend`).
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given.
     """
 
     fused: bool | None = None
+    added_options: ClassVar[dict[str, Any]] = {"position": None}
 
     def __init__(
         self, dim: int, heads: int, *,
         head_dim: int | None = None, qkv_bias: bool = True, qk_norm: bool = False, dropout: float = 0.0,
+        position: Callable | None = None,
     ):  # fmt: skip
         super().__init__()
         head_dim = head_width(dim, heads, head_dim)
@@ -91,15 +96,19 @@ class Attention(nn.Module):
         self.q_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.proj = nn.Linear(heads * head_dim, dim)
+        self.position = make_position(position, heads, head_dim)
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
+    def forward(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
+    ) -> AttentionOutput:
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, k = self.q_norm(q), self.k_norm(k)
-        return attend_and_project(self, q, k, v, size, mask, self.scale)
+        return attend_and_project(self, q, k, v, size, mask, self.scale, places)
 
     def as_plain(self) -> PlainAttention | None:
-        """Return how the native kernel can compute this attention, or None if it normalizes queries and keys."""
-        return PlainAttention(self.scale) if isinstance(self.q_norm, nn.Identity) else None
+        """Return how the native kernel can compute this attention, or None if it has positions, or normalizes queries and keys.
+        """
+        return PlainAttention(self.scale) if isinstance(self.q_norm, nn.Identity) and self.position is None else None
 
 
 class LocalityAttention(nn.Module):
@@ -125,10 +134,11 @@ class LocalityAttention(nn.Module):
     """
 
     fused: bool | None = None
+    added_options: ClassVar[dict[str, Any]] = {"position": None}
 
     def __init__(
         self, dim: int, heads: int, *, mask_self: bool = True, temperature: str = "per head",
-        head_dim: int | None = None, qkv_bias: bool = True, dropout: float = 0.0,
+        head_dim: int | None = None, qkv_bias: bool = True, dropout: float = 0.0, position: Callable | None = None,
     ):  # fmt: skip
         super().__init__()
         if temperature not in ("per head", "per layer", "fixed"):
@@ -142,6 +152,7 @@ class LocalityAttention(nn.Module):
             self.scale = nn.Parameter(torch.empty(heads))
         elif temperature == "per layer":
             self.log_scale = nn.Parameter(torch.empty(()))
+        self.position = make_position(position, heads, head_dim)
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -150,7 +161,9 @@ class LocalityAttention(nn.Module):
         elif self.temperature == "per layer":
             nn.init.constant_(self.log_scale, torch.tensor(self.start).log().item())
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
+    def forward(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
+    ) -> AttentionOutput:
         q, k, v = split_heads(self.qkv(x), self.heads)
         if self.temperature == "per head":
             q = q * self.scale[:, None, None]
@@ -158,11 +171,13 @@ class LocalityAttention(nn.Module):
             q = q * self.log_scale.exp()
         if self.mask_self:
             mask = mask_diagonal(x.shape[1], size, mask, x.device)
-        return attend_and_project(self, q, k, v, size, mask, self.start if self.temperature == "fixed" else 1.0)
+        return attend_and_project(self, q, k, v, size, mask, self.start if self.temperature == "fixed" else 1.0, places)
 
     def as_plain(self) -> PlainAttention | None:
-        """Return how the native kernel can compute this attention, or None if all heads share a temperature."""
-        scales = {"per head": "scale", "fixed": self.start}
+        """Return how the native kernel can compute this attention, or None if it has positions or one temperature for all
+        heads.
+        """
+        scales = {} if self.position is not None else {"per head": "scale", "fixed": self.start}
         return PlainAttention(scales[self.temperature], self.mask_self) if self.temperature in scales else None
 
 
@@ -179,6 +194,23 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
         nearest = sorted(sorted(divisors, key=lambda h: abs(h - heads))[:2])
         raise ValueError(f"{heads} heads do not divide width {dim}; use heads={nearest[0]} or {nearest[-1]}, or give head_dim")
     return dim // heads
+
+
+def make_position(position: Callable | None, heads: int, head_dim: int) -> nn.Module | None:
+    """Return the module for positions inside attention that the option `position` asks for, or None. `heads` is the number of
+    heads, and `head_dim` is the width of each.
+
+    Raises ValueError for positions that are added to tokens, and if the grid is not known.
+    """
+    if position is None:
+        return None
+    name = getattr(getattr(position, "func", position), "__name__", repr(position))
+    parameters = inspect.signature(position).parameters
+    if "head_dim" not in parameters:
+        raise ValueError(f"{name} is added to the tokens, not used inside attention; expected ViT(position={name})")
+    if any(parameters[shape].default is inspect.Parameter.empty for shape in ("grid", "prefix")):
+        raise ValueError(f"{name} needs the grid; use it in a ViT, or partial({name}, grid=(rows, columns), prefix=number)")
+    return position(heads, head_dim)
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,21 +249,30 @@ def check_mask(mask: Tensor) -> Tensor:
 
 
 def attend_and_project(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float
+    module: Any, q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mask: Tensor | None, scale: float, places: Any = None
 ) -> AttentionOutput:
     """Compute attention from queries `q`, keys `k` and values `v` (batch, heads, tokens, width), and return an
     `AttentionOutput`. The attention module `module` has the output projection, which is applied at the end. `size` is the
     number of patches in each token; None means 1. `mask` is True where attention is allowed; None allows all. `scale`
-    multiplies the logits.
+    multiplies the logits. `places` says where the tokens are, if the module has positions.
 
-    The dropout rate and the choice of the kernel are attributes of `module`.
+    The dropout rate, the choice of the kernel and the positions are attributes of `module`.
     """
-    x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale)
+    bias, key = None, k
+    if module.position is not None:
+        if places is None:
+            raise ValueError(
+                f"{type(module).__name__} has positions ({type(module.position).__name__}) and got no places; expected a call "
+                "by a ViT, or attention(x, places=...)"
+            )
+        q, k, bias = module.position(q, k, places)
+    x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale, bias)
 
     def saliency(queries=None) -> Tensor:  # no `int | None`: torch 2.6 cannot export it
         rows_mask = mask if mask is None or check_mask(mask).shape[-2] == 1 else check_mask(mask)[..., :queries, :]
         queried = q[:, :, :queries] * scale
-        rows = weights(queried, k, size, rows_mask) if attention_map is None else attention_map[:, :, :queries]
+        rows_bias = None if bias is None else bias[..., :queries, :]
+        rows = weights(queried, k, size, rows_mask, rows_bias) if attention_map is None else attention_map[:, :, :queries]
         rows = rows.mean(1)
         if queries is not None or size is None:
             return rows.mean(1)
@@ -240,20 +281,20 @@ def attend_and_project(
 
     return AttentionOutput(
         module.proj(x.transpose(1, 2).flatten(2)),
-        key=lambda: k.mean(1),
+        key=lambda: key.mean(1),  # not turned: reductions ask what is alike, not what is near
         saliency=saliency,
-        map=lambda: weights(q * scale, k, size, mask) if attention_map is None else attention_map,
+        map=lambda: weights(q * scale, k, size, mask, bias) if attention_map is None else attention_map,
     )
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, size: Tensor | None = None, mask: Tensor | None = None,
-    dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0,
+    dropout: float = 0.0, fused: bool | None = None, scale: float = 1.0, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the attention output (batch, heads, tokens, width) of queries `q`, keys `k` and values `v`, and the attention map
     or None. `size` is the number of patches in each token, `mask` is True where attention is allowed, `dropout` is a rate, and
-    `scale` multiplies the logits. `fused` is True for PyTorch's fused kernel, which gives no map, False for matrix products, or
-    None for the faster one.
+    `scale` multiplies the logits, to which `bias` is added. `fused` is True for PyTorch's fused kernel, which gives no map,
+    False for matrix products, or None for the faster one.
 
     The map has the shape (batch, heads, tokens, tokens). It is None if the kernel computes none.
 
@@ -263,45 +304,51 @@ def attend(
     map.
     """
     if size is not None and size.requires_grad:
-        return attend_with_size_gradient(q * scale, k, v, size, mask, dropout), None
+        return attend_with_size_gradient(q * scale, k, v, size, mask, dropout, bias), None
     if fused is None:
         fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
     if fused:
-        bias = logit_bias(size, mask)
+        bias = logit_bias(size, mask, bias)
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale), None
-    attention_map = weights(q * scale, k, size, mask)
+    attention_map = weights(q * scale, k, size, mask, bias)
     return F.dropout(attention_map.to(v.dtype), dropout) @ v, attention_map
 
 
-def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
+def weights(q: Tensor, k: Tensor, size: Tensor | None, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """Return the attention map (batch, heads, tokens, tokens) of queries `q` and keys `k`. Each row sums to 1. `size` is the
-    number of patches in each token: larger tokens get more attention. `mask` is True where attention is allowed.
+    number of patches in each token: larger tokens get more attention. `mask` is True where attention is allowed. `bias` is
+    added to the logits.
 
     Each key is weighted by exp(query * key) times its `size`. Sizes get no gradient.
     """
     logits = q @ k.transpose(-2, -1)
-    bias = logit_bias(None if size is None else size.detach(), mask)
+    bias = logit_bias(None if size is None else size.detach(), mask, bias)
     return (logits if bias is None else logits + bias).softmax(-1)
 
 
-def logit_bias(size: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def logit_bias(size: Tensor | None, mask: Tensor | None, bias: Tensor | None = None) -> Tensor | None:
     """Return a tensor to add to the attention logits before the softmax: log(size) for each key, and -inf where the boolean
-    `mask` is False. `size` (batch, tokens) is the number of patches in each token.
+    `mask` is False. `size` (batch, tokens) is the number of patches in each token. `bias` is added to it.
 
-    The shape broadcasts to (b, h, n, n). The result is None without sizes and mask.
+    The shape broadcasts to (b, h, n, n). The result is None without sizes, mask and bias.
     """
-    bias = None if size is None else size.log()[:, None, None, :]
+    if size is not None:
+        of_sizes = size.log()[:, None, None, :]
+        bias = of_sizes if bias is None else bias + of_sizes
     if mask is None:
         return bias
     zero = torch.zeros((), device=mask.device) if bias is None else bias
     return torch.where(check_mask(mask), zero, float("-inf"))
 
 
-def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def attend_with_size_gradient(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, dropout: float, bias: Tensor | None = None
+) -> Tensor:
     """Return the attention output (batch, heads, tokens, width) of queries `q`, keys `k` and values `v`. `size` is the number
     of patches in each token, 0 for a removed token. In the backward pass, all sizes get a gradient, also those that are 0;
-    learned pruning needs this. `mask` is True where attention is allowed, and `dropout` is the dropout rate.
+    learned pruning needs this. `mask` is True where attention is allowed, `dropout` is the dropout rate, and `bias` is added to
+    the logits.
 
     Adding log(size) to the logits, as `attend` does otherwise, has no gradient at size 0. As in DynamicViT (arXiv:2106.02034,
     equations 10 and 11) a token always attends to itself with its own size, or 1 if it was removed, and this part carries no
@@ -314,6 +361,7 @@ def attend_with_size_gradient(q: Tensor, k: Tensor, v: Tensor, size: Tensor, mas
              clipping -20 ± 6 at keep=0.5 (4 seeds); `LearnedThresholds` +2.9 ± 1.4, with 9.7 tokens left for 9.3 (6 seeds).
     """
     logits = q @ k.transpose(-2, -1)
+    logits = logits if bias is None else logits + bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     visible = (size > 0)[:, None, None, :]
     if mask is not None:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from smallvit.shapes import printable
 
 # modules of smallvit that define components
 MODULES = (
-    "attention", "attention_variants", "augment", "block_variants", "data", "evaluate", "objectives", "optimizers", "pooling",
-    "positions", "pretrained", "pseudo_labels", "reduction", "references", "tokenizers", "vit",
+    "attention", "attention_positions", "attention_variants", "augment", "block_variants", "data", "evaluate", "objectives",
+    "optimizers", "pooling", "positions", "pretrained", "pseudo_labels", "reduction", "references", "tokenizers", "vit",
 )  # fmt: skip
 VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (weights to load), but call no function
 
@@ -232,7 +232,8 @@ def check(component: Any, name: str):
         defaults = accepted(called)
         for option, value in component.keywords.items():
             check_option(option, defaults, called.__name__)
-            if isinstance(value, str) and isinstance(defaults[option].default, int | float):
+            takes_text = str in get_args(defaults[option].annotation)
+            if isinstance(value, str) and isinstance(defaults[option].default, int | float) and not takes_text:
                 raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a number, without quotes")
             if name == "data" and isinstance(value, list | dict | set):  # loaders cache their result by their options
                 raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a tuple, or a plain value")

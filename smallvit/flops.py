@@ -152,7 +152,7 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
     counts: list[Tensor] = []
 
     def count(block, inputs, output):
-        x, size = output
+        x, size = output[:2]
         counts.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
 
     hooks = [block.register_forward_hook(count) for block in model.blocks]

@@ -5,7 +5,7 @@ prefix tokens (class token, registers) first; `grid` is (rows, columns) of the i
 constructor, positions are resampled as in timm: bicubic, antialiased, those of prefix tokens unchanged.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,21 @@ class Learned(nn.Module):
 
     There is one vector for each patch position of the grid and one for each prefix token.
 
-    `std` is the standard deviation of the initial values.
+    `std` is the standard deviation of the initial values. "patch" means that of the channels of a patch token at the start: a
+    `ViT` computes it from the size of its patches and its width, sqrt(2 F / (F + d)) for patches of F values.
 
     Paper    ViT, arXiv:2010.11929. timm calls `on_prefix=False` `no_embed_class`; its models with registers use it.
     Departs  Initial values are N(0, 1), as in the code of SPT and LSA; timm and DINO use std 0.02, CCT 0.2. From 0.02, a narrow
              model with few steps does not learn positions and trains as if its patches were a bag.
+    Raises   ValueError for another text as `std`.
     """
 
     no_weight_decay = ("table",)
 
-    def __init__(self, dim: int, grid: Grid, prefix: int, *, on_prefix: bool = True, std: float = 1.0):
+    def __init__(self, dim: int, grid: Grid, prefix: int, *, on_prefix: bool = True, std: float | str = 1.0):
         super().__init__()
+        if isinstance(std, str) and std != "patch":
+            raise ValueError(f"std is {std!r}; expected a number or 'patch'")
         self.grid, self.prefix, self.std = tuple(grid), prefix, std
         self.table = nn.Parameter(torch.empty((prefix if on_prefix else 0) + grid[0] * grid[1], dim))
         self.reset_parameters()
@@ -39,9 +43,10 @@ class Learned(nn.Module):
     @torch.no_grad()
     def reset_parameters(self):
         prefix = len(self.table) - self.grid[0] * self.grid[1]
-        nn.init.normal_(self.table[prefix:], std=self.std)
+        std = 1.0 if isinstance(self.std, str) else self.std  # a `ViT` multiplies the table by the std of its patches
+        nn.init.normal_(self.table[prefix:], std=std)
         for row in self.table[:prefix]:  # last and row by row, so that more prefix tokens change no shared row (see `ViT`)
-            nn.init.normal_(row, std=self.std)
+            nn.init.normal_(row, std=std)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return add_positions(self, x, grid)
@@ -51,22 +56,37 @@ class SinCos2d(nn.Module):
     """Fixed position embeddings in two dimensions: a module that adds sines and cosines to the tokens. One half of the channels
     encodes the column of a patch, the other half its row.
 
-    `temperature` is the base of the frequencies; None means the paper's 10,000.
+    `temperature` is the base of the frequencies. "grid" means the larger side of the grid, so that also the longest wave
+    changes over the image. `centered=True` subtracts the mean over all patches, which tells nothing about the place.
+    `amplitude` multiplies the table. "unit" means the number that gives the differences from the mean a mean square of 1, as
+    `Learned` has it at the start.
 
-    Paper    MAE, arXiv:2111.06377: [sin x, cos x, sin y, cos y], frequencies 10000^(-4k/d). Prefix tokens get zeros.
-    Departs  timm's default order is [sin y, sin x, cos y, cos x]; big_vision divides the exponent by d/4 - 1. The temperature
-             10,000 was chosen for long sequences: on a grid of 7 x 7 most channels are nearly constant. Accuracy on validation
-             images, one seed of the recipe `explain`: 76% with 10,000, 81% with 100, 84% with 10.
-    Raises   ValueError if the width is not divisible by 4, or the temperature is below 1.
+    Paper    MAE, arXiv:2111.06377: [sin x, cos x, sin y, cos y], frequencies 10000^(-4k/d). Prefix tokens get zeros. This is
+             `temperature=10_000, centered=False, amplitude=1`, and None as temperature means the same 10,000.
+    Departs  timm's default order is [sin y, sin x, cos y, cos x]; big_vision divides the exponent by d/4 - 1.
+    Raises   ValueError if the width is not divisible by 4, the temperature is below 1, or for another text as an option.
     """
 
-    def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
+    added_options: ClassVar[dict[str, Any]] = {"temperature": 10_000, "centered": False, "amplitude": 1.0}
+
+    def __init__(
+        self, dim: int, grid: Grid, prefix: int, *,
+        temperature: float | str | None = "grid", centered: bool = True, amplitude: float | str = "unit",
+    ):  # fmt: skip
         super().__init__()
         if dim % 4:
             raise ValueError(f"width {dim} is not divisible by 4, as sines of two coordinates need; use {dim + -dim % 4}")
+        for name, option, text in (("temperature", temperature, "grid"), ("amplitude", amplitude, "unit")):
+            if isinstance(option, str) and option != text:
+                raise ValueError(f"{name} is {option!r}; expected a number or {text!r}")
         self.grid, self.prefix = tuple(grid), prefix
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-        table = torch.cat([sines(index.flatten(), dim // 2, temperature) for index in (columns, rows)], dim=-1)
+        base = max(grid) if isinstance(temperature, str) else temperature
+        table = torch.cat([sines(index.flatten(), dim // 2, base) for index in (columns, rows)], dim=-1)
+        differences = table - table.mean(0)
+        if isinstance(amplitude, str):
+            amplitude = 1 / max(float(differences.square().mean().sqrt()), 1e-6)  # 0 on a grid of one patch
+        table = amplitude * (differences if centered else table)
         self.register_buffer("table", table.float(), persistent=False)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:

@@ -7,8 +7,10 @@ shapes. The file of each slot states its contract at the top.
 Letters in shapes: b images, c channels, h w pixels, n tokens (prefix tokens first, then patches), d width.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.attention import Attention, AttentionOutput
+from smallvit.attention_positions import Places, places_of
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
 from smallvit.reduction import LayerContext
-from smallvit.reduction.context import gather_tokens, runs_before_attention
+from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
 from smallvit.rng import stream
 from smallvit.tokenizers import PatchEmbed
 
@@ -28,7 +31,8 @@ class Block(nn.Module):
     """A transformer block: attention, then an MLP on each token. The attention and the MLP each have a LayerNorm and a residual
     connection.
 
-    Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`.
+    Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`,
+             or `(x, size, mask, places) -> (x, size, places)` if attention needs to know where its tokens are.
              If the module or its attention has a method `set_context`, a `ViT` calls it once with the `LayerContext` of the
              block. If the module has an attribute `grid`, a `ViT` sets it at each call to the (rows, columns) of the patches,
              or to None if some are hidden.
@@ -61,37 +65,48 @@ class Block(nn.Module):
             nn.Sequential(nn.Dropout(dropout), LayerScale(dim, layer_scale), DropPath(drop_path)) for _ in range(2)
         )
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
+    ) -> tuple:
         reduction, reduce_first = self.reduction, runs_before_attention(self.reduction)
         if reduction is not None and reduce_first:
-            x, size = reduction(x, size)
-        output = self.attention(self.norm1(x) if self.norm_first else x, size, mask)
+            x, size, places = reduce_tokens(reduction, x, size, places)
+        known = (places,) if needs_places(self) else ()
+        output = self.attention(self.norm1(x) if self.norm_first else x, size, mask, *known)
         if not isinstance(output, AttentionOutput):
             raise ValueError(f"{type(self.attention).__name__} gave a {type(output).__name__}; return AttentionOutput(tokens)")
         x = x + self.branch1(output.x)
         x = x if self.norm_first else self.norm1(x)
         if reduction is not None and not reduce_first:
-            x, size = reduction(x, size, output.key, output.saliency)
+            x, size, places = reduce_tokens(reduction, x, size, places, output.key, output.saliency)
         del output  # free the queries, keys and values before the MLP
         x = x + self.branch2(self.mlp(self.norm2(x) if self.norm_first else x))
-        return x if self.norm_first else self.norm2(x), size
+        x = x if self.norm_first else self.norm2(x)
+        return (x, size) if places is None else (x, size, places)
 
 
 class Blocks(nn.ModuleList):
-    """A list of transformer blocks, each of which takes the tokens of the one before it. It is called like a block."""
+    """A list of transformer blocks, each of which takes the tokens of the one before it. It is called like a block, and returns
+    the tokens and their sizes.
+    """
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return one_after_another(self, x, size, mask)
+    def forward(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return one_after_another(self, x, size, mask, places)
 
 
 def one_after_another(
-    blocks: Iterable[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None
+    blocks: Iterable[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Call transformer blocks one after another, each with the tokens of the one before it. Return the tokens of the last one,
-    and the number of patches that each of them represents.
+    and the number of patches that each of them represents. `places` says where the tokens are, if attention needs it.
     """
     for block in blocks:
-        x, size = block(x, size, mask)
+        if places is None:
+            x, size = block(x, size, mask)
+        else:
+            x, size, places = block(x, size, mask, places)
     return x, size
 
 
@@ -148,6 +163,9 @@ class ViT(nn.Module):
         check_integers(dim=(dim, 1), depth=(depth, 0), heads=(heads, 1), registers=(registers, 0))
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
+        if position and "head_dim" in inspect.signature(position).parameters:
+            name = getattr(getattr(position, "func", position), "__name__", repr(position))
+            raise ValueError(f"{name} works inside attention; expected attention=partial(Attention, position={name})")
         self.image, self.channels = tuple(image), channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
@@ -158,12 +176,15 @@ class ViT(nn.Module):
         if norm_after_pool and own_head:
             raise ValueError(f"{type(self.pool).__name__} makes its own head; expected norm_after_pool=False")
         self.prefix = nn.Parameter(torch.empty(self.pool.class_tokens + registers, dim))
-        self.position = position(dim, self.tokenizer.grid(image), len(self.prefix)) if position else None
+        grid = self.tokenizer.grid(image)
+        attention = with_grid(attention, grid, len(self.prefix))
+        self.position = position(dim, grid, len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = Blocks(
             block(dim, heads, attention, reduction(context) if reduction else None, rate)
             for context, rate in zip(self.layer_contexts(depth, image), drop_path_rates(drop_path, depth))
         )
+        check_blocks(self.blocks)
         for made, context in zip(self.blocks, self.layer_contexts(depth, image)):
             for part in (made, getattr(made, "attention", None)):
                 if set_context := getattr(part, "set_context", None):
@@ -178,10 +199,20 @@ class ViT(nn.Module):
     def reset_parameters(self):
         if not isinstance(self.head, nn.Identity):
             nn.init.trunc_normal_(self.head.weight, std=0.02)
+        position: Any = self.position
+        if getattr(position, "std", None) == "patch":
+            position.table.mul_(self.patch_std())
         # The prefix is drawn last and row by row: torch draws 16 numbers at a time, so a single draw of all rows would give
         # the class token another value when registers or a distillation token follow.
         for token in self.prefix:
             nn.init.trunc_normal_(token, std=0.02)
+
+    def patch_std(self) -> float:
+        """Return the standard deviation with which the channels of a patch token start, for patches of normalized pixels. A
+        patch of F values has weights of variance 2 / (F + width), as Xavier-uniform draws them.
+        """
+        values = self.channels * prod(self.image) / prod(self.tokenizer.grid(self.image))
+        return (2 * values / (values + self.prefix.shape[1])) ** 0.5
 
     def layer_contexts(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
         """Return a list with one `LayerContext` for each of `depth` blocks. It describes the block: its index, the width of the
@@ -206,13 +237,15 @@ class ViT(nn.Module):
         grid = self.tokenizer.grid(x.shape[-2:])
         x = torch.cat([self.prefix.expand(x.shape[0], -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
         x = self.dropout(self.position(x, grid) if self.position else x)
+        places = places_of(grid, x.device) if any(map(needs_places, self.blocks)) else None
         if keep is not None:
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
+            places = None if places is None else places._replace(at=places.at[keep])
         for block in self.blocks:
             if hasattr(block, "grid"):
                 block.grid = grid if keep is None else None
         size = None
-        x, size = self.blocks(x, size, mask)
+        x, size = self.blocks(x, size, mask) if places is None else self.blocks(x, size, mask, places)
         return (x if self.norm_after_pool else self.norm(x)), size
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -280,6 +313,32 @@ def check_integers(**numbers: tuple[int, int]):
     for name, (number, minimum) in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
             raise ValueError(f"{name} is {number!r}; expected an integer of at least {minimum}")
+
+
+def needs_places(block: Any) -> bool:
+    """Return True if the attention of a transformer block has positions, so that it must know where its tokens are."""
+    return getattr(getattr(block, "attention", None), "position", None) is not None
+
+
+def with_grid(attention: Callable, grid: tuple[int, int], prefix: int) -> Callable:
+    """Return the attention slot of a model with `grid` (rows, columns) and `prefix`, the number of prefix tokens, given to its
+    option `position`. If it has no such option, or if it is None, the slot is returned unchanged.
+    """
+    option = inspect.signature(attention).parameters.get("position")
+    if option is None or option.default in (None, option.empty):
+        return attention
+    return partial(attention, position=partial(option.default, grid=grid, prefix=prefix))
+
+
+def check_blocks(blocks: Iterable[Any]):
+    """Raise ValueError if the attention of a block has positions, but a block cannot pass on where the tokens are."""
+    blocks = list(blocks)
+    without = [block for block in blocks if "places" not in inspect.signature(block.forward).parameters]
+    if without and (needing := [block for block in blocks if needs_places(block)]):
+        raise ValueError(
+            f"{type(needing[0].attention.position).__name__} needs to know where the tokens are, and a "
+            f"{type(without[0]).__name__} does not pass it on; expected forward(x, size, mask, places) -> (x, size, places)"
+        )
 
 
 def check_slots(none: bool = False, **slots):

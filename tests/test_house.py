@@ -19,7 +19,7 @@ import smallvit
 
 PACKAGE = Path(smallvit.__file__).parent
 ROOT = PACKAGE.parent
-SLOTS = ("attention", "pooling", "positions", "reduction", "tokenizers")
+SLOTS = ("attention", "attention_positions", "pooling", "positions", "reduction", "tokenizers")
 
 # Each part of smallvit (a file, or a folder of files) with the parts that it may import, at the top of a file or in a function.
 MAY_IMPORT = {

@@ -13,9 +13,22 @@ from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from torch import nn
 from toys import option_id
 
-from smallvit import Learned, SinCos1d, SinCos2d, positions
+from smallvit import (
+    Learned,
+    PatchEmbed,
+    Run,
+    SinCos1d,
+    SinCos2d,
+    ViT,
+    describe,
+    fingerprint,
+    initialize,
+    positions,
+    rebuild,
+)
 
 every = pytest.mark.parametrize("make", [Learned, partial(Learned, on_prefix=False), SinCos2d, SinCos1d], ids=option_id)
+PAPER = partial(SinCos2d, temperature=None, centered=False, amplitude=1.0)
 D = 8
 
 
@@ -125,23 +138,75 @@ def sincos1d(grid, dim, base):
 @pytest.mark.parametrize(("make", "formula"), [(SinCos2d, sincos2d), (SinCos1d, sincos1d)])
 def test_fixed_positions_follow_their_formula(make, formula, temperature, grid, dim):
     expected = formula(grid, dim, temperature or 10_000).float()
-    assert torch.equal(added(make(dim, grid, 0, temperature=temperature), grid, 0)[0], expected)
+    make = partial(PAPER, temperature=temperature) if make is SinCos2d else partial(make, temperature=temperature)
+    assert torch.equal(added(make(dim, grid, 0), grid, 0)[0], expected)
+    assert make.func is SinCos1d or expected.square().mean().item() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("side", [2, 7, 14])
 def test_sincos2d_equals_mae_in_lightly(side):
     theirs = torch.from_numpy(get_2d_sine_cosine_positional_embedding(32, side, cls_token=True)).float()
-    assert (added(SinCos2d(32, (side, side), 1), (side, side), 1)[0] - theirs).abs().max() < 2e-6
+    assert (added(PAPER(32, (side, side), 1), (side, side), 1)[0] - theirs).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("grid", [(7, 7), (3, 6)])
 @pytest.mark.parametrize("temperature", [10_000, 20])
 def test_sincos2d_equals_timm_after_the_documented_reordering(grid, temperature):
-    ours = added(SinCos2d(32, grid, 0, temperature=temperature), grid, 0)[0]
+    ours = added(PAPER(32, grid, 0, temperature=temperature), grid, 0)[0]
     sin_x, cos_x, sin_y, cos_y = ours.chunk(4, dim=1)
     for interleaved, halves in ((True, (sin_y, cos_y, sin_x, cos_x)), (False, (sin_y, sin_x, cos_y, cos_x))):
         theirs = build_sincos2d_pos_embed(grid, 32, temperature=temperature, interleave_sin_cos=interleaved)
         assert (torch.cat(halves, dim=1) - theirs).abs().max() < 2e-6
+
+
+def test_options_of_2d_sines():
+    grid = (3, 6)
+    plain, centered, unit, loud = (
+        SinCos2d(64, grid, 0, **dict(temperature="grid", centered=False, amplitude=1.0) | options).table.double()
+        for options in ({}, {"centered": True}, {"amplitude": "unit"}, {"amplitude": 3})
+    )
+    assert torch.equal(plain, sincos2d(grid, 64, 6).float().double())
+    assert torch.allclose(centered, plain - plain.mean(0), atol=1e-6) and torch.allclose(loud, 3 * plain)
+    assert (unit - unit.mean(0)).square().mean().item() == pytest.approx(1, abs=1e-5)
+    default = SinCos2d(64, grid, 0).table
+    assert default.mean(0).abs().max() < 1e-5 and default.square().mean().item() == pytest.approx(1, abs=1e-5)
+    x = torch.randn(1, 18, 64)
+    assert torch.equal(SinCos2d(64, grid, 0, amplitude=0)(x, grid), x)
+    assert torch.linalg.matrix_rank(SinCos2d(64, grid, 0, temperature=1, centered=False).table) == 4
+    assert (SinCos2d(64, (1, 1), 0).table == 0).all()
+
+
+@pytest.mark.parametrize(("side", "dim", "shares"), [(4, 64, {10_000: 0.08, 10: 0.24}), (7, 64, {10_000: 0.14, 7: 0.54}), (14, 192, {20: 0.58})])
+def test_share_of_the_sines_that_varies_over_the_grid(side, dim, shares):
+    for temperature, share in shares.items():
+        table = PAPER(dim, (side, side), 0, temperature=temperature).table
+        assert ((table - table.mean(0)).square().mean() / table.square().mean()).item() == pytest.approx(share, abs=0.006)
+
+
+def test_products_of_2d_sines_depend_on_the_offset_alone():
+    table = PAPER(32, (4, 5), 0, temperature=10).table.double()
+    products = (table @ table.T).reshape(4, 5, 4, 5)
+    assert torch.allclose(products[1:, 1:, 1:, 1:], products[:-1, :-1, :-1, :-1], atol=1e-5)
+
+
+def test_published_sines_keep_the_fingerprints_of_old_runs():
+    old = {"call": "smallvit.positions.SinCos2d", "temperature": None}
+    run = describe(Run(model=partial(ViT, position=SinCos2d)))
+    assert run["model"]["position"]["temperature"] == "grid"
+    run["model"]["position"] = old
+    for temperature in (None, 10_000, 10_000.0):
+        assert fingerprint(Run(model=partial(ViT, position=partial(PAPER, temperature=temperature)))) == fingerprint(rebuild(run))
+    assert torch.equal(rebuild(old)(32, (4, 4), 0).table, PAPER(32, (4, 4), 0).table)
+
+
+@pytest.mark.parametrize(("patch", "dim", "std"), [(4, 64, 0.63), (4, 192, 0.39), (7, 64, 0.93)])
+def test_std_of_a_patch_is_that_of_the_patch_tokens(patch, dim, std):
+    options = dict(dim=dim, heads=1, depth=0, tokenizer=partial(PatchEmbed, patch=patch))
+    one, patches = (initialize(ViT((28, 28), 1, 3, position=partial(Learned, std=std), **options), 0) for std in (1.0, "patch"))
+    assert torch.allclose(patches.position.table, patches.patch_std() * one.position.table)
+    assert patches.patch_std() == pytest.approx(std, abs=0.006)
+    tokens = patches.tokenizer(torch.randn(64, 1, 28, 28))
+    assert tokens.std().item() == pytest.approx(patches.patch_std(), rel=0.05)
 
 
 # Another grid
@@ -184,6 +249,9 @@ def test_resampling_keeps_a_constant_and_the_order_of_a_slope():
         (lambda: SinCos1d(7, (2, 2), 0), "width 7 is odd.* use 8"),
         (lambda: SinCos1d(8, (2, 2), 0, temperature=0.5), r"temperature is 0\.5; expected 1 or more"),
         (lambda: SinCos2d(8, (2, 2), 0, temperature=0.5), r"temperature is 0\.5; expected 1 or more"),
+        (lambda: SinCos2d(8, (2, 2), 0, temperature="image"), "temperature is 'image'; expected a number or 'grid'"),
+        (lambda: SinCos2d(8, (2, 2), 0, amplitude="one"), "amplitude is 'one'; expected a number or 'unit'"),
+        (lambda: Learned(8, (2, 2), 0, std="patches"), "std is 'patches'; expected a number or 'patch'"),
     ],
 )
 def test_bad_input_is_refused(wrong, key_words):

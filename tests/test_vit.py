@@ -15,6 +15,7 @@ from toys import assert_close, option_id, pairwise
 import smallvit
 from smallvit import attention, pooling, positions, references, tokenizers
 from smallvit.attention import Attention, LocalityAttention
+from smallvit.attention_positions import Rotary, places_of
 from smallvit.pooling import ClassToken, DistilledTokens, MeanTokens, Projected, SequencePool
 from smallvit.positions import Learned, SinCos1d, SinCos2d
 from smallvit.reduction import LayerContext
@@ -148,6 +149,7 @@ def test_exported_model_gives_equal_logits_for_any_batch_size(slots, image):
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, TOKENS = torch.randn(2, 1, 28, 28, generator=GENERATOR), torch.randn(2, 50, 8, generator=GENERATOR)
+PLACES = places_of((7, 7), TOKENS.device)
 
 
 class Halve(nn.Module):
@@ -166,7 +168,7 @@ class Halve(nn.Module):
 MAKE: dict[type, Callable] = {
     **{c: lambda c, **options: (c((28, 28), 1, 8, **options), (X,)) for c in public_classes(tokenizers)},
     **{c: lambda c, **options: (c(8, (7, 7), 1, **options), (TOKENS, (7, 7))) for c in public_classes(positions)},
-    **{c: lambda c, **options: (c(8, 2, **options), (TOKENS,)) for c in public_classes(attention)},
+    **{c: lambda c, **options: (c(8, 2, **options), (TOKENS, None, None, PLACES)) for c in public_classes(attention)},
     **{c: lambda c, **options: (c(8, **options), (TOKENS,)) for c in public_classes(pooling)},
     Block: lambda c, **options: (c(8, 2, Attention, None, 0.0, **options), (TOKENS,)),
     **{c: lambda c, **options: (c((28, 28), 1, 3, **options), (X,)) for c in (ViT, SmallCNN, LeNet, ResNet, Pixels)},
@@ -184,10 +186,15 @@ OTHER = {
     ConvStem: dict(layers=2),
     ConvTokenizer: dict(kernel=5, layers=1, hidden=8),
     Learned: dict(on_prefix=False, std=0.2),
-    SinCos2d: dict(temperature=10),
+    SinCos2d: dict(temperature=10, centered=False, amplitude=2.0),
     SinCos1d: dict(temperature=10),
-    Attention: dict(head_dim=2, qkv_bias=False, qk_norm=True, dropout=0.5),
-    LocalityAttention: dict(mask_self=False, temperature="fixed", head_dim=2, qkv_bias=False, dropout=0.5),
+    Attention: dict(
+        head_dim=2, qkv_bias=False, qk_norm=True, dropout=0.5, position=partial(Rotary, grid=(7, 7), prefix=1)
+    ),
+    LocalityAttention: dict(
+        **dict(mask_self=False, temperature="fixed", head_dim=2, qkv_bias=False, dropout=0.5),
+        **dict(position=partial(Rotary, grid=(7, 7), prefix=1)),
+    ),
     ClassToken: {},
     MeanTokens: {},
     SequencePool: {},

@@ -152,7 +152,7 @@ def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
 
     def save_tokens(block, inputs, output):
         """Forward hook of a block: append the output tokens of the block to the list of results."""
-        tokens, size = output
+        tokens, size = output[:2]
         found.append(BlockTokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
 
     with ExitStack() as hooks:

@@ -100,7 +100,7 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
         marks = again[..., width:]
 
     def save_contents(block, inputs, output):
-        tokens, size = output
+        tokens, size = output[:2]
         if tokens.shape[1] != marks.shape[1]:
             raise ValueError(
                 f"{type(block).__name__} gave {tokens.shape[1]} tokens where its attribute `reduction` left {marks.shape[1]}; "

@@ -337,8 +337,10 @@ class NativeBlocks:
         self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({}, "")]
 
     def __call__(
-        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
+    ) -> tuple:
+        if places is not None:  # these blocks need no places, but others after them do
+            return *self(x, size, mask), places
         half = torch.is_autocast_enabled("cpu")
         weights = [module.get(name) for module, name in self.weights]
         if self.fallback(x, size, weights, half):
@@ -438,6 +440,8 @@ def reason_against_block(block: Any) -> str | None:
         return f"{type(block).__name__} is another kind of block"
     attention: Any = block.attention
     parts = [block.norm1, block.norm2, getattr(attention, "qkv", None), getattr(attention, "proj", None), *block.mlp[::3]]
+    if getattr(attention, "position", None) is not None:
+        return f"its attention has positions ({type(attention.position).__name__})"
     if plain_attention(attention) is None:
         return f"{type(attention).__name__} computes its logits in another way"
     if [type(part) for part in parts] != [nn.LayerNorm] * 2 + [nn.Linear] * 4:

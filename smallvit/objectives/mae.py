@@ -197,7 +197,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Linear(prefix[1], dim)
         self.unknown = nn.Parameter(torch.empty(dim))
-        self.position = SinCos2d(dim, grid, prefix[0])
+        self.position = SinCos2d(dim, grid, prefix[0], temperature=10_000, centered=False, amplitude=1.0)
         self.blocks = Blocks(Block(dim, heads, Attention, None, 0.0) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.pixels = nn.Linear(dim, values)

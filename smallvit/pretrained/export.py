@@ -101,6 +101,7 @@ def unsupported_parts(model: ViT) -> list[str]:
         "a head of its own": not isinstance(model.head, nn.Linear | nn.Identity) or getattr(model.head, "bias", 0) is None,
         "overlapping patches": type(tokenizer) is PatchEmbed and tokenizer.proj.kernel_size != tokenizer.proj.stride,
         "norms behind the branches": any(not block.norm_first for block in blocks),
+        "positions inside attention": any(one.position is not None for one in attentions),
         "heads of another width": any(one.proj.in_features != one.proj.out_features for one in attentions),
     }
     return list(dict.fromkeys(found)) + [setting for setting, present in settings.items() if present]

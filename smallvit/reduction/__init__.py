@@ -5,7 +5,8 @@ the module between attention and the MLP, `(x, size, key, saliency) -> (x, size)
 it is called before attention instead, as `(x, size)`.
 
 - `x` is (b, n, d), prefix tokens first. Prefix tokens stay first and are never merged or dropped. Only the first `context.dim`
-  channels decide; further channels are carried along, which allows tracing where each patch went.
+  channels decide; further channels are carried along with the same weights, which allows tracing where each patch went, and
+  gives the place of each token to positions inside attention.
 - `size`, (b, n) or None (all ones), is the number of patches that each token stands for. Its sum stays the same, or decreases
   if a pruner drops patches without fusing them. A token of size 0 is removed but still in the tensor: attention and pools
   ignore it.

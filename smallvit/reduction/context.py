@@ -1,8 +1,10 @@
 """The position of a reduction in the model, and operations on tokens that several reductions use."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -34,6 +36,31 @@ def runs_before_attention(reduction: nn.Module | None) -> bool:
     The attribute `first` of the reduction says so. None gives False.
     """
     return bool(getattr(reduction, "first", False))
+
+
+def reduce_tokens(
+    reduction: nn.Module, x: Tensor, size: Tensor | None, places: Any = None, *attention: Callable | None
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Call a reduction, which merges or prunes the tokens `x` of `size`, and return its tokens, their sizes and their `places`.
+    `attention` are the functions `key` and `saliency` of the attention, if there are any.
+
+    `places` is a `Places` of patch tokens, or None if nobody needs it. The reduction carries the row, the column and a 1 along
+    behind the channels of each token. If it adds tokens with weights, it adds these three with the same weights. So the row and
+    the column, divided by the third number, are the mean place of the members.
+    """
+    if places is None:
+        return *reduction(x, size, *attention), None
+    d, p = x.shape[-1], x.shape[1] - places.at.shape[-2]
+    carried = F.pad(F.pad(places.at, (0, 1), value=1.0), (0, 0, p, 0)).expand(x.shape[0], -1, -1)
+    if not torch.is_autocast_enabled(x.device.type):
+        carried = carried.to(x.dtype)
+    given = torch.cat([x, carried], dim=-1)  # with autocast, tokens of half precision become float32 here
+    reduced, size = reduction(given, size, *attention)
+    if reduced is given:
+        return x, size, places
+    weighted = reduced[:, p:, d:].detach().float()
+    at = weighted[..., :2] / weighted[..., 2:].clamp_min(torch.finfo(weighted.dtype).tiny)
+    return reduced[..., :d].to(x.dtype), size, places._replace(at=at)
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
