@@ -1,6 +1,7 @@
 """Positions: the contract of all, the formulas of the fixed ones, parity with timm and lightly, and other grids."""
 
 import inspect
+import math
 from functools import partial
 from itertools import product
 from math import cos, sin
@@ -165,7 +166,11 @@ def test_options_of_2d_sines():
         SinCos2d(64, grid, 0, **dict(temperature="grid", centered=False, amplitude=1.0) | options).table.double()
         for options in ({}, {"centered": True}, {"amplitude": "unit"}, {"amplitude": 3})
     )
-    assert torch.equal(plain, sincos2d(grid, 64, 6).float().double())
+    stretched = [[math.pi * place * 6 ** (-k / 16) for k in range(16)] for place in range(6)]
+    for token in range(18):
+        row, column = divmod(token, 6)
+        expected = [f(angle) for place in (column, row) for f in (sin, cos) for angle in stretched[place]]
+        assert torch.allclose(plain[token], torch.tensor(expected).double(), atol=1e-5)
     assert torch.allclose(centered, plain - plain.mean(0), atol=1e-6) and torch.allclose(loud, 3 * plain)
     assert (unit - unit.mean(0)).square().mean().item() == pytest.approx(1, abs=1e-5)
     default = SinCos2d(64, grid, 0).table
