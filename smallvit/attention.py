@@ -258,14 +258,8 @@ def attend_and_project(
 
     The dropout rate, the choice of the kernel and the positions are attributes of `module`.
     """
-    bias, key = None, k
-    if module.position is not None:
-        if places is None:
-            raise ValueError(
-                f"{type(module).__name__} has positions ({type(module.position).__name__}) and got no places; expected a call "
-                "by a ViT, or attention(x, places=...)"
-            )
-        q, k, bias = module.position(q, k, places)
+    key = k
+    q, k, bias = apply_position(module, q, k, places)
     x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale, bias)
 
     def saliency(queries=None) -> Tensor:  # no `int | None`: torch 2.6 cannot export it
@@ -285,6 +279,22 @@ def attend_and_project(
         saliency=saliency,
         map=lambda: weights(q * scale, k, size, mask, bias) if attention_map is None else attention_map,
     )
+
+
+def apply_position(module: Any, q: Tensor, k: Tensor, places: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return queries and keys that the positions of the attention module `module` have turned, and what they add to the logits;
+    None adds nothing. `places` says where the tokens are. Without positions, `q` and `k` are returned unchanged.
+
+    Raises ValueError if the module has positions and `places` is None.
+    """
+    if module.position is None:
+        return q, k, None
+    if places is None:
+        raise ValueError(
+            f"{type(module).__name__} has positions ({type(module.position).__name__}) and got no places; expected a call by a "
+            "ViT, or attention(x, places=...)"
+        )
+    return module.position(q, k, places)
 
 
 def attend(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smallvit.attention import (
     Attention,
     AttentionOutput,
+    apply_position,
     attend_and_project,
     attend_with_size_gradient,
     check_mask,
@@ -124,23 +125,27 @@ class SigmoidAttention(Attention):
 
     rows_sum_to_1 = False
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
+    def forward(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
+    ) -> AttentionOutput:
         q, k, v = split_heads(self.qkv(x), self.heads)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, key = self.q_norm(q), self.k_norm(k)
+        q, k, bias = apply_position(self, q, key, places)
         log_n = math.log(x.shape[1]) if size is None else size.detach().sum(-1).log()[:, None, None, None]
-        attention_map = (q * self.scale @ k.transpose(-2, -1) - log_n).sigmoid()
+        logits = q * self.scale @ k.transpose(-2, -1) - log_n
+        attention_map = (logits if bias is None else logits + bias).sigmoid()
         if size is not None:
             attention_map = attention_map * size[:, None, None, :]
         if mask is not None:
             attention_map = attention_map * check_mask(mask)
-        return output_of_maps(self, attention_map, attention_map, k, v, size)
+        return output_of_maps(self, attention_map, attention_map, key, v, size)
 
 
 class TalkingHeadsAttention(Attention):
     """Talking-heads attention, a multi-head attention module. The heads exchange information: a learned matrix mixes their
     logits before the softmax, and another one mixes their attention maps after it.
 
-    `mix_logits` and `mix_maps` switch the two matrices on. The other options are those of `Attention`.
+    `mix_logits` and `mix_maps` switch the two matrices on. The other options are those of `Attention`, without `position`.
 
     Paper    Shazeer et al. 2020, arXiv:2003.02436; used in CaiT, arXiv:2103.17239.
     Off      `mix_logits=False, mix_maps=False` equals `Attention`. With both on, it equals `Attention` before the first step.

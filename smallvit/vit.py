@@ -322,9 +322,13 @@ def needs_places(block: Any) -> bool:
 
 def with_grid(attention: Callable, grid: tuple[int, int], prefix: int) -> Callable:
     """Return the attention slot of a model with `grid` (rows, columns) and `prefix`, the number of prefix tokens, given to its
-    option `position`. If it has no such option, or if it is None, the slot is returned unchanged.
+    option `position`. If it has no such option, or if it is None, the slot is returned unchanged. An attention inside another
+    one, as in `mimetic_start`, is treated alike.
     """
-    option = inspect.signature(attention).parameters.get("position")
+    parameters = inspect.signature(attention).parameters
+    if "attention" in parameters:
+        return partial(attention, attention=with_grid(parameters["attention"].default, grid, prefix))
+    option = parameters.get("position")
     if option is None or option.default in (None, option.empty):
         return attention
     return partial(attention, position=partial(option.default, grid=grid, prefix=prefix))

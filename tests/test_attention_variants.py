@@ -24,6 +24,8 @@ from smallvit import (
     MeanTokens,
     Merge,
     Prune,
+    RelativeBias,
+    Rotary,
     Run,
     SigmoidAttention,
     TalkingHeadsAttention,
@@ -520,3 +522,17 @@ def test_mimetic_values_go_with_locality_attention_and_its_queries_do_not():
 def test_start_that_cannot_be_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         mimetic_start(16, 2, **options)
+
+
+@pytest.mark.parametrize("position", [RelativeBias, Rotary])
+@pytest.mark.parametrize("attention", [SigmoidAttention, partial(mimetic_start, attention=Attention)], ids=["sigmoid", "mimetic"])
+def test_positions_inside_attention_tell_moved_patches_apart(attention, position):
+    """Without any positions, a model gives the same result if the patches of an image change places."""
+    inner = attention.keywords["attention"] if isinstance(attention, partial) else attention
+    located = partial(inner, position=position)
+    located = partial(mimetic_start, attention=located) if isinstance(attention, partial) else located
+    images = torch.randn(3, 1, 8, 8)
+    moved = images.roll(4, -1)
+    for slot, told_apart in ((attention, False), (located, True)):
+        model = randomize(tiny_vit(attention=slot, position=None, pool=MeanTokens), 0.4).eval()
+        assert torch.allclose(model(images), model(moved), atol=1e-5) is not told_apart
