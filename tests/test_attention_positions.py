@@ -620,7 +620,7 @@ def test_attention_with_the_old_call_works_also_beside_one_with_positions():
     [
         (lambda: tiny_vit(position=Rotary), "Rotary works inside attention; expected attention=partial"),
         (lambda: attended(Learned), "Learned is added to the tokens, not used inside attention; expected ViT"),
-        (lambda: Attention(8, 2, position=Rotary), "Rotary needs the grid; use it in a ViT, or give partial"),
+        (lambda: Attention(8, 2, position=Rotary), "Rotary needs the grid; use it in a ViT, or partial"),
         (lambda: attended(RelativeBias).blocks[0].attention(torch.randn(1, 5, 16)), "has positions .RelativeBias. and got no places"),
         (lambda: attended(Rotary, block=OldBlock), "Rotary needs to know where the tokens are, and a OldBlock does not"),
         (lambda: attended(Rotary, dim=12), "heads have a width of 6; expected a width divisible by 4, such as 8"),
