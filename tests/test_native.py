@@ -16,7 +16,21 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from smallvit import DINO, MAE, Attention, Block, LocalityAttention, Merge, PatchEmbed, Run, ViT, augment, native
+from smallvit import (
+    DINO,
+    MAE,
+    Attention,
+    Block,
+    LocalityAttention,
+    Merge,
+    PatchEmbed,
+    Pixels,
+    Run,
+    ViT,
+    augment,
+    linear_probe,
+    native,
+)
 from smallvit.numerics import Numerics, NumericsContext, check_numerics
 from smallvit.objectives import SemiSupervised
 from smallvit.optim import FlatAdamW, lay_in_a_row
@@ -526,3 +540,9 @@ def test_flat_optimizer_takes_the_steps_of_adamw(case):
     assert states[0].keys() == states[1].keys()
     for index, state in states[0].items():
         assert all(torch.allclose(state[name], states[1][index][name], atol=1e-7) for name in state)
+
+
+def test_reference_models_without_blocks_are_measured_as_without_the_kernel(tmp_path):
+    pixels = Run(model=Pixels, labels=50, val=20, steps=0, evaluators=(linear_probe,))
+    records = [fit(pixels, tmp_path / str(index), numerics=numerics) for index, numerics in enumerate((Numerics(), NATIVE))]
+    assert records[0].test == records[1].test
