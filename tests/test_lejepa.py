@@ -10,7 +10,20 @@ from lightly.loss.lejepa_loss import LeJEPALoss, SIGReg, lejepa_invariance_loss
 from torch.nn.functional import normalize
 from toys import TINY_VIT, tiny_vit
 
-from smallvit import DistilledTokens, Merge, Projected, Run, ShiftedPatchEmbed, SmallCNN, accuracy, augment, digits, fit, knn
+from smallvit import (
+    DistilledTokens,
+    Merge,
+    Projected,
+    Run,
+    ShiftedPatchEmbed,
+    SmallCNN,
+    accuracy,
+    arrays,
+    augment,
+    digits,
+    fit,
+    knn,
+)
 from smallvit.augment import Batch
 from smallvit.objectives import LeJEPA
 from smallvit.objectives.collapse import Collapse, collapse_statistics
@@ -187,10 +200,13 @@ def test_outputs_are_spread_with_sigreg_and_not_without():
     assert trained(0.1)["spread"] > 0.95 and trained(0.0)["spread"] < 0.4
 
 
-@pytest.mark.slow
-def test_collapse_without_sigreg_stops_the_run(tmp_path):
+def test_a_run_in_which_all_images_give_the_same_output_stops(tmp_path):
+    black, labels = np.zeros((60, 8, 8), dtype=np.uint8), np.arange(60) % 10
+    images = {f"{part}_images": black for part in ("train", "test")} | {f"{part}_labels": labels for part in ("train", "test")}
+    np.savez(tmp_path / "black.npz", **images)
+    data = partial(arrays, path=str(tmp_path / "black.npz"))
     with pytest.raises(Collapse, match=r"flat: .* or LeJEPA a larger weight"):
-        fit(RUN.vary(objective=partial(LeJEPA, weight=0.0, **SMALL), steps=600, lr=5e-3, batch=32), tmp_path)
+        fit(RUN.vary(data=data, labels=30, val=10, steps=120), tmp_path / "run")
 
 
 def test_a_run_has_collapse_statistics_and_probes(tmp_path):

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -517,15 +516,3 @@ def test_strong_view_that_mirrors_digits_is_refused_before_training(tmp_path):
     run = SHORT.vary(objective=partial(FIXMATCH, strong=(Flip(),)))
     with pytest.raises(ValueError, match=r"Flip on digits.*mirror"):
         fit(run, tmp_path, watch=lambda *_: pytest.fail("it was trained"))
-
-
-@pytest.mark.slow
-def test_fixmatch_is_better_than_supervised_training_on_the_same_labels(tmp_path):
-    """The digits of scikit-learn with 50 labels, at equal labelled steps; the model is scored on validation images."""
-    run = Run(model=partial(TINY_VIT, dim=32), labels=50, val=400, steps=800, batch=32, lr=2e-3, augment=augment.digits())
-    fixmatch = partial(SemiSupervised, weak=WEAK, strong=STRONG, ratio=4, align=True)
-    scores = [
-        np.mean([fit(replace(r, seed=s), tmp_path / f"{n}{s}", validation_only=True).val["accuracy"] for s in range(2)])
-        for n, r in enumerate((run, run.vary(objective=fixmatch)))
-    ]
-    assert scores[1] > scores[0] + 0.02
