@@ -196,6 +196,16 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     return dim // heads
 
 
+def name_of(slot: Callable) -> str:
+    """Return the name of the class that a slot such as `position` creates, also for a `partial`."""
+    return getattr(getattr(slot, "func", slot), "__name__", repr(slot))
+
+
+def acts_inside_attention(position: Callable) -> bool:
+    """Return True for positions that attention uses in every block, and False for positions that are added to the tokens."""
+    return "head_dim" in inspect.signature(position).parameters
+
+
 def make_position(position: Callable | None, heads: int, head_dim: int) -> nn.Module | None:
     """Return the module for positions inside attention that the option `position` asks for, or None. `heads` is the number of
     heads, and `head_dim` is the width of each.
@@ -204,9 +214,8 @@ def make_position(position: Callable | None, heads: int, head_dim: int) -> nn.Mo
     """
     if position is None:
         return None
-    name = getattr(getattr(position, "func", position), "__name__", repr(position))
-    parameters = inspect.signature(position).parameters
-    if "head_dim" not in parameters:
+    name, parameters = name_of(position), inspect.signature(position).parameters
+    if not acts_inside_attention(position):
         raise ValueError(f"{name} is added to the tokens, not used inside attention; expected ViT(position={name})")
     if any(parameters[shape].default is inspect.Parameter.empty for shape in ("grid", "prefix")):
         raise ValueError(f"{name} needs the grid; use it in a ViT, or partial({name}, grid=(rows, columns), prefix=number)")
@@ -267,11 +276,7 @@ def attend_and_project(
         queried = q[:, :, :queries] * scale
         rows_bias = None if bias is None else bias[..., :queries, :]
         rows = weights(queried, k, size, rows_mask, rows_bias) if attention_map is None else attention_map[:, :, :queries]
-        rows = rows.mean(1)
-        if queries is not None or size is None:
-            return rows.mean(1)
-        present = (size > 0).to(rows.dtype)
-        return torch.einsum("bq,bqk->bk", present, rows) / present.sum(1, keepdim=True)
+        return mean_over_queries(rows.mean(1), None if queries is not None else size)
 
     return AttentionOutput(
         module.proj(x.transpose(1, 2).flatten(2)),
@@ -279,6 +284,16 @@ def attend_and_project(
         saliency=saliency,
         map=lambda: weights(q * scale, k, size, mask, bias) if attention_map is None else attention_map,
     )
+
+
+def mean_over_queries(rows: Tensor, size: Tensor | None) -> Tensor:
+    """Return the attention that each token receives (batch, tokens), as a mean over queries. `rows` (batch, queries, tokens) is
+    the attention of each query. Queries of `size` 0 (removed tokens) do not count; None counts all.
+    """
+    if size is None:
+        return rows.mean(1)
+    present = (size > 0).to(rows.dtype)
+    return torch.einsum("bq,bqk->bk", present, rows) / present.sum(1, keepdim=True)
 
 
 def apply_position(module: Any, q: Tensor, k: Tensor, places: Any) -> tuple[Tensor, Tensor, Tensor | None]:

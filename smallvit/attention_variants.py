@@ -20,6 +20,7 @@ from smallvit.attention import (
     attend_with_size_gradient,
     check_mask,
     logit_bias,
+    mean_over_queries,
     split_heads,
 )
 
@@ -214,11 +215,7 @@ def output_of_maps(module: Any, maps: Tensor, received: Tensor, k: Tensor, v: Te
     """
 
     def saliency(queries=None) -> Tensor:  # no `int | None`: torch 2.6 cannot export it
-        rows = received[:, :, :queries].mean(1)
-        if queries is not None or size is None:
-            return rows.mean(1)
-        present = (size > 0).to(rows.dtype)
-        return torch.einsum("bq,bqk->bk", present, rows) / present.sum(1, keepdim=True)
+        return mean_over_queries(received[:, :, :queries].mean(1), None if queries is not None else size)
 
     x = F.dropout(maps.to(v.dtype), module.dropout, module.training) @ v
     return AttentionOutput(

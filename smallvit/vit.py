@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smallvit.attention import Attention, AttentionOutput
+from smallvit.attention import Attention, AttentionOutput, acts_inside_attention, name_of
 from smallvit.attention_positions import Places, places_of
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
@@ -163,8 +163,8 @@ class ViT(nn.Module):
         check_integers(dim=(dim, 1), depth=(depth, 0), heads=(heads, 1), registers=(registers, 0))
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
-        if position and "head_dim" in inspect.signature(position).parameters:
-            name = getattr(getattr(position, "func", position), "__name__", repr(position))
+        if position and acts_inside_attention(position):
+            name = name_of(position)
             raise ValueError(f"{name} works inside attention; expected attention=partial(Attention, position={name})")
         self.image, self.channels = tuple(image), channels
         self.tokenizer = tokenizer(image, channels, dim)

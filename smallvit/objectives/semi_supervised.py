@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smallvit.augment import Augmentation, Batch, CutMix, Mixup, MultiCrop, SmoothLabels
 from smallvit.optim import tensor_pairs
 
-from .objective import Objective, Unlabelled
+from .objective import Objective, Unlabelled, check_option_range
 from .supervised import cross_entropy
 
 ALIGNMENT_MOMENTUM = 0.999  # of the mean prediction for distribution alignment
@@ -88,12 +88,10 @@ class SemiSupervised(Objective):
         loss: str = "cross_entropy",
     ):
         super().__init__(model)
-        for name, value, low, high in (
-            ("weight", weight, 0, 1e6), ("ramp", ramp, 0, 1), ("threshold", threshold, 0, 1), ("hard", hard, 0, 1),
-            ("temperature", temperature, 1e-3, 10), ("momentum", momentum, 0, 1),
-        ):  # fmt: skip
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
+        check_option_range(
+            weight=(weight, 0, 1e6), ramp=(ramp, 0, 1), threshold=(threshold, 0, 1), hard=(hard, 0, 1),
+            temperature=(temperature, 1e-3, 10), momentum=(momentum, 0, 1),
+        )  # fmt: skip
         if isinstance(ratio, bool) or not isinstance(ratio, int) or not 1 <= ratio <= 1_000:
             raise ValueError(f"ratio is {ratio!r}; expected the number of unlabelled images for each labelled one, 1 to 1000")
         if loss not in ("cross_entropy", "squared"):
