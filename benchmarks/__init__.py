@@ -5,6 +5,7 @@ ours.py       how smallvit does each task
 peers.py      how the other libraries do it, with default settings and with their best flags
 digits.py     the images that all libraries get
 memory.py     the peak memory of a training step, in a new process
+verdict.py    a whole recipe from the command to the report, and its runs in a training loop
 table.py      the table of the documentation: `python -m benchmarks.table FILE.json docs/explanation/speed.md`
 __main__.py   the command line
 

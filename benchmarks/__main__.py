@@ -1,6 +1,6 @@
 """The command line of the benchmarks: time smallvit and the other libraries, write a record, print the table.
 
-python -m benchmarks                            all benchmarks, about an hour on two cores
+python -m benchmarks                            all benchmarks, about two hours on two cores
 python -m benchmarks train dino --repeats 5     some of them
 python -m benchmarks --out benchmarks/record.json
 python -m benchmarks.table benchmarks/record.json docs/explanation/speed.md
@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; expected some of {', '.join(BENCHMARKS)}")
     torch.set_num_threads(args.threads)
-    benchmarks = BENCHMARKS | {name: partial(BENCHMARKS[name], steps=args.steps) for name in ("recipe", "gpu")}
+    benchmarks = BENCHMARKS | {name: partial(BENCHMARKS[name], steps=args.steps) for name in ("recipe", "gpu", "verdict")}
     record = {"machine": describe_machine(), "repeats": args.repeats, "lines": []}
     for name in args.names or BENCHMARKS:
         for task in benchmarks[name]():

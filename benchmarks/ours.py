@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from benchmarks.digits import dataset, first_batch, splits
 from benchmarks.peers import Shape, has_native_bf16, predict
-from smallvit import Block, Dataset, PatchEmbed, Run, ViT, arrays, augment
+from smallvit import Block, Dataset, Merge, PatchEmbed, Run, ViT, arrays, augment
+from smallvit import apply as reduce
 from smallvit.ablation import ArmRun
 from smallvit.augment import Batch, apply
-from smallvit.flops import milliseconds
+from smallvit.flops import counted, milliseconds
 from smallvit.launch import launch
 from smallvit.launch.autotune import race, ways_to_try, winner
 from smallvit.native import reason_against
@@ -78,6 +79,17 @@ def predict_with(context: NumericsContext, numerics: Numerics, model: nn.Module,
     """Return the logits of images, computed with some numerics."""
     with context.active():
         return predict(model, images, best=numerics.precision == "bf16")
+
+
+def merging(shape: Shape, side: int, channels: int, r: int, numerics: Numerics) -> tuple[Callable, Callable, float]:
+    """Return a call that computes the logits of one batch with `r` merges in each block, a call that does so without merging,
+    and the multiply-adds of the first divided by those of the second.
+    """
+    images = torch.randn(shape.batch, channels, side, side, generator=torch.Generator().manual_seed(0))
+    plain = vit(shape)((side, side), channels, 10).eval()
+    merging = reduce(plain, partial(Merge, r=r))
+    calls = [partial(predict_with, NumericsContext(model, numerics), numerics, model, images) for model in (merging, plain)]
+    return *calls, counted(merging, images) / counted(plain, images)
 
 
 def augmentation(images: Tensor) -> Tensor:

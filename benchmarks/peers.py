@@ -29,6 +29,7 @@ from smallvit import Dataset
 from smallvit.augment import MultiCrop
 from smallvit.launch import cores
 
+TEST_BATCH = 500
 PEERS = ("timm", "vit-pytorch", "torchvision", "kornia", "lightly")
 
 
@@ -276,30 +277,45 @@ class PILImages(TorchDataset):
         return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
 
 
+def pil_images(images: np.ndarray, labels: np.ndarray, warp: bool) -> PILImages:
+    """Return a data set of digits that makes normalized tensors of them, and with `warp` also deforms them."""
+    from torchvision.transforms import v2
+
+    to_input = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.0], [0.3])]
+    return PILImages(images, labels, v2.Compose([*(torchvision_warp() if warp else ()), *to_input]))
+
+
 def runs(shape: Shape, number: int, steps: int, labels: int, device: str, best: bool):
     """Train and test ViTs of timm one after another, with torchvision's transforms and torch's DataLoader.
 
     With default settings torch uses all cores, and batches are made between the steps. With best flags half of the cores make
     batches in parallel.
     """
-    from torchvision.transforms import v2
-
     (images, targets), test = splits(28).values()
-    to_input = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.0], [0.3])]
-    train = PILImages(images[:labels], targets[:labels], v2.Compose([*torchvision_warp(), *to_input]))
-    test_loader = DataLoader(PILImages(*test, v2.Compose(to_input)), len(test[1]))
-    workers = cores() // 2 if best else 0
-    options = {"num_workers": workers, "persistent_workers": True} if workers else {}
+    train, workers = (images[:labels], targets[:labels]), cores() // 2 if best else 0
     with threads(cores() - workers):
         for seed in range(number):
-            torch.manual_seed(seed)
-            model = timm_vit(shape, 28, 1, best and device == "cpu").to(device)
-            optimizer = adamw(model, best)
-            batches = repeat(DataLoader(train, shape.batch, shuffle=True, drop_last=True, **options))
-            for batch in islice(batches, steps):
-                learn(model, optimizer, *(part.to(device) for part in batch), best)
-            for batch in test_loader:
-                accuracy(model.eval(), *(part.to(device) for part in batch), best)
+            make = partial(timm_vit, shape, 28, 1, best and device == "cpu")
+            run(make, seed, steps, shape.batch, train, test, best, device, workers)
+
+
+def run(
+    make: Callable[[], nn.Module], seed: int, steps: int, batch: int, train: Sequence, test: Sequence, best: bool,
+    device: str = "cpu", workers: int = 0,
+) -> float:  # fmt: skip
+    """Train the model `make()` on deformed digits and return its accuracy on test digits, in a loop like that of timm's
+    `train.py`. `train` and `test` are pairs of images and labels, and `workers` processes prepare the batches.
+    """
+    torch.manual_seed(seed)
+    model = make().to(device)
+    optimizer, options = adamw(model, best), {"num_workers": workers, "persistent_workers": True} if workers else {}
+    loader = DataLoader(pil_images(*train, warp=True), batch, shuffle=True, drop_last=True, **options)
+    for inputs in islice(repeat(loader), steps):
+        learn(model, optimizer, *(part.to(device) for part in inputs), best)
+    correct = 0.0
+    for images, labels in DataLoader(pil_images(*test, warp=False), TEST_BATCH):
+        correct += len(labels) * accuracy(model.eval(), images.to(device), labels.to(device), best)
+    return correct / len(test[1])
 
 
 def repeat(loader: DataLoader) -> Iterator:

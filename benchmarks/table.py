@@ -1,7 +1,7 @@
 """Make the speed table of the documentation: `python -m benchmarks.table FILE.json [docs/explanation/speed.md]`.
 
 Without a page the table is printed. With one it replaces the text between `<!-- speed -->` and `<!-- end -->`. The record
-holds only measured numbers; ratios and extrapolated times are computed here.
+holds measured numbers, and those that a task says it has scaled; ratios and other extrapolated times are computed here.
 """
 
 import json
@@ -37,8 +37,15 @@ def peer_cells(line: dict) -> list[str]:
     """Return two cells: what the peer needs with each of its settings, and how many times that of smallvit this is."""
     if line[FLAGS[0]] is None:
         return ["not installed", ""]
-    values = [line[flags] for flags in FLAGS]
-    return ["" if value is None else f"{amount(value, line['unit'])}, {value / line['smallvit']:.1f}x" for value in values]
+    return ["" if line[flags] is None else peer_cell(line, line[flags]) for flags in FLAGS]
+
+
+def peer_cell(line: dict, value: float) -> str:
+    """Return what a peer needs, how many times that of smallvit this is, and the share of the saved multiply-adds (see
+    `describe_method`) if smallvit makes fewer of them.
+    """
+    share = f", share {(1 - line['smallvit'] / value) / (1 - line['macs']):.2f}" if line.get("macs") else ""
+    return f"{amount(value, line['unit'])}, {value / line['smallvit']:.1f}x{share}"
 
 
 def amount(value: float, unit: str) -> str:
@@ -76,6 +83,8 @@ def describe_method(record: dict) -> str:
         "All libraries take turns in one process; memory is measured in a new process each time.",
         "2.0x: the peer needs twice the time or memory of smallvit.",
     ]
+    if any(line.get("macs") for line in record["lines"]):
+        sentences.append("Share: saved time divided by saved multiply-adds; 1.00 if all of them become time.")
     if extrapolate(record["lines"]):
         sentences.append("Extrapolated: a straight line through the two run lengths above.")
     sentences.append(f"GPU: {machine['gpu']}." if machine["gpu"] else "There is no GPU; its benchmarks are left out.")

@@ -6,19 +6,23 @@ views and pixels, and a separate random draw for each image.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ours, peers
+from benchmarks import ours, peers, verdict
 from benchmarks.digits import dataset
 from benchmarks.memory import growth_in_new_process
 from benchmarks.peers import AUGMENTATIONS, VITS, LightlyDINO, Shape, version
+from benchmarks.verdict import Job
 from smallvit import DINO, Dataset, augment
 from smallvit.flops import counted, milliseconds
+from smallvit.native import reason_against
 from smallvit.numerics import DEFAULT, Numerics
 
 Call = Callable[[], object]
@@ -29,6 +33,14 @@ TINY = Shape(64, 4, 4, batch=32, patch=7, mlp_ratio=2.0)  # 17 tokens, a typical
 SHAPES = (TINY, Shape(64, 6, 4, batch=128), Shape(192, 12, 3, batch=64), Shape(384, 12, 6, batch=64))  # the last is ViT-S
 SMALL = Shape(64, 6, 4, batch=64)
 RECIPE = Shape(64, 4, 2, batch=32, patch=7, mlp_ratio=2.0)  # 16 patches and the class token
+VIT_S = Shape(384, 12, 6, batch=8, patch=16)
+MERGING = (  # shape, pixels of a side, channels, merged pairs in each block: some half of the multiply-adds
+    *((VIT_S._replace(batch=batch), 224, 3, 13) for batch in (8, 1)),
+    *((Shape(192, 12, 3, batch=batch), 28, 1, 4) for batch in (64, 1)),
+)
+SPT_LSA = Job(
+    str(Path(__file__).parents[1] / "recipes" / "spt_lsa.py"), 1_000, 8, Shape(64, 4, 4, batch=32, patch=7, mlp_ratio=2.0)
+)
 
 
 class Task(NamedTuple):
@@ -40,6 +52,7 @@ class Task(NamedTuple):
     measure    `measure(calls, repeats)` returns one number per call
     steps      number of training steps of each run in a recipe
     numerics   how smallvit computes its steps, as text, if several ways were tried
+    macs       multiply-adds of smallvit divided by those of the peers, if this is not 1
     """
 
     name: str
@@ -49,6 +62,7 @@ class Task(NamedTuple):
     measure: Callable[[Sequence[Call], int], list[float]] = milliseconds
     steps: int | None = None
     numerics: str | None = None
+    macs: float | None = None
 
 
 def compare(task: Task, repeats: int) -> Iterator[dict]:
@@ -57,7 +71,7 @@ def compare(task: Task, repeats: int) -> Iterator[dict]:
     calls |= {(peer, flags): call for peer, by_flags in task.theirs.items() for flags, call in by_flags.items()}
     numbers = dict(zip(calls, task.measure([*calls.values()], repeats)))
     for peer in task.theirs:
-        line = {"task": task.name, "steps": task.steps, "unit": task.unit, "numerics": task.numerics}
+        line = {"task": task.name, "steps": task.steps, "unit": task.unit, "numerics": task.numerics, "macs": task.macs}
         line |= {"smallvit": numbers["smallvit", ""], "peer": peer}
         yield line | {flags: numbers.get((peer, flags)) for flags in FLAGS}
 
@@ -95,6 +109,18 @@ def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Task]:
         yield Task(f"inference, {describe_shape(shape)}", call, theirs, numerics=numerics.describe())
 
 
+def reduction(settings: Sequence[tuple[Shape, int, int, int]] = MERGING) -> Iterator[Task]:
+    """The logits of one batch with token merging. The "peer" is the same model without it."""
+    for shape, side, channels, r in settings:
+        check_models(shape, side, channels)
+        for numerics in (DEFAULT, *([] if reason_against() else [Numerics(kernel="native")])):
+            merging, plain, macs = ours.merging(shape, side, channels, r, numerics)
+            name = f"inference, {r} merges in each block, {side} x {side} pixels, {describe_shape(shape, side)}"
+            name += ", native kernel" * (numerics != DEFAULT)
+            theirs = {"without merging": {"default settings": plain}}
+            yield Task(name, merging, theirs, macs=macs)
+
+
 def memory(shape: Shape = SHAPES[-1], growth: Callable = growth_in_new_process) -> Iterator[Task]:
     """The memory of a model and two training steps, with each attention kernel. On Linux only."""
     if sys.platform == "linux":
@@ -106,20 +132,20 @@ def memory(shape: Shape = SHAPES[-1], growth: Callable = growth_in_new_process) 
             yield Task(f"peak memory of a training step, {describe_shape(shape)}{suffix}", call, theirs, "MiB", returned)
 
 
-def returned(calls: Sequence[Call], repeats: int) -> list[float]:
-    """Return the median of the numbers that each call returns, in at most three repetitions."""
-    return [median(call() for _ in range(min(repeats, 3))) for call in calls]
+def returned(calls: Sequence[Call], repeats: int, most: int = 3) -> list[float]:
+    """Return the median of the numbers that each call returns, in at most `most` repetitions."""
+    return [median(call() for _ in range(min(repeats, most))) for call in calls]
 
 
-def check_models(shape: Shape):
+def check_models(shape: Shape, side: int = 28, channels: int = 1):
     """Raise ValueError unless all ViTs have equal multiply-adds, and timm's has as many parameters as ours.
 
     vit-pytorch has more norms and fewer biases, so its parameters differ slightly.
     """
-    model, image = ours.vit(shape)((28, 28), 1, 10).eval(), torch.zeros(1, 1, 28, 28)
+    model, image = ours.vit(shape)((side, side), channels, 10).eval(), torch.zeros(1, channels, side, side)
     for peer, make in VITS.items():
         if version(peer):
-            other = make(shape, 28, 1, best=False).eval()
+            other = make(shape, side, channels, best=False).eval()
             check_equal(f"multiply-adds of {peer}", counted(model, image), counted(other, image))
             if peer == "timm":
                 check_equal(f"parameters of {peer}", count_parameters(model), count_parameters(other))
@@ -130,14 +156,14 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def describe_shape(shape: Shape) -> str:
+def describe_shape(shape: Shape, side: int = 28) -> str:
     """Return number of tokens, width, depth and batch size as text."""
-    return f"{count_tokens(shape) + 1} tokens, width {shape.dim}, depth {shape.depth}, batch {shape.batch}"
+    return f"{count_tokens(shape, side) + 1} tokens, width {shape.dim}, depth {shape.depth}, batch {shape.batch}"
 
 
-def count_tokens(shape: Shape) -> int:
-    """Return the number of patches of a digit, 28 x 28 pixels."""
-    return (28 // shape.patch) ** 2
+def count_tokens(shape: Shape, side: int = 28) -> int:
+    """Return the number of patches of an image with `side` x `side` pixels; a digit has 28."""
+    return (side // shape.patch) ** 2
 
 
 # Augmentation and views
@@ -252,6 +278,31 @@ def seconds_per_run(numbers: Sequence[int], calls: Sequence[Call], repeats: int)
     return [time * min(number, peers.cores()) / number for time, number in zip(seconds(calls, repeats), numbers)]
 
 
+def time_to_verdict(
+    steps: Sequence[int] = (20, 60), job: Job = SPT_LSA, options: Sequence[str] = ("--fast",), length: int = 2_400,
+    make_pool: Callable[[], Executor] = verdict.one_thread_processes,
+) -> Iterator[Task]:  # fmt: skip
+    """A whole recipe from the command to the report, by `smallvit run` with these options, and in a loop like timm's.
+
+    Only smallvit with the options trains for the whole length. The others are timed for fewer steps, and the loop with fewer
+    seeds, because they take hours; their times are scaled. Everything is timed once.
+    """
+    check_models(job.shape)
+    few, of_timm = min(peers.cores(), job.seeds), flags_of("timm")
+    scaled = partial(verdict.estimate, steps=steps, length=length)
+    theirs = {"smallvit run, no options": {"default settings": partial(scaled, partial(verdict.command, job, ()))}}
+    for how, seeds, pool in (("one run after another", 1, None), ("one process a core", few, make_pool())):
+        loops = {flags: partial(verdict.loop, job._replace(seeds=seeds), best, pool) for flags, best in of_timm.items()}
+        for loop in loops.values():
+            loop(0)  # loads what is loaded on first use
+        theirs[f"timm, {how}"] = {flags: partial(scaled, loop, factor=job.seeds / seeds) for flags, loop in loops.items()}
+    runs = f"{len(job.runs()) // job.seeds} arms, {job.seeds} seeds, {job.labels:,} labels, {length:,} steps"
+    shorter = f"peers: scaled from {' and '.join(map(str, steps))} steps, timm from 1 or {few} seeds"
+    call = partial(verdict.estimate, partial(verdict.command, job, options), [length], length)
+    name = f"{Path(job.recipe).stem} from the command to the report, {runs} ({shorter})"
+    yield Task(name, call, theirs, "s", partial(returned, most=1), numerics=" ".join(options))
+
+
 BENCHMARKS = {
     "train": train,
     "inference": inference,
@@ -262,4 +313,6 @@ BENCHMARKS = {
     "scale": scale,
     "gpu": gpu,
     "memory": memory,
+    "reduction": reduction,
+    "verdict": time_to_verdict,
 }

@@ -1,4 +1,5 @@
-"""The command line: smallvit list | run | status | tune | explore | report | verify | new | predict | export | share | summary.
+"""The command line: smallvit list | run | status | tune | explore | report | verify | new | advise | predict |
+export | share | summary.
 
 The file of a command is imported when the command is used, so `smallvit --help` does not import torch.
 """
@@ -168,6 +169,10 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
         "look at a folder of your images and write a recipe that compares all techniques on them",
         "name --data --digits --quick",
     ),
+    "advise": (
+        "try techniques on a folder of your images for some minutes; leave an answer with evidence, and a trained model",
+        "folder --minutes --digits --photos --into --jobs --device",
+    ),
     "predict": (
         "predict the classes of image files with a trained model, as a table in CSV format",
         "run images -o --ensemble --skip-broken --labels --seed --only --out",
@@ -225,6 +230,10 @@ HELP = {
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--digits": "mirroring an image changes its label, as for digits and letters",
+    "folder": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
+    "--minutes": "the time for everything (default: 30)",
+    "--photos": "the images may be mirrored; without --digits and --photos, smallvit guesses",
+    "--into": "folder for the answer, the model and all runs (default: ./advice)",
     "--quick": "a recipe with three techniques and as few runs as a verdict needs",
     "run": "a trained model: the folder of a finished run, RECIPE:ARM (such as quickstart:+SPT), or hf:user/name",
     "images": "image files, folders (searched with their subfolders), or patterns in quotes, such as 'scans/*.png'",
@@ -248,6 +257,8 @@ NUMBER = {"type": positive, "metavar": "N"}
 SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
     "--out": {"default": "runs"},
     "--scale-steps": NUMBER | {"default": 1},
+    "--minutes": {"type": float, "default": 30.0, "metavar": "M"},
+    "--into": {"default": "advice", "metavar": "DIR"},
     "--jobs": NUMBER,
     "--gpus": {"metavar": "GPUS"},
     "--per-gpu": {"type": per_gpu, "metavar": "N"},
@@ -273,7 +284,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--data": {"required": True, "metavar": "DIR"},
     "--digits": {"action": "store_true"},
     "--channels": NUMBER,
-    **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run", "--quick")},
+    **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run", "--quick", "--photos")},
     **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch")},
     **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--private")},
 }

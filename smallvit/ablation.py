@@ -198,13 +198,14 @@ def chosen_references(standard: dict[str, Run], names: bool | Iterable[str]) -> 
 
 def check_tunable(arms: dict[str, Run]):
     """Raise ValueError if `smallvit tune` cannot choose settings for an arm (variant): if its data set is divided into folds,
-    so that every image is a test image of some run, or if a lower score is better. `arms` is a dict from name to run.
+    so that test images of one run are validation images of others, or if a lower score is better. `arms` is a dict from name to
+    run.
     """
     for name, run in arms.items():
         if run.folds:
             raise ValueError(
-                f"tune cannot be combined with folds={run.folds} of {name!r}: every image is a test image of some run, so none "
-                "is left to choose settings with; use a fixed test part, such as folder(..., test=0.2)"
+                f"tune cannot be combined with folds={run.folds} of {name!r}: test images of one run are validation images of "
+                "others, by which settings would be chosen; use a fixed test part, such as folder(..., test=0.2), without folds"
             )
         if declaration(run.evaluators[0]).lower_is_better:
             title = function(run.evaluators[0]).__name__

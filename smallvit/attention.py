@@ -280,10 +280,16 @@ def attend_and_project(
 
     return AttentionOutput(
         module.proj(x.transpose(1, 2).flatten(2)),
-        key=lambda: key.mean(1),  # not turned: reductions ask what is alike, not what is near
+        key=lambda: mean_over_heads(key),  # not turned: reductions ask what is alike, not what is near
         saliency=saliency,
         map=lambda: weights(q * scale, k, size, mask, bias) if attention_map is None else attention_map,
     )
+
+
+def mean_over_heads(x: Tensor) -> Tensor:
+    """Return the mean of `x` (batch, heads, tokens, width) over the heads, (batch, tokens, width)."""
+    first, *others = x.unbind(1)  # sums of whole heads take less time than x.mean(1) with these strides
+    return sum(others, first) / x.shape[1]
 
 
 def mean_over_queries(rows: Tensor, size: Tensor | None) -> Tensor:

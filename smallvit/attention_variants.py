@@ -1,11 +1,9 @@
-"""Other kinds of attention, and another start of its weights: differential, sigmoid and talking-heads attention, mimetic start.
+"""Other kinds of attention: differential, sigmoid and talking-heads attention.
 
 Each follows the contract of the slot: see `smallvit.attention`.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -221,105 +219,3 @@ def output_of_maps(module: Any, maps: Tensor, received: Tensor, k: Tensor, v: Te
     return AttentionOutput(
         module.proj(x.transpose(1, 2).flatten(2)), key=lambda: k.mean(1), saliency=saliency, map=lambda: maps
     )
-
-
-# Another start of the weights
-
-Strength = tuple[float, float]  # of the noise, and of the identity matrix
-
-
-def mimetic_start(
-    dim: int, heads: int, *, attention: Callable = Attention,
-    query_key: Strength | None = (0.7, 0.7), value_proj: Strength | None = (0.4, 0.4),
-) -> nn.Module:  # fmt: skip
-    """Return an attention module with mimetic initialization: at the start of training its weights look like those of trained
-    models. A token attends to tokens that are like itself, and the values and the output projection together are a negative
-    multiple of the identity. `attention` is the class of the module, which is called with `dim` and `heads`.
-
-    `query_key` and `value_proj` are pairs: how strong the noise is, and how strong the identity. None leaves these weights as
-    they are. The weights are drawn by `initialize`, as all weights of a model. Only the weights of `qkv` and `proj` differ.
-
-    Paper    Trockman, Kolter 2023, arXiv:2305.09828. For each head the product of the query and key maps is the best
-             approximation of its rank to a Z + b I, and the product of the value and output maps is a Z - b I, with a Z of its
-             own and (a, b) = `query_key` and `value_proj`. Z has entries N(0, 1 / dim). Both factors come from one singular
-             value decomposition, and share the singular values equally.
-    Off      `attention` itself.
-    Departs  Public code multiplies the two factors in the wrong order, which keeps the eigenvalues but not the product; here
-             the products are exact. The largest entry of each left singular vector is positive, so that all machines give the
-             same weights. The paper also replaces learned positions by fixed ones (`SinCos2d`), which is left to you.
-
-    Wide heads start almost as the identity map: with 64 channels or more, try `query_key=(0.4, 0.4)`. A LayerScale that starts
-    near 0 hides the start of the values.
-
-    Raises   ValueError for an attention without linear maps `qkv` and `proj`, for `DifferentialAttention`, for heads that do
-             not fill the width, for `query_key` with a mask that keeps tokens from attending to themselves
-             (`LocalityAttention`), and for strengths that are no pair of numbers of at least 0, or without noise for queries
-             and keys.
-    """
-    module = attention(dim, heads)
-    name, maps = type(module).__name__, [getattr(module, linear, None) for linear in ("qkv", "proj")]
-    if isinstance(module, DifferentialAttention) or not all(isinstance(linear, nn.Linear) for linear in maps):
-        raise ValueError(f"{name} has no linear maps qkv and proj as Attention has; expected Attention or a similar class")
-    if module.proj.in_features != dim:
-        raise ValueError(f"the heads of {name} are {module.proj.in_features} wide together; expected {dim}, as the tokens")
-    if query_key is not None and getattr(module, "mask_self", False):
-        raise ValueError(
-            f"{name} keeps tokens from attending to themselves, to which mimetic queries and keys lead them; expected"
-            " query_key=None, for values and projection alone, or mask_self=False"
-        )
-    for option, strength in (("query_key", query_key), ("value_proj", value_proj)):
-        check_strength(option, strength)
-    module.reset_parameters = partial(draw_mimetic, module, query_key, value_proj)
-    return module
-
-
-def check_strength(name: str, strength: Any):
-    """Raise ValueError unless `strength` is None or a pair of numbers of at least 0. Queries and keys need noise: without it,
-    the maps of all heads would be the same.
-    """
-    if strength is None:
-        return
-    pair = isinstance(strength, tuple | list) and len(strength) == 2 and all(isinstance(s, int | float) for s in strength)
-    if not pair or min(strength) < 0:
-        raise ValueError(f"{name} is {strength!r}; expected None or two numbers of at least 0, for noise and identity")
-    if name == "query_key" and not strength[0]:
-        raise ValueError("query_key has no noise, so all heads would start with the same map; expected a first number above 0")
-
-
-@torch.no_grad()
-def draw_mimetic(module: Any, query_key: Strength | None, value_proj: Strength | None):
-    """Draw the weights of an attention module by mimetic initialization, in place. `query_key` and `value_proj` are the
-    strengths of noise and identity.
-    """
-    if reset := getattr(type(module), "reset_parameters", None):
-        reset(module)
-    if module.qkv.weight.is_meta:
-        return
-    dim = module.qkv.in_features
-    queries, keys, values = module.qkv.weight.view(3, module.heads, -1, dim)
-
-    def draw(noise: float, identity: float, shape: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor]:
-        normal = torch.randn(*shape, dim, dim, dtype=torch.float64) / dim**0.5
-        return factors(noise * normal + identity * torch.eye(dim, dtype=torch.float64), rank)
-
-    if value_proj is not None:  # drawn first, so that it does not depend on `query_key`
-        left, right = draw(value_proj[0], -value_proj[1], (), dim)
-        values.copy_(left.T.view_as(values))
-        module.proj.weight.copy_(right)
-    if query_key is not None:
-        left, right = draw(*query_key, (module.heads,), queries.shape[1])
-        queries.copy_(left.mT)
-        keys.copy_(right.mT)
-
-
-def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return two matrices L and R of shape (..., n, rank). L times the transpose of R is the best approximation of `matrix`
-    (..., n, n) with this rank. The columns of both are orthogonal, and their squared lengths are the largest singular values.
-
-    Of a column of L and of R together, the sign is free: the largest entry of each column of L is positive.
-    """
-    u, s, vh = torch.linalg.svd(matrix)
-    u, v = u[..., :rank], vh.mT[..., :rank]
-    sign = u.gather(-2, u.abs().argmax(-2, keepdim=True)).sign()
-    root = s[..., None, :rank].sqrt()
-    return sign * u * root, sign * v * root

@@ -61,8 +61,8 @@ class ConvShortcutBlock(Block):
         """Return the number of multiply-adds (MACs) of the convolution, for `n` tokens with those of the prefix."""
         return 0 if self.shortcut is None else 9 * (n - self.prefix) * self.shortcut.conv.out_channels
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, *others: Any) -> tuple:
-        new, new_size, *more = super().forward(x, size, mask, *others)
+    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None) -> tuple:
+        new, new_size, *more = super().forward(x, size, mask, places)
         if self.shortcut is None:
             return new, new_size, *more
         if self.grid is None:

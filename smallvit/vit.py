@@ -35,7 +35,8 @@ class Block(nn.Module):
              or `(x, size, mask, places) -> (x, size, places)` if attention needs to know where its tokens are.
              If the module or its attention has a method `set_context`, a `ViT` calls it once with the `LayerContext` of the
              block. If the module has an attribute `grid`, a `ViT` sets it at each call to the (rows, columns) of the patches,
-             or to None if some are hidden.
+             or to None if some are hidden. If its attention has a method `start_from_positions`, it is called with the position
+             module of the model, or with None, when all weights have been drawn.
     Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
 
     `mlp_ratio` is the hidden width of the MLP divided by `dim`. `activation` is "gelu" or "relu", or "swiglu" or "geglu" for a
@@ -202,6 +203,9 @@ class ViT(nn.Module):
         position: Any = self.position
         if getattr(position, "std", None) == "patch":
             position.table.mul_(self.patch_std())
+        for block in self.blocks:
+            if start := getattr(getattr(block, "attention", None), "start_from_positions", None):
+                start(position)
         # The prefix is drawn last and row by row: torch draws 16 numbers at a time, so a single draw of all rows would give
         # the class token another value when registers or a distillation token follow.
         for token in self.prefix:

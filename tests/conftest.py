@@ -12,9 +12,16 @@ if "SMALLVIT_DATA" not in os.environ and beside.exists():
     os.environ["SMALLVIT_DATA"] = str(beside)
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
-torch.set_num_threads(1)
+# torch is imported in the fixtures: with `-n`, the process that distributes the tests does not need it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """torch computes in one thread, also if OMP_NUM_THREADS allows more."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -38,4 +45,6 @@ def unrendered(monkeypatch):
 @pytest.fixture(autouse=True)
 def fixed_seed():
     """Every test starts from the same state of torch's generator."""
+    import torch
+
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ from smallvit import (
     rebuild,
     timm_attention,
 )
-from smallvit.attention_variants import factors
+from smallvit.attention_starts import factors
 from smallvit.augment import Batch
 from smallvit.flops import closed_form, counted
 from smallvit.train.loop import Training

@@ -5,20 +5,24 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
 
-from benchmarks import digits, memory, ours, peers, table, tasks  # noqa: E402
+from benchmarks import digits, memory, ours, peers, table, tasks, verdict  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.peers import Shape  # noqa: E402
+from smallvit.native import reason_against  # noqa: E402
+from smallvit.recipe import load_recipe  # noqa: E402
 from smallvit.train import fit  # noqa: E402
 
 SHAPE = Shape(16, 1, 2, 3)
@@ -32,6 +36,8 @@ TINY = {
     "scale": {"images": (20, 40), "runs": (1, 2), "steps": 2, "shape": SHAPE._replace(patch=7)},
     "gpu": {},
     "memory": {"shape": SHAPE, "growth": lambda make, shape: make(shape)() or 2.0},
+    "reduction": {"settings": [(SHAPE, 28, 1, 4)]},
+    "verdict": {"steps": [1, 2], "length": 3, "options": (), "make_pool": partial(ThreadPoolExecutor, 1)},  # and a job
 }
 PEERS_OF = {
     "train": {"timm", "vit-pytorch"},
@@ -43,8 +49,11 @@ PEERS_OF = {
     "scale": {"20 labels", "1 runs"},  # smallvit itself, at the smallest setting
     "gpu": {"timm"},
     "memory": {"timm"},
+    "reduction": {"without merging"},  # smallvit itself
+    "verdict": {"smallvit run, no options", "timm, one run after another", "timm, one process a core"},
 }
-COUNT = {"views": 2, "dino": 2, "scale": 2, "gpu": 0, "memory": 2 * (sys.platform == "linux")}  # tasks of a benchmark; all others have 1
+COUNT = {"views": 2, "dino": 2, "scale": 2, "gpu": 0}  # tasks of a benchmark; all others have 1
+COUNT |= {"memory": 2 * (sys.platform == "linux"), "reduction": 1 + (reason_against() is None)}
 
 
 def call_once(calls, repeats):
@@ -61,16 +70,40 @@ def one_process(monkeypatch):
     monkeypatch.setattr(ours, "launch", lambda runs, out, **more: [fit(one.run, Path(out) / str(one.run.seed)) for one in runs])
 
 
+@pytest.fixture
+def job(tmp_path):
+    """A recipe of two arms and two seeds on digits of 28 x 28 pixels; it declares tuning and has references."""
+    (train, train_labels), (test, test_labels) = digits.splits(28).values()
+    file = tmp_path / "digits.npz"
+    np.savez(file, train_images=train, train_labels=train_labels, test_images=test, test_labels=test_labels)
+    path = tmp_path / "a_recipe.py"
+    path.write_text(RECIPE.format(data=str(file)))
+    return verdict.Job(str(path), 20, 2, SHAPE._replace(patch=7, mlp_ratio=4.0))
+
+
+RECIPE = """
+from functools import partial
+from smallvit import LocalityAttention, PatchEmbed, Run, Tune, ViT, ablate, arrays
+
+vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=7), dim=16, depth=1, heads=2)
+scratch = Run(data=partial(arrays, path={data!r}), val=10, model=vit, steps=50, batch=3)
+arms = {{"scratch": scratch, "+LSA": scratch.vary(attention=LocalityAttention)}}
+RUNS = ablate(arms, labels=[20, 40], tune=Tune({{"lr": (1e-4, 1e-2)}}, trials=2))
+"""
+
+
 @pytest.mark.parametrize("name", tasks.BENCHMARKS)
-def test_every_benchmark_runs(name, one_process, monkeypatch):
+def test_every_benchmark_runs(name, one_process, job, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = list(tasks.BENCHMARKS[name](**TINY[name]))
+    monkeypatch.setattr(verdict, "command", lambda *args: None)
+    found = list(tasks.BENCHMARKS[name](**TINY[name] | ({"job": job} if name == "verdict" else {})))
     assert len(found) == COUNT.get(name, 1) and TINY.keys() == PEERS_OF.keys() == tasks.BENCHMARKS.keys()
     lines = [line for task in found for line in tasks.compare(task._replace(measure=call_once), repeats=1)]
     assert {line["peer"] for line in lines} == (PEERS_OF[name] if found else set())
-    assert name == "scale" or PEERS_OF[name] <= set(peers.PEERS)
+    own = name in ("scale", "reduction", "verdict")  # the peer is smallvit, or its name says more than that of a package
+    assert own or PEERS_OF[name] <= set(peers.PEERS)
     for line in lines:
-        installed = name == "scale" or peers.version(line["peer"]) is not None
+        installed = own or peers.version(line["peer"]) is not None
         assert line["smallvit"] == 1 and line["default settings"] == (1 if installed else None)
 
 
@@ -140,6 +173,57 @@ def test_recipe_with_a_failed_run_raises(monkeypatch):
     monkeypatch.setattr(ours, "launch", lambda *args, **options: [SimpleNamespace(status="failed", error="out of luck")])
     with pytest.raises(RuntimeError, match="out of luck"):
         ours.runs(SHAPE, 1, 1, 20)
+
+
+def test_both_sides_of_a_verdict_train_the_same_arms_and_seeds(one_process, job, monkeypatch):
+    made = []
+
+    def record(make, seed, steps, batch, train, test, best, workers):
+        made.append((make(), seed, steps, len(train[0]), len(test[0])))
+
+    monkeypatch.setattr(verdict, "run", record)
+    verdict.loop(job, False, None, 5)
+    assert [rest for _, *rest in made] == [[seed, 5, 20, 500] for seed in (0, 0, 1, 1)]
+    assert [type(model).__module__.partition(".")[0] for model, *_ in made] == 2 * ["timm", "smallvit"]
+
+    def run_in_this_process(words, **_):
+        recipe = load_recipe(words[4])
+        runs = [(e.arm, e.seed, e.labels, e.run.steps) for e in recipe.RUNS]
+        assert runs == [(arm, seed, 20, 5) for seed in (0, 1) for arm in ("scratch", "+LSA")] and words[-1] == "--fast"
+        return SimpleNamespace(returncode=0, stdout="fast: native blocks")
+
+    monkeypatch.setattr(verdict.subprocess, "run", run_in_this_process)
+    verdict.command(job, ["--fast"], 5)
+
+
+def test_verdict_ends_with_a_report(job, monkeypatch):
+    folders = []
+    run = verdict.subprocess.run
+    monkeypatch.setattr(verdict.subprocess, "run", lambda words, **more: folders.append(words[6]) or run(words, **more))
+    monkeypatch.setattr(verdict, "TemporaryDirectory", lambda: nullcontext(Path(job.recipe).parent))
+    verdict.command(job._replace(seeds=1), ["--jobs", "1"], 1)
+    assert (Path(folders[0]) / "verdict" / "report.html").exists()
+    with pytest.raises(RuntimeError, match="smallvit run failed"):
+        verdict.command(job, ["--jobs", "none"], 1)
+
+
+def test_estimate_follows_a_straight_line(monkeypatch):
+    clock = iter([0.0, 3.0, 10.0, 15.0, 20.0, 27.0])
+    monkeypatch.setattr(verdict.time, "perf_counter", lambda: next(clock))
+    lengths = []
+    assert verdict.estimate(lengths.append, [20, 40], 100, factor=2) == 2 * (5 + 60 * 0.1) and lengths == [20, 40]
+    assert verdict.estimate(lengths.append, [100], 100) == 7
+
+
+def test_share_of_the_saved_multiply_adds_that_becomes_time():
+    cell = table.peer_cells(line("merging", "without", 60.0, 100.0, None) | {"macs": 0.5})
+    assert cell == ["100 ms, 1.7x, share 0.80", ""]
+    assert "Share: saved time" in table.markdown(make_record([line("merging", "without", 60.0, 100.0, None) | {"macs": 0.5}]))
+
+
+def test_merging_saves_the_multiply_adds_that_the_benchmark_says():
+    merging, plain, macs = ours.merging(SHAPE._replace(depth=2), 28, 1, 10, ours.DEFAULT)
+    assert merging().shape == plain().shape == (3, 10) and not torch.equal(merging(), plain()) and 0.7 < macs < 0.9
 
 
 def test_digits_are_enlarged_digits_of_scikit_learn():
@@ -228,7 +312,7 @@ def test_command_writes_a_record_and_prints_its_table(tmp_path, monkeypatch, cap
     def quick(steps=None) -> Iterator[tasks.Task]:
         yield tasks.Task(f"nothing {steps}", lambda: None, {"timm": {"default settings": lambda: None}}, measure=call_once)
 
-    monkeypatch.setattr(tasks, "BENCHMARKS", {"quick": quick, "recipe": quick, "gpu": partial(quick)})
+    monkeypatch.setattr(tasks, "BENCHMARKS", {"quick": quick, "recipe": quick, "gpu": partial(quick), "verdict": quick})
     out = tmp_path / "deep" / "record.json"
     assert main(["quick", "recipe", "--repeats", "2", "--steps", "7", "--out", str(out)]) == 0
     record = json.loads(out.read_text())

@@ -24,6 +24,7 @@ from smallvit import (
     MeanTokens,
     Merge,
     Prune,
+    Rotary,
     Run,
     Supervised,
     TalkingHeadsAttention,
@@ -34,6 +35,7 @@ from smallvit import (
     native,
     rebuild,
 )
+from smallvit.attention_positions import places_of
 from smallvit.augment import Batch
 from smallvit.flops import closed_form, counted
 from smallvit.optim import decay_groups
@@ -123,6 +125,18 @@ def test_zero_start_and_no_layers_equal_the_plain_block_bit_for_bit():
     ours = tiny_vit(block=partial(ConvShortcutBlock, start="zero"))
     ours(images).square().sum().backward()
     assert ours.blocks[0].shortcut.conv.weight.grad.abs().max() > 0  # zero is no dead end
+
+
+def test_block_passes_on_where_the_tokens_are():
+    rotary, images = partial(Attention, position=Rotary), torch.randn(2, 1, 12, 12)
+    plain, ours = (initialize(tiny_vit(block=block, attention=rotary), 1) for block in (Block, partial(ConvShortcutBlock, start="zero")))
+    assert torch.equal(ours(images), plain(images))
+    made, x, places = tiny_vit(block=ConvShortcutBlock, attention=rotary).blocks[0], torch.randn(2, 13, 16), places_of((3, 4), "cpu")
+    made.grid = (3, 4)
+    output, _, same = made(x, None, None, places)
+    expected = Block.forward(made, x, None, None, places)[0]
+    expected[:, 1:] += made.shortcut(x[:, 1:], (3, 4))
+    assert same is places and torch.equal(output, expected)
 
 
 def test_drop_path_skips_the_branches_and_keeps_the_convolution():

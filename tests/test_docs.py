@@ -5,7 +5,6 @@ written to a file and every arm is trained for two steps. All blocks of a page s
 Recipes for MNIST are trained on a small data set in its place, and only by `-m slow`; otherwise their models are built.
 """
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from toys import load_script
 
 from smallvit import Pixels, digits
 from smallvit.__main__ import main, parser
@@ -27,14 +27,6 @@ from smallvit.report import text
 
 ROOT = Path(__file__).parents[1]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-
-
-def load_script(name: str) -> ModuleType:
-    """Import a Python file of `docs/`, which is not a package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 generate = load_script("generate")

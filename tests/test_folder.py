@@ -211,9 +211,9 @@ def test_folder_without_a_readable_image_or_class_is_refused(tmp_path):
 
 def test_without_train_and_test_folders_one_of_folds_and_test_is_needed(tmp_path):
     top = str(write_class_folders(tmp_path / "plain"))
-    for options in ({}, {"folds": 3, "test": 0.2}):
-        message = error_of(top, **options)
-        assert "folds=5" in message and "test=0.2" in message and "expected either" in message
+    message = error_of(top)
+    assert "expected either folds=5" in message and "test=0.2 (a" in message and "or both" in message and "got neither" in message
+    assert "'cat' has 1; set a larger test=" in error_of(top, folds=3, test=0.2)
     for split in ("train", "test"):
         write_class_folders(tmp_path / "parts" / split)
     for options in ({"folds": 3}, {"test": 0.2}):
@@ -429,7 +429,7 @@ def test_identical_images_across_train_and_test_are_named(tmp_path):
     assert "identical to an image with another label: 12, " in labels and labels.count(" = ") == 10
 
 
-@pytest.mark.parametrize("options", [{"folds": 3}, {"test": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{"folds": 3}, {"test": 0.3}, {"folds": 3, "test": 0.5}], ids=str)
 def test_identical_images_stay_on_one_side(tmp_path, options):
     write_class_folders(tmp_path, count=12)
     for name in ("cat", "dog"):
@@ -456,6 +456,9 @@ def test_archives_without_a_test_part_are_split(tmp_path):
     path = write_npz(tmp_path / "a.npz", groups=np.repeat([f"p{i}" for i in range(10)], 2))
     dataset = data.arrays(path, folds=5)
     assert dataset.folds == 5 and len(dataset.train) == 20 and dataset.groups.tolist() == [i // 2 for i in range(20)]
+    both = data.arrays(path, folds=2, test=0.4)
+    assert sorted(both.at_seed(0).fold.positions.tolist() + both.at_seed(1).fold.positions.tolist()) == both.pool_index.tolist()
+    assert len(both.pool) == data.arrays(path, test=0.4).test.count and len(data.arrays(path, test=0.0).train) == 20
     held_out = data.arrays(path, test=0.2)
     assert held_out.test.count == 4 and not set(held_out.groups.tolist()) & set(held_out.test_groups.tolist())
     with pytest.raises(ValueError, match="expected either folds=5"):
@@ -682,6 +685,7 @@ def test_the_plan_says_how_many_groups_there_are(tmp_path):
     text = "data: clinic, 24 images of 2 classes, 3 folds"
     assert data_text(data.folder(str(top), folds=3)) == text
     assert data_text(data.folder(str(top), folds=3, group_by=r"(p\d)_\d+")) == f"{text}, 6 groups of 4 images, which stay together"
+    assert data_text(data.folder(str(top), folds=3, test=0.5)) == f"{text} of 12 of them"
     assert data_text(data.digits()).startswith("data: digits, 1,297 training and 500 test images of 10 classes")
 
 

@@ -1,6 +1,7 @@
 """Folds, held-out parts and groups: what is tested when, and which images are on one side."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,6 +57,7 @@ def test_split_of_a_seed_is_fixed_and_hashes_are_those_of_the_pool():
         assert torch.equal(one.at_seed(seed).fold.index, other.at_seed(seed).fold.index)
         assert one.at_seed(seed).sha256 == one.sha256 and one.at_seed(seed).test.sha256 == one.train.sha256
         assert one.at_seed(seed).test.reads == 0 and one.at_seed(seed).repeats == 0
+    assert one.sha256.startswith("db6ad5c08741f739") and one.at_seed(7).test.sha256.startswith("5db2072bb9d00deb"), "version 0.3.0"
     assert one.sha256 != pool([i % 3 for i in range(49)] + [0], folds=5).sha256
 
 
@@ -117,6 +119,104 @@ def test_held_out_part_is_the_same_for_all_seeds_and_proportional():
     assert dataset.fold is None and dataset.folds == 0
 
 
+def test_without_test_images_all_images_train():
+    for groups in (None, [i // 2 for i in range(50)]):
+        dataset = pool([i % 3 for i in range(49)] + [3], groups, test=0.0)  # the last class has one image
+        assert (dataset.test.count, dataset.folds, dataset.fold, dataset.repeats) == (0, 0, None, 0)
+        assert numbers(dataset.train) == [*range(50)] and dataset.at_seed(3) is dataset
+        everything = dataset.subset(labels=None, val=0, seed=0)
+        assert sorted(numbers(everything.train)) == [*range(50)] and not len(everything.val)
+        with pytest.raises(ValueError, match=r"toy has no test images \(test=0.0\).* set test=0.2 or folds=5, or .*validation_only=True"):
+            dataset.check_test_images()
+    for options in ({"test": 0.2}, {"folds": 5}, {"folds": 3, "test": 0.4}):
+        pool([i % 3 for i in range(50)], **options).check_test_images()
+
+
+# Folds of a held-out part
+
+
+def test_one_pass_tests_every_image_of_the_part_once_and_no_other():
+    labels = [i % 3 for i in range(60)]
+    part = numbers(pool(labels, test=0.5).test.open())
+    dataset = pool(labels, folds=4, test=0.5)
+    assert (dataset.folds, dataset.test.count, len(dataset.train)) == (4, 0, 60) and numbers(dataset.pool) == part
+    passes = []
+    for number in range(2):
+        tested = []
+        for seed in range(4 * number, 4 * number + 4):
+            one = dataset.at_seed(seed)
+            assert (one.fold.folds, one.fold.pool, one.folds, one.pool_index) == (4, 30, 0, None) and one.at_seed(9) is one
+            assert numbers(one.test.open()) == one.fold.positions.tolist() == [part[i] for i in one.fold.index.tolist()]
+            assert sorted(numbers(one.train) + numbers(one.test.open())) == [*range(60)]
+            assert one.test.open().labels.unique().tolist() == [0, 1, 2] and one.spec == one.train.spec
+            subset = one.subset(labels=None, val=None, seed=seed)
+            assert sorted(numbers(subset.train) + numbers(subset.val)) == numbers(one.train)
+            tested.append(one.fold.index.tolist())
+        assert sorted(i for fold in tested for i in fold) == [*range(30)]
+        passes.append(tested)
+    assert passes[0] != passes[1]
+    assert part[:15] == [1, 2, 3, 6, 9, 10, 12, 14, 15, 16, 17, 19, 21, 23, 25], "version 0.3.0"
+    assert dataset.at_seed(5).fold.positions.tolist() == [6, 9, 17, 19, 34, 42, 47, 58]
+
+
+def test_folds_of_a_part_are_those_of_scikit_learn():
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+
+    labels, groups = [i % 2 for i in range(80)], [i // 4 for i in range(80)]
+    for chosen, splitter in ((None, StratifiedKFold), (groups, StratifiedGroupKFold)):
+        dataset = pool(labels, chosen, folds=3, test=0.5)
+        part = numbers(pool(labels, chosen, test=0.5).test.open())
+        of_part = [[values[i] for i in part] for values in (labels, groups)]
+        for number in (0, 1):
+            split = splitter(3, shuffle=True, random_state=number).split(np.zeros(len(part)), *of_part)
+            for fold, (_, test) in enumerate(split):
+                assert dataset.at_seed(3 * number + fold).fold.index.tolist() == test.tolist()
+
+
+def test_hashes_of_folds_of_a_part_name_the_part():
+    labels = [i % 3 for i in range(60)]
+    dataset, fixed = pool(labels, folds=4, test=0.5), pool(labels, test=0.5)
+    assert {dataset.at_seed(seed).test.sha256 for seed in (0, 5)} == {fixed.test.sha256}, "settings are counted on the same images"
+    assert {dataset.at_seed(seed).sha256 for seed in (0, 5)} == {dataset.sha256}
+    others = (pool(labels, folds=4), fixed, pool(labels, folds=4, test=0.4))
+    assert dataset.sha256 not in {other.sha256 for other in others} and dataset.sha256 == pool(labels, folds=4, test=0.5).sha256
+
+
+def test_groups_and_identical_images_stay_on_one_side_of_the_folds_of_a_part():
+    labels, groups = [i % 2 for i in range(200)], [i // 5 for i in range(200)]
+    dataset = pool(labels, groups, folds=4, test=0.5)
+    for seed in range(8):
+        part = dataset.at_seed(seed)
+        subset = part.subset(labels=20, val=None, seed=seed)
+        of = [{number // 5 for number in numbers(images)} for images in (subset.train, subset.val, part.test.open())]
+        assert not of[0] & of[1] and not (of[0] | of[1]) & of[2]
+        assert [number // 5 for number in numbers(part.test.open())] == part.test_groups.tolist()
+        assert [number // 5 for number in numbers(part.train)] == part.groups.tolist()
+    spec = replace(dataset.spec, mean=(0.0,), std=(1.0,))
+    copies = torch.arange(60).view(-1, 1, 1, 1).expand(60, 1, 1, 2).repeat_interleave(2, 0)
+    images = Images(copies.to(torch.uint8).contiguous(), torch.arange(60).repeat_interleave(2) % 2, spec)
+    whole = Dataset.from_pool(images, None, folds=3, test=0.5)
+    assert {whole.at_seed(seed).repeats for seed in range(6)} == {0} and len(whole.groups.unique()) == 60
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "message"),
+    [
+        ([20, 6], {"folds": 5, "test": 0.5}, "folds=5 needs 5 images of each class in the part test=0.5, but 'b' has 3; at most "
+                                             "folds=3 is possible, or a larger part than test=0.5"),
+        ([20, 6], {"folds": 2, "test": 0.2}, "in the part test=0.2, but 'b' has 1; set a larger test="),
+        ([20, 1], {"folds": 2, "test": 0.5}, "test=0.5 needs 2 images of each class, but 'b' has 1; add images"),
+        ([20, 6], {"folds": 2, "test": 0.0}, "test=0.0 leaves no images for folds=2; remove one of them"),
+        ([20, 6], {"folds": 1, "test": 0.5}, "folds=1; expected a number of folds of at least 2"),
+        ([20, 6], {"folds": 2, "test": 1.0}, "test=1.0; expected a share of the images between 0 and 1"),
+        ([20, 6], {"test": 0}, "test=0; expected a share of the images between 0 and 1, .* or 0.0 for no test images"),
+    ],
+)  # fmt: skip
+def test_parts_that_cannot_be_divided_are_refused(counts, options, message):
+    with pytest.raises(ValueError, match=message):
+        pool([label for label, count in enumerate(counts) for _ in range(count)], **options)
+
+
 # Any groups
 
 
@@ -162,6 +262,24 @@ def test_no_group_is_on_both_sides_and_every_fold_has_every_class(case, folds, s
         train, val = ({groups[i] for i in numbers(images)} for images in (subset.train, subset.val))
         assert not train & val and {*subset.train.labels.tolist()} == {*range(classes)}
     assert sorted(tested) == [*range(len(labels))]
+
+
+@settings(deadline=None, max_examples=60)
+@given(grouped(), st.integers(2, 4), st.sampled_from([0.3, 0.5, 0.7]), st.integers(0, 30))
+def test_no_group_is_on_both_sides_of_the_folds_of_a_part(case, folds, share, number):
+    labels, groups, classes = case
+    if {*labels} != {*range(classes)}:
+        return
+    try:
+        dataset, held_out = pool(labels, groups, folds=folds, test=share), pool(labels, groups, test=share)
+        parts = [dataset.at_seed(number * folds + k) for k in range(folds)]
+    except ValueError as error:
+        assert f"test={share}" in str(error) or "cannot be divided into" in str(error)
+        return
+    for part in parts:
+        assert not set(part.groups.tolist()) & set(part.test_groups.tolist())
+        assert {*part.test.open().labels.tolist()} == {*part.train.labels.tolist()} == {*range(classes)}
+    assert sorted(i for part in parts for i in numbers(part.test.open())) == numbers(held_out.test.open())
 
 
 @settings(deadline=None, max_examples=60)

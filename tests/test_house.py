@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "launch", "looks", "numerics", "passes", "recipe", "record", "report", "run", "trackers",
+        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "launch", "looks", "native", "numerics", "passes", "recipe", "record", "report", "run", "trackers",
         "train", "trials", "tuning", "verdicts",
     },
     "launch": {
@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "pretrained", "record", "rng", "run", "shapes", "storage", "vit",
     },
     "attention_variants": {"attention"},
+    "attention_starts": {"attention", "attention_variants"},
     "block_variants": {"reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
     "recipe": {"ablation", "tuning"},

@@ -117,8 +117,9 @@ def test_orthogonalization_applies_the_polynomial_to_the_singular_values(rows, c
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_takes_the_steps_of_torch_and_adamw_those_of_the_rest(scale, nesterov, monkeypatch):
-    """Without the change to bfloat16 that torch makes."""
+    """Without the change to bfloat16 that torch makes, by a method or by the name of the type."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
     torch.manual_seed(0)
     start = [torch.randn(shape) for shape in ((6, 4), (4, 6), (6, 4), (5,))]
     ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))

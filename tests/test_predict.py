@@ -15,6 +15,7 @@ from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, fit, load, lo
 from smallvit.__main__ import main
 from smallvit.deploy.predict import find_files, predict_files
 from smallvit.launch.scheduler import folder, tags
+from smallvit.record import WEIGHTS
 
 RECIPE = '''"""Does a second arm help?"""
 
@@ -258,12 +259,33 @@ def test_files_that_are_no_images_are_counted(arm, images, capsys):
     assert len(rows(printed.out)) == 10
 
 
-def test_a_model_of_a_cross_validation_says_which_images_it_was_trained_without(workdir, images, capsys):
+def write_pool():
+    """Write 8 digits into the folders of two classes, pool/a and pool/b."""
     test = digits().test.open()
     for index in range(8):
         file = Path("pool", "ab"[index % 2], f"{index}.png")
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(test.images[index, 0].numpy()).save(file)
+
+
+def test_model_that_was_trained_on_all_images_predicts_and_is_not_run_or_lost(workdir, images, capsys):
+    write_pool()
+    write_recipe(FOLDS.replace("folds=2", "test=0.0"))
+    entry = load_recipe("mine.py").RUNS[0]
+    fit(entry.run, "final", validation_only=True)
+    weights = Path("final", WEIGHTS).read_bytes()
+    for words in (["run", "mine.py"], ["run", "mine.py", "--dry-run"], ["run", "mine.py", "--smoke"]):
+        assert main([*words, "--jobs", "1"]) == 2
+        assert "pool has no test images (test=0.0), so no run can be scored on them; set test=0.2 or" in capsys.readouterr().err
+    assert main(["status", "mine.py"]) == 1 and "0 of 4 runs have finished, 4 waiting" in capsys.readouterr().out
+    assert main(["explore", "mine.py", "--jobs", "1"]) == 2 and "'scratch' has val=0" in capsys.readouterr().err
+    assert not list(Path("runs").rglob("record.json")) and Path("final", WEIGHTS).read_bytes() == weights
+    assert main(["predict", "final", str(images)]) == 0 and len(rows(capsys.readouterr().out)) == 10
+    assert main(["export", "final", "model.pt2"]) == 0 and Path("model.pt2").exists()
+
+
+def test_a_model_of_a_cross_validation_says_which_images_it_was_trained_without(workdir, images, capsys):
+    write_pool()
     write_recipe(FOLDS)
     for entry in load_recipe("mine.py").RUNS:
         if entry.arm == "+slow":

@@ -22,6 +22,7 @@ from smallvit import (
     LocalityAttention,
     MeanTokens,
     PatchEmbed,
+    Pixels,
     Run,
     ShiftedPatchEmbed,
     SinCos2d,
@@ -312,6 +313,7 @@ def test_values_of_the_single_images_are_kept():
         ({"heads": 3}, "3 heads do not divide width 16"),
         ({"labels": 5000}, "labels"),
         ({"labels": 100, "batch": 100_000}, "batch=100000 for 100 training images; expected at most 10000"),
+        ({"model": Pixels, "evaluators": (knn,)}, "Pixels has no weights to train and the run has steps=24; expected steps=0"),
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_refused_before_training(changes, words, tmp_path, monkeypatch):

@@ -2,12 +2,15 @@
 
 import json
 import multiprocessing
+from functools import partial
 
+import numpy as np
 import pytest
 from toys import TINY_VIT
 
-from smallvit import Run, augment, digits, fit, knn, linear_probe, load, load_recipe
+from smallvit import MAE, ArmRun, Run, arrays, augment, digits, fit, knn, linear_probe, load, load_recipe
 from smallvit.data import sealed_test_images
+from smallvit.launch import launch
 from smallvit.record import RECORD, read_record
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags
@@ -123,6 +126,44 @@ def test_validation_only_run_needs_validation_images(tmp_path, monkeypatch):
     monkeypatch.setattr(Training, "train_step", lambda self: pytest.fail("it was trained"))
     with pytest.raises(ValueError, match=r"val=0 leaves no validation images .*set val > 0"):
         fit(SHORT.vary(val=0), tmp_path, validation_only=True)
+
+
+def all_images_train(tmp_path, **changes) -> Run:
+    """A run on 12 random images, none of which are test or validation images."""
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", images=rng.integers(0, 256, (12, 8, 8), np.uint8), labels=np.arange(12) % 2)
+    data = partial(arrays, path=str(tmp_path / "own.npz"), test=0.0)
+    return Run(**{"data": data, "model": TINY_VIT, "val": 0, "steps": 4, "batch": 4} | changes)
+
+
+def test_run_without_test_and_validation_images_trains_on_everything(tmp_path):
+    run = all_images_train(tmp_path)
+    for options in ({"seed": 0}, {"init": run.vary(objective=partial(MAE, decoder_dim=16))}, {"ema": 0.0, "evaluators": (knn, linear_probe)}):
+        place = tmp_path / next(iter(options))
+        record = fit(run.vary(**options), place, validation_only=True)
+        assert record.finished and (record.score, record.val, record.test, record.images_seen) == (None, {}, None, 16)
+        assert record == fit(run.vary(**options), place, validation_only=True) == read_record(place)
+        model = load(place)
+        assert model.predict_proba(run.data().train.images).shape == (12, 2)
+    scored = fit(run.vary(val=4), tmp_path / "scored", validation_only=True)
+    assert scored.score == "accuracy" and scored.val_images == 4 and 0 <= scored.val_result <= 1
+
+
+def test_run_cannot_be_scored_without_test_images(tmp_path, monkeypatch):
+    run = all_images_train(tmp_path)
+    fit(run, tmp_path / "finished", validation_only=True)
+    before = (tmp_path / "finished" / RECORD).read_bytes()
+    monkeypatch.setattr(Training, "train_step", lambda self: pytest.fail("it was trained"))
+    words = r"own.npz has no test images \(test=0.0\), so no run can be scored on them; set test=0.2 or folds=5, or .*validation_only"
+    with pytest.raises(ValueError, match=words):
+        fit(run, tmp_path / "new")
+    with pytest.raises(ValueError, match="scored on validation images, and it is now to be scored on test images"):
+        fit(run, tmp_path / "finished")
+    with pytest.raises(ValueError, match=words):
+        launch([ArmRun(run=run.at_seed(seed), arm="a") for seed in range(2)], tmp_path / "out", recipe="t", jobs=1)
+    with pytest.raises(ValueError, match="early_stop=2 needs validation images"):
+        fit(run.vary(early_stop=2), tmp_path / "stop", validation_only=True)
+    assert (tmp_path / "finished" / RECORD).read_bytes() == before and not list((tmp_path / "out").rglob(RECORD))
 
 
 def test_probes_of_a_validation_only_run_are_recorded(tmp_path):

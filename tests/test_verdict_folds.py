@@ -16,13 +16,15 @@ from PIL import Image
 from scipy import stats
 from toys import TINY_VIT
 
-from smallvit import Run, SmallCNN, ablate, accuracy, folder, knn, log_loss
-from smallvit.commands.mistakes import image_names
+from smallvit import ArmRun, Run, SmallCNN, ablate, accuracy, folder, knn, log_loss
+from smallvit.commands.mistakes import find_mistakes, image_names
 from smallvit.data import arrays
 from smallvit.data.folds import draw_folds
 from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
+from smallvit.launch.scheduler import folder as folder_of
 from smallvit.packing import pack_bits, pack_floats
-from smallvit.record import Record
+from smallvit.record import CHECKPOINT, Record
+from smallvit.report.remarks import how_to_read
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags, fit
 from smallvit.verdicts import compare, disagreement_text, disagreements, next_looks, pooled
@@ -287,18 +289,23 @@ def own_images(tmp_path_factory):
     return str(path)
 
 
-def trained(own_images, folder, **settings) -> list[Record]:
-    """The records of two arms, trained for a few steps in one pass of three folds."""
-    base = Run(data=partial(arrays, path=own_images, folds=3), model=TINY_VIT, steps=4, batch=8, val=6, **settings)
-    entries = ablate({"a": base, "b": base.vary(steps=8)}, seeds=[1], references=False)
+def two_arms(own_images, test=None, **settings) -> list[ArmRun]:
+    """The runs of two arms in one pass of three folds."""
+    data = partial(arrays, path=own_images, folds=3, test=test)
+    base = Run(data=data, model=TINY_VIT, steps=4, batch=8, val=6, **settings)
+    return ablate({"a": base, "b": base.vary(steps=8)}, seeds=[1], references=False)
+
+
+def trained(entries, out) -> list[Record]:
+    """The records of runs, which are trained here."""
     tags = [Tags("demo", entry.arm, entry.role, entry.baseline) for entry in entries]
-    places = [folder / f"{entry.arm}{entry.seed}" for entry in entries]
-    reads = folder / "reads.jsonl"
+    places = [folder_of(entry, out, "demo") for entry in entries]
+    reads = out / "reads.jsonl"
     return [fit(entry.run, place, tags=tag, reads=reads) for entry, place, tag in zip(entries, places, tags)]
 
 
 def test_runs_of_a_cross_validation_test_every_image_once(own_images, tmp_path):
-    found = trained(own_images, tmp_path, evaluators=(accuracy, knn))
+    found = trained(two_arms(own_images, evaluators=(accuracy, knn)), tmp_path)
     assert {(r.folds, r.pool_images, r.test_settings, r.test_reads) for r in found} == {(3, 48, 1, 1)}
     groups = [set(r.test_groups) for r in found if r.arm == "a"]
     assert set.union(*groups) == set(range(24)) and sum(map(len, groups)) == 24
@@ -314,8 +321,48 @@ def test_runs_of_a_cross_validation_test_every_image_once(own_images, tmp_path):
     assert row.difference.single_folds.runs == 3 and row.difference.groups == 24 and row.verdict in ("better", "inconclusive")
 
 
+def test_runs_of_folds_of_a_part_test_every_image_of_the_part_once(own_images, tmp_path):
+    entries = two_arms(own_images, test=0.5)
+    found = trained(entries, tmp_path)
+    part = arrays(own_images, folds=3, test=0.5).pool_index.tolist()
+    groups = [i // 2 for i in part]
+    assert {(r.folds, r.pool_images, r.test_settings, r.test_reads) for r in found} == {(3, 24, 1, 1)}
+    passes = pooled(found)
+    assert [(r.arm, r.seed, r.test_images, r.test_groups) for r in passes] == [("a", 1, 24, groups), ("b", 1, 24, groups)]
+    for r in passes:
+        assert r.correct_bits.mean() == pytest.approx(r.result) and np.sum(r.confusion) == 24
+        mistakes = find_mistakes([entry for entry in entries if entry.arm == r.arm], tmp_path, "demo")
+        assert [m.image for m in mistakes] == part and [not m.guesses for m in mistakes] == r.correct_bits.tolist()
+    assert image_names(entries, "b") == [m.name for m in mistakes] == [f"test image {i}" for i in part]
+    row = row_of(found)
+    assert (row.difference.single_folds.runs, row.difference.groups, row.difference.images) == (3, 12, 24)
+    text = "".join(how_to_read(compare(found), found))
+    assert "A fixed part of the data is divided into 3 folds." in text and "are training images of all models. Each pass" in text
+    (counted,) = disagreements(found, "b", "a")
+    assert sum(counted.seeds[1]) == 24
+    other = trained(two_arms(own_images, test=0.4)[1:2], tmp_path)
+    with pytest.raises(ValueError, match="do not contain every image once"):
+        pooled([r for r in found if (r.arm, r.seed) != ("b", 3)] + other)
+
+
+def test_run_on_a_fold_of_a_part_is_resumed_bitwise(own_images, tmp_path, monkeypatch):
+    run = two_arms(own_images, test=0.5)[1].run
+    monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.0)
+
+    def interrupt(step, accuracy):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(run, tmp_path / "killed", watch=interrupt)
+    assert (tmp_path / "killed" / CHECKPOINT).exists()
+    steps: list[int] = []
+    resumed = fit(run, tmp_path / "killed", watch=lambda step, accuracy: steps.append(step))
+    assert steps[0] > 1 and resumed.weights_sha256 == fit(run, tmp_path / "whole").weights_sha256
+
+
 def test_runs_can_be_judged_by_a_loss(own_images, tmp_path):
-    found = trained(own_images, tmp_path, evaluators=(log_loss, accuracy))
+    found = trained(two_arms(own_images, evaluators=(log_loss, accuracy)), tmp_path)
     assert all(r.lower_is_better and r.score == "log_loss" and r.correct is None and r.result > 0.3 for r in found)
     for r in pooled(found):
         assert r.per_image.mean() == pytest.approx(r.result, rel=1e-6) and r.result == pytest.approx(r.test["nll"], rel=1e-6)
@@ -386,12 +433,16 @@ def t_test(values) -> bool:
     return bool(stats.ttest_1samp(values, 0).pvalue < 0.05)
 
 
-def null_of_folds(rng, train_and_score, images=300, passes=8) -> dict[str, bool]:
-    """Which tests call two equal arms different in one cross-validation."""
+def null_of_folds(rng, train_and_score, images=300, passes=8, outside=0) -> dict[str, bool]:
+    """Which tests call two equal arms different in one cross-validation. Some more images are `outside` of all folds: they are
+    training images of all models.
+    """
     pixels, labels = digit_images()
-    chosen = rng.choice(len(labels), images, replace=False)
-    folds = fold_of_images(labels[chosen], passes)
-    return called_different(out_of_fold(train_and_score, halves(rng, pixels[chosen]), labels[chosen], folds), folds)
+    chosen = rng.choice(len(labels), images + outside, replace=False)
+    folds = fold_of_images(labels[chosen[:images]], passes)
+    fold_or_none = np.pad(folds, ((0, 0), (0, outside)), constant_values=-1)
+    right = out_of_fold(train_and_score, halves(rng, pixels[chosen]), labels[chosen], fold_or_none)
+    return called_different(right[:, :, :images], folds)
 
 
 def called_different(right, folds) -> dict[str, bool]:
@@ -543,6 +594,14 @@ def test_cross_validation_errs_in_at_most_five_percent(name):
     shares = rates(name, partial(null_of_folds, train_and_score=CLASSIFIERS[name]), 120, 0)
     assert shares["two-part"] <= 0.05 and shares["Nadeau-Bengio"] <= 0.05
     assert shares["plain t, passes"] > 0.3, "the plain t-test takes the luck of the images for an effect"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_folds_of_a_part_err_in_at_most_five_percent(name):
+    draw = partial(null_of_folds, train_and_score=CLASSIFIERS[name], outside=300)
+    shares = rates(f"part, {name}", draw, 120, 0)
+    assert shares["two-part"] <= 0.05 and shares["Nadeau-Bengio"] <= 0.05
 
 
 @pytest.mark.long

@@ -1,10 +1,12 @@
-"""What many test files share: a small ViT, random weights, and comparison of tensors."""
+"""What many test files share: a small ViT, random weights, comparison of tensors, and the scripts of the documentation."""
 
+import importlib.util
 import sys
 from collections.abc import Iterable
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -16,6 +18,14 @@ TINY_VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2,
 def tiny_vit(image=(12, 12), channels=1, classes=5, **options) -> ViT:
     """A ViT of width 16 with 2 blocks and patches of 2 pixels, unless the options say otherwise."""
     return TINY_VIT(image, channels, classes, **options)
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a Python file of `docs/`, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", Path(__file__).parents[1] / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_recipe(text: str):

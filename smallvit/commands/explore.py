@@ -46,8 +46,8 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"{without!r} has val=0, so there are no images to score it on; set val in the recipe, such as val=40")
     if any(entry.run.folds for entry in runs):
         print(
-            "note: in a cross-validation, the validation images here are test images of other folds. Choosing by them makes "
-            "the test scores a little too high; use test=0.2 in place of folds to explore without this",
+            "note: in a cross-validation, validation images of one fold are test images of other folds. Choosing by them makes "
+            "the test scores a little too high; use test=0.2 without folds to explore without this",
             file=sys.stderr,
         )
     out = Path(options.out) / "explore"

@@ -23,7 +23,7 @@ SHOWN = 20  # images
 class Mistake:
     """The predictions that the models of one arm (variant) make for one test image.
 
-    image       the position of the image in the test set; in a cross-validation, in all images
+    image       the position of the image in the test set; in a cross-validation, among all images of the data set
     name        the name of its file, or a text with its position
     true        the name of its class
     pixels      the image, shape (channels, height, width), from 0 to 1
@@ -89,22 +89,24 @@ def show_mistakes(
 
 
 def image_names(runs: Sequence[ArmRun], arm: str) -> list[str] | None:
-    """Return the names of all test images in the order of the test set, or of all images in a cross-validation, as in the list
-    of the mistakes: the name of the file, or a text with the position. `runs` are the runs of a recipe, and `arm` is one of its
-    arms (variants), whose data set it is. The result is None if the data set cannot be loaded any more.
+    """Return the names of all test images in the order of the test set, or of all images that are divided into folds in a
+    cross-validation, as in the list of the mistakes: the name of the file, or a text with the position. `runs` are the runs of
+    a recipe, and `arm` is one of its arms (variants), whose data set it is. The result is None if the data set cannot be loaded
+    any more.
     """
     entry = next(entry for entry in runs if entry.arm == arm)
     try:
         data = entry.run.data()
     except (OSError, ValueError):
         return None
-    images: Images = data.train if data.folds else data.test.open()
-    return [name_of(images, position, position) for position in range(len(images))]
+    images: Images = data.pool if data.folds else data.test.open()
+    positions = range(len(images)) if data.pool_index is None else data.pool_index.tolist()
+    return [name_of(images, place, position) for place, position in enumerate(positions)]
 
 
 def name_of(images: "Images", place: int, image: int) -> str:
     """Return the name of a test image: that of its file, if there is one, or a text with its position. `place` is its position
-    in `images`, and `image` that in the test set.
+    in `images`, and `image` that in the test set or, in a cross-validation, among all images of the data set.
     """
     return images.files[place] if images.files else f"test image {image}"
 
@@ -125,7 +127,7 @@ def find_mistakes(entries: Sequence[ArmRun], out: Path, recipe: str) -> list[Mis
             raise ValueError(f"the head of {entry.arm!r} was not trained on labels, so it predicts nothing; choose another arm")
         data = entry.run.data().at_seed(entry.run.seed)
         images: Images = data.test.open()
-        index = range(len(images)) if data.fold is None else data.fold.index.tolist()
+        index = range(len(images)) if data.fold is None else data.fold.positions.tolist()
         probabilities = predictions(load(folder(entry, out, recipe)).model, images)
         guesses = probabilities.argmax(1).tolist()
         for place, image in enumerate(index):

@@ -56,7 +56,7 @@ def data_text(images: Inspection, path: str) -> str:
     """Return the lines of the recipe that load the data set."""
     options = {"path": path, "size": images.size, "channels": images.channels}
     options |= {"digits": True} if images.digits else {}
-    options |= {"folds": images.folds} if images.folds else {"test": images.test} if images.test else {}
+    options |= {name: value for name in ("folds", "test") if (value := getattr(images, name)) is not None}
     options |= {"group_by": images.group_by} if images.grouped else {}
     options |= {"skip_broken": True} if images.broken else {}
     options |= {"pixels": "float"} if images.floats else {}

@@ -47,6 +47,7 @@ class Dataset:
     """A data set: a description, training images, held-out test images and, if there are any, validation images.
 
     folds         number of folds if all images are in `train` and `at_seed` takes the test images of a run from them; else 0
+    pool_index    indices in `train` of the images that are divided into folds (the pool); None: all
     groups        group number of each training image, or None; images of one group are never on different sides of a split
     test_groups   group number of each test image, or None
     fold          which images of the data set are tested, if this is one fold of another data set; otherwise None
@@ -59,6 +60,7 @@ class Dataset:
     test: HeldOut
     val: Images | None = None
     folds: int = 0
+    pool_index: Tensor | None = None
     groups: Tensor | None = None
     test_groups: Tensor | None = None
     fold: Fold | None = None
@@ -71,13 +73,28 @@ class Dataset:
         string.
 
         The hash depends only on the data, not on where the files are. All folds of a data set have the same hash, that of all
-        its images. Groups are part of the data: another division of the same images into groups has another hash.
+        its images. Groups are part of the data: another division of the same images into groups has another hash, and so
+        has another part of the images that is divided into folds.
         """
         if self.whole is not None:
             return self.whole.sha256
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
         parts += [hash_of_groups(groups) for groups in (self.groups, self.test_groups) if groups is not None]
+        parts += [] if self.pool_index is None else [self.pool.sha256]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @functools.cached_property
+    def pool(self) -> Images:
+        """The images that are divided into folds: each is a test image once in a pass."""
+        return self.train if self.pool_index is None else self.train.take(self.pool_index)
+
+    def check_test_images(self):
+        """Raise ValueError if there are no test images on which a run could be scored."""
+        if not self.folds and not self.test.count:
+            raise ValueError(
+                f"{self.spec.name} has no test images (test=0.0), so no run can be scored on them; set test=0.2 or folds=5, or "
+                "train without test images: smallvit.fit(run, folder, validation_only=True)"
+            )
 
     @functools.cached_property
     def repeats(self) -> int:
@@ -90,7 +107,8 @@ class Dataset:
         """Return the data set of one run, as a `Dataset` with training and test images. Without folds, this is the data set
         itself. With k folds, the run with the random seed `seed` tests fold `seed % k` of the division number `seed // k`.
 
-        The k seeds of one division (a pass) test every image once. The divisions are drawn by scikit-learn's
+        The k seeds of one division (a pass) test every image of the pool once. The pool are all images, or the part that
+        `pool_index` names; then images outside of it are training images of all runs. The divisions are drawn by scikit-learn's
         StratifiedGroupKFold (StratifiedKFold without groups), with the number of the division as random state. Pixels are
         normalized by the training images of the fold.
 
@@ -100,8 +118,11 @@ class Dataset:
             return self
         number, fold = divmod(seed, self.folds)
         if number not in self._divisions:
-            self._divisions[number] = draw_folds(self.train.labels, self.groups, self.folds, number, len(self.spec.classes))
-        test_index = self._divisions[number][fold]
+            divided = slice(None) if self.pool_index is None else self.pool_index
+            groups = None if self.groups is None else self.groups[divided]
+            self._divisions[number] = draw_folds(self.pool.labels, groups, self.folds, number, len(self.spec.classes))
+        index = self._divisions[number][fold]
+        test_index = index if self.pool_index is None else self.pool_index[index]
         is_test = torch.zeros(len(self.train), dtype=torch.bool)
         is_test[test_index] = True
         train_index = (~is_test).nonzero()[:, 0]
@@ -110,10 +131,10 @@ class Dataset:
             self._specs[seed] = with_moments(self.spec, train)
         spec = self._specs[seed]
         groups, test_groups = (None, None) if self.groups is None else (self.groups[train_index], self.groups[test_index])
-        test = HeldOut(self.train.take(test_index).with_spec(spec), self.train)
+        test = HeldOut(self.train.take(test_index).with_spec(spec), self.pool)
         return replace(
-            self, spec=spec, train=train.with_spec(spec), test=test, folds=0, groups=groups, test_groups=test_groups,
-            fold=Fold(self.folds, len(self.train), test_index), whole=self,
+            self, spec=spec, train=train.with_spec(spec), test=test, folds=0, pool_index=None, groups=groups,
+            test_groups=test_groups, fold=Fold(self.folds, len(self.pool), index, test_index), whole=self,
         )  # fmt: skip
 
     @functools.cached_property
@@ -174,22 +195,29 @@ class Dataset:
         cls, images: Images, groups: Tensor | None, *, folds: int | None, test: float | None, skipped: int = 0
     ) -> "Dataset":
         """Return a `Dataset` whose test images are drawn from `images`: by cross-validation with `folds` folds, or as a fixed
-        part, the share `test` of all images. `groups` is the group number of each image; if it is None, identical images are
-        one group. `skipped` is the number of image files that could not be read.
+        part, the share `test` of all images (0.0: no test images). With both, the same fixed part is divided into folds, and
+        the other images are training images of every run. `groups` is the group number of each image; if it is None, identical
+        images are one group. `skipped` is the number of image files that could not be read.
 
         Warns about identical images in different groups and about identical images with different labels.
 
-        Raises    ValueError if a class has too few images or groups.
+        Raises    ValueError if a class has too few images or groups, and for folds of a part without images.
         """
         warn_of_repeats(images.spec.name, images, groups)
         groups = same_pixels(images) if groups is None else groups
         if folds is not None:
-            first = first_folds(images.labels, groups, folds, images.spec)
+            pool_index, divided = None, slice(None)
+            if test is not None:
+                divided = pool_index = held_out_part(images.labels, groups, test, images.spec).nonzero()[:, 0]
+                if not len(pool_index):
+                    raise ValueError(f"{images.spec.name}: test={test} leaves no images for folds={folds}; remove one of them")
+            first = first_folds(images.labels[divided], None if groups is None else groups[divided], folds, images.spec, test)
             spec = with_moments(images.spec, images)
             images = images.with_spec(spec)
-            pool = cls(spec, images, HeldOut(images.take(slice(0))), folds=folds, groups=groups, skipped=skipped)
-            pool._divisions[0] = first
-            return pool
+            no_images = HeldOut(images.take(slice(0)))
+            whole = cls(spec, images, no_images, folds=folds, pool_index=pool_index, groups=groups, skipped=skipped)
+            whole._divisions[0] = first
+            return whole
         is_test = held_out_part(images.labels, groups, test, images.spec)
         train_index, test_index = (~is_test).nonzero()[:, 0], is_test.nonzero()[:, 0]
         train = images.take(train_index)

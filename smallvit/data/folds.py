@@ -20,12 +20,14 @@ ATTEMPTS = 100  # how many random splits are drawn until each fold has images of
 @dataclass(frozen=True, eq=False)
 class Fold:
     """The position of one fold in a cross-validation: the number of folds, the number of images in all folds together (the
-    pool), and the indices of the test images in the pool, in increasing order.
+    pool), and the indices of the test images in the pool, in increasing order. `positions` are their indices among all images
+    of the data set. They are equal to `index` if all images are in the pool.
     """
 
     folds: int
     pool: int
     index: Tensor
+    positions: Tensor
 
 
 def balanced_split(
@@ -95,13 +97,17 @@ def held_out_part(labels: Tensor, groups: Tensor | None, share: float | None, sp
     images. The part is always the same for the same labels and groups.
 
     labels, groups  class and group number of each image; None: every image is a group of its own
-    share           share of the images to draw, between 0 and 1
+    share           share of the images to draw, between 0 and 1; 0.0: no image is a test image
     spec            description of the data set
 
     Raises    ValueError for a share that is not between 0 and 1, and for a class with fewer than 2 images or groups.
     """
-    if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
-        raise ValueError(f"test={share!r}; expected a share of the images between 0 and 1, such as test=0.2")
+    if isinstance(share, bool) or not isinstance(share, float) or not 0 <= share < 1:
+        raise ValueError(
+            f"test={share!r}; expected a share of the images between 0 and 1, such as test=0.2, or 0.0 for no test images"
+        )
+    if not share:
+        return torch.zeros(len(labels), dtype=torch.bool)
     _check_class_sizes(labels, groups, 2, f"test={share}", spec)
     count = torch.bincount(labels)
     wanted = (share * count).round().long().clamp(min=1).minimum(count - 1)
@@ -115,30 +121,38 @@ def held_out_part(labels: Tensor, groups: Tensor | None, share: float | None, sp
     return chosen
 
 
-def first_folds(labels: Tensor, groups: Tensor | None, folds: int, spec: DataSpec) -> list[Tensor]:
+def first_folds(
+    labels: Tensor, groups: Tensor | None, folds: int, spec: DataSpec, test: float | None = None
+) -> list[Tensor]:
     """Return the first division of the images into folds: the indices of the images of each fold. Raise ValueError if the
     images cannot be divided into `folds` folds that each have images of all classes. The message says what is possible instead.
 
     labels, groups  class and group number of each image; None: every image is a group of its own
     spec            description of the data set
+    test            the share of all images that these images are, if they are a held-out part; otherwise None
     """
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
         raise ValueError(f"folds={folds!r}; expected a number of folds of at least 2, such as folds=5")
-    _check_class_sizes(labels, groups, folds, f"folds={folds}", spec)
+    _check_class_sizes(labels, groups, folds, f"folds={folds}", spec, test)
     return draw_folds(labels, groups, folds, 0, len(spec.classes))
 
 
-def _check_class_sizes(labels: Tensor, groups: Tensor | None, needed: int, option: str, spec: DataSpec):
+def _check_class_sizes(
+    labels: Tensor, groups: Tensor | None, needed: int, option: str, spec: DataSpec, test: float | None = None
+):
     """Raise ValueError if a class has fewer than `needed` groups (without groups, images). The message says that `option` needs
-    them, and what is possible instead.
+    them, and what is possible instead. `test` is the share of all images that these images are, if they are a held-out part.
     """
     unit = "images" if groups is None else "groups of images (or of identical images)"
     units = torch.arange(len(labels)) if groups is None else groups
     fewest, label = min((len(units[labels == label].unique()), label) for label in range(len(spec.classes)))
     if fewest < needed:
-        possible = f"at most folds={fewest} is possible, or test=0.2" if fewest >= 2 else "add images, or leave the class out"
-        name = spec.classes[label]
-        raise ValueError(f"{spec.name}: {option} needs {needed} {unit} of each class, but {name!r} has {fewest}; {possible}")
+        where, other, advice = "", "test=0.2", "add images, or leave the class out"
+        if test is not None:
+            where, other, advice = f" in the part test={test}", f"a larger part than test={test}", "set a larger test="
+        possible = f"at most folds={fewest} is possible, or {other}" if fewest >= 2 else advice
+        needs = f"{option} needs {needed} {unit} of each class{where}"
+        raise ValueError(f"{spec.name}: {needs}, but {spec.classes[label]!r} has {fewest}; {possible}")
 
 
 def draw_folds(labels: Tensor, groups: Tensor | None, folds: int, number: int, classes: int) -> list[Tensor]:
@@ -165,7 +179,7 @@ def draw_folds(labels: Tensor, groups: Tensor | None, folds: int, number: int, c
             return parts
     raise ValueError(
         f"folds={folds}: the groups cannot be divided into {folds} folds that each have images of all classes; expected fewer "
-        "folds, or test=0.2"
+        "folds, or test=0.2 without folds"
     )
 
 

@@ -255,14 +255,14 @@ class HeldOut:
     """
 
     def __init__(self, images: Images, pool: Images | None = None):
-        """`images` are the test images. `pool` are all images of the data set if the test images are one of its folds."""
+        """`images` are the test images. `pool` are the images of all folds if the test images are one of several folds."""
         self.__images, self.__pool = images, pool
         self.reads = 0
 
     @property
     def sha256(self) -> str:
         """Return the SHA-256 hash of the pixels and labels of the test images, as a hexadecimal string. All folds of a data set
-        have the same hash, that of all its images.
+        have the same hash, that of the images of all folds.
         """
         return (self.__pool or self.__images).sha256
 

@@ -52,8 +52,9 @@ def folder(
     cache: str | None = None,
 ) -> Dataset:
     """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`, or in
-    `path/<class>` with `folds` or `test`. Images are resized to `size` pixels (one side, or height and width) and converted to
-    `channels` color channels, if given. Set `digits=True` if a mirrored image shows something else, as with digits and letters.
+    `path/<class>` with `folds`, `test` or both. Images are resized to `size` pixels (one side, or height and width) and
+    converted to `channels` color channels, if given. Set `digits=True` if a mirrored image shows something else, as with digits
+    and letters.
 
     The folders `path/val/<class>` may hold validation images. Hidden files, hidden folders and files that are no images are
     ignored. Photos are turned upright by their EXIF data.
@@ -63,7 +64,9 @@ def folder(
     channels     1 (gray), 3 (RGB) or 4 (RGBA), to convert to; None: all images have the same number of channels
     digits       True if mirroring an image or rotating it by 180 degrees changes its label
     folds        k-fold cross-validation: k runs with successive seeds test every image once; see `Dataset.at_seed`
-    test         share of the images that is held out for testing, such as 0.2; the same images for all seeds
+    test         share of the images that is held out for testing, such as 0.2; the same images for all seeds. 0.0: no test
+                 images, for the last training on everything. With `folds`, these images are divided into folds: k runs with
+                 successive seeds test each of them once, and the other images are training images of all runs
     groups       CSV file, relative to `path`, with a line `file,group` for each image; images of one group (of one patient,
                  say) are never on different sides of a split
     group_by     regular expression for the group instead: it must match the whole file name without suffix, and its first pair
@@ -134,15 +137,15 @@ folder.neutral_options = ("cache",)
 
 def _check_split(name: str, has_parts: bool, folds: int | None, test: float | None):
     """Raise ValueError unless it is clear which images are test images. `name` is that of the folder or archive. If it
-    `has_parts` train and test, neither `folds` nor `test` may be given; otherwise exactly one.
+    `has_parts` train and test, neither `folds` nor `test` may be given; otherwise one of them, or both.
     """
     given = [f"{option}={value!r}" for option, value in (("folds", folds), ("test", test)) if value is not None]
     if has_parts and given:
         raise ValueError(f"{name} has training and test images of its own, got {given[0]}; leave it out")
-    if not has_parts and len(given) != 1:
+    if not has_parts and not given:
         raise ValueError(
-            f"{name} has no train and test parts; expected either folds=5 (cross-validation: 5 runs test every image once) or "
-            f"test=0.2 (a fixed fifth of the images is held out), got {' and '.join(given) or 'neither'}"
+            f"{name} has no train and test parts; expected either folds=5 (cross-validation: 5 runs test every image once), "
+            "test=0.2 (a fixed fifth of the images is held out), or both (5 runs test every image of it once), got neither"
         )
 
 
@@ -187,7 +190,7 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.
 
     An archive without a test part holds the arrays images, labels and optionally groups (`n`, integers or text), and needs one
-    of the options `folds` and `test`, which are those of `folder`.
+    of the options `folds` and `test`, or both. They are those of `folder`.
 
     Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, and for an archive that cannot be
               read or lacks an array.

@@ -67,7 +67,7 @@ def launch(
     show         called with each new record
 
     Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
-                 data that cannot be read or have changed.
+                 data that cannot be read, have changed, or have no test images (unless `validation_only`).
     """
     if engine is None:
         check_device(device)
@@ -92,6 +92,7 @@ def launch(
         try_again=try_again,
         stack=stack,
         full_stacks=validation_only,  # choices by validation images must not depend on the number of workers
+        test_images=not validation_only,
         fail_fast=fail_fast,
         show=show,
     )

@@ -55,7 +55,8 @@ def plan(
     workers. `startup` is added to it. It is longer if other programs use the processor. Nothing is trained to the end and
     nothing is downloaded.
 
-    Raises ValueError for a device that is not there, and, with its name, for an arm that cannot be trained.
+    Raises ValueError for a device that is not there, for data without test images, and, with its name, for an arm that cannot
+    be trained.
     """
     check_device(device)
     runs, _ = with_dependencies(runs, recipe_runs)
@@ -63,7 +64,11 @@ def plan(
     left = [entry for entry in runs if not finished(entry)]
     jobs = max(1, min(jobs or cores(), len(left)))
     tokens, others = tokens_left(runs), computing_processes() if device == "cpu" else 0.0
-    data = [data_text(load()) for load in dict.fromkeys(entry.run.data for entry in runs)]
+    data = []
+    for load in dict.fromkeys(entry.run.data for entry in runs):
+        loaded = load()
+        loaded.check_test_images()
+        data.append(data_text(loaded))
     now: list[float] = []
     after_download: list[float] = []
     lines = []
@@ -104,7 +109,7 @@ def data_text(data: Dataset) -> str:
     """
     spec, parts = data.spec, [f"{len(data.train):,} images of {len(data.spec.classes)} classes"]
     if data.folds:
-        parts.append(f"{data.folds} folds")
+        parts.append(f"{data.folds} folds" + f" of {len(data.pool):,} of them" * (data.pool_index is not None))
     else:
         parts[0] = f"{len(data.train):,} training and {data.test.count:,} test images of {len(spec.classes)} classes"
     if data.groups is not None:

@@ -50,6 +50,7 @@ class Scheduler:
                  trained together when they were interrupted are trained together again
     full_stacks  train as many runs together as `stack` allows, also if other workers then have nothing to do. Which runs are
                  trained together, and so how they round, then does not depend on the number of workers
+    test_images  the runs are scored on test images: data without any are an error
     fail_fast    start no further run after the first failure
     show         called with each new record
 
@@ -71,6 +72,7 @@ class Scheduler:
         try_again: Callable[[Record], bool] = lambda record: False,
         stack: int = 1,
         full_stacks: bool = False,
+        test_images: bool = True,
         fail_fast: bool = False,
         show: Callable[[Record], None] | None = None,
     ):
@@ -92,7 +94,7 @@ class Scheduler:
             todo += more
         warn_other_version(self.records)
         for data in dict.fromkeys(self.runs[index].run.data for index in todo):
-            self.check_data(data)
+            self.check_data(data, test_images)
         for reason in self.unavailable.values():
             print(f"unavailable: {reason}; the runs that need these weights are left out", file=sys.stderr)
         self.queue, self.in_training = dependencies_first(todo, self.dependencies), set[int]()
@@ -135,13 +137,15 @@ class Scheduler:
                 found |= {index: group for index in group}
         return found
 
-    def check_data(self, data: Callable):
-        """Load a data set, and raise ValueError if its images or labels have changed since earlier runs were trained on it. The
-        function `data` loads the data set.
+    def check_data(self, data: Callable, test_images: bool):
+        """Load a data set, and raise ValueError if its images or labels have changed since earlier runs were trained on it, or
+        if `test_images` are needed and there are none. The function `data` loads the data set.
 
         Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
         """
         loaded, plain = data(), describe(data)
+        if test_images:
+            loaded.check_test_images()
         changed = sum(
             record is not None
             and record.data_sha256 not in (None, loaded.sha256)

@@ -296,11 +296,11 @@ def fetch(runs: Sequence[ArmRun]):
     """Load the data sets of runs and download the pretrained weights that they use, so that jobs find them on nodes without a
     network. Print which weights are unavailable. `runs` are the runs that are to be trained.
 
-    Raises ValueError if the data cannot be read.
+    Raises ValueError if the data cannot be read or have no test images.
     """
     needed = with_dependencies(runs)[0]
     for data in dict.fromkeys(entry.run.data for entry in needed):
-        data()
+        data().check_test_images()
     for reason in unavailable_weights(entry.run for entry in needed).values():
         print(f"unavailable: {reason}; the runs that need these weights are left out", file=sys.stderr)
 

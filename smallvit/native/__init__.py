@@ -8,6 +8,7 @@ in the place of `smallvit.vit.Blocks`; blocks that the kernel cannot compute are
 import ctypes
 import functools
 import hashlib
+import inspect
 import os
 import platform
 import shutil
@@ -274,6 +275,10 @@ class NativeFunction(torch.autograd.Function):
         return NativeFunction.apply(call._replace(stacked=True), *tensors), 0  # pyright: ignore
 
 
+# PyTorch asks for the signature in each call; working it out takes as long as a small matrix product
+vars(NativeFunction.forward)["__signature__"] = inspect.signature(NativeFunction.forward)
+
+
 def have_gradients(weights: Sequence[Tensor | None]) -> bool:
     """Return whether all weights that need a gradient have one already, to which more can be added."""
     return all(weight is None or not weight.requires_grad or weight.grad is not None for weight in weights)
@@ -309,6 +314,8 @@ class NativeBlocks:
     def __init__(self, blocks: Sequence[Block]):
         self.blocks = list(blocks)
         self.modules: list[Any] = [module for block in blocks for module in block.modules()]
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self.hooks = [getattr(module, kind) for module in self.modules for kind in hooks]  # PyTorch adds hooks to these dicts
         self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
         self.attentions: list[Any] = [block.attention for block in blocks]
         self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
@@ -368,9 +375,7 @@ class NativeBlocks:
             return "the sizes need a gradient"
         if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
             return "PyTorch records or watches its operations"
-        if torch_modules._has_any_global_hook() or any(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self.modules
-        ):
+        if torch_modules._has_any_global_hook() or any(self.hooks):
             return "a module has a hook"
         if any(module.training and module.p for module in self.dropouts):
             return "there is dropout"

@@ -66,7 +66,7 @@ class Muon(AdamW):
         """Raise ValueError if the model has no linear layers inside blocks."""
         if not any(parts for group in self.param_groups for parts in group["parts"]):
             name = type(objective.trained_model).__name__
-            raise ValueError(f"Muon is for linear layers inside blocks and {name} has none to train; use a ViT, or AdamW")
+            raise ValueError(f"Muon is for linear layers inside blocks and {name} has none to train; use AdamW")
 
     @torch.no_grad()
     def step(self, closure: None = None):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, expand_index, gather_tokens
+from .context import LayerContext, add_to_tokens, gather_tokens
 
 
 class Merge(nn.Module):
@@ -82,7 +82,7 @@ class Merge(nn.Module):
         # the mean is computed as a step towards the merged token, so that tokens without a merge stay bit for bit the same
         share = mass / gather_tokens(new_size, match)
         step = (moved - gather_tokens(x, match)) * share[..., None]
-        return x.scatter_add(1, expand_index(match, x), step), new_size
+        return add_to_tokens(x, match, step), new_size
 
 
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:

@@ -37,6 +37,8 @@ class LearnedThresholds(nn.Module):
     Raises   ValueError for a `merge` outside [-1, 1], a negative `prune`, or a temperature of 0 or less.
     """
 
+    not_stackable = "learns from the sizes of tokens, whose gradient is lost in torch.func.vmap"
+
     def __init__(self, context: LayerContext, *, merge: float | None = 0.9, prune: float = 0.0, temperature: float = 0.1):
         super().__init__()
         if merge is not None and not -1 <= merge <= 1:

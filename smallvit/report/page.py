@@ -95,17 +95,11 @@ def html(
 
     The page has light and dark colors. The parameters are those of `markdown`.
     """
-    import jinja2
     from markupsafe import Markup
 
-    def prose(text: str) -> Markup:
-        return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", entities.escape(text)))
-
-    env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    env.filters["zip"] = zip
-    template = env.from_string(resources.files("smallvit.report").joinpath("page.html").read_text(encoding="utf-8"))
+    template = page_template("smallvit.report", "page.html")
     page = content(records, title, doc, options, earlier, trials)
-    page |= {"light": LIGHT, "dark": DARK, "prose": prose, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
+    page |= {"light": LIGHT, "dark": DARK, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
     page |= {"confusion": CONFUSION, "calibration": CALIBRATION, "units": "seeds"}
     if comparison := page["comparison"]:
         shown = reported(records)
@@ -129,6 +123,28 @@ def html(
         pictures = {r.arm: r.picture for r in reversed(shown) if r.picture and "groups" in r.picture}
         page["pictures"] = {arm: Markup(figures.tokens(pictures[arm])) for arm in comparison.arms if arm in pictures}
     return template.render(page)
+
+
+def page_template(package: str, name: str) -> Any:
+    """Return a template for an HTML page, from the file `name` in a package. It may include `head.html`, which has the style of
+    all pages. The function `prose` in it converts a text with code between backticks, such as `Run`.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    def prose(text: str) -> Markup:
+        return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", entities.escape(text)))
+
+    def source(file: str) -> str:
+        return resources.files("smallvit.report" if file == "head.html" else package).joinpath(file).read_text(encoding="utf-8")
+
+    loader = jinja2.FunctionLoader(source)
+    env = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    env.filters["zip"] = zip
+    env.globals["prose"] = prose
+    return env.get_template(name)
 
 
 def text(records: Sequence[Record], earlier: int = 0) -> str:

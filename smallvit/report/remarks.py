@@ -167,10 +167,13 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     unlikely even with {looks[-1]} {units}, so arms can have fewer {units} than their baseline.
     """
     if folds:
+        of_part = any((r.run.get("data") or {}).get("test") for r in records)
+        data, image = ("A fixed part of the data is", "image of this part") if of_part else ("The data are", "image")
+        others = "The other images are training images of all models." if of_part else ""
         text += f"""
-    The data are divided into {folds} folds. A pass trains {folds} models, and each of them is tested on the fold that it was
-    not trained on, so each image is a test image once in a pass. Each pass divides the images anew. The score of a pass is the
-    mean of the scores of its folds, weighted by their images. Passes take the place of seeds on this page.
+    {data} divided into {folds} folds. A pass trains {folds} models, and each of them is tested on the fold that it was
+    not trained on, so each {image} is a test image once in a pass. {others} Each pass divides the images anew. The score of a
+    pass is the mean of the scores of its folds, weighted by their images. Passes take the place of seeds on this page.
     """
     if count := len({group for r in records for group in r.test_groups or ()}):
         text += f"""

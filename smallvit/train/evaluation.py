@@ -25,8 +25,9 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
     in `test`. Return the results as a dict. If `test` is None, only the validation images are used. `numerics` are the options
     with which the model was trained; see `evaluation_numerics`.
 
-    Returns fields of the record. Raises ValueError if two numbers have the same name, or if the first cannot judge a run: it
-    must be between 0 and 1 or, if lower numbers are better, finite and at least 0.
+    Returns fields of the record. `score` is None if there are no images to score the run on. Raises ValueError if two numbers
+    have the same name, or if the first cannot judge a run: it must be between 0 and 1 or, if lower numbers are better, finite
+    and at least 0.
     """
     probes: dict[str, None] = {}
     lower = declaration(run.evaluators[0]).lower_is_better
@@ -63,7 +64,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
                 on_test["confusion"] = confusion(model, images) if len(images.spec.classes) <= MOST_CLASSES else None
     chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
     return {
-        "score": next(iter(numbers)),
+        "score": next(iter(numbers), None),
         "evaluated": chosen_numerics.kernel or "rule",
         "val": val_numbers,
         "val_images": len(subset.val),

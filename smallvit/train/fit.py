@@ -74,12 +74,14 @@ def fit(
     teacher    the same for `run.teacher`
     numerics   precision, attention kernel and compilation; a resumed run keeps those it began with
     validation_only  True: score the run on the validation images only, for tuning and exploring. `test` of the record is then
-               None. Earlier runs that must be trained first are scored in the same way.
+               None. Earlier runs that must be trained first are scored in the same way. With `val=0`, and data without test
+               images such as `folder(path, test=0.0)`, the run trains on all images and has no score.
     reads      path of a file to which each read of the test images is appended. The record then says how many settings of this
                arm have been scored on these test images (`test_settings`).
 
-    Raises     ValueError for settings that do not fit the data, for a folder that holds another run, for a full disk, and if
-               anything but the final scoring of a run reads the test images; FloatingPointError if the loss is not finite;
+    Raises     ValueError for settings that do not fit the data, for data without test images (unless `validation_only`), for a
+               folder that holds another run, for a full disk, and if anything but the final scoring of a run reads the test
+               images; FloatingPointError if the loss is not finite;
                filelock.Timeout if another process trains this run.
     """
     if done := finished_record(run, Path(folder), validation_only):
@@ -200,8 +202,10 @@ def prepare_training(
                 raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
         record = new_record(run, tags)  # first, so that it names the code that is running
         data, subset = load_data(run)
+        if not validation_only:
+            data.check_test_images()
         check_evaluation(run, subset, None if validation_only else data.test)
-        if validation_only and not len(subset.val):
+        if validation_only and not len(subset.val) and data.test.count:
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
         for transforms in training.objective.unlabelled.views if training.pool is not None else ():

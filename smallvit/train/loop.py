@@ -119,6 +119,9 @@ class Training:
         self.trace = Trace(digest(self.objective.model.state_dict().items()))
         self.optimizer = None
         self.flat: FlatAdamW | None = None  # takes the steps of `optimizer` if the kernel is "native"
+        if run.steps and not any(p.requires_grad for p in self.objective.parameters()):
+            name = type(self.objective.model).__name__
+            raise ValueError(f"{name} has no weights to train and the run has steps={run.steps}; expected steps=0")
         if run.steps:
             groups, self.rates = decay_groups(self.objective, run.weight_decay, run.layer_decay)
             self.optimizer = run.optimizer(groups)

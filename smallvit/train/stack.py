@@ -34,7 +34,8 @@ class Stack:
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
-    with random numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked.
+    with random numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked. Nor can
+    models with a module that says why in its attribute `not_stackable`.
 
     `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
 
@@ -56,6 +57,9 @@ class Stack:
             raise NotStackable("early_stop ends each run at a different step")
         if not first.objective.stackable:
             raise NotStackable(f"{type(first.objective).__name__} changes state outside the gradient step")
+        for module in first.objective.modules():
+            if reason := getattr(module, "not_stackable", None):
+                raise NotStackable(f"{type(module).__name__} {reason}")
         self.members, self.first = members, first
         if not resumed:
             self.check_first_step()
@@ -102,7 +106,10 @@ class Stack:
             losses = self.losses(with_gradients(stacked, names), stack_batches(batches))
             gradients = torch.autograd.grad(losses.sum(), [stacked[name] for name in names], materialize_grads=True)
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
-            raise NotStackable(str(error).strip().splitlines()[0]) from error
+            reason = str(error).strip().splitlines()[0]
+            if "random" in reason:
+                reason = "the model draws random numbers inside a step, as dropout does"
+            raise NotStackable(reason) from error
         tolerance = TOLERANCE[self.first.precision]
         for index, (member, state, batch) in enumerate(zip(self.members, states, batches)):
             with self.first.computing():

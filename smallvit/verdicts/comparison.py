@@ -84,7 +84,7 @@ class Difference:
     folds        number of folds of a cross-validation; None: there is a fixed test part
     single_folds the variance over single folds, if there are fewer than 6 passes; `low`, `high` and `p` are then those of
                  Nadeau and Bengio's test, and there is no interval over the seeds
-    images       number of test images; in a cross-validation, of all images; None if unknown
+    images       number of test images; in a cross-validation, of the images of all folds; None if unknown
     groups       number of groups of test images, such as patients, if the images have groups: then a group counts as one image
     """
 

@@ -1,0 +1,289 @@
+"""The phases of `smallvit advise`, one after another: trials, judgement on other images, and the last training."""
+
+import io
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from smallvit.ablation import ArmRun
+from smallvit.launch import launch
+from smallvit.launch.scheduler import folder as folder_of_run
+from smallvit.native import reason_against
+from smallvit.numerics import Numerics
+from smallvit.recipe import load_recipe
+from smallvit.record import Record, write_text
+from smallvit.tuning import FIRST_SEED
+
+from .options import Group, Option, groups_of_options
+from .page import write_page
+from .plan import MOST_PASSES, SPARE, Plan, length_of_judging, runs_of, steps_of_trials
+from .recipes import IMAGES_TO_LEARN, final_recipe, last_recipe, options_of, trial_recipe
+from .screening import try_options
+
+if TYPE_CHECKING:
+    from ..inspection import Inspection
+
+STACK = 8  # runs that are trained as one model
+PROBE_STEPS = 60  # training steps of the runs that measure the machine
+LATEST = 0.55  # share of the time after which no further group of options is begun
+LEARNING_SHARE = 0.25  # of the time for judging, that the learning curve may take
+START = 8.0  # seconds for starting the runs of a group, and for scoring them
+CNN_COST, ALONE = 2.0, 1.5  # time of a step of the small CNN, in those of the plain ViT; of a run that is not in a stack
+REFERENCE_SECONDS = 1.0  # of a classifier on raw pixels
+
+
+class Advisor:
+    """All phases of `smallvit advise`. Each phase writes what it has decided into the plan, and a phase that is complete is not
+    repeated. Runs that have finished are not trained again.
+
+    images   what was found in the folder of images
+    plan     the plan, which may be that of an earlier start
+    out      the folder in which everything is written
+    device   such as "cpu"
+    started  when the command was started, as `time.perf_counter` says
+    """
+
+    def __init__(self, images: "Inspection", plan: Plan, out: Path, device: str, started: float):
+        self.images, self.plan, self.out, self.device = images, plan, out, device
+        self.runs = out / "runs"
+        self.began = started - plan.spent
+        numerics = Numerics(kernel="native" if device == "cpu" and reason_against() is None else None)
+        self.options: dict[str, Any] = {"jobs": plan.jobs, "stack": STACK, "device": device, "numerics": numerics}
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of options to try, in the order in which they are tried."""
+        return groups_of_options(self.images, self.plan.minutes)
+
+    @property
+    def tried(self) -> list[Group]:
+        """The groups that the plan has time for."""
+        return [group for group in self.groups if group.name in self.plan.groups]
+
+    @property
+    def chosen(self) -> list[Option]:
+        """The options that were chosen so far, without those that change nothing."""
+        return options_of(self.groups, self.plan.chosen)
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the command was started, with those of earlier starts."""
+        return time.perf_counter() - self.began
+
+    @property
+    def total(self) -> float:
+        """The time for everything, in seconds."""
+        return 60 * self.plan.minutes
+
+    def say(self, text: str):
+        """Print what happens now to the error stream, with the time that has passed."""
+        minutes, seconds = divmod(int(self.spent), 60)
+        print(f"smallvit: [{minutes}:{seconds:02} of {self.plan.minutes:g}:00] {text}", file=sys.stderr, flush=True)
+
+    def save(self, _record: Record | None = None):
+        """Write the plan to its file, with the time that has passed."""
+        self.plan.spent = round(self.spent, 1)
+        self.plan.write(self.out / "plan.json")
+
+    def write_recipe(self, name: str, text: str) -> Path:
+        """Write a recipe into the folder of the advice, if it is not there with this text. Return its path."""
+        path = self.out / f"{name}.py"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+        return path
+
+    # Trials
+
+    def plan_trials(self):
+        """Measure the machine, and plan which groups of options are tried and with how many training steps."""
+        if self.plan.steps:
+            return
+        self.say("measuring the machine")
+        self.plan.steps, self.plan.step = PROBE_STEPS, 0.0
+        text = trial_recipe(self.images, self.plan, self.groups[0], [])
+        plain = load_recipe(self.write_recipe("trials_0_measure", text)).RUNS[0]
+        runs = [ArmRun(run=plain.run.vary(seed=FIRST_SEED + i), arm="measure") for i in range(STACK * self.plan.jobs)]
+        how: dict[str, Any] = {"validation_only": True, "curves": False, "retry": True} | self.options
+        records = launch(runs, self.runs / "trials", recipe="measure", **how)
+        finished = [record for record in records if record.finished]
+        if not finished:
+            raise ValueError(f"a run of {PROBE_STEPS} training steps failed: {records[0].error}")
+        self.plan.step = median(record.seconds or 0.0 for record in finished) / PROBE_STEPS
+        steps, count = steps_of_trials(self.groups, self.plan.minutes, self.spent, self.plan.step, self.plan.jobs)
+        self.plan.steps, self.plan.groups = steps, [group.name for group in self.groups[:count]]
+        self.save()
+
+    def describe(self) -> str:
+        """Return the plan as text."""
+        plan, lines = self.plan, []
+        if plan.folds:
+            lines.append(
+                f"{1 - (plan.share or 0):.0%} of the images are for trials ({plan.val} of them for validation in each run); on "
+                f"the other {plan.share:.0%} the choice is judged, in cross-validation with {plan.folds} folds"
+            )
+        else:
+            lines.append("trials use the training images of the folder; the choice is judged on its test images")
+        lines.append(f"trials: {plan.steps:,} training steps of {1e3 * plan.step:.1f} ms; options, best known first:")
+        for group in self.groups:
+            known = f" (up to {group.gain:+.1f} points in the recipe {group.source})" if group.gain is not None else ""
+            left_out = "" if group.name in plan.groups else "; no time for it"
+            lines.append(f"    {group.name}{known}: {', '.join(option.name for option in group.options)}{left_out}")
+        return "\n".join(lines)
+
+    def try_groups(self):
+        """Try the options of each group, on top of those that were chosen before, and choose the best one."""
+        for number, group in enumerate(self.tried, 1):
+            if group.name in self.plan.chosen:
+                continue
+            expected = START + sum(runs_of(group)) * self.plan.step * self.plan.steps / self.plan.jobs
+            if number > 1 and self.spent + expected * self.plan.slower > LATEST * self.total:
+                self.say(f"no time left to try {group.name}")
+                self.plan.groups = [name for name in self.plan.groups if name in self.plan.chosen]
+                break
+            self.say(f"trying {group.name}: {', '.join(option.name for option in group.options)}")
+            name = f"trials_{number}_{group.name.replace(' ', '_')}"
+            recipe = self.write_recipe(name, trial_recipe(self.images, self.plan, group, self.chosen))
+            began = self.spent
+            best, scores, seconds = try_options(group.name, recipe, self.runs / "trials", self.save, **self.options)
+            self.plan.chosen[group.name], self.plan.trials[group.name] = best, [list(score) for score in scores]
+            self.plan.best_step = seconds / self.plan.steps
+            self.plan.slower = max(1.0, (self.spent - began) / expected)
+            self.save()
+            self.say("; ".join(f"{option} {100 * score:.1f}%" if score is not None else option for option, score, _ in scores))
+            self.say(f"chosen: {best}")
+        self.save()
+
+    # Judgement
+
+    def judge(self):
+        """Train the chosen ViT, the plain ViT and a small CNN anew, and test them on images that no trial has read. Two passes
+        are trained first; then as many more as there is time for.
+        """
+        plan = self.plan
+        if not plan.final_steps:
+            plan.final_steps, plan.passes = length_of_judging(*self.seconds_of_judging(), self.left, plan.steps)
+            plan.judging_from = self.spent
+            self.save()
+        if not plan.judged:
+            self.say(f"judging on images that no trial has read: {plan.final_steps:,} training steps")
+            self.train_passes(range(2))
+            self.plan_the_rest((self.spent - plan.judging_from) / 2)
+        if plan.sizes:
+            self.say("training with fewer images, to see how much their number matters")
+            self.train([entry for entry in self.final_runs if entry.labels is not None])
+        if plan.passes > 2:
+            self.say(f"judging in {plan.passes - 2} more passes")
+            self.train_passes(range(2, plan.passes))
+        self.save()
+
+    def seconds_of_judging(self) -> tuple[float, float]:
+        """Return the expected seconds of one pass, and those of the last training, with the steps of the trials."""
+        plan, folds = self.plan, self.plan.folds or 1
+        step = plan.step + (plan.best_step if self.chosen else 0.0) + CNN_COST * plan.step
+        one_pass = folds * (plan.steps * step + 2 * REFERENCE_SECONDS) * plan.slower / plan.jobs
+        return one_pass, ALONE * plan.steps * (plan.best_step or plan.step)
+
+    @property
+    def last_seconds(self) -> float:
+        """The expected seconds of the last training, with all images."""
+        return self.seconds_of_judging()[1] * self.plan.final_steps / self.plan.steps
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left for judging and for the last training."""
+        return max(SPARE * self.total - self.spent, 0.1 * self.total)
+
+    def plan_the_rest(self, each: float):
+        """Plan how many passes there are in all, and whether there is a learning curve. `each` is how many seconds one of the
+        first passes took.
+        """
+        plan = self.plan
+        left = self.left - self.last_seconds
+        sizes = learning_sizes(self.images, plan)
+        curve = 2 * len(sizes) * each * (plan.best_step or plan.step) / (plan.step * (1 + CNN_COST) + plan.best_step)
+        plan.sizes = sizes if sizes and curve <= LEARNING_SHARE * left else []
+        more = int((left - curve * bool(plan.sizes)) / max(each, 0.1))
+        plan.passes = 2 + min(max(more, 0), MOST_PASSES - 2)
+        plan.judged = 2
+        self.save()
+
+    @property
+    def final_recipe(self) -> Path:
+        """The path of the recipe that judges the choice, which is written if it has changed."""
+        return self.write_recipe("recipe", final_recipe(self.images, self.plan, self.chosen))
+
+    @property
+    def final_runs(self) -> list[ArmRun]:
+        """All runs of the recipe that judges the choice."""
+        return load_recipe(self.final_recipe).RUNS
+
+    def train_passes(self, numbers: range):
+        """Train all arms in some passes. `numbers` are those of the passes or, with test images of its own, of the seeds."""
+        folds = self.plan.folds or 1
+        self.train([entry for entry in self.final_runs if entry.labels is None and entry.seed // folds in numbers])
+
+    def train(self, runs: Sequence[ArmRun]):
+        """Train some runs of the recipe that judges the choice."""
+        everything = self.final_runs
+        path = self.final_recipe
+        how: dict[str, Any] = {"recipe_runs": everything, "source": path, "retry": True, "show": self.save} | self.options
+        records = launch(runs, self.runs, recipe=path.stem, **how)
+        if failed := [record for record in records if record.status == "failed"]:
+            raise ValueError(f"{len(failed)} runs failed; the first is of {failed[0].arm!r}: {failed[0].error}")
+
+    # The model
+
+    def train_last(self) -> Path:
+        """Train the choice with all images, for the user. Return the folder of the model."""
+        model = self.out / "model"
+        if model.exists():
+            return model
+        self.say("training the model with all images")
+        path = self.write_recipe("last_training", last_recipe(self.images, self.plan, self.chosen))
+        runs = load_recipe(path).RUNS
+        (record,) = launch(
+            runs, self.runs, recipe=path.stem, source=path, validation_only=True, retry=True, show=self.save, **self.options
+        )
+        if not record.finished:
+            raise ValueError(f"the last training failed: {record.error}; start the command again")
+        (entry,) = runs
+        unfinished = model.with_name("model.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(folder_of_run(entry, self.runs, path.stem), unfinished)
+        unfinished.rename(model)
+        self.save()
+        return model
+
+
+    # The page
+
+    def write_page(self) -> list[str]:
+        """Write the full report of the comparison and the page with the answer. Return the sentences of the answer."""
+        from ..report import collect, write_report
+
+        path, runs = self.final_recipe, self.final_runs
+        records = collect(runs, self.runs, path.stem)
+        with redirect_stdout(io.StringIO()):
+            write_report(path, load_recipe(path), records, self.runs / path.stem / "report")
+        sentences = write_page(self.out / "report.html", self.plan, self.tried, self.chosen, runs, records)
+        self.save()
+        return sentences
+
+
+def learning_sizes(images: "Inspection", plan: Plan) -> list[int]:
+    """Return the numbers of labelled images for the learning curve, besides all of them: a quarter and a half of the training
+    images of a run. The list is empty if a subset in which all classes have equally many images could not be compared with all
+    images, because the classes are of unequal size. `images` is what was found in the folder.
+    """
+    counts = next(iter(images.counts.values()))
+    total = sum(counts.values())
+    if plan.folds:
+        total -= -(-round(total * (plan.share or 0)) // plan.folds)
+    sizes = [int(share * total) // len(counts) * len(counts) for share in IMAGES_TO_LEARN]
+    return [] if images.unequal or min(sizes) < 2 * len(counts) else sizes

@@ -1,0 +1,99 @@
+"""The answer of `smallvit advise` in three sentences, from the records of the models that were judged."""
+
+from collections.abc import Sequence
+
+from smallvit.report.answer import cost_ratio
+from smallvit.report.units import score_of
+from smallvit.verdicts.comparison import Comparison, Row
+
+from .options import Option
+from .recipes import ADVICE, CNN, PLAIN
+
+
+def main_rows(comparison: Comparison) -> dict[str, Row]:
+    """Return the results of each arm (variant) that was trained with all images, by the name of the arm."""
+    return {row.arm: row for row in comparison.rows if row.labels is None}
+
+
+def answer(comparison: Comparison, chosen: Sequence[Option]) -> list[str]:
+    """Return the answer in two sentences: which technique to use, and how a small CNN compares. `comparison` holds the results,
+    and `chosen` are the options that were best in the trials.
+    """
+    rows = main_rows(comparison)
+    best = rows.get(ADVICE, rows[PLAIN])
+    return [technique(rows, chosen), small_cnn(rows[CNN], best), *raw_pixels(rows, best)]
+
+
+def technique(rows: dict[str, Row], chosen: Sequence[Option]) -> str:
+    """Return a sentence that says which technique to use."""
+    plain, advice = rows[PLAIN], rows.get(ADVICE)
+    if advice is None:
+        seen = "on images that no trial has seen"
+        return f"Use the plain ViT: no option was better in the trials. It reaches {value(plain)} {seen}."
+    names = join([option.name for option in chosen])
+    reaches = f"{value(advice)} on images that no trial has seen"
+    if advice.verdict == "better":
+        return f"Use a ViT with {names}: it reaches {reaches}, {gap(advice, 'the plain ViT')}."
+    if advice.verdict == "worse":
+        return (
+            f"Use the plain ViT, which reaches {value(plain)}: the options that were best in the trials ({names}) reach "
+            f"{reaches}, {gap(advice, 'the plain ViT')}."
+        )
+    return (
+        f"A ViT with {names} was best in the trials and reaches {reaches}, but it was not shown to be better than the plain "
+        f"ViT, which reaches {value(plain)}: it is {gap(advice, 'the plain ViT')}."
+    )
+
+
+def small_cnn(cnn: Row, best: Row) -> str:
+    """Return a sentence that compares a small CNN with the ViT that is advised."""
+    ratio = cost_ratio(cnn, best)
+    cost = f" with {ratio} times the multiply-adds" * bool(ratio)
+    difference = gap(cnn, "this ViT")
+    if cnn.verdict == "better":
+        return f"A small CNN with the same augmentation is better still: it reaches {value(cnn)}{cost}, {difference}."
+    if cnn.verdict == "worse":
+        return f"A small CNN with the same augmentation is worse: it reaches {value(cnn)}{cost}, {difference}."
+    return f"A small CNN with the same augmentation reaches {value(cnn)}{cost}; no difference was shown: it is {difference}."
+
+
+def raw_pixels(rows: dict[str, Row], best: Row) -> list[str]:
+    """Return a sentence if a classifier on raw pixels reaches as much as the ViT that is advised, as a list; else an empty
+    list.
+    """
+    sign = -1 if best.lower_is_better else 1
+    found = [row for row in rows.values() if row.role == "reference" and row.mean is not None and best.mean is not None]
+    above = [row for row in found if sign * (row.mean or 0) >= sign * (best.mean or 0)]
+    if not above:
+        return []
+    top = max(above, key=lambda row: sign * (row.mean or 0))
+    name = top.arm.removeprefix("pixels, ")
+    return [f"Even {name} on raw pixels reaches {value(top)}: the images are too few, or the training is too short, for a ViT."]
+
+
+def value(row: Row) -> str:
+    """Return the mean score of an arm (variant) as text, such as `93.1% accuracy`."""
+    score = score_of(row)
+    if row.mean is None:
+        return "no score"
+    return f"{100 * row.mean:.1f}% {score.title}" if score.percent else f"a {score.title} of {row.mean:.3f}"
+
+
+def gap(row: Row, control: str) -> str:
+    """Return the difference between an arm (variant) and its control, which is called `control`, as text with its interval:
+    `4.2 points above the plain ViT (95% interval: 2.1 to 6.3)`.
+    """
+    d, score = row.difference, score_of(row)
+    if d is None:
+        return f"an unknown difference from {control}"
+
+    def number(x: float) -> str:
+        return (f"{100 * x:.1f}" if score.percent else f"{x:.3f}").replace("-", "−")
+
+    interval = "" if d.low is None or d.high is None else f" (95% interval: {number(d.low)} to {number(d.high)})"
+    return f"{number(abs(d.mean))}{score.points} {'above' if d.mean >= 0 else 'below'} {control}{interval}"
+
+
+def join(names: Sequence[str]) -> str:
+    """Return names as text, such as `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

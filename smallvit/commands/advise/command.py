@@ -1,0 +1,116 @@
+"""smallvit advise: look at a folder of images, try techniques for a given time, and leave an answer and a trained model."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from smallvit.baselines import fitting_patch
+from smallvit.launch.launcher import check_device
+from smallvit.launch.local import cores
+
+from ..inspection import Inspection, inspect_images
+from ..new import findings
+from .advisor import Advisor
+from .plan import Plan, divide, validation_images
+
+FEWEST_MINUTES = 2
+MOST_PATCHES = 36  # of an image: small patches need longer training
+SHOWN = 100  # images that are looked at to see whether they show characters
+EXTREME, STROKES = 0.8, (0.03, 0.5)  # of images of characters: share of pixels that are nearly black or white; share of strokes
+
+
+def main(options: argparse.Namespace) -> int:
+    """Advise on a folder of images. `options` are the arguments of the command line: `folder` has a folder of images for each
+    class, `minutes` is the time, and `into` the folder in which everything is written. Return the exit status 0.
+
+    The trials, the comparison and the last training are recipes in this folder. A command that is started again goes on where
+    it was stopped.
+
+    Raises ValueError for a folder that does not exist or has too few images, for too little time, and for a folder `into` that
+    belongs to other images or options.
+    """
+    folder, out = Path(options.folder).expanduser(), Path(options.into)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
+    if options.minutes < FEWEST_MINUTES:
+        raise ValueError(
+            f"--minutes is {options.minutes:g}; expected at least {FEWEST_MINUTES}, and 15 or more for an answer to rely on"
+        )
+    if options.digits and options.photos:
+        raise ValueError("got --digits and --photos; expected one of them, or none to let smallvit guess")
+    check_device(options.device)
+    print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
+    images = inspect_images(folder, options.digits)
+    guessed = not (options.digits or options.photos)
+    if guessed and shows_characters(folder, images):
+        images = replace(images, digits=True)
+    images = replace(images, patch=fitting_patch(images.size, MOST_PATCHES))
+    print("\n".join([*findings(images), kind(images, guessed)]), flush=True)
+    advisor = Advisor(images, opened_plan(folder, images, out, options), out, options.device, options.started)
+    advisor.plan_trials()
+    print(advisor.describe(), flush=True)
+    advisor.try_groups()
+    advisor.judge()
+    advisor.train_last()
+    print("\n" + " ".join(advisor.write_page()))
+    print(f"\nread {out / 'report.html'}; the model is in {out / 'model'}")
+    return 0
+
+
+def kind(images: Inspection, guessed: bool) -> str:
+    """Return a line that says whether the images show characters or other things, and how to correct it if it was `guessed`."""
+    if images.digits:
+        correct = "; if mirroring an image does not change its label, use --photos" * guessed
+        return f"the images show characters, which are never mirrored{correct}"
+    return "the images may be mirrored" + "; if this changes the label, use --digits" * guessed
+
+
+def shows_characters(folder: Path, images: Inspection) -> bool:
+    """Return whether images seem to show digits or letters: all classes are named by a single character, or the images are
+    gray, nearly all pixels are black or white, and the strokes cover a small part. `images` is what was found in `folder`.
+    """
+    import numpy as np
+
+    from smallvit.data.decode import read_image
+    from smallvit.data.files import find_images
+
+    if all(len(name) == 1 for name in images.classes):
+        return True
+    if images.channels != 1 or not images.unit:
+        return False
+    files = [file for file in find_images(folder).files if file not in images.broken]
+    chosen = files[:: max(1, len(files) // SHOWN)]
+    pixels = [np.asarray(read_image(folder / file, None, "L", "float", name=file)[0], dtype=float).ravel() for file in chosen]
+    extreme = [float(((one < 0.2) | (one > 0.8)).mean()) for one in pixels]
+    strokes = [min(float((one < 0.5).mean()), float((one >= 0.5).mean())) for one in pixels]
+    return float(np.mean(extreme)) >= EXTREME and STROKES[0] <= float(np.mean(strokes)) <= STROKES[1]
+
+
+def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.Namespace) -> Plan:
+    """Return the plan in the folder `out`, or a new one if there is none. `images` is what was found in `folder`, and `options`
+    are the arguments of the command line.
+
+    Raises ValueError if the plan there belongs to another folder or other options.
+    """
+    share, folds = divide(images)
+    new = Plan(
+        folder=str(folder.resolve()),
+        minutes=options.minutes,
+        digits=images.digits,
+        jobs=options.jobs or cores(),
+        share=share,
+        folds=folds,
+        val=validation_images(images, share),
+    )
+    found = Plan.read(out / "plan.json")
+    if found is None:
+        out.mkdir(parents=True, exist_ok=True)
+        return new
+    for name in ("folder", "minutes", "digits", "share", "folds", "val"):
+        if getattr(found, name) != getattr(new, name):
+            raise ValueError(
+                f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"
+                " --into, or delete this folder to begin again"
+            )
+    return found

@@ -1,0 +1,134 @@
+"""The techniques that `smallvit advise` tries on a folder of images, in groups, each with the code that switches it on."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..inspection import Inspection
+
+PRETRAINING_MINUTES = 10  # a shorter search leaves out pretraining, which takes longer than all other options
+
+
+class Option(NamedTuple):
+    """One choice in a group: its name, the settings of a run that it changes as code for `Run.vary`, and how long a training
+    step takes, divided by that of the plain ViT (a rough figure, for the plan of the time).
+
+    A setting whose code is empty is left as it is.
+    """
+
+    name: str
+    changes: dict[str, str]
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options that exclude each other: a ViT has exactly one of them. The first one leaves everything as it is.
+
+    name      what the options are about, such as "first layer"
+    options   the options
+    gain      by how many points the best option was better in the recipes of smallvit at about as many labels, for the order
+              in which groups are tried; None if no recipe measured it
+    source    the recipe that measured it
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    gain: float | None = None
+    source: str = ""
+
+
+# Points by which an option was better than the plain ViT in a committed recipe (its name and its arm), by number of labels. The
+# order of the search comes from them; a test compares them with the records.
+KNOWN = {
+    "augmentation": ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
+    "first layer": ("spt_lsa", "hybrid stem", {100: 2.95, 1_000: 1.03}),
+    "attention": ("spt_lsa", "+LSA", {100: 0.24, 1_000: 0.13}),
+    "pretraining": ("dino", "DINO on the same digits", {10: -11.05, 100: -6.87, 1_000: -6.46}),
+}
+UNKNOWN = 0.5  # the gain of groups that no recipe has measured
+
+
+def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
+    """Return the groups of options to try on a folder of images, in the order in which they should be tried: those first that
+    brought most in the recipes of smallvit at about as many labels. `images` is what was found in the folder, and `minutes` is
+    the time for the whole search.
+    """
+    found = {
+        "augmentation": augmentations(images),
+        "first layer": (
+            Option("patches", {}),
+            *[Option("shifted patches (SPT)", {"tokenizer": "partial(sv.ShiftedPatchEmbed, patch=patch)"}, 1.2)]
+            * (images.patch > 1),
+            Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={stem_layers(images.patch)})"}, 2.0),
+        ),
+        "blocks": (
+            Option("plain blocks", {}),
+            Option("convolution in the blocks", {"block": "partial(sv.ConvShortcutBlock, mlp_ratio=2.0)"}, 2.3),
+        ),
+        "size": (
+            Option("width 64, 4 blocks", {}),
+            Option("width 96", {"dim": "96"}, 1.8),
+            Option("6 blocks", {"depth": "6"}, 1.5),
+        ),
+        "attention": (
+            Option("plain attention", {}),
+            Option("locality attention (LSA)", {"attention": "sv.LocalityAttention"}, 1.1),
+        ),
+        "pretraining": pretrainings(images) if minutes >= PRETRAINING_MINUTES else (),
+    }
+    labels = images.training
+    groups = []
+    for name, options in found.items():
+        if len(options) > 1:
+            recipe, _, gains = KNOWN.get(name, ("", "", {}))
+            gain = gains[min(gains, key=lambda count: abs(count - labels))] if gains else None
+            groups.append(Group(name, tuple(options), gain, recipe))
+    return sorted(groups, key=lambda group: -(UNKNOWN if group.gain is None else group.gain))
+
+
+def stem_layers(patch: int) -> int:
+    """Return the number of layers of a convolutional stem that gives about as many tokens as patches of `patch` pixels."""
+    return max(patch.bit_length() - 1, 1)
+
+
+def augmentations(images: "Inspection") -> tuple[Option, ...]:
+    """Return the options for augmentation. `images` is what was found in the folder of images."""
+    if images.digits:
+        return (
+            Option("no augmentation", {}),
+            Option("mild deformations", {"augment": "sv.augment.digits(0.5)"}),
+            Option("deformations", {"augment": "sv.augment.digits()"}),
+            Option("strong deformations", {"augment": "sv.augment.digits(1.5)"}),
+        )
+    if not images.unit:  # transforms of color expect pixels in [0, 1]
+        moves = "(sv.augment.Flip(), sv.augment.Warp(shift={shift}, scale={scale}))"
+        return (
+            Option("no augmentation", {}),
+            Option("flips and small shifts", {"augment": moves.format(shift=0.06, scale=0.05)}),
+            Option("flips and shifts", {"augment": moves.format(shift=0.125, scale=0.1)}),
+        )
+    geometry = "sv.augment.Flip(), sv.augment.Warp(shift=0.125, scale=0.1)"
+    return (
+        Option("no augmentation", {}),
+        Option("flips and shifts", {"augment": f"({geometry})"}),
+        Option("flips, shifts, light and erasing", {"augment": "sv.augment.photos()[:4]"}),
+        Option("the same, mixup and CutMix", {"augment": "sv.augment.photos()"}),
+    )
+
+
+def pretrainings(images: "Inspection") -> tuple[Option, ...]:
+    """Return the options for training on the same images without their labels before. `images` is what was found in the folder
+    of images.
+    """
+    views = images.digits or images.unit  # transforms of color expect pixels in [0, 1]
+    colors = "" if images.channels == 3 else ", colour=False"
+    crops = "sv.augment.digit_crops(local=0)" if images.digits else f"sv.augment.photo_crops(local=0{colors})"
+    dino = (
+        "{run}.vary(objective=partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97), "
+        f"augment={crops}, unlabelled=True, batch=64, clip=0.0, ema=0.0, evaluators=(sv.knn,))"
+    )
+    return (
+        Option("random weights", {}),
+        *[Option("DINO on the same images", {"init": dino}, 6.0)] * views,
+    )

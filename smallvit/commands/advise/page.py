@@ -1,0 +1,239 @@
+"""The page of `smallvit advise`: the answer first, then what it rests on."""
+
+import base64
+import io
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smallvit.ablation import ArmRun
+from smallvit.launch.scheduler import folder as folder_of_run
+from smallvit.record import Record, write_text
+from smallvit.report.class_figures import confusion_matrices
+from smallvit.report.drawing import DARK, LIGHT
+from smallvit.report.figures import forest
+from smallvit.report.page import page_template, reported
+from smallvit.report.units import score_in, score_of
+from smallvit.verdicts.compare import compare
+from smallvit.verdicts.comparison import Comparison, Row
+
+from .answer import answer, main_rows
+from .doubts import doubts, weak_class
+from .learning_curve import images_or_technique, learning_curve
+from .options import Group, Option
+from .plan import Plan
+from .recipes import ADVICE, PLAIN
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+SHOWN = 12  # images that are drawn
+SIDE = 96  # pixels of a drawn image
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The predictions of all models of one arm (variant) for the images on which they were tested.
+
+    names          the name of the file of each image
+    labels         the class of each image, as a number
+    classes        the names of the classes
+    probabilities  of each class, shape (models, images, classes); NaN for images on which a model was not tested
+    pixels         the pixels of each image, shape (channels, height, width), from 0 to 1
+    """
+
+    names: list[str]
+    labels: "np.ndarray"
+    classes: tuple[str, ...]
+    probabilities: "np.ndarray"
+    pixels: list["Tensor"]
+
+
+def judged_images(entries: Sequence[ArmRun], out: Path, recipe: str) -> Judged:
+    """Return the predictions of finished runs for their test images. `entries` are the runs of one arm (variant), `out` is the
+    folder of all results, and `recipe` is the name of the recipe.
+    """
+    import numpy as np
+
+    from smallvit.evaluate import predictions
+    from smallvit.train import load
+
+    from ..mistakes import name_of
+
+    found: dict[str, int] = {}
+    labels, pixels, rows = [], [], []
+    classes: tuple[str, ...] = ()
+    for entry in entries:
+        images = entry.run.data().at_seed(entry.run.seed).test.open()
+        classes = images.spec.classes
+        probabilities = predictions(load(folder_of_run(entry, out, recipe)).model, images)
+        places = []
+        for place in range(len(images)):
+            name = name_of(images, place, place)
+            if name not in found:
+                found[name] = len(found)
+                labels.append(int(images.labels[place]))
+                pixels.append(images.pixels(slice(place, place + 1))[0])
+            places.append(found[name])
+        rows.append((places, np.asarray(probabilities)))
+    table = np.full((len(rows), len(found), len(classes)), np.nan)
+    for model, (places, values) in enumerate(rows):
+        table[model, places] = values
+    return Judged([*found], np.array(labels), classes, table, pixels)
+
+
+def write_page(
+    path: Path, plan: Plan, groups: Sequence[Group], chosen: Sequence[Option], runs: Sequence[ArmRun], records: Sequence[Record]
+) -> list[str]:
+    """Write the page to `path`, and return the sentences of the answer as a list.
+
+    plan            the plan, with the scores of all trials
+    groups, chosen  the groups that were tried, and the options that were best
+    runs, records   the runs of the recipe that judges the choice, and their results
+    """
+    from markupsafe import Markup
+
+    comparison = compare(records)
+    best = ADVICE if ADVICE in comparison.arms else PLAIN
+    entries = [entry for entry in runs if entry.arm == best and entry.labels is None]
+    judged = judged_images(entries, path.parent / "runs", "recipe")
+    sentences = answer(comparison, chosen)
+    labels = judged.labels.tolist()
+    found = doubts(judged.probabilities, labels, classes=judged.classes, names=judged.names, shown=SHOWN)
+    with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))
+    own = [record for record in reported(records) if record.arm == best and record.labels is None]
+    score = score_in(comparison)
+    page = {
+        "title": f"Advice for {Path(plan.folder).name}",
+        "light": LIGHT,
+        "dark": DARK,
+        "sentences": sentences,
+        "score": score.capital + score.unit,
+        "rows": [row_of(row) for row in main_rows(comparison).values()],
+        "judged": division(plan, len(judged.names)),
+        "unit": "pass" if plan.folds else "seed",
+        "forest": Markup(forest(with_all)),
+        "confusion": Markup(confusion_matrices(with_all, own)),
+        "trials": trial_tables(plan, groups),
+        "commands": commands(path.parent),
+        "help": what_would_help(comparison, judged, best, training_images(entries[0])),
+        "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
+        "doubts": found.wrong.text,
+        "division": division_of_trials(plan),
+        "deeper": deeper(path.parent),
+    }
+    write_text(path, page_template("smallvit.commands.advise", "page.html").render(page))
+    return sentences
+
+
+def row_of(row: Row) -> dict[str, str]:
+    """Return the texts of one line of the table of models. `row` holds the results of an arm (variant)."""
+    score = score_of(row)
+    verdict = {"better": "better than {}", "worse": "worse than {}", "inconclusive": "no difference from {} was shown"}
+    text = verdict.get(row.verdict or "", "").format(row.baseline)
+    reason = f" ({row.reason})" * bool(row.reason and text)
+    params, macs = row.budget.get("params"), row.budget.get("macs")
+    return {
+        "name": row.arm,
+        "value": "–" if row.mean is None else score.number(row.mean) + (f" ± {score.number(row.sd)}" if row.sd else ""),
+        "params": f"{params:,.0f}" if params else "–",
+        "macs": f"{macs / 1e6:,.2f} M" if macs else "–",
+        "verdict": text + reason,
+    }
+
+
+def division(plan: Plan, images: int) -> str:
+    """Return a sentence that says on which images the models were judged. `images` is their number."""
+    if plan.folds:
+        return (
+            f"Mean and standard deviation over {plan.passes} passes. No trial has read the {images:,} images on which the "
+            "models were tested. In a pass each of them is tested once, by a model that was trained on all other images."
+        )
+    return f"Mean and standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has read."
+
+
+def division_of_trials(plan: Plan) -> str:
+    """Return a sentence that says how the options were tried."""
+    part = f"{1 - (plan.share or 0):.0%} of the images" if plan.folds else "the training images"
+    return (
+        f"Options were tried one group after another on {part}, with {plan.steps:,} training steps; {plan.val} of these images "
+        "were for validation, other ones for each seed. The best option of a group was kept for the next one. These scores "
+        "flatter the best option, so it was judged anew on other images."
+    )
+
+
+def trial_tables(plan: Plan, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the scores of all trials for the page: for each group its name and its options."""
+    tables = []
+    for group in groups:
+        options = [
+            {
+                "name": name,
+                "value": "–" if score is None else f"{100 * score:.1f}",
+                "seeds": seeds,
+                "chosen": name == plan.chosen[group.name],
+            }
+            for name, score, seeds in plan.trials.get(group.name, [])
+        ]
+        if options:
+            tables.append({"name": f"{group.name[0].upper()}{group.name[1:]}", "options": options})
+    return tables
+
+
+def commands(out: Path) -> list[str]:
+    """Return the commands that use the model in the folder `out`."""
+    model = shlex.quote(str(out / "model"))
+    return [
+        f"smallvit predict {model} IMAGES -o predictions.csv",
+        f"smallvit export {model} {shlex.quote(str(out / 'model.onnx'))}",
+    ]
+
+
+def deeper(out: Path) -> list[str]:
+    """Return sentences that say where the evidence in the folder `out` is."""
+    return [
+        "`recipe.py`: the comparison above as a recipe, to read, to change and to run: "
+        f"`smallvit run {shlex.quote(str(out / 'recipe.py'))} --out {shlex.quote(str(out / 'runs'))}`.",
+        "`runs/recipe/report.html`: the full report of this comparison, with all tables and figures.",
+        "`trials_*.py`: the trials as recipes. `plan.json`: every decision.",
+    ]
+
+
+def what_would_help(comparison: Comparison, judged: Judged, best: str, training: int) -> list[str]:
+    """Return sentences about what would make the model better: more images, and of which class. `comparison` holds the results,
+    and `best` is the arm (variant) of which `judged` are the predictions. `training` is the number of training images of a run.
+    """
+    lines = []
+    rows = [row for row in comparison.rows if row.arm == best and row.values]
+    passes = min(len(row.values) for row in rows)
+    if len(rows) > 1 and passes > 1 and score_of(rows[0]).percent:
+        measured = {row.labels or training: row.values[:passes] for row in rows}
+        curve = learning_curve(measured, test_images=len(judged.names), folds=bool(rows[0].folds), now=training)
+        each = ", ".join(f"{100 * (1 - curve.measured[n].mean):.1f}% with {n:,}" for n in measured if n != training)
+        lines.append(f"{curve.text} Measured: {each}, and {100 * (1 - curve.measured[training].mean):.1f}% with {training:,}.")
+        technique = main_rows(comparison).get(ADVICE)
+        if technique and technique.difference:
+            d = technique.difference
+            lines.append(images_or_technique(curve, "the choice of the technique", d.mean, d.low, d.high).text)
+    return [*lines, weak_class(judged.probabilities, judged.labels.tolist(), classes=judged.classes).text]
+
+
+def training_images(entry: ArmRun) -> int:
+    """Return the number of training images of a run."""
+    data = entry.run.data().at_seed(entry.run.seed)
+    return len(data.subset(labels=entry.run.labels, val=entry.run.val, seed=entry.run.seed).train)
+
+
+def picture(pixels: "Tensor") -> str:
+    """Return an image (channels, height, width), with pixels from 0 to 1, as the address of a PNG image for HTML."""
+    from PIL import Image
+
+    values = (255 * pixels.clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
+    image = Image.fromarray(values[..., 0] if values.shape[-1] == 1 else values)
+    factor = max(1, SIDE // max(image.size))
+    buffer = io.BytesIO()
+    image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,247 @@
+"""smallvit advise: the plan, the recipes that it writes, the choice, the sentences of the answer, stopping and starting again."""
+
+import random
+import re
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from smallvit.__main__ import main
+from smallvit.commands.advise import command, plan
+from smallvit.commands.advise.advisor import Advisor
+from smallvit.commands.advise.answer import join
+from smallvit.commands.advise.command import opened_plan, shows_characters
+from smallvit.commands.advise.options import KNOWN, Option, groups_of_options
+from smallvit.commands.advise.plan import (
+    LONGEST,
+    MOST_PASSES,
+    MOST_STEPS,
+    Plan,
+    divide,
+    length_of_judging,
+    runs_of,
+    steps_of_trials,
+    validation_images,
+)
+from smallvit.commands.advise.recipes import ADVICE, CNN, PLAIN, final_recipe, last_recipe, options_of, trial_recipe
+from smallvit.commands.inspection import inspect_images
+from smallvit.recipe import find_recipe, load_recipe
+from smallvit.record import read_records
+from smallvit.verdicts.compare import compare
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random.seed(0)
+
+
+def draw(file: Path, kind: str, size: int = 16, mode: str = "RGB"):
+    """Draw a filled circle or square at a random place."""
+    image = Image.new("RGB", (size, size), "white")
+    x, y, r = random.randint(5, size - 6), random.randint(5, size - 6), 3
+    paint = ImageDraw.Draw(image)
+    (paint.ellipse if kind == "circle" else paint.rectangle)((x - r, y - r, x + r, y + r), fill="black")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    image.convert(mode).save(file)
+
+
+def shapes(count: int = 20, folder: str = "shapes", names=("circle", "square"), mode: str = "RGB") -> Path:
+    """A folder of circles and squares, `count` of each."""
+    for kind, name in zip(("circle", "square"), names):
+        for number in range(count):
+            draw(Path(folder) / name / f"{number}.png", kind, mode=mode)
+    return Path(folder)
+
+
+def options(**changes) -> Namespace:
+    defaults = {"folder": "shapes", "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu"}
+    return Namespace(**defaults | changes)
+
+
+# What is found, and how images are divided
+
+
+def test_characters_are_recognized_and_photos_are_not():
+    letters = shapes(names=("a", "b"))
+    assert shows_characters(letters, inspect_images(letters))
+    strokes = shapes(folder="ink", mode="L")
+    assert shows_characters(strokes, inspect_images(strokes))
+    for kind in ("cat", "dog"):
+        for number in range(4):
+            path = Path("photos") / kind / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((16, 16), 40).convert("RGB").save(path)
+    assert not shows_characters(Path("photos"), inspect_images(Path("photos")))
+
+
+def test_images_for_the_judgement_are_a_large_part_of_few_images_and_a_small_one_of_many():
+    images = inspect_images(shapes())
+    assert divide(images) == (0.4, 5) and validation_images(images, 0.4) == 6
+
+    def of_size(count):
+        return replace(images, counts={"pool": {"circle": count, "square": count}})
+
+    assert divide(of_size(1_000))[0] == 0.2 and divide(of_size(10_000))[0] == 0.1
+    with pytest.raises(ValueError, match=r"'circle' has 6 images.*needs at least 8 of each class"):
+        divide(of_size(6))
+    parts = replace(images, counts={"train": {"circle": 9, "square": 9}, "test": {"circle": 9, "square": 9}})
+    assert divide(parts) == (None, None)
+
+
+# Options and their order
+
+
+def test_groups_are_tried_in_the_order_of_what_is_known():
+    images = inspect_images(shapes())
+    names = [group.name for group in groups_of_options(images, 30)]
+    assert names[:2] == ["augmentation", "first layer"] and names[-1] == "pretraining"
+    assert "pretraining" not in [group.name for group in groups_of_options(images, 5)]
+    for group in groups_of_options(images, 30):
+        assert not group.options[0].changes and len(group.options) > 1
+
+
+@pytest.mark.parametrize("group", KNOWN)
+def test_what_is_known_is_what_the_committed_records_say(group):
+    recipe, arm, gains = KNOWN[group]
+    path = find_recipe(recipe).with_suffix(".jsonl")
+    rows = [row for row in compare(read_records(path)).main_rows if row.arm == arm and row.difference]
+    assert {row.labels: round(100 * row.difference.mean, 2) for row in rows} == gains
+
+
+# The time
+
+
+def test_trials_fit_into_their_share_of_the_time():
+    groups = groups_of_options(inspect_images(shapes()), 15)
+    for minutes, step in ((2, 0.02), (5, 0.005), (15, 0.01), (15, 0.2), (120, 0.01)):
+        steps, count = steps_of_trials(groups, minutes, 20.0, step, 2)
+        assert 1 <= count <= len(groups) and 50 <= steps <= MOST_STEPS
+        seconds = steps * step * sum(sum(runs_of(group)) for group in groups[:count]) / 2
+        assert seconds <= 60 * minutes * 0.4 or (count == 1 and steps == 200)
+
+
+@pytest.mark.parametrize(
+    ("one_pass", "last", "left", "expected"),
+    [
+        (10.0, 5.0, 65.0, (1_000, 6)),
+        (10.0, 5.0, 40.0, (1_000, 3)),
+        (10.0, 5.0, 12.5, (500, 2)),
+        (10.0, 5.0, 130.0, (2_000, 6)),
+        (1.0, 0.5, 1_000.0, (1_000 * LONGEST, MOST_PASSES)),
+    ],
+)
+def test_six_passes_are_wanted_first_then_longer_training_then_more_passes(one_pass, last, left, expected):
+    assert length_of_judging(one_pass, last, left, 1_000) == expected
+
+
+# The recipes
+
+
+def test_all_recipes_can_be_loaded_and_say_what_they_do():
+    images = replace(inspect_images(shapes()), patch=4)
+    made = Plan("shapes", 15, False, 2, 0.4, 5, 6, steps=300, final_steps=600, passes=3, sizes=[8, 16])
+    groups = groups_of_options(images, 15)
+    chosen = [group.options[-1] for group in groups]
+    for number, group in enumerate(groups):
+        others = [option for option in chosen if option not in group.options]
+        file = Path(f"trial_{number}.py")
+        file.write_text(trial_recipe(images, made, group, others))
+        runs = load_recipe(file).RUNS
+        assert [entry.arm for entry in runs] == [option.name for option in group.options]
+        assert all(entry.run.steps == 300 and entry.run.val == 6 for entry in runs)
+    Path("recipe.py").write_text(final_recipe(images, made, chosen))
+    runs = load_recipe("recipe.py").RUNS
+    judged = {entry.arm: entry for entry in runs if entry.labels is None}
+    assert {PLAIN, ADVICE, CNN} < {*judged} and judged[CNN].baseline == ADVICE
+    assert judged[ADVICE].run.augment == judged[CNN].run.augment != judged[PLAIN].run.augment == ()
+    assert {entry.labels for entry in runs} == {None, 8, 16}
+    trial = load_recipe("trial_0.py").RUNS[0].run.data()
+    assert trial.test.count == 16 and len(trial.train) == 24
+    held_out = {*trial.test.open().files}
+    tested = [{*judged[PLAIN].run.data().at_seed(seed).test.open().files} for seed in range(5)]
+    assert set.union(*tested) == held_out and sum(map(len, tested)) == 16  # what no trial has read, each image once
+    Path("last.py").write_text(last_recipe(images, made, chosen))
+    (entry,) = load_recipe("last.py").RUNS
+    assert len(entry.run.data().train) == 40
+    assert entry.run.steps == 600 and entry.run.augment == judged[ADVICE].run.augment
+
+
+def test_nothing_chosen_gives_a_comparison_of_the_plain_vit_and_the_cnn():
+    images = inspect_images(shapes())
+    made = Plan("shapes", 15, False, 2, 0.4, 5, 6, steps=300, final_steps=600, passes=2)
+    Path("recipe.py").write_text(final_recipe(images, made, []))
+    runs = load_recipe("recipe.py").RUNS
+    arms = {entry.arm: entry for entry in runs}
+    assert ADVICE not in arms and arms[CNN].baseline == PLAIN
+
+
+def test_options_that_change_nothing_are_not_a_part_of_the_choice():
+    groups = groups_of_options(inspect_images(shapes()), 15)
+    chosen = {group.name: group.options[0].name for group in groups} | {"first layer": "convolutional stem"}
+    assert [option.name for option in options_of(groups, chosen)] == ["convolutional stem"]
+
+
+# The command
+
+
+def test_plan_is_kept_and_belongs_to_one_folder_and_one_time():
+    images = inspect_images(shapes())
+    kept = opened_plan(Path("shapes"), images, Path("advice"), options())
+    kept.steps, kept.chosen = 300, {"augmentation": "flips and shifts"}
+    kept.write(Path("advice/plan.json"))
+    assert opened_plan(Path("shapes"), images, Path("advice"), options()) == kept
+    with pytest.raises(ValueError, match=r"advice with minutes 15.0, and now it is 30.0; use another --into"):
+        opened_plan(Path("shapes"), images, Path("advice"), options(minutes=30.0))
+    Path("advice/plan.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a plan of this version"):
+        opened_plan(Path("shapes"), images, Path("advice"), options())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "there is no folder .*nowhere"),
+        (["shapes", "--minutes", "1"], "--minutes is 1; expected at least 2"),
+        (["shapes", "--digits", "--photos"], "got --digits and --photos"),
+        (["few"], "needs at least 8 of each class"),
+    ],
+)
+def test_wrong_arguments_are_refused(words, message, capsys):
+    shapes(2, "few")
+    shapes(8)
+    assert main(["advise", *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_texts_of_the_answer():
+    assert join(["a"]) == "a" and join(["a", "b", "c"]) == "a, b and c"
+    assert Option("x", {}).cost == 1
+
+
+@pytest.mark.slow
+def test_a_folder_becomes_an_answer_and_a_model_also_after_an_interruption(monkeypatch, capsys):
+    shapes(20)
+    monkeypatch.setattr(command, "FEWEST_MINUTES", 0.1)
+    monkeypatch.setattr(plan, "FEWEST_STEPS", 20)
+    words = ["advise", "shapes", "--minutes", "0.2", "--photos", "--jobs", "2"]
+    stopped = Advisor.judge
+    monkeypatch.setattr(Advisor, "judge", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(words) == 130
+    decided = Plan.read(Path("advice/plan.json"))
+    assert decided and decided.chosen and not decided.passes
+    monkeypatch.setattr(Advisor, "judge", stopped)
+    assert main(words) == 0
+    after = Plan.read(Path("advice/plan.json"))
+    assert after and after.chosen == decided.chosen and after.trials == decided.trials and after.passes >= 2
+    output = capsys.readouterr().out
+    page = Path("advice/report.html").read_text()
+    assert "on images that no trial has" in output and "A small CNN with the same augmentation" in page
+    assert "://" not in page.replace("http://www.w3.org", "")
+    assert main(["predict", "advice/model", "shapes/circle/0.png"]) == 0
+    assert re.search(r"shapes/circle/0.png,(circle|square),", capsys.readouterr().out)
+    assert main(words) == 0  # nothing is trained again
+    assert "training" not in capsys.readouterr().err.partition("reading the images")[2].partition("\n")[2]
