@@ -42,17 +42,9 @@ Limits    Nothing was chosen here: batch size, learning rate and the initializat
 
 from functools import partial
 
-from smallvit import Block, PatchEmbed, Run, SinCos1d, SinCos2d, ViT, ablate, augment, imagenet_vit_s, mnist
+from smallvit import Block, PatchEmbed, SinCos1d, SinCos2d, Tune, ablate, imagenet_vit_s, mnist_baseline
 
-block = partial(Block, mlp_ratio=2.0)
-center = Run(
-    data=mnist,
-    model=partial(ViT, tokenizer=partial(PatchEmbed, patch=7), block=block, dim=64, depth=4, heads=4),
-    augment=augment.digits(),
-    steps=800,
-    batch=32,
-    lr=2e-3,
-)
+center = mnist_baseline().vary(steps=2_400)
 
 RUNS = ablate(
     {
@@ -64,8 +56,10 @@ RUNS = ablate(
         "no positions": center.vary(position=None),
         "1-D sines": center.vary(position=SinCos1d),
         "2-D sines": center.vary(position=partial(SinCos2d, temperature=10_000, centered=False, amplitude=1.0)),
-        "post-norm": center.vary(block=partial(block, norm_first=False)),
+        "post-norm": center.vary(block=partial(Block, mlp_ratio=2.0, norm_first=False)),
     },
     labels=[1_000],
+    seeds=range(6),
+    tune=Tune({"lr": (3e-4, 6e-3)}, trials=8, seeds=4, val=3_000, steps=0.25),
     extra_references=imagenet_vit_s(center, patch=7, scratch=False),
 )
