@@ -87,8 +87,8 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
 
 def import_recipe(path: Path) -> Any:
     """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. A file that was imported
-    before is not imported again. `path` is the absolute path of the file. Unlike `load_recipe`, this function adds no runs with
-    tuned settings.
+    before is not imported again, unless it was changed. `path` is the absolute path of the file. Unlike `load_recipe`, this
+    function adds no runs with tuned settings.
 
     The module gets the list `DECLARED` of the runs that the file itself lists.
     """
@@ -101,17 +101,18 @@ def import_recipe(path: Path) -> Any:
     if not path.stem.replace("-", "_").isidentifier():
         raise ValueError(f"the recipe file is called {path.name!r}; expected letters, digits, '_' and '-' before .py")
     name = f"recipes.{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    loader = SourceFileLoader(name, str(path))
-    module: Any = module_from_spec(ModuleSpec(name, loader, origin=str(path)))
+    code = path.read_bytes() if path.exists() else b""
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path) and getattr(known, "CODE", None) == code:
+        return known
+    module: Any = module_from_spec(ModuleSpec(name, SourceFileLoader(name, str(path)), origin=str(path)))
     module.__file__ = str(path)
     sys.modules[name] = module
     try:
         text = path.read_text(encoding="utf-8")
         check_repeated_keys(text)
-        module.DEFINITIONS = definitions(text)
-        loader.exec_module(module)
+        module.CODE, module.DEFINITIONS = code, definitions(text)
+        exec(compile(text, str(path), "exec"), vars(module))  # the loader's cache might not notice a change within a second
     except Exception as error:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from smallvit.__main__ import main
 from smallvit.commands.advise import command, plan
 from smallvit.commands.advise.advisor import Advisor
-from smallvit.commands.advise.answer import join
+from smallvit.commands.advise.answer import answer, join, model_to_keep
 from smallvit.commands.advise.command import opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options
 from smallvit.commands.advise.plan import (
@@ -30,7 +30,9 @@ from smallvit.commands.advise.recipes import ADVICE, CNN, PLAIN, final_recipe, l
 from smallvit.commands.inspection import inspect_images
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import read_records
+from smallvit.run import describe
 from smallvit.verdicts.compare import compare
+from smallvit.verdicts.comparison import Comparison
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +170,10 @@ def test_all_recipes_can_be_loaded_and_say_what_they_do():
     (entry,) = load_recipe("last.py").RUNS
     assert len(entry.run.data().train) == 40
     assert entry.run.steps == 600 and entry.run.augment == judged[ADVICE].run.augment
+    for kept in (PLAIN, CNN):
+        Path("last.py").write_text(last_recipe(images, made, chosen, kept))
+        (entry,) = load_recipe("last.py").RUNS
+        assert len(entry.run.data().train) == 40 and describe(entry.run.model) == describe(judged[kept].run.model)
 
 
 def test_nothing_chosen_gives_a_comparison_of_the_plain_vit_and_the_cnn():
@@ -222,6 +228,35 @@ def test_texts_of_the_answer():
     assert Option("x", {}).cost == 1
 
 
+def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
+    """A comparison in which the plain ViT reaches 90% and the others have these verdicts and means."""
+    found = compare(read_records(find_recipe("regularise").with_suffix(".jsonl")))
+    row = next(row for row in found.main_rows if row.arm == "mixup")
+    arms = {PLAIN: (None, 0.9), ADVICE: advice, CNN: cnn}
+    condition = row.condition._replace(labels=None)
+    rows = [replace(row, condition=condition, arm=arm, verdict=verdict, mean=mean) for arm, (verdict, mean) in arms.items()]
+    return replace(found, rows=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("advice", "cnn", "kept", "first", "second"),
+    [
+        (("better", 0.95), ("worse", 0.9), ADVICE, "Use a ViT with stem:", "A small CNN with the same augmentation is worse"),
+        (("better", 0.95), ("better", 0.97), CNN, "Use a small CNN:", "If you want a ViT, use a ViT with stem"),
+        (("inconclusive", 0.91), ("better", 0.97), CNN, "Use a small CNN:", "A ViT with stem was best in the trials"),
+        (("inconclusive", 0.91), ("inconclusive", 0.92), ADVICE, "A ViT with stem was best", "no difference was shown"),
+        (("worse", 0.8), ("inconclusive", 0.82), PLAIN, "Use the plain ViT", "no difference was shown"),
+        (("worse", 0.8), ("better", 0.85), PLAIN, "Use the plain ViT", "A small CNN with the same augmentation reaches 85.0%"),
+        (("worse", 0.8), ("better", 0.95), CNN, "Use a small CNN:", "If you want a ViT, use the plain ViT"),
+    ],
+)
+def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, first, second):
+    comparison = judged(advice, cnn)
+    assert model_to_keep(comparison) == kept
+    sentences = answer(comparison, [Option("stem", {"dim": "96"})])
+    assert sentences[0].startswith(first) and second in sentences[1]
+
+
 @pytest.mark.slow
 def test_a_folder_becomes_an_answer_and_a_model_also_after_an_interruption(monkeypatch, capsys):
     shapes(20)
@@ -239,7 +274,7 @@ def test_a_folder_becomes_an_answer_and_a_model_also_after_an_interruption(monke
     assert after and after.chosen == decided.chosen and after.trials == decided.trials and after.passes >= 2
     output = capsys.readouterr().out
     page = Path("advice/report.html").read_text()
-    assert "on images that no trial has" in output and "A small CNN with the same augmentation" in page
+    assert "on images that no trial has" in output and re.search("small CNN.* reaches", page)
     assert "://" not in page.replace("http://www.w3.org", "")
     assert main(["predict", "advice/model", "shapes/circle/0.png"]) == 0
     assert re.search(r"shapes/circle/0.png,(circle|square),", capsys.readouterr().out)

@@ -619,3 +619,12 @@ def test_edited_class_of_a_recipe_is_trained_again_but_not_after_a_comment(workd
 
     assert trained(recipe) == 1 and trained("# a comment\n" + recipe) == 1
     assert trained(recipe.replace("gain = 1.0", "gain = 2.0")) == 2
+
+
+def test_changed_recipe_file_is_imported_again_and_an_unchanged_one_is_not(workdir):
+    path = workdir / "changing.py"
+    path.write_text(RECIPE)
+    first = load_recipe(path)
+    assert load_recipe(path) is first
+    path.write_text(RECIPE.replace('"scratch":', '"another":'))
+    assert {entry.arm for entry in load_recipe(path).RUNS} >= {"another"} and "scratch" not in {e.arm for e in load_recipe(path).RUNS}

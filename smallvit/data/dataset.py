@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smallvit.rng import shuffled
 
-from .folds import Fold, balanced_split, draw_folds, first_folds, held_out_part
+from .folds import Fold, balanced_split, draw_folds, first_folds, held_out_part, random_order
 from .images import DataSpec, HeldOut, Images, with_moments
 from .repeats import same_pixels, warn_of_repeats
 
@@ -253,7 +253,7 @@ class Dataset:
             order, val_index = balanced_split(self.train.labels, held_out, seed, "subset", self.groups)
         else:
             order, _ = balanced_split(self.train.labels, 0, seed, "subset")
-            val_index = torch.tensor(shuffled(list(range(len(self.val))), seed, "val")[:val], dtype=torch.int64)
+            val_index = random_order(len(self.val), seed, "val")[:val]
         self._check_class_sizes(labels, order, seed)
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 

@@ -19,9 +19,11 @@ from smallvit.numerics import Numerics
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, write_text
 from smallvit.tuning import FIRST_SEED
+from smallvit.verdicts import compare
 
+from .answer import model_to_keep
 from .options import Group, Option, groups_of_options
-from .page import write_page
+from .page import kept_text, write_page
 from .plan import MOST_PASSES, SPARE, Plan, length_of_judging, runs_of, steps_of_trials
 from .recipes import IMAGES_TO_LEARN, final_recipe, last_recipe, options_of, trial_recipe
 from .screening import try_options
@@ -187,7 +189,7 @@ class Advisor:
         plan, folds = self.plan, self.plan.folds or 1
         step = plan.step + (plan.best_step if self.chosen else 0.0) + CNN_COST * plan.step
         one_pass = folds * (plan.steps * step + 2 * REFERENCE_SECONDS) * plan.slower / plan.jobs
-        return one_pass, ALONE * plan.steps * (plan.best_step or plan.step)
+        return one_pass, ALONE * plan.steps * max(plan.best_step, CNN_COST * plan.step)
 
     @property
     def last_seconds(self) -> float:
@@ -240,12 +242,17 @@ class Advisor:
     # The model
 
     def train_last(self) -> Path:
-        """Train the choice with all images, for the user. Return the folder of the model."""
+        """Train the model that was best on the images that no trial has read with all images, for the user. Return the folder
+        of the model.
+        """
+        from ..report import collect
+
         model = self.out / "model"
         if model.exists():
             return model
-        self.say("training the model with all images")
-        path = self.write_recipe("last_training", last_recipe(self.images, self.plan, self.chosen))
+        kept = model_to_keep(compare(collect(self.final_runs, self.runs, self.final_recipe.stem)))
+        self.say(f"training the model with all images: {kept_text(kept, self.chosen)}")
+        path = self.write_recipe("last_training", last_recipe(self.images, self.plan, self.chosen, kept))
         runs = load_recipe(path).RUNS
         (record,) = launch(
             runs, self.runs, recipe=path.stem, source=path, validation_only=True, retry=True, show=self.save, **self.options
@@ -259,7 +266,6 @@ class Advisor:
         unfinished.rename(model)
         self.save()
         return model
-
 
     # The page
 

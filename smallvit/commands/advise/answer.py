@@ -15,28 +15,43 @@ def main_rows(comparison: Comparison) -> dict[str, Row]:
     return {row.arm: row for row in comparison.rows if row.labels is None}
 
 
+def model_to_keep(comparison: Comparison) -> str:
+    """Return the name of the arm (variant) whose model is given to the user. It is the small CNN if it was shown to be better
+    than the ViT that is advised, and else this ViT: the one with the chosen options, if it was not shown to be worse than the
+    plain ViT.
+    """
+    rows = main_rows(comparison)
+    vit = rows[PLAIN] if ADVICE not in rows or rows[ADVICE].verdict == "worse" else rows[ADVICE]
+    cnn = rows[CNN]
+    return CNN if cnn.verdict == "better" and (cnn.mean or 0) >= (vit.mean or 0) else vit.arm
+
+
 def answer(comparison: Comparison, chosen: Sequence[Option]) -> list[str]:
-    """Return the answer in two sentences: which technique to use, and how a small CNN compares. `comparison` holds the results,
-    and `chosen` are the options that were best in the trials.
+    """Return the answer in two or three sentences: which model and which technique to use, and how a small CNN compares with
+    them. `comparison` holds the results, and `chosen` are the options that were best in the trials.
     """
     rows = main_rows(comparison)
     best = rows.get(ADVICE, rows[PLAIN])
-    return [technique(rows, chosen), small_cnn(rows[CNN], best), *raw_pixels(rows, best)]
+    if model_to_keep(comparison) == CNN:
+        first = [better_cnn(rows[CNN], best), technique(rows, chosen, "If you want a ViT, use")]
+    else:
+        first = [technique(rows, chosen), small_cnn(rows[CNN], best)]
+    return [*first, *raw_pixels(rows, best)]
 
 
-def technique(rows: dict[str, Row], chosen: Sequence[Option]) -> str:
-    """Return a sentence that says which technique to use."""
+def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:
+    """Return a sentence that says which technique to use. Advice begins with the word `use`."""
     plain, advice = rows[PLAIN], rows.get(ADVICE)
     if advice is None:
         seen = "on images that no trial has seen"
-        return f"Use the plain ViT: no option was better in the trials. It reaches {value(plain)} {seen}."
+        return f"{use} the plain ViT: no option was better in the trials. It reaches {value(plain)} {seen}."
     names = join([option.name for option in chosen])
     reaches = f"{value(advice)} on images that no trial has seen"
     if advice.verdict == "better":
-        return f"Use a ViT with {names}: it reaches {reaches}, {gap(advice, 'the plain ViT')}."
+        return f"{use} a ViT with {names}: it reaches {reaches}, {gap(advice, 'the plain ViT')}."
     if advice.verdict == "worse":
         return (
-            f"Use the plain ViT, which reaches {value(plain)}: the options that were best in the trials ({names}) reach "
+            f"{use} the plain ViT, which reaches {value(plain)}: the options that were best in the trials ({names}) reach "
             f"{reaches}, {gap(advice, 'the plain ViT')}."
         )
     return (
@@ -45,13 +60,21 @@ def technique(rows: dict[str, Row], chosen: Sequence[Option]) -> str:
     )
 
 
+def better_cnn(cnn: Row, best: Row) -> str:
+    """Return a sentence that advises a small CNN, which is better than the ViT that would be advised."""
+    ratio = cost_ratio(cnn, best)
+    cost = f", with {ratio} times its multiply-adds" * bool(ratio)
+    reaches = f"{value(cnn)} on images that no trial has seen"
+    return f"Use a small CNN: it reaches {reaches}, {gap(cnn, 'the best ViT')}{cost}."
+
+
 def small_cnn(cnn: Row, best: Row) -> str:
     """Return a sentence that compares a small CNN with the ViT that is advised."""
     ratio = cost_ratio(cnn, best)
     cost = f" with {ratio} times the multiply-adds" * bool(ratio)
     difference = gap(cnn, "this ViT")
-    if cnn.verdict == "better":
-        return f"A small CNN with the same augmentation is better still: it reaches {value(cnn)}{cost}, {difference}."
+    if cnn.verdict == "better":  # than the chosen ViT, which is worse than the plain one
+        return f"A small CNN with the same augmentation reaches {value(cnn)}{cost}, {difference}."
     if cnn.verdict == "worse":
         return f"A small CNN with the same augmentation is worse: it reaches {value(cnn)}{cost}, {difference}."
     return f"A small CNN with the same augmentation reaches {value(cnn)}{cost}; no difference was shown: it is {difference}."

@@ -19,7 +19,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
-from .answer import answer, main_rows
+from .answer import answer, join, main_rows, model_to_keep
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
@@ -97,7 +97,7 @@ def write_page(
     from markupsafe import Markup
 
     comparison = compare(records)
-    best = ADVICE if ADVICE in comparison.arms else PLAIN
+    best = model_to_keep(comparison)
     entries = [entry for entry in runs if entry.arm == best and entry.labels is None]
     judged = judged_images(entries, path.parent / "runs", "recipe")
     sentences = answer(comparison, chosen)
@@ -119,7 +119,8 @@ def write_page(
         "confusion": Markup(confusion_matrices(with_all, own)),
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
-        "help": what_would_help(comparison, judged, best, training_images(entries[0])),
+        "kept": kept_text(best, chosen),
+        "help": what_would_help(comparison, judged, training_images(entries[0])),
         "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan),
@@ -202,11 +203,19 @@ def deeper(out: Path) -> list[str]:
     ]
 
 
-def what_would_help(comparison: Comparison, judged: Judged, best: str, training: int) -> list[str]:
+def kept_text(arm: str, chosen: Sequence[Option]) -> str:
+    """Return what the model that is given to the user is, as text. `arm` is the name of the arm (variant)."""
+    if arm != ADVICE:
+        return f"the {arm}"
+    return f"a ViT with {join([option.name for option in chosen])}"
+
+
+def what_would_help(comparison: Comparison, judged: Judged, training: int) -> list[str]:
     """Return sentences about what would make the model better: more images, and of which class. `comparison` holds the results,
-    and `best` is the arm (variant) of which `judged` are the predictions. `training` is the number of training images of a run.
+    and `judged` the predictions of the model that is given to the user. `training` is the number of training images of a run.
     """
     lines = []
+    best = ADVICE if ADVICE in comparison.arms else PLAIN  # with fewer images only this arm was trained
     rows = [row for row in comparison.rows if row.arm == best and row.values]
     passes = min(len(row.values) for row in rows)
     if len(rows) > 1 and passes > 1 and score_of(rows[0]).percent:

@@ -93,7 +93,6 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
     augmentation. If the plan has a learning curve, it is a second comparison.
     """
     judged = replace(images, folds=plan.folds, test=plan.share)
-    same = {field: code for field, code in merged(chosen).items() if field == "augment"}
     names = ", ".join(option.name for option in chosen if option.changes)
     what = f"the chosen options ({names})" if names else "no option: none was better in the trials"
     part = (
@@ -107,12 +106,8 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
         f"Setup     {ADVICE}: a small ViT with {what}.\n          {part}\n"
         '"""'
     )
-    arms = {PLAIN: "scratch"}
-    if merged(chosen):
-        arms[ADVICE] = ADVICE
+    arms = arms_of(chosen)
     control = ADVICE if ADVICE in arms else PLAIN
-    cnn = "".join(f", {field}={code}" for field, code in same.items())
-    arms[CNN] = f"scratch.vary(model=sv.SmallCNN{cnn})"
     lines = ["arms = {", *(f'    "{name}": {code},' for name, code in arms.items()), "}"]
     several = f"    labels=[{', '.join(f'{size:_}' for size in plan.sizes)}, None],"
     seeds = f"    seeds=range({plan.passes})," + f"  # passes of {plan.folds} folds" * bool(plan.folds)
@@ -140,13 +135,23 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
     return "\n\n".join([*parts, "\n".join(lines), "\n".join(runs)]) + "\n"
 
 
-def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> str:
-    """Return the text of the recipe of the model that is given to the user: the choice, trained on all images."""
+def arms_of(chosen: Sequence[Option]) -> dict[str, str]:
+    """Return the code of each arm (variant) that is judged, by its name. Without chosen options there is no arm `advice`."""
+    changes = merged(chosen)
+    augmentation = f", augment={changes['augment']}" if "augment" in changes else ""
+    arms = {PLAIN: "scratch"} | ({ADVICE: ADVICE} if changes else {})
+    return arms | {CNN: f"scratch.vary(model=sv.SmallCNN{augmentation})"}
+
+
+def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option], kept: str = ADVICE) -> str:
+    """Return the text of the recipe of the model that is given to the user: the arm (variant) `kept`, trained on all images."""
     everything = replace(images, folds=None, test=0.0 if plan.share else None)
     head = f'"""The model of smallvit advise: trained on all images in {plan.folder}, so that no test images are left."""'
     parts = [head, IMPORTS, data_text(everything, plan.folder), scratch_text(images, plan.final_steps, 0)]
-    runs = f'RUNS = [sv.ArmRun(run={ADVICE}, arm="{ADVICE}", role="baseline")]'
-    return "\n\n".join([*parts, best_text(chosen, ADVICE), runs]) + "\n"
+    if kept == ADVICE:
+        parts.append(best_text(chosen, ADVICE))
+    runs = f'RUNS = [sv.ArmRun(run={arms_of(chosen)[kept]}, arm="{kept}", role="baseline")]'
+    return "\n\n".join([*parts, runs]) + "\n"
 
 
 def options_of(groups: Sequence[Group], chosen: Mapping[str, str]) -> list[Option]:
