@@ -171,7 +171,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "advise": (
         "try techniques on a folder of your images for some minutes; leave an answer with evidence, and a trained model",
-        "folder --minutes --digits --photos --into --jobs --device",
+        "folder --minutes --digits --photos --no-imagenet --into --jobs --device",
     ),
     "predict": (
         "predict the classes of image files with a trained model, as a table in CSV format",
@@ -233,6 +233,7 @@ HELP = {
     "folder": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--minutes": "the time for everything (default: 30)",
     "--photos": "the images may be mirrored; without --digits and --photos, smallvit guesses",
+    "--no-imagenet": "do not compare with a ViT-S from ImageNet, whose weights are downloaded if this machine lacks them",
     "--into": "folder for the answer, the model and all runs (default: ./advice)",
     "--quick": "a recipe with three techniques and as few runs as a verdict needs",
     "run": "a trained model: the folder of a finished run, RECIPE:ARM (such as quickstart:+SPT), or hf:user/name",
@@ -285,7 +286,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--digits": {"action": "store_true"},
     "--channels": NUMBER,
     **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run", "--quick", "--photos")},
-    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch")},
+    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch", "--no-imagenet")},
     **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--private")},
 }
 

@@ -26,7 +26,17 @@ from smallvit.commands.advise.plan import (
     steps_of_trials,
     validation_images,
 )
-from smallvit.commands.advise.recipes import ADVICE, CNN, PLAIN, final_recipe, last_recipe, options_of, trial_recipe
+from smallvit.commands.advise.recipes import (
+    ADVICE,
+    CNN,
+    FINE_TUNED,
+    FROZEN,
+    PLAIN,
+    final_recipe,
+    last_recipe,
+    options_of,
+    trial_recipe,
+)
 from smallvit.commands.inspection import inspect_images
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import read_records
@@ -60,7 +70,8 @@ def shapes(count: int = 20, folder: str = "shapes", names=("circle", "square"), 
 
 
 def options(**changes) -> Namespace:
-    defaults = {"folder": "shapes", "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu"}
+    defaults = {"folder": "shapes", "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu",
+                "no_imagenet": False}
     return Namespace(**defaults | changes)
 
 
@@ -176,6 +187,21 @@ def test_all_recipes_can_be_loaded_and_say_what_they_do():
         assert len(entry.run.data().train) == 40 and describe(entry.run.model) == describe(judged[kept].run.model)
 
 
+def test_models_with_weights_from_imagenet_are_arms_with_the_score_of_the_others():
+    images = replace(inspect_images(shapes()), patch=4, counts={"pool": {"circle": 20, "square": 60}})
+    made = Plan("shapes", 15, False, 2, 0.4, 5, 6, steps=300, final_steps=600, passes=2, imagenet=[FROZEN, FINE_TUNED])
+    chosen = [Option("flips", {"augment": "(sv.augment.Flip(),)"})]
+    Path("recipe.py").write_text(final_recipe(images, made, chosen))
+    runs = {entry.arm: entry for entry in load_recipe("recipe.py").RUNS}
+    assert runs[FROZEN].baseline == runs[FINE_TUNED].baseline == ADVICE and runs[FROZEN].role == "technique"
+    assert runs[FINE_TUNED].run.augment == runs[ADVICE].run.augment and runs[FINE_TUNED].run.init is not None
+    assert runs[FINE_TUNED].run.evaluators == runs[ADVICE].run.evaluators
+    assert describe(runs[FROZEN].run)["evaluators"][0]["metric"] == "balanced_accuracy"
+    Path("last.py").write_text(last_recipe(images, made, chosen, FINE_TUNED))
+    (entry,) = load_recipe("last.py").RUNS
+    assert entry.run.init == runs[FINE_TUNED].run.init and len(entry.run.data().train) == 40
+
+
 def test_nothing_chosen_gives_a_comparison_of_the_plain_vit_and_the_cnn():
     images = inspect_images(shapes())
     made = Plan("shapes", 15, False, 2, 0.4, 5, 6, steps=300, final_steps=600, passes=2)
@@ -241,13 +267,13 @@ def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
 @pytest.mark.parametrize(
     ("advice", "cnn", "kept", "first", "second"),
     [
-        (("better", 0.95), ("worse", 0.9), ADVICE, "Use a ViT with stem:", "A small CNN with the same augmentation is worse"),
-        (("better", 0.95), ("better", 0.97), CNN, "Use a small CNN:", "If you want a ViT, use a ViT with stem"),
-        (("inconclusive", 0.91), ("better", 0.97), CNN, "Use a small CNN:", "A ViT with stem was best in the trials"),
+        (("better", 0.95), ("worse", 0.9), ADVICE, "Use a ViT with stem:", "A small CNN with the same augmentation reaches 90.0%"),
+        (("better", 0.95), ("better", 0.97), CNN, "Use a small CNN", "If you want a small ViT, use a ViT with stem"),
+        (("inconclusive", 0.91), ("better", 0.97), CNN, "Use a small CNN", "A ViT with stem was best in the trials"),
         (("inconclusive", 0.91), ("inconclusive", 0.92), ADVICE, "A ViT with stem was best", "no difference was shown"),
         (("worse", 0.8), ("inconclusive", 0.82), PLAIN, "Use the plain ViT", "no difference was shown"),
         (("worse", 0.8), ("better", 0.85), PLAIN, "Use the plain ViT", "A small CNN with the same augmentation reaches 85.0%"),
-        (("worse", 0.8), ("better", 0.95), CNN, "Use a small CNN:", "If you want a ViT, use the plain ViT"),
+        (("worse", 0.8), ("better", 0.95), CNN, "Use a small CNN", "If you want a small ViT, use the plain ViT"),
     ],
 )
 def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, first, second):

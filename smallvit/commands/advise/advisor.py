@@ -6,26 +6,33 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from smallvit.ablation import ArmRun
+from smallvit.baselines import small_vit
+from smallvit.flops import counted
 from smallvit.launch import launch
 from smallvit.launch.scheduler import folder as folder_of_run
 from smallvit.native import reason_against
 from smallvit.numerics import Numerics
+from smallvit.pretrained import VIT_S, Weights
+from smallvit.pretrained.weights import Unavailable
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, write_text
+from smallvit.reference_runs import FINE_TUNING
+from smallvit.tokenizers import PatchEmbed
 from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts import compare
+from smallvit.vit import ViT
 
 from .answer import model_to_keep
 from .options import Group, Option, groups_of_options
 from .page import kept_text, write_page
-from .plan import MOST_PASSES, SPARE, Plan, length_of_judging, runs_of, steps_of_trials
-from .recipes import IMAGES_TO_LEARN, final_recipe, last_recipe, options_of, trial_recipe
+from .plan import BATCH, FEWEST_PASSES, MOST_PASSES, SPARE, Plan, length_of_judging, runs_of, steps_of_trials
+from .recipes import FINE_TUNED, FROZEN, IMAGES_TO_LEARN, final_recipe, last_recipe, options_of, trial_recipe
 from .screening import try_options
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ LEARNING_SHARE = 0.25  # of the time for judging, that the learning curve may ta
 START = 8.0  # seconds for starting the runs of a group, and for scoring them
 CNN_COST, ALONE = 2.0, 1.5  # time of a step of the small CNN, in those of the plain ViT; of a run that is not in a stack
 REFERENCE_SECONDS = 1.0  # of a classifier on raw pixels
+IMAGENET_SHARE = 0.3  # of the time for judging, that models with weights from ImageNet may take
+PROBE_SECONDS = 3.0  # of loading these weights and of a logistic regression on their features
 
 
 class Advisor:
@@ -168,6 +177,9 @@ class Advisor:
         are trained first; then as many more as there is time for.
         """
         plan = self.plan
+        if plan.imagenet is None:
+            plan.imagenet = self.affordable_imagenet()
+            self.save()
         if not plan.final_steps:
             plan.final_steps, plan.passes = length_of_judging(*self.seconds_of_judging(), self.left, plan.steps)
             plan.judging_from = self.spent
@@ -184,11 +196,47 @@ class Advisor:
             self.train_passes(range(2, plan.passes))
         self.save()
 
+    def affordable_imagenet(self) -> list[str]:
+        """Return the names of the models with weights from ImageNet for which there is time; none if the weights are not on
+        this machine and cannot be downloaded.
+        """
+        left, found = IMAGENET_SHARE * self.left, []
+        try:
+            Weights(VIT_S).path()
+        except Unavailable as error:
+            self.say(f"without a ViT-S from ImageNet: {error}")
+            return []
+        for name, seconds in self.imagenet_seconds.items():
+            needed = FEWEST_PASSES * (self.plan.folds or 1) * seconds * self.plan.slower / self.plan.jobs
+            if needed > left:
+                self.say(f"no time for {name}, which would take {needed / 60:.1f} min")
+                break
+            left -= needed
+            found.append(name)
+        return found
+
+    @cached_property
+    def imagenet_seconds(self) -> dict[str, float]:
+        """The expected seconds of a run with weights from ImageNet: frozen, and fine-tuned. They are those of a step of the
+        plain ViT, times the multiply-adds of the models.
+        """
+        import torch
+
+        size, channels, classes = self.images.size, self.images.channels, len(self.images.classes)
+        tokenizer = partial(PatchEmbed, patch=self.images.patch)
+        small = small_vit(size)(size, channels, classes, tokenizer=tokenizer)
+        large = ViT(size, channels, classes, tokenizer=tokenizer, dim=384, depth=12, heads=6)
+        pixels = torch.zeros(1, channels, *size)
+        each = self.plan.step / (3 * BATCH) * counted(large, pixels) / counted(small, pixels)  # for an image, forward
+        frozen = PROBE_SECONDS + each * sum(next(iter(self.images.counts.values())).values())
+        return {FROZEN: frozen, FINE_TUNED: frozen + 3 * BATCH * FINE_TUNING * each}
+
     def seconds_of_judging(self) -> tuple[float, float]:
         """Return the expected seconds of one pass, and those of the last training, with the steps of the trials."""
         plan, folds = self.plan, self.plan.folds or 1
         step = plan.step + (plan.best_step if self.chosen else 0.0) + CNN_COST * plan.step
-        one_pass = folds * (plan.steps * step + 2 * REFERENCE_SECONDS) * plan.slower / plan.jobs
+        others = 2 * REFERENCE_SECONDS + sum(self.imagenet_seconds[name] for name in plan.imagenet or ())
+        one_pass = folds * (plan.steps * step + others) * plan.slower / plan.jobs
         return one_pass, ALONE * plan.steps * max(plan.best_step, CNN_COST * plan.step)
 
     @property

@@ -7,7 +7,7 @@ from smallvit.report.units import score_of
 from smallvit.verdicts.comparison import Comparison, Row
 
 from .options import Option
-from .recipes import ADVICE, CNN, PLAIN
+from .recipes import ADVICE, CNN, FINE_TUNED, FROZEN, PLAIN
 
 
 def main_rows(comparison: Comparison) -> dict[str, Row]:
@@ -16,14 +16,14 @@ def main_rows(comparison: Comparison) -> dict[str, Row]:
 
 
 def model_to_keep(comparison: Comparison) -> str:
-    """Return the name of the arm (variant) whose model is given to the user. It is the small CNN if it was shown to be better
-    than the ViT that is advised, and else this ViT: the one with the chosen options, if it was not shown to be worse than the
-    plain ViT.
+    """Return the name of the arm (variant) whose model is given to the user. It is the small CNN, or the fine-tuned ViT-S from
+    ImageNet, if it was shown to be better than the ViT that is advised; of two such models the one with the higher mean. Else
+    it is this ViT: the one with the chosen options, if it was not shown to be worse than the plain ViT.
     """
     rows = main_rows(comparison)
     vit = rows[PLAIN] if ADVICE not in rows or rows[ADVICE].verdict == "worse" else rows[ADVICE]
-    cnn = rows[CNN]
-    return CNN if cnn.verdict == "better" and (cnn.mean or 0) >= (vit.mean or 0) else vit.arm
+    others = [rows[arm] for arm in (CNN, FINE_TUNED) if arm in rows and rows[arm].verdict == "better"]
+    return max([vit, *others], key=lambda row: row.mean or 0).arm
 
 
 def answer(comparison: Comparison, chosen: Sequence[Option]) -> list[str]:
@@ -32,11 +32,13 @@ def answer(comparison: Comparison, chosen: Sequence[Option]) -> list[str]:
     """
     rows = main_rows(comparison)
     best = rows.get(ADVICE, rows[PLAIN])
-    if model_to_keep(comparison) == CNN:
-        first = [better_cnn(rows[CNN], best), technique(rows, chosen, "If you want a ViT, use")]
+    kept = model_to_keep(comparison)
+    if kept in OTHERS:
+        sentences = [better_model(rows[kept], best), technique(rows, chosen, "If you want a small ViT, use")]
     else:
-        first = [technique(rows, chosen), small_cnn(rows[CNN], best)]
-    return [*first, *raw_pixels(rows, best)]
+        sentences = [technique(rows, chosen)]
+    sentences += [compared(rows[arm], best) for arm in OTHERS if arm in rows and arm != kept]
+    return [*sentences, *raw_pixels(rows, best)]
 
 
 def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:
@@ -60,24 +62,30 @@ def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") 
     )
 
 
-def better_cnn(cnn: Row, best: Row) -> str:
-    """Return a sentence that advises a small CNN, which is better than the ViT that would be advised."""
-    ratio = cost_ratio(cnn, best)
+# other models than the small ViT, as they are called in the answer
+OTHERS = {
+    CNN: "small CNN with the same augmentation",
+    FINE_TUNED: "ViT-S with weights from ImageNet, trained further on these images,",
+    FROZEN: "logistic regression on the features of a ViT-S from ImageNet",
+}
+
+
+def better_model(row: Row, best: Row) -> str:
+    """Return a sentence that advises another model, which is better than the small ViT that would be advised."""
+    ratio = cost_ratio(row, best)
     cost = f", with {ratio} times its multiply-adds" * bool(ratio)
-    reaches = f"{value(cnn)} on images that no trial has seen"
-    return f"Use a small CNN: it reaches {reaches}, {gap(cnn, 'the best ViT')}{cost}."
+    reaches = f"{value(row)} on images that no trial has seen"
+    return f"Use a {OTHERS[row.arm].rstrip(',')}: it reaches {reaches}, {gap(row, 'the small ViT')}{cost}."
 
 
-def small_cnn(cnn: Row, best: Row) -> str:
-    """Return a sentence that compares a small CNN with the ViT that is advised."""
-    ratio = cost_ratio(cnn, best)
+def compared(row: Row, best: Row) -> str:
+    """Return a sentence that compares another model with the small ViT that is advised."""
+    ratio = cost_ratio(row, best)
     cost = f" with {ratio} times the multiply-adds" * bool(ratio)
-    difference = gap(cnn, "this ViT")
-    if cnn.verdict == "better":  # than the chosen ViT, which is worse than the plain one
-        return f"A small CNN with the same augmentation reaches {value(cnn)}{cost}, {difference}."
-    if cnn.verdict == "worse":
-        return f"A small CNN with the same augmentation is worse: it reaches {value(cnn)}{cost}, {difference}."
-    return f"A small CNN with the same augmentation reaches {value(cnn)}{cost}; no difference was shown: it is {difference}."
+    difference, name = gap(row, "this ViT"), f"A {OTHERS[row.arm]}"
+    if row.verdict == "inconclusive":
+        return f"{name} reaches {value(row)}{cost}; no difference was shown: it is {difference}."
+    return f"{name} reaches {value(row)}{cost}, {difference}."
 
 
 def raw_pixels(rows: dict[str, Row], best: Row) -> list[str]:

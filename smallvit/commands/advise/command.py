@@ -102,6 +102,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         share=share,
         folds=folds,
         val=validation_images(images, share),
+        imagenet=[] if options.no_imagenet else None,
     )
     found = Plan.read(out / "plan.json")
     if found is None:

@@ -162,7 +162,7 @@ def division_of_trials(plan: Plan) -> str:
     return (
         f"Options were tried one group after another on {part}, with {plan.steps:,} training steps; {plan.val} of these images "
         "were for validation, other ones for each seed. The best option of a group was kept for the next one. These scores "
-        "flatter the best option, so it was judged anew on other images."
+        "flatter the best option, so it was judged anew on other images. The plain ViT and the small CNN were not tuned."
     )
 
 
@@ -206,7 +206,7 @@ def deeper(out: Path) -> list[str]:
 def kept_text(arm: str, chosen: Sequence[Option]) -> str:
     """Return what the model that is given to the user is, as text. `arm` is the name of the arm (variant)."""
     if arm != ADVICE:
-        return f"the {arm}"
+        return f"a {arm}"
     return f"a ViT with {join([option.name for option in chosen])}"
 
 

@@ -42,6 +42,7 @@ class Plan:
     steps           training steps of a trial
     chosen          the chosen option of each group that was tried
     trials          for each group: the mean validation score of each option, and its number of seeds
+    imagenet        names of the arms with weights from ImageNet that are judged; None before this is decided
     final_steps     training steps of the models that are judged
     passes          number of passes (or of seeds, with test images of its own) in which the choice is judged
     judging_from    seconds that had been spent when the judging began
@@ -64,6 +65,7 @@ class Plan:
     steps: int = 0
     chosen: dict[str, str] = field(default_factory=dict)
     trials: dict[str, list] = field(default_factory=dict)
+    imagenet: list[str] | None = None
     final_steps: int = 0
     passes: int = 0
     judging_from: float = 0.0

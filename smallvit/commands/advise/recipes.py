@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..inspection import Inspection
 
 ADVICE, PLAIN, CNN = "advice", "plain ViT", "small CNN"  # names of arms
+FROZEN, FINE_TUNED = "ViT-S from ImageNet-21k (frozen)", "ViT-S from ImageNet-21k (fine-tuned)"  # as in `imagenet_vit_s`
 IMAGES_TO_LEARN = (0.25, 0.5)  # shares of the training images in the learning curve
 
 
@@ -109,6 +110,11 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
     arms = arms_of(chosen)
     control = ADVICE if ADVICE in arms else PLAIN
     lines = ["arms = {", *(f'    "{name}": {code},' for name, code in arms.items()), "}"]
+    imagenet = [name for name in (FROZEN, FINE_TUNED) if name in (plan.imagenet or ())]
+    if imagenet:
+        lines.append(f"imagenet = {imagenet_code(chosen)}")
+        lines += [f'arms["{name}"] = {code}' for name, code in imagenet_arms(images, imagenet)]
+    controls = ", ".join(f'"{name}": "{control}"' for name in (CNN, *imagenet))
     several = f"    labels=[{', '.join(f'{size:_}' for size in plan.sizes)}, None],"
     seeds = f"    seeds=range({plan.passes})," + f"  # passes of {plan.folds} folds" * bool(plan.folds)
     runs = [
@@ -116,7 +122,7 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
         "    arms,",
         *[several] * bool(plan.sizes),
         seeds,
-        f'    baseline={{"{CNN}": "{control}"}},  # the CNN is compared with the ViT that is advised',
+        f"    baseline={{{controls}}},  # others are compared with the ViT that is advised",
         '    references=["pixels, logistic regression", "pixels, nearest neighbour"],',
         ")",
     ]
@@ -143,14 +149,28 @@ def arms_of(chosen: Sequence[Option]) -> dict[str, str]:
     return arms | {CNN: f"scratch.vary(model=sv.SmallCNN{augmentation})"}
 
 
+def imagenet_code(chosen: Sequence[Option]) -> str:
+    """Return the code of the runs with weights from ImageNet, which have the same augmentation as the chosen ViT."""
+    augment = merged(chosen).get("augment", "()")
+    return f"sv.imagenet_vit_s(scratch.vary(augment={augment}), patch=patch, scratch=False)"
+
+
+def imagenet_arms(images: "Inspection", names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the name and the code of each arm with weights from ImageNet. They have the score of the other arms."""
+    probe = '(partial(sv.linear_probe, metric="balanced_accuracy"),)'
+    scores = {FROZEN: f".vary(evaluators={probe})", FINE_TUNED: ".vary(evaluators=scratch.evaluators)"}
+    return [(name, f'imagenet["{name}"]' + scores[name] * images.unequal) for name in names]
+
+
 def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option], kept: str = ADVICE) -> str:
     """Return the text of the recipe of the model that is given to the user: the arm (variant) `kept`, trained on all images."""
     everything = replace(images, folds=None, test=0.0 if plan.share else None)
     head = f'"""The model of smallvit advise: trained on all images in {plan.folder}, so that no test images are left."""'
     parts = [head, IMPORTS, data_text(everything, plan.folder), scratch_text(images, plan.final_steps, 0)]
+    code = arms_of(chosen).get(kept) or f'{imagenet_code(chosen)}["{kept}"]'
     if kept == ADVICE:
         parts.append(best_text(chosen, ADVICE))
-    runs = f'RUNS = [sv.ArmRun(run={arms_of(chosen)[kept]}, arm="{kept}", role="baseline")]'
+    runs = f'RUNS = [sv.ArmRun(run={code}, arm="{kept}", role="baseline")]'
     return "\n\n".join([*parts, runs]) + "\n"
 
 

@@ -1,0 +1,152 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Advice on a folder of images
+#
+# You have a folder with one subfolder for each class, and want to know which technique pays for these images. The command
+# `smallvit advise` tries techniques for the time that you give it, judges the best ones on images that no trial has read, and
+# leaves an answer and a trained model. This notebook runs it and looks at what it leaves.
+#
+# To run anywhere, it draws its own images first. To use your own folder, leave out the cell that draws.
+
+# %%
+# %matplotlib inline
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from IPython.display import SVG, Markdown
+from PIL import Image
+
+from smallvit import compare, confusion_figure, features, folder, gallery, html, load, load_recipe, markdown
+
+torch.set_num_threads(1)
+os.chdir(tempfile.mkdtemp())  # the images and the advice are written here; use a folder of your own to keep them
+SHORT = "SMALLVIT_SHORT" in os.environ  # the tests run this notebook with very little time
+MINUTES = 2 if SHORT else 10
+
+# %% [markdown]
+# ## Draw a folder
+#
+# Gray pictures as from a microscope: round cells, long cells, and cells with a bright core. There are 60 of each. Place, size,
+# direction and brightness are random, and the background has noise and an uneven light.
+
+# %%
+generator = np.random.default_rng(0)
+y, x = np.mgrid[:40, :40]
+for number in range(180):
+    kind = ["core", "long", "round"][number % 3]
+    row, column = generator.uniform(11, 29, 2)
+    radius, angle, light = generator.uniform(5, 8), generator.uniform(0, np.pi), generator.uniform(40, 90)
+    u = (x - column) * np.cos(angle) + (y - row) * np.sin(angle)
+    v = (y - row) * np.cos(angle) - (x - column) * np.sin(angle)
+    long, wide = (1.35, 0.75) if kind == "long" else (1.05, 0.95)
+    distance = np.hypot(u / (radius * long), v / (radius * wide))
+    pixels = 70 + light / (1 + np.exp(6 * (distance - 1))) + generator.uniform(-1, 1) * (x - 20)
+    if kind == "core":
+        pixels += 25 * np.exp(-((distance / 0.35) ** 2))
+    pixels += generator.normal(0, 14, pixels.shape)
+    Path("cells", kind).mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(f"cells/{kind}/{number:03d}.png")
+
+cells = folder("cells", size=40, channels=1, test=0.2)
+print(f"{len(cells.train)} images for training, {cells.test.count} for testing, classes {cells.spec.classes}")
+gallery(cells.train.take(torch.arange(0, 96, 8)), columns=6)
+
+# %% [markdown]
+# ## Ask
+#
+# Expected, before any run: mirrored and shifted training images help most, because the cells lie in all directions. A
+# convolutional stem helps too, because a cell is the same at every place. The small CNN is as good as any ViT, or better.
+#
+# The command prints what it found in the folder, its plan, and the score of every option on validation images. `--photos` says
+# that the images may be mirrored. The same command goes on where it was, if you stop it.
+
+# %%
+# !{sys.executable} -m smallvit advise cells --minutes {MINUTES} --photos --no-imagenet 2>&1
+
+# %% [markdown]
+# ## Which options were best
+#
+# Every decision is in `advice/plan.json`. Options are tried in groups; the best one of a group is kept for the next group.
+
+# %%
+plan = json.loads(Path("advice/plan.json").read_text())
+for group, options in plan["trials"].items():
+    print(f"{group}: " + ", ".join(f"{name} {100 * score:.1f}%" for name, score, seeds in options))
+    print(f"    chosen: {plan['chosen'][group]}")
+
+# %% [markdown]
+# These scores flatter the chosen options: the best of many trials is partly lucky. So the choice was judged anew.
+#
+# ## Is the choice better?
+#
+# The comparison is a recipe, with runs on images that no trial has read. `compare` gives the same verdicts as the page.
+
+# %%
+runs = load_recipe("advice/recipe.py").RUNS
+results = [load(path.parent).record for path in sorted(Path("advice/runs/recipe").rglob("record.json"))]
+for row in compare(results).rows:
+    if row.labels is None:
+        print(f"{row.arm:28} {row.mean:.1%}   {row.verdict or row.role}")
+
+# %%
+Markdown(markdown(results, title="cells", doc=load_recipe("advice/recipe.py").__doc__))
+
+# %% [markdown]
+# ## The model
+#
+# The model in `advice/model` was trained with all images, so there are no test images left for it. The accuracy to expect is
+# that of the comparison above. Draw three new cells, and predict them:
+
+# %%
+Path("new").mkdir(exist_ok=True)
+y, x = np.mgrid[:80, :80]
+for name, long, wide, core in (("core", 1.0, 1.0, 30), ("long", 1.4, 0.7, 0), ("round", 1.0, 1.0, 0)):
+    distance = np.hypot((x - 44) / (14 * long), (y - 36) / (14 * wide))
+    pixels = 70 + 65 / (1 + np.exp(6 * (distance - 1))) + core * np.exp(-((distance / 0.35) ** 2))
+    Image.fromarray((pixels + generator.normal(0, 10, pixels.shape)).clip(0, 255).astype(np.uint8)).save(f"new/{name}.png")
+
+model = load("advice/model")
+print(model.predict(["new/core.png", "new/long.png", "new/round.png"]))
+
+# %% [markdown]
+# The same from the command line:
+
+# %%
+# !{sys.executable} -m smallvit predict advice/model new 2>&1 | cat
+
+# %% [markdown]
+# ## Which classes are confused
+#
+# One model of the cross-validation, with the test images of its fold. It was not trained with them.
+
+# %%
+first = next(entry for entry in runs if entry.arm == runs[0].arm and entry.labels is None and entry.seed == 0)
+test = first.run.data().at_seed(0).test.open()
+(path,) = {p.parent for p in Path("advice/runs/recipe").rglob("record.json") if load(p.parent).record.arm == first.arm
+           and load(p.parent).record.seed == 0 and load(p.parent).record.labels is None}  # fmt: skip
+judged = load(path)
+guesses = judged.predict_proba(test.images.permute(0, 2, 3, 1).numpy()).argmax(1)
+confusion_figure(guesses.tolist(), test.labels.tolist(), judged.classes)
+
+# %% [markdown]
+# ## Go on
+#
+# - `advice/report.html` is the page for reading: the answer first, then the evidence, what would help most, and images whose
+#   labels look wrong.
+# - `advice/recipe.py` is the comparison. Change it, add techniques, and run it with `smallvit run advice/recipe.py`.
+# - Give it more time: `--minutes 60` trains longer and tries more.
+# - Without `--no-imagenet`, a ViT-S with weights from ImageNet is compared too.
