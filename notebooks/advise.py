@@ -27,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from IPython.display import SVG, Markdown
+from IPython.display import Markdown
 from PIL import Image
 
-from smallvit import compare, confusion_figure, features, folder, gallery, html, load, load_recipe, markdown
+from smallvit import compare, confusion_figure, export, folder, gallery, load, load_recipe, markdown
 
 torch.set_num_threads(1)
 os.chdir(tempfile.mkdtemp())  # the images and the advice are written here; use a folder of your own to keep them
@@ -129,16 +129,21 @@ print(model.predict(["new/core.png", "new/long.png", "new/round.png"]))
 # !{sys.executable} -m smallvit predict advice/model new 2>&1 | cat
 
 # %% [markdown]
+# As a file for other programs, with resizing and normalization inside:
+
+# %%
+print(f"largest difference from PyTorch: {export(model, 'cells.onnx'):.0e}")
+
+# %% [markdown]
 # ## Which classes are confused
 #
 # One model of the cross-validation, with the test images of its fold. It was not trained with them.
 
 # %%
-first = next(entry for entry in runs if entry.arm == runs[0].arm and entry.labels is None and entry.seed == 0)
-test = first.run.data().at_seed(0).test.open()
-(path,) = {p.parent for p in Path("advice/runs/recipe").rglob("record.json") if load(p.parent).record.arm == first.arm
-           and load(p.parent).record.seed == 0 and load(p.parent).record.labels is None}  # fmt: skip
-judged = load(path)
+arm = "advice" if Path("advice/runs/recipe/all/advice").exists() else "plain ViT"
+judged = load(next(Path("advice/runs/recipe/all", arm).glob("seed0-*")))
+entry = next(entry for entry in runs if entry.arm == arm and entry.labels is None)
+test = entry.run.data().at_seed(0).test.open()  # seed 0 is the first fold of the first pass
 guesses = judged.predict_proba(test.images.permute(0, 2, 3, 1).numpy()).argmax(1)
 confusion_figure(guesses.tolist(), test.labels.tolist(), judged.classes)
 

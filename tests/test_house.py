@@ -26,8 +26,8 @@ MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"__init__", "commands"},
     "commands": {
-        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "launch", "looks", "native", "numerics", "passes", "recipe", "record", "report", "run", "trackers",
-        "train", "trials", "tuning", "verdicts",
+        "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "flops", "launch", "looks", "native", "numerics", "passes", "pretrained",
+        "recipe", "record", "reference_runs", "report", "run", "trackers", "train", "trials", "tuning", "verdicts",
     },
     "launch": {
         "ablation", "components", "data", "flops", "native", "numerics", "passes", "pretrained", "recipe", "record", "run", "storage",

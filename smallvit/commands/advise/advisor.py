@@ -6,13 +6,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from smallvit.ablation import ArmRun
-from smallvit.baselines import small_vit
 from smallvit.flops import counted
 from smallvit.launch import launch
 from smallvit.launch.scheduler import folder as folder_of_run
@@ -22,11 +21,9 @@ from smallvit.pretrained import VIT_S, Weights
 from smallvit.pretrained.weights import Unavailable
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, write_text
-from smallvit.reference_runs import FINE_TUNING
-from smallvit.tokenizers import PatchEmbed
+from smallvit.reference_runs import FINE_TUNING, imagenet_vit_s
 from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts import compare
-from smallvit.vit import ViT
 
 from .answer import model_to_keep
 from .options import Group, Option, groups_of_options
@@ -38,6 +35,7 @@ from .screening import try_options
 if TYPE_CHECKING:
     from ..inspection import Inspection
 
+MEASURE = "trials_0_measure"  # the recipe whose runs measure the machine
 STACK = 8  # runs that are trained as one model
 PROBE_STEPS = 60  # training steps of the runs that measure the machine
 LATEST = 0.55  # share of the time after which no further group of options is begun
@@ -118,7 +116,7 @@ class Advisor:
         self.say("measuring the machine")
         self.plan.steps, self.plan.step = PROBE_STEPS, 0.0
         text = trial_recipe(self.images, self.plan, self.groups[0], [])
-        plain = load_recipe(self.write_recipe("trials_0_measure", text)).RUNS[0]
+        plain = load_recipe(self.write_recipe(MEASURE, text)).RUNS[0]
         runs = [ArmRun(run=plain.run.vary(seed=FIRST_SEED + i), arm="measure") for i in range(STACK * self.plan.jobs)]
         how: dict[str, Any] = {"validation_only": True, "curves": False, "retry": True} | self.options
         records = launch(runs, self.runs / "trials", recipe="measure", **how)
@@ -223,11 +221,11 @@ class Advisor:
         import torch
 
         size, channels, classes = self.images.size, self.images.channels, len(self.images.classes)
-        tokenizer = partial(PatchEmbed, patch=self.images.patch)
-        small = small_vit(size)(size, channels, classes, tokenizer=tokenizer)
-        large = ViT(size, channels, classes, tokenizer=tokenizer, dim=384, depth=12, heads=6)
+        plain = load_recipe(self.out / f"{MEASURE}.py").RUNS[0].run
+        large = imagenet_vit_s(plain, patch=self.images.patch)[FROZEN]
         pixels = torch.zeros(1, channels, *size)
-        each = self.plan.step / (3 * BATCH) * counted(large, pixels) / counted(small, pixels)  # for an image, forward
+        small_macs, large_macs = (counted(run.model(size, channels, classes), pixels) for run in (plain, large))
+        each = self.plan.step / (3 * BATCH) * large_macs / small_macs  # for an image, forward
         frozen = PROBE_SECONDS + each * sum(next(iter(self.images.counts.values())).values())
         return {FROZEN: frozen, FINE_TUNED: frozen + 3 * BATCH * FINE_TUNING * each}
 

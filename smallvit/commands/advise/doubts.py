@@ -315,10 +315,10 @@ def wrong_share(mean: Any, given: Any) -> tuple[float, float, float]:
     certainty = (certainty - certainty.mean()) / max(1e-9, certainty.std())
 
     def loss(parameters: Any, share: float) -> float:
-        """Return the negative log likelihood. A normal distribution of the log slope keeps the slope finite."""
+        """Return the negative log likelihood. A normal distribution of the log slope, around a slope of 2, keeps it finite."""
         errors = expit(parameters[0] - math.exp(min(parameters[1], 50)) * certainty) * others / (others + 1)
         p = np.clip(errors + share - share * errors * (1 + 1 / others), 1e-9, 1 - 1e-9)
-        return -float(np.log(np.where(differs, p, 1 - p)).sum()) + 0.5 * (parameters[1] / 1.5) ** 2
+        return -float(np.log(np.where(differs, p, 1 - p)).sum()) + 0.5 * (parameters[1] - math.log(2)) ** 2
 
     def profile(share: float) -> float:
         return min(minimize(loss, start, args=(share,)).fun for start in ((-1.0, 0.0), (-2.0, 1.0)))
