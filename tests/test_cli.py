@@ -89,6 +89,8 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert main(["report", "mine.py", "--publish"]) == 0
     assert len(read_records(workdir / "mine.jsonl")) == 2 * 2 * 5
     assert (workdir / "mine.md").exists() and (workdir / "mine.html").exists()
+    assert main(["report", "mine.py", "--disagreements", "+LSA", "scratch"]) == 0
+    assert re.search(r"the images with the most disagreement:\n +image +only first +only second\n  test image \d+", capsys.readouterr().out)
     assert main(["verify", "mine.py", "--jobs", "1"]) == 0
     assert "identical to the record" in capsys.readouterr().out
     records = read_records(workdir / "mine.jsonl")

@@ -27,7 +27,7 @@ from smallvit.trials import trials
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
-from .mistakes import show_mistakes
+from .mistakes import image_names, show_mistakes
 from .stored import known_looks, removed_comparisons, stored_records, unused_seeds
 
 
@@ -89,7 +89,8 @@ def report(options: argparse.Namespace) -> int:
     if options.log:
         print(f"{options.log}: sent {send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))} runs")
     if options.disagreements:
-        print("\n" + disagreement_text(disagreements(records, *options.disagreements)))
+        found = disagreements(records, *options.disagreements)
+        print("\n" + disagreement_text(found, image_names(runs, options.disagreements[0])))
     return status(records)
 
 
