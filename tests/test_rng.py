@@ -78,7 +78,7 @@ def test_shuffles_differ_by_seed_and_name_and_favor_no_index():
 
 
 def test_docstring_lists_all_names_in_use():
-    name_argument, used = {"stream": 1, "shuffled": 2, "balanced_split": 3}, set()
+    name_argument, used = {"stream": 1, "shuffled": 2, "random_order": 2, "balanced_split": 3}, set()
     for path in Path(rng.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in name_argument:

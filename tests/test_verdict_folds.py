@@ -152,7 +152,7 @@ def test_images_of_a_disagreement_are_shown_by_the_names_of_their_files(tmp_path
         Image.fromarray(np.full((8, 8), i, np.uint8)).save(file)
     base = Run(data=partial(folder, path=str(tmp_path / "pool"), folds=K), model=SmallCNN)
     runs = ablate({"a": base, "b": base.vary(lr=1e-4)}, seeds=range(8), references=False)
-    names = image_names(runs, "b")
+    names = image_names(runs, [], "b")
     assert names[:2] == ["x/00.png", "x/02.png"] and len(names) == 60
     (found,) = disagreements(RECORDS, "b", "a")
     position, first, second = found.images[0]
@@ -161,8 +161,8 @@ def test_images_of_a_disagreement_are_shown_by_the_names_of_their_files(tmp_path
     assert lines[-len(found.images) - 1].split() == ["image", "only", "first", "only", "second"]
     shutil.rmtree(tmp_path / "pool")
     folder.cache_clear()
-    assert image_names(runs, "b") is None
-    assert image_names(ablate({"a": Run(model=TINY_VIT)}), "a")[7] == "test image 7"
+    assert image_names(runs, [], "b") is None
+    assert image_names(ablate({"a": Run(model=TINY_VIT)}), [], "a")[7] == "test image 7"
 
 
 # Tests of a difference
@@ -333,7 +333,7 @@ def test_runs_of_folds_of_a_part_test_every_image_of_the_part_once(own_images, t
         assert r.correct_bits.mean() == pytest.approx(r.result) and np.sum(r.confusion) == 24
         mistakes = find_mistakes([entry for entry in entries if entry.arm == r.arm], tmp_path, "demo")
         assert [m.image for m in mistakes] == part and [not m.guesses for m in mistakes] == r.correct_bits.tolist()
-    assert image_names(entries, "b") == [m.name for m in mistakes] == [f"test image {i}" for i in part]
+    assert image_names(entries, found, "b") == [m.name for m in mistakes] == [f"test image {i}" for i in part]
     row = row_of(found)
     assert (row.difference.single_folds.runs, row.difference.groups, row.difference.images) == (3, 12, 24)
     text = "".join(how_to_read(compare(found), found))

@@ -88,16 +88,18 @@ def show_mistakes(
     return "\n".join(lines)
 
 
-def image_names(runs: Sequence[ArmRun], arm: str) -> list[str] | None:
+def image_names(runs: Sequence[ArmRun], records: Sequence[Record], arm: str) -> list[str] | None:
     """Return the names of all test images in the order of the test set, or of all images that are divided into folds in a
     cross-validation, as in the list of the mistakes: the name of the file, or a text with the position. `runs` are the runs of
-    a recipe, and `arm` is one of its arms (variants), whose data set it is. The result is None if the data set cannot be loaded
-    any more.
+    a recipe, `records` are their results, and `arm` is one of the arms (variants), whose data set it is. The result is None if
+    the data set cannot be loaded any more, or has other images than the results.
     """
     entry = next(entry for entry in runs if entry.arm == arm)
     try:
         data = entry.run.data()
     except (OSError, ValueError):
+        return None
+    if any(record.data_sha256 != data.sha256 for record in records if record.arm == arm and record.finished):
         return None
     images: Images = data.pool if data.folds else data.test.open()
     positions = range(len(images)) if data.pool_index is None else data.pool_index.tolist()

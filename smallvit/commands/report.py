@@ -90,7 +90,7 @@ def report(options: argparse.Namespace) -> int:
         print(f"{options.log}: sent {send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))} runs")
     if options.disagreements:
         found = disagreements(records, *options.disagreements)
-        print("\n" + disagreement_text(found, image_names(runs, options.disagreements[0])))
+        print("\n" + disagreement_text(found, image_names(runs, records, options.disagreements[0])))
     return status(records)
 
 
