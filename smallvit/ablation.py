@@ -128,8 +128,9 @@ def ablate(
 
     Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, if a
     seed or a number of labels occurs twice, if the lengths do not increase or the baseline is not trained, if a control is
-    unknown or controls form a circle, if the costs cannot be matched or tuning would change them, and if arms have different
-    numbers of folds, or folds or a loss as score together with `tune`.
+    unknown or controls form a circle, if the costs cannot be matched or tuning would change them, if arms have different
+    numbers of folds, or folds or a loss as score together with `tune`, and if several lengths are asked for with
+    `Tune(common=False)`.
     """
     labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
@@ -143,6 +144,8 @@ def ablate(
         check_tunable(arms)
     first = next(iter(arms))
     lengths = training_lengths(steps, arms[first])
+    if tune is not None and not tune.common and len(lengths) > 1:
+        raise ValueError(f"Tune(common=False) with the lengths {lengths}: lengths are compared at common settings; remove one")
     named = {name: (run, "baseline" if name == first else "technique") for name, run in arms.items()}
     standard = chosen_references(standard_references(list(arms.values())), references) if references else {}
     for kind, more in (("a standard reference", standard), ("an extra reference", extra_references or {})):

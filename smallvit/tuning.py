@@ -45,6 +45,8 @@ class Tune:
             rate may be smaller for longer training
     own     a dict from the name of an arm to ranges that only this arm has, or that replace those in `ranges` for this arm.
             A list with one value fixes a hyperparameter. The number of trials stays the same
+    common  False: once the settings are chosen, the runs with the settings of the recipe are left out of the comparison, which
+            halves its cost. The report then does not show what tuning changed
 
     A technique that differs from its baseline in nothing but tuned hyperparameters keeps them, because they are what the arm
     asks about. An option that an arm does not have, in its model or its optimizer, is not tuned in this arm. Runs that are
@@ -59,6 +61,7 @@ class Tune:
     val: int = 3_000
     steps: float = 1.0
     own: dict[str, dict[str, Range]] = field(default_factory=dict)
+    common: bool = True
 
     def __post_init__(self):
         if not isinstance(self.ranges, dict) or not self.ranges:
@@ -71,6 +74,8 @@ class Tune:
                 raise ValueError(f"{name} of Tune is {value!r}; expected a whole number, at least {low}")
         if not isinstance(self.steps, int | float) or isinstance(self.steps, bool) or not 0 < self.steps <= 1:
             raise ValueError(f"steps of Tune is {self.steps!r}; expected a fraction of the training steps, above 0, at most 1")
+        if not isinstance(self.common, bool):
+            raise ValueError(f"common of Tune is {self.common!r}; expected True, or False to leave out the untuned runs")
         for name, values in self.ranges.items():
             check_range(name, values, fewest=2)
         for ranges in self.own.values():
@@ -86,6 +91,7 @@ class Tune:
             return {n: {"from": r[0], "to": r[1]} if isinstance(r, tuple) else r for n, r in ranges.items()}
 
         numbers = {name: getattr(self, name) for name in ("trials", "seeds", "val", "steps")}
+        numbers |= {} if self.common else {"common": False}
         return {"ranges": write(self.ranges), **numbers, "own": {arm: write(ranges) for arm, ranges in self.own.items()}}
 
 
@@ -335,11 +341,13 @@ def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:
 
 def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
     """Return the runs of a comparison, followed by copies with tuned settings if the file `R.tuned.json` lies beside the recipe
-    file. `runs` are the runs without tuning, and `recipe` is the path of the recipe file. Raises ValueError if the file is
-    damaged or does not fit the recipe.
+    file. With `Tune(common=False)` the copies replace the runs. `runs` are the runs without tuning, and `recipe` is the path of
+    the recipe file. Raises ValueError if the file is damaged or does not fit the recipe.
     """
     path = tuned_file(recipe)
-    return [*runs, *apply(runs, path)] if path.exists() else list(runs)
+    if not path.exists():
+        return list(runs)
+    return [*(entry for entry in runs if entry.tune is None or entry.tune.common), *apply(runs, path)]
 
 
 def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:

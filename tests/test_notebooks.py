@@ -64,7 +64,7 @@ def execute(tmp_path_factory):
 
 
 def test_all_notebooks_are_found():
-    assert {path.stem for path in NOTEBOOKS} == {"add_a_module", "linear_probe", "look_inside", "own_images"}
+    assert {path.stem for path in NOTEBOOKS} == {"add_a_module", "advise", "linear_probe", "look_inside", "own_images"}
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {path.stem for path in NOTEBOOKS}
 
 

@@ -25,7 +25,19 @@ from smallvit.record import Record, pack_bits
 from smallvit.report import markdown
 from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint
-from smallvit.tuning import FIRST_SEED, Tune, TunedArm, apply, arm_ranges, one_per_cell, read, runs_to_tune, tuned_file, write
+from smallvit.tuning import (
+    FIRST_SEED,
+    Tune,
+    TunedArm,
+    apply,
+    arm_ranges,
+    one_per_cell,
+    read,
+    runs_to_tune,
+    tuned_file,
+    with_tuned,
+    write,
+)
 from smallvit.verdicts import compare
 
 BASE = Run(data=digits, model=TINY_VIT, steps=4, batch=8, lr=2e-3, val=20)
@@ -191,6 +203,7 @@ def test_external_weights_that_cannot_be_downloaded_are_left_out_with_the_reason
         ({"ranges": {"steps": (100, 200)}}, "'steps' cannot be tuned"),
         ({"ranges": RANGES, "trials": 1}, "trials of Tune is 1"),
         ({"ranges": RANGES, "own": {"+LSA": (1, 2)}}, "own is"),
+        ({"ranges": RANGES, "common": 1}, "common of Tune is 1"),
     ],
 )
 def test_wrong_ranges_are_refused(options, message):
@@ -207,6 +220,7 @@ def test_wrong_ranges_are_refused(options, message):
         (lambda: comparison(seeds=[0, FIRST_SEED + 3]), "seed 2003, which the trials use"),
         (lambda: comparison(Tune(RANGES, val=3_000)), r"val=3000, but digits has at most 1\d\d\d .* set val=1\d\d\d or less"),
         (lambda: ablate(ARMS, references=False), "nothing to tune; pass tune="),
+        (lambda: comparison(Tune(RANGES, common=False), steps=[4, 8]), r"common=False\) with the lengths \[4, 8\]"),
     ],
 )
 def test_tuning_that_cannot_work_is_refused_before_training(runs, message):
@@ -398,6 +412,18 @@ def test_tuned_copies_have_the_chosen_settings_at_the_longest_length_and_carry_t
         "edge": ["depth"],
         "curve": [[{"lr": 0.01, "depth": 4}, 0.8, 2]],
     }
+
+
+def test_untuned_runs_are_left_out_on_request_once_the_settings_are_chosen(tmp_path):
+    runs = comparison(Tune({"lr": (1e-3, 1e-2)}, common=False), references=True)
+    assert with_tuned(runs, tmp_path / "t.py") == runs
+    path = chosen(tmp_path / "t.tuned.json", runs, {"lr": 0.01})
+    tuned = with_tuned(runs, tmp_path / "t.py")
+    assert tuned == apply(runs, path) and len(tuned) == len(runs)
+    with pytest.raises(ValueError, match="other options of Tune"):
+        apply(comparison(Tune({"lr": (1e-3, 1e-2)}), references=True), path)
+    text = markdown(records_of(tuned), title="t", doc="Does it help?")
+    assert "50 labels, tuned" in text and "common" not in text
 
 
 def test_arm_with_nothing_to_tune_has_an_unchanged_copy_with_0_trials(tmp_path):
