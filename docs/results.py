@@ -3,10 +3,11 @@
     python docs/results.py
 
 writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
-`<!-- end -->` in README.md, and each block between `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in
+`<!-- end -->` in README.md, the tables of docs/explanation/settings.md, and each block between `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in
 `docs/techniques/*.md` and `docs/explanation/negative-results.md`: the differences of these arms to their baseline.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -187,6 +188,60 @@ def with_tables(text: str) -> str:
     return TABLE.sub(lambda match: f"{match['start']}{next(contents)}\n{match['end']}", text)
 
 
+# recipes that were run again with more steps and tuned learning rates; what they are about
+RUN_AGAIN = {
+    "explain": "Positions, for learned ones",
+    "hyperparameters": "Sizes and options of the model",
+    "regularise": "Regularization",
+    "spt_lsa": "Shifted patches, locality attention, stem",
+}
+
+
+def earlier() -> dict[str, dict]:
+    """For each recipe that was run again, its earlier number of training steps ("steps") and its earlier results ("arms"): a
+    dict from an arm, its number of labels and its control to the mean, the ends of the interval and the verdict. The intervals
+    are those for new test images. The earlier records do not say which images were right, so they are upper bounds.
+    """
+    stored = json.loads((ROOT / "docs" / "earlier.json").read_text(encoding="utf-8"))
+    return {r: {"steps": one["steps"], "arms": {tuple(a[:3]): a[3:] for a in one["arms"]}} for r, one in stored.items()}
+
+
+def settings_tables() -> str:
+    """For each recipe that was run again, a Markdown table with the differences and verdicts of the short runs at one learning
+    rate, the long ones at this rate, and the long ones at tuned rates. Before the tables: how many verdicts are others now.
+    """
+    blocks, changed, counted = [], 0, 0
+    for recipe, about in RUN_AGAIN.items():
+        old = earlier()[recipe]
+        rows = [row for row in comparison(recipe).rows if row.difference and row.role == "technique"]
+        final = [row for row in rows if row.condition.tuned]
+        common = {(row.arm, row.labels): row for row in rows if not row.condition.tuned}  # the longest comes last
+        (now,) = {record["steps"] for record in steps_of(recipe)}
+        lines = [["Arm", "Labels", f"{old['steps']:,} steps", f"{now:,} steps", f"{now:,} steps, tuned"], ["---"] * 5]
+        for row in final:
+            before = old["arms"].get((row.arm, row.labels, row.baseline))
+            counted += before is not None
+            changed += before is not None and before[3] != row.verdict
+            against = f" (against {row.baseline})" * (row.baseline != row.group)
+            first = judged(*before) if before else "not compared"
+            shown = [judged(r.difference.mean, r.difference.low, r.difference.high, r.verdict) for r in (common[row.arm, row.labels], row)]
+            lines.append([row.arm + against, format_labels(row.labels).removesuffix(" labels"), first, *shown])
+        blocks.append(f"### {about}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    summary = f"Of {counted} verdicts, {changed} are others in the long, tuned runs than in the short ones at one rate."
+    return "\n\n".join([summary, *blocks])
+
+
+def steps_of(recipe: str) -> list[dict]:
+    """The settings of the tuned runs of the baseline of a recipe."""
+    return [r.run for r in read_records(ROOT / "recipes" / f"{recipe}.jsonl") if r.role == "baseline" and r.tuning]
+
+
+def judged(mean: float, low: float, high: float, verdict: str) -> str:
+    """A difference in percentage points with its interval and its verdict; bold if it is better or worse."""
+    text = f"{points(mean)} [{points(low)}, {points(high)}]"
+    return f"**{text} {verdict}**" if verdict in ("better", "worse") else f"{text}"
+
+
 def written() -> Iterable[tuple[Path, str]]:
     """The files that this script writes, with their contents."""
     for mode in ("light", "dark"):
@@ -195,6 +250,8 @@ def written() -> Iterable[tuple[Path, str]]:
     output = with_block(readme.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
     yield readme, with_block(output, "results", table())
     docs = ROOT / "docs"
+    settings = docs / "explanation" / "settings.md"
+    yield settings, with_block(settings.read_text(encoding="utf-8"), "settings", settings_tables())
     for page in (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md"):
         text = page.read_text(encoding="utf-8")
         if TABLE.search(text):

@@ -35,7 +35,7 @@ from smallvit import compare, confusion_figure, export, folder, gallery, load, l
 torch.set_num_threads(1)
 os.chdir(tempfile.mkdtemp())  # the images and the advice are written here; use a folder of your own to keep them
 SHORT = "SMALLVIT_SHORT" in os.environ  # the tests run this notebook with very little time
-MINUTES = 2 if SHORT else 10
+MINUTES = 2 if SHORT else 5
 
 # %% [markdown]
 # ## Draw a folder

@@ -17,6 +17,9 @@ def mnist_baseline() -> Run:
 
     The model has 16 patches of 7 pixels, width 64, 4 blocks, 4 heads and 139,000 parameters. A comparison with 8 seeds takes
     less than an hour on two CPU cores.
+
+    Its 4,000 steps are a compromise with the time that this takes. Twice the steps raise the validation accuracy from 93.2% to
+    93.9% with 100 labels, from 97.0% to 97.6% with 1,000, and from 97.7% to 98.5% with 10,000 (4 seeds, 3,000 images).
     """
     return Run(
         data=mnist,
