@@ -40,28 +40,28 @@ MINUTES = 2 if SHORT else 5
 # %% [markdown]
 # ## Draw a folder
 #
-# Gray pictures as from a microscope: round cells, long cells, and cells with a bright core. There are 60 of each. Place, size,
+# Gray pictures as from a microscope: round cells, long cells, and cells with a bright core. There are 80 of each. Place, size,
 # direction and brightness are random, and the background has noise and an uneven light.
 
 # %%
 generator = np.random.default_rng(0)
-y, x = np.mgrid[:40, :40]
-for number in range(180):
+y, x = np.mgrid[:28, :28]
+for number in range(240):
     kind = ["core", "long", "round"][number % 3]
-    row, column = generator.uniform(11, 29, 2)
-    radius, angle, light = generator.uniform(5, 8), generator.uniform(0, np.pi), generator.uniform(40, 90)
+    row, column = generator.uniform(10, 18, 2)
+    radius, angle, light = generator.uniform(5, 7), generator.uniform(0, np.pi), generator.uniform(60, 100)
     u = (x - column) * np.cos(angle) + (y - row) * np.sin(angle)
     v = (y - row) * np.cos(angle) - (x - column) * np.sin(angle)
-    long, wide = (1.35, 0.75) if kind == "long" else (1.05, 0.95)
+    long, wide = (1.5, 0.65) if kind == "long" else (1.05, 0.95)
     distance = np.hypot(u / (radius * long), v / (radius * wide))
-    pixels = 70 + light / (1 + np.exp(6 * (distance - 1))) + generator.uniform(-1, 1) * (x - 20)
+    pixels = 70 + light / (1 + np.exp(6 * (distance - 1))) + generator.uniform(-1, 1) * (x - 14)
     if kind == "core":
-        pixels += 25 * np.exp(-((distance / 0.35) ** 2))
-    pixels += generator.normal(0, 14, pixels.shape)
+        pixels += 50 * np.exp(-((distance / 0.4) ** 2))
+    pixels += generator.normal(0, 10, pixels.shape)
     Path("cells", kind).mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(f"cells/{kind}/{number:03d}.png")
 
-cells = folder("cells", size=40, channels=1, test=0.2)
+cells = folder("cells", size=28, channels=1, test=0.2)
 print(f"{len(cells.train)} images for training, {cells.test.count} for testing, classes {cells.spec.classes}")
 gallery(cells.train.take(torch.arange(0, 96, 8)), columns=6)
 
@@ -75,7 +75,7 @@ gallery(cells.train.take(torch.arange(0, 96, 8)), columns=6)
 # that the images may be mirrored. The same command goes on where it was, if you stop it.
 
 # %%
-# !{sys.executable} -m smallvit advise cells --minutes {MINUTES} --photos --no-imagenet 2>&1
+# !{sys.executable} -m smallvit advise cells --minutes {MINUTES} --photos --no-imagenet 2>&1 | cat
 
 # %% [markdown]
 # ## Which options were best
@@ -113,11 +113,11 @@ Markdown(markdown(results, title="cells", doc=load_recipe("advice/recipe.py").__
 
 # %%
 Path("new").mkdir(exist_ok=True)
-y, x = np.mgrid[:80, :80]
-for name, long, wide, core in (("core", 1.0, 1.0, 30), ("long", 1.4, 0.7, 0), ("round", 1.0, 1.0, 0)):
-    distance = np.hypot((x - 44) / (14 * long), (y - 36) / (14 * wide))
-    pixels = 70 + 65 / (1 + np.exp(6 * (distance - 1))) + core * np.exp(-((distance / 0.35) ** 2))
-    Image.fromarray((pixels + generator.normal(0, 10, pixels.shape)).clip(0, 255).astype(np.uint8)).save(f"new/{name}.png")
+y, x = np.mgrid[:56, :56]
+for name, long, wide, core in (("core", 1.0, 1.0, 50), ("long", 1.5, 0.65, 0), ("round", 1.0, 1.0, 0)):
+    distance = np.hypot((x - 30) / (12 * long), (y - 26) / (12 * wide))
+    pixels = 70 + 80 / (1 + np.exp(6 * (distance - 1))) + core * np.exp(-((distance / 0.4) ** 2))
+    Image.fromarray((pixels + generator.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)).save(f"new/{name}.png")
 
 model = load("advice/model")
 print(model.predict(["new/core.png", "new/long.png", "new/round.png"]))

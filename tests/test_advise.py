@@ -1,5 +1,6 @@
 """smallvit advise: the plan, the recipes that it writes, the choice, the sentences of the answer, stopping and starting again."""
 
+import ast
 import random
 import re
 from argparse import Namespace
@@ -39,7 +40,7 @@ from smallvit.commands.advise.recipes import (
 )
 from smallvit.commands.inspection import inspect_images
 from smallvit.recipe import find_recipe, load_recipe
-from smallvit.record import read_records
+from smallvit.record import Record, read_records
 from smallvit.run import describe
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
@@ -281,6 +282,29 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
     assert model_to_keep(comparison) == kept
     sentences = answer(comparison, [Option("stem", {"dim": "96"})])
     assert sentences[0].startswith(first) and second in sentences[1]
+
+
+@pytest.mark.parametrize("score, learned", [(0.52, False), (0.9, True)])
+def test_answer_begins_with_a_warning_if_nothing_was_learned(score, learned):
+    runs = [
+        Record(
+            recipe="recipe", arm=arm, role=role, baseline=PLAIN, labels=None, seed=seed, fingerprint=f"{arm}{seed}", run={},
+            status="finished", score="accuracy", test={"accuracy": score}, test_images=100, test_majority=0.5,
+        )
+        for arm, role in ((PLAIN, "baseline"), (ADVICE, "technique"), (CNN, "technique"))
+        for seed in range(2)
+    ]  # fmt: skip
+    first, *others = answer(judged(("inconclusive", score), ("inconclusive", score)), [Option("stem", {"dim": "96"})], runs)
+    assert first.startswith("No model was shown to be better than guessing") != learned
+    assert len(others) == 2 - learned
+
+
+def test_docstrings_of_the_recipes_name_the_folder_alone():
+    images = replace(inspect_images(shapes()), patch=4)
+    made = Plan(str(Path("a place", 'sh"apes').resolve()), 15, False, 2, 0.4, 5, 6, steps=300, final_steps=600, passes=3)
+    for text in (final_recipe(images, made, []), last_recipe(images, made, [], PLAIN)):
+        doc = ast.get_docstring(ast.parse(text))
+        assert "images in sh'apes" in doc and "a place" not in doc
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from smallvit.record import Record
+from smallvit.report.alarms import nothing_learned
 from smallvit.report.answer import cost_ratio
 from smallvit.report.units import score_of
 from smallvit.verdicts.comparison import Comparison, Row
@@ -26,9 +28,16 @@ def model_to_keep(comparison: Comparison) -> str:
     return max([vit, *others], key=lambda row: row.mean or 0).arm
 
 
-def answer(comparison: Comparison, chosen: Sequence[Option]) -> list[str]:
-    """Return the answer in two or three sentences: which model and which technique to use, and how a small CNN compares with
-    them. `comparison` holds the results, and `chosen` are the options that were best in the trials.
+NOTHING_LEARNED = (
+    "No model was shown to be better than guessing, so do not rely on what follows: give the command more time (--minutes) or "
+    "more images."
+)
+
+
+def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[Record] = ()) -> list[str]:
+    """Return the answer in two to four sentences: which model and which technique to use, and how a small CNN compares with
+    them. `comparison` holds the results of the runs in `records`, and `chosen` are the options that were best in the trials. If
+    no model was shown to be better than guessing, the first sentence says so.
     """
     rows = main_rows(comparison)
     best = rows.get(ADVICE, rows[PLAIN])
@@ -38,7 +47,8 @@ def answer(comparison: Comparison, chosen: Sequence[Option]) -> list[str]:
     else:
         sentences = [technique(rows, chosen)]
     sentences += [compared(rows[arm], best) for arm in OTHERS if arm in rows and arm != kept]
-    return [*sentences, *raw_pixels(rows, best)]
+    all_labels = [record for record in records if record.labels is None]
+    return [*[NOTHING_LEARNED] * bool(nothing_learned(all_labels)), *sentences, *raw_pixels(rows, best)]
 
 
 def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:

@@ -100,7 +100,7 @@ def write_page(
     best = model_to_keep(comparison)
     entries = [entry for entry in runs if entry.arm == best and entry.labels is None]
     judged = judged_images(entries, path.parent / "runs", "recipe")
-    sentences = answer(comparison, chosen)
+    sentences = answer(comparison, chosen, records)
     labels = judged.labels.tolist()
     found = doubts(judged.probabilities, labels, classes=judged.classes, names=judged.names, shown=SHOWN)
     with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))

@@ -5,6 +5,7 @@ All of them are readable and can be run and changed by hand.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..recipe_template import data_text
@@ -103,7 +104,7 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
         else "The test images are those of the folder; no trial has read them."
     )
     head = (
-        f'"""Does what smallvit advise has chosen help on the images in {plan.folder}?\n\n'
+        f'"""Does what smallvit advise has chosen help on the images in {folder_name(plan)}?\n\n'
         f"Setup     {ADVICE}: a small ViT with {what}.\n          {part}\n"
         '"""'
     )
@@ -141,6 +142,11 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
     return "\n\n".join([*parts, "\n".join(lines), "\n".join(runs)]) + "\n"
 
 
+def folder_name(plan: Plan) -> str:
+    """Return the name of the folder of images as it can stand in a docstring."""
+    return Path(plan.folder).name.replace("\\", "/").replace('"', "'")
+
+
 def arms_of(chosen: Sequence[Option]) -> dict[str, str]:
     """Return the code of each arm (variant) that is judged, by its name. Without chosen options there is no arm `advice`."""
     changes = merged(chosen)
@@ -165,7 +171,7 @@ def imagenet_arms(images: "Inspection", names: Sequence[str]) -> list[tuple[str,
 def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option], kept: str = ADVICE) -> str:
     """Return the text of the recipe of the model that is given to the user: the arm (variant) `kept`, trained on all images."""
     everything = replace(images, folds=None, test=0.0 if plan.share else None)
-    head = f'"""The model of smallvit advise: trained on all images in {plan.folder}, so that no test images are left."""'
+    head = f'"""The model of smallvit advise: trained on all images in {folder_name(plan)}, so that no test images are left."""'
     parts = [head, IMPORTS, data_text(everything, plan.folder), scratch_text(images, plan.final_steps, 0)]
     code = arms_of(chosen).get(kept) or f'{imagenet_code(chosen)}["{kept}"]'
     if kept == ADVICE:
