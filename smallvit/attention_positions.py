@@ -1,11 +1,11 @@
-"""Positions inside attention: what tells the queries and keys where their tokens are.
+"""Positions inside attention: modules that give the queries and keys information about the positions of their tokens.
 
 Contract: `position(heads, head_dim, grid, prefix)` makes a module that is called `(q, k, places) -> (q, k, bias)`. Attention
 uses the new queries and keys, and adds `bias` to its logits. It is an option of attention, to which a `ViT` gives `grid` (rows,
 columns) and `prefix`, the number of prefix tokens: `ViT(attention=partial(Attention, position=Rotary))`.
 
 - `q` and `k` are (b, h, n, e), prefix tokens first, for any number of tokens n. No parameter depends on n.
-- `places` is a `Places`. Merged tokens have the mean place of their patches.
+- `places` is a `Places`. A merged token is at the mean position of its patches.
 - `bias`, broadcastable to (b, h, n, n), or None.
 
 Letters in shapes: b images, h heads, n tokens, p patch tokens, e width of one head.
@@ -22,10 +22,11 @@ Grid = tuple[int, int]
 
 
 class Places(NamedTuple):
-    """Where the patch tokens of images are: the row and the column of each token, in patches, and the grid of the images.
+    """The positions of the patch tokens of images: row and column of each token, in patches, and the grid of the images.
 
-    at     rows and columns from 0 at the top left, float32. Shape (p, 2) if they are the same for all images and whole numbers,
-           as long as no token is merged or dropped; else (b, p, 2). A merged token is at the mean place of its patches.
+    at     rows and columns from 0 at the top left, float32. The shape is (p, 2) if no token was merged or removed: then the
+           positions are whole numbers and the same for all images. Otherwise (b, p, 2). A merged token is at the mean position
+           of its patches.
     grid   the number of (rows, columns) of patches in the images. It differs from that of the model for images of another size.
     """
 
@@ -40,24 +41,24 @@ def places_of(grid: Grid, device: torch.device) -> Places:
 
 
 class RelativeBias(nn.Module):
-    """Relative position bias, a module inside attention: each head learns a number for each offset (rows, columns) between
-    query and key, and adds it to the logit of the pair.
+    """Relative position bias, a module inside attention: each head learns a bias for each offset (rows, columns) between query
+    and key, and adds it to the logit of the pair.
 
-    Prefix tokens have learned numbers of their own: one for each prefix token as a query (`from_prefix`), as a key
-    (`to_prefix`), and for each pair of them (`among`). Offsets beyond those of the table take its nearest number. Merged tokens
-    are between the places of the grid: their bias is interpolated (bilinear).
+    Prefix tokens have their own learned biases: one for each prefix token as a query (`from_prefix`), as a key (`to_prefix`),
+    and for each pair of prefix tokens (`among`). Offsets outside the table take the nearest value in it. Merged tokens lie
+    between the positions of the grid, so their bias is interpolated (bilinear).
 
-    `std` is the standard deviation of the initial values. With `hidden`, the table is computed by a small network from the
-    logarithms of the offsets, with so many hidden units; then it has any size.
+    `std` is the standard deviation of the initial biases. With `hidden`, a small network with this number of hidden units
+    computes the table from the logarithms of the offsets, so the table can have any size.
 
     Paper    Table: Swin, Liu et al. 2021, arXiv:2103.14030. Class token: BEiT, arXiv:2106.08254, as in timm's `RelPosBias`.
              `hidden=512`: Swin v2, Liu et al. 2021, arXiv:2111.09883: 16 sigmoid(network), offsets divided by those of the
              constructor's grid.
     Off      A bias of 0, as with `std=0` before training, equals attention without positions.
-    Departs  On a larger grid than the constructor's, the table is extended by its border; timm resamples it. Several prefix
-             tokens: each has numbers of its own; timm has one class token, and none beside the network. From the network,
-             8 is subtracted, so that patches start without an advantage over prefix tokens. The cosine attention of Swin v2 is
-             not part of it.
+    Departs  On a grid larger than the constructor's, the table is extended by its border; timm resamples it. Each prefix token
+             has its own biases; timm supports one class token, and none together with the network. From the output of the
+             network, 8 is subtracted, so that the logits of patches do not start above those of prefix tokens. The cosine
+             attention of Swin v2 is left out.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class RelativeBias(nn.Module):
         return q, k, bias.reshape(-1, *bias.shape[-3:])
 
     def table_for(self, grid: Grid) -> Tensor:
-        """Return a table with the bias of each offset, shape (h, 2 rows - 1, 2 columns - 1). The offset 0 is in its middle. A
-        learned table has the size for the grid of the constructor, a computed one for `grid`, which has (rows, columns).
+        """Return a table with the bias of each offset, shape (h, 2 rows - 1, 2 columns - 1), with offset 0 in the middle. The
+        size of a learned table is that of the constructor's grid; a computed table has the size of `grid` (rows, columns).
         """
         if self.table is not None:
             return self.table
@@ -109,9 +110,10 @@ class RelativeBias(nn.Module):
 
 
 def look_up(table: Tensor, at: Tensor) -> Tensor:
-    """Return the values of a table for all pairs of tokens, from the offset between them: query minus key. `table` has the
-    shape (h, 2 rows - 1, 2 columns - 1), with offset 0 in the middle. `at` is the row and column of each token, as in `Places`:
-    for (p, 2), whole numbers, the result has the shape (h, p, p); for (b, p, 2) it is interpolated, shape (b, h, p, p).
+    """Return the values of a table for all pairs of tokens, at the offset between them: query minus key. `table` has the shape
+    (h, 2 rows - 1, 2 columns - 1), with offset 0 in the middle. `at` is the row and column of each token, as in `Places`. If it
+    has the shape (p, 2), the result has the shape (h, p, p). If it has the shape (b, p, 2), values are interpolated, and the
+    result has the shape (b, h, p, p).
     """
     most_rows, most_columns = table.shape[1] // 2, table.shape[2] // 2
     rows, columns = (at[..., :, None, :] - at[..., None, :, :]).unbind(-1)
@@ -127,23 +129,23 @@ def look_up(table: Tensor, at: Tensor) -> Tensor:
 
 class Rotary(nn.Module):
     """Rotary position embeddings in two dimensions (RoPE), a module inside attention: pairs of channels of the queries and keys
-    are turned by an angle that grows with the row and column of the token. So the logit of two patches depends on how far they
-    are from each other, not on where they are. Values are not turned.
+    are rotated by an angle that grows with the row and column of the token. So the logit of two patches depends on the offset
+    between them, not on their absolute positions. Values are not rotated.
 
-    One half of the pairs turns with the column, the other with the row, with frequencies temperature^(-4k/e). With `mixed`,
-    each head has learned frequencies for the row and the column of each pair; at the start, the two halves point in random
-    directions at a right angle.
+    One half of the pairs rotates with the column, the other half with the row, with frequencies temperature^(-4k/e). With
+    `mixed`, each head learns the frequencies for the row and the column of each pair. They are initialized so that each head
+    has a random direction for one half of the pairs, and the direction at a right angle for the other half.
 
-    Prefix tokens are not turned, as if they were at the `origin`: "corner", the top-left patch, or "center", the middle of the
-    image. Only logits between prefix tokens and patches depend on it.
+    Prefix tokens are not rotated, as if they were at the `origin`: "corner", the top-left patch, or "center", the middle of the
+    image. Only the logits between prefix tokens and patches depend on `origin`.
 
-    `temperature` is the base of the frequencies, or "grid": the base at which the slowest wave turns by 1 over the larger side
-    of the grid.
+    `temperature` is the base of the frequencies. With "grid", the base is chosen so that the lowest frequency rotates by 1
+    radian over the larger side of the grid.
 
     Paper    Heo et al. 2024, arXiv:2403.13298 (RoPE-ViT, axial and mixed); Su et al. 2021, arXiv:2104.09864 (RoPE).
     Off      Frequencies of 0 equal attention without positions.
-    Departs  The published temperature of the axial form is 100, of the mixed form 10. 10 is the default of both, because grids
-             are small here. Merged tokens are turned by the mean place of their patches.
+    Departs  The paper uses the temperature 100 for the axial form and 10 for the mixed form. Here 10 is the default of both,
+             because grids are small. The angle of a merged token is that of the mean position of its patches.
     Raises   ValueError if the width of a head is not divisible by 4, for a temperature below 1, and for an unknown `origin`.
     """
 
@@ -193,8 +195,8 @@ class Rotary(nn.Module):
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return queries or keys `x` (b, h, n, e) with each pair of channels 2i and 2i + 1 turned by an angle. `cos` and `sin` are
-    those of the angles, shape (h, n, e / 2) or (b, h, n, e / 2), where h may be 1.
+    """Return queries or keys `x` (b, h, n, e) with each pair of channels 2i and 2i + 1 rotated by an angle. `cos` and `sin` are
+    the cosines and sines of the angles, shape (h, n, e / 2) or (b, h, n, e / 2), where h may be 1.
     """
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -1,6 +1,7 @@
-"""Other starts of the weights of attention: mimetic and impulse initialization.
+"""Other initializations of the weights of attention: mimetic and impulse initialization.
 
-Both make an attention module of a given class and change only how its weights are drawn: see `smallvit.attention`.
+Both functions create an attention module of a given class and change only the initialization of its weights: see
+`smallvit.attention`.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,13 @@ def mimetic_start(
     dim: int, heads: int, *, attention: Callable = Attention,
     query_key: Strength | None = (0.7, 0.7), value_proj: Strength | None = (0.4, 0.4),
 ) -> nn.Module:  # fmt: skip
-    """Return an attention module with mimetic initialization: at the start of training its weights look like those of trained
-    models. A token attends to tokens that are like itself, and the values and the output projection together are a negative
-    multiple of the identity. `attention` is the class of the module, which is called with `dim` and `heads`.
+    """Return an attention module with mimetic initialization: its initial weights resemble those of trained models. A token
+    attends to tokens that are similar to itself, and the product of the value and output weights is noise minus a multiple of
+    the identity matrix. `attention` is the class of the module, which is called with `dim` and `heads`.
 
-    `query_key` and `value_proj` are pairs: how strong the noise is, and how strong the identity. None leaves these weights as
-    they are. The weights are drawn by `initialize`, as all weights of a model. Only the weights of `qkv` and `proj` differ.
+    `query_key` and `value_proj` are pairs: the strengths of the noise and of the identity matrix. None keeps the usual
+    initialization of these weights. Like all weights of a model, they are drawn by `initialize`. Only the weights of `qkv` and
+    `proj` differ from those of `attention`.
 
     Paper    Trockman, Kolter 2023, arXiv:2305.09828. For each head the product of the query and key maps is the best
              approximation of its rank to a Z + b I, and the product of the value and output maps is a Z - b I, with a Z of its
@@ -34,16 +36,15 @@ def mimetic_start(
              value decomposition, and share the singular values equally.
     Off      `attention` itself.
     Departs  Public code multiplies the two factors in the wrong order, which keeps the eigenvalues but not the product; here
-             the products are exact. The largest entry of each left singular vector is positive, so that all machines give the
-             same weights. The paper also replaces learned positions by fixed ones (`SinCos2d`), which is left to you.
+             the products are exact. The largest entry of each left singular vector is positive, so that a seed gives the same
+             weights on all machines. The paper also replaces learned positions by fixed ones; set `position=SinCos2d` for this.
 
-    Wide heads start almost as the identity map: with 64 channels or more, try `query_key=(0.4, 0.4)`. A LayerScale that starts
-    near 0 hides the start of the values.
+    With wide heads, a token attends almost only to itself at the start: with 64 channels or more, try `query_key=(0.4, 0.4)`.
+    With a LayerScale that starts near 0, the initialization of the values has little effect.
 
-    Raises   ValueError for an attention without linear maps `qkv` and `proj`, for `DifferentialAttention`, for heads that do
-             not fill the width, for `query_key` with a mask that keeps tokens from attending to themselves
-             (`LocalityAttention`), and for strengths that are no pair of numbers of at least 0, or without noise for queries
-             and keys.
+    Raises   ValueError for an attention without linear maps `qkv` and `proj`, for `DifferentialAttention`, if the heads
+             together are not as wide as the tokens, for `query_key` with a mask that keeps tokens from attending to themselves
+             (`LocalityAttention`), if a strength is not a pair of numbers of at least 0, and for `query_key` without noise.
     """
     module = with_linear_maps(attention(dim, heads), dim)
     if query_key is not None and getattr(module, "mask_self", False):
@@ -70,8 +71,8 @@ def with_linear_maps(module: Any, dim: int) -> Any:
 
 
 def check_strength(name: str, strength: Any):
-    """Raise ValueError unless `strength` is None or a pair of numbers of at least 0. Queries and keys need noise: without it,
-    the maps of all heads would be the same.
+    """Raise ValueError unless `strength` is None or a pair of numbers of at least 0. Queries and keys need noise, because
+    otherwise the attention maps of all heads would be the same.
     """
     if strength is None:
         return
@@ -85,7 +86,7 @@ def check_strength(name: str, strength: Any):
 @torch.no_grad()
 def draw_mimetic(module: Any, query_key: Strength | None, value_proj: Strength | None):
     """Draw the weights of an attention module by mimetic initialization, in place. `query_key` and `value_proj` are the
-    strengths of noise and identity.
+    strengths of the noise and of the identity matrix.
     """
     if reset := getattr(type(module), "reset_parameters", None):
         reset(module)
@@ -102,8 +103,8 @@ def draw_mimetic(module: Any, query_key: Strength | None, value_proj: Strength |
 
 @torch.no_grad()
 def draw_values(module: Any, strength: Strength | None):
-    """Draw the value and output maps of an attention module by mimetic initialization, in place. `strength` is that of the
-    noise and of the identity; None leaves both maps as they are.
+    """Draw the value and output weights of an attention module by mimetic initialization, in place. `strength` has the
+    strengths of the noise and of the identity matrix; None leaves these weights unchanged.
     """
     if strength is not None:
         dim = module.qkv.in_features
@@ -122,7 +123,7 @@ def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return two matrices L and R of shape (..., n, rank). L times the transpose of R is the best approximation of `matrix`
     (..., n, n) with this rank. The columns of both are orthogonal, and their squared lengths are the largest singular values.
 
-    Of a column of L and of R together, the sign is free: the largest entry of each column of L is positive.
+    The common sign of a column of L and of R is arbitrary. Here the largest entry of each column of L is positive.
     """
     u, s, vh = torch.linalg.svd(matrix)
     u, v = u[..., :rank], vh.mT[..., :rank]
@@ -134,7 +135,7 @@ def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 # Impulse initialization
 
 NEIGHBORS = ((0, 0), (-1, 0), (0, 1), (0, -1), (1, 0), (-1, -1), (-1, 1), (1, -1), (1, 1))  # (rows, columns) from a query
-IMPULSE, NOISE, CUT = 1_000.0, 1.8, 6.0  # target logits: those of the neighbors, and the std and the largest value of others
+IMPULSE, NOISE, CUT = 1_000.0, 1.8, 6.0  # target logits: value for the neighbor; std and largest value of the noise elsewhere
 
 
 def impulse_start(
@@ -142,16 +143,16 @@ def impulse_start(
     strength: float = 7.0, value_proj: Strength | None = (0.4, 0.4),
 ) -> nn.Module:  # fmt: skip
     """Return an attention module with impulse initialization (structured initialization): at the start of training, each head
-    attends to one neighbor of each patch, as one entry of a 3 x 3 convolution kernel does. The first head attends to the patch
-    itself, the next ones to the patches above, right, left and below, and further heads to the diagonal neighbors.
+    attends to one neighbor of each patch, like one entry of a 3 x 3 convolution kernel. The first head attends to the patch
+    itself, the next four to the patches above, right, left and below, and further heads to the diagonal neighbors.
 
-    The weights are computed from the learned position embeddings of the model, `Learned`, from which the queries and keys read
-    where a patch is. `attention` is the class of the module, which is called with `dim` and `heads`. `strength` is the norm of
-    the query and of the key map of a head: larger maps make the heads more certain of their neighbor. `value_proj` is that of
-    `mimetic_start`. Only the weights of `qkv` and `proj` differ.
+    The query and key weights are computed from the learned position embeddings of the model (`Learned`). `attention` is the
+    class of the module, which is called with `dim` and `heads`. `strength` is the norm of the query weights and of the key
+    weights of a head; with a larger norm, a head gives its neighbor a larger attention weight. `value_proj` is the same option
+    as in `mimetic_start`. Only the weights of `qkv` and `proj` differ from those of `attention`.
 
-    It suits models in which a head is at least as wide as the image has patches. Narrower heads cannot tell all places apart,
-    and attend to the neighbor and to the patches around it.
+    It suits models in which the width of a head is at least the number of patches. A narrower head cannot distinguish all
+    positions, and attends to the neighbor and to the patches around it.
 
     Paper    Zheng et al. 2025, arXiv:2505.19985, the closed form. P are the normalized position embeddings, and M the target
              logits of a head: 1,000 where the key is the neighbor of the query, elsewhere noise. The product of the query and
@@ -159,9 +160,9 @@ def impulse_start(
              divided by their norm and multiplied by 7. Values and output projection are those of mimetic initialization.
     Off      `attention` itself.
     Departs  The positions of `Learned` have std 1 from the start. timm's have 0.02, and the authors multiply them by 18.
-    Raises   ValueError for an attention without linear maps `qkv` and `proj`, for `DifferentialAttention`, for heads that do
-             not fill the width, for a mask that keeps tokens from attending to themselves (`LocalityAttention`), for a
-             `strength` that is not above 0, and in a model without learned positions.
+    Raises   ValueError for an attention without linear maps `qkv` and `proj`, for `DifferentialAttention`, if the heads
+             together are not as wide as the tokens, for a mask that keeps tokens from attending to themselves
+             (`LocalityAttention`), for a `strength` that is not above 0, and in a model without learned positions.
     """
     module = with_linear_maps(attention(dim, heads), dim)
     if getattr(module, "mask_self", False):
@@ -179,8 +180,8 @@ def impulse_start(
 
 @torch.no_grad()
 def draw_impulse(module: Any, value_proj: Strength | None):
-    """Draw the weights of an attention module, in place, and a seed for the noise of its queries and keys. These are computed
-    by `fit_impulse`, when the position embeddings of the model have been drawn.
+    """Draw the weights of an attention module, in place, and a seed for the noise of its queries and keys. `fit_impulse`
+    computes the query and key weights later, when the position embeddings of the model have been drawn.
     """
     if reset := getattr(type(module), "reset_parameters", None):
         reset(module)
@@ -191,8 +192,8 @@ def draw_impulse(module: Any, value_proj: Strength | None):
 
 @torch.no_grad()
 def fit_impulse(module: Any, strength: float, position: Any):
-    """Compute the query and key maps of an attention module by impulse initialization, in place. `position` is the module of
-    the model that adds position embeddings, or None.
+    """Compute the query and key weights of an attention module by impulse initialization, in place. `position` is the module
+    of the model that adds position embeddings, or None.
     """
     if not isinstance(getattr(position, "table", None), nn.Parameter):
         name = "no positions" if position is None else type(position).__name__
@@ -213,7 +214,7 @@ def fit_impulse(module: Any, strength: float, position: Any):
 
 def target_logits(grid: tuple[int, int], offset: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Return logits with which each patch of `grid` (rows, columns) attends to its neighbor at `offset` (rows, columns), shape
-    (patches, patches), float64. All other logits are noise, and those of a patch without this neighbor are noise only.
+    (patches, patches), float64. All other logits are noise. A patch without this neighbor has noise only.
     """
     patches = grid[0] * grid[1]
     logits = torch.empty(patches, patches, dtype=torch.float64)

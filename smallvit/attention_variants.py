@@ -24,21 +24,21 @@ from smallvit.attention import (
 
 
 class DifferentialAttention(nn.Module):
-    """Differential attention, a multi-head attention module. Each head computes two attention maps and subtracts the second,
-    multiplied by a learned number, from the first. What both maps have in common, such as noise, cancels.
+    """Differential attention, a multi-head attention module. Each head computes two attention maps, and subtracts the second
+    map, multiplied by a learned number (lambda), from the first. What both maps have in common, such as noise, cancels.
 
-    Each head has two groups of queries and keys of width `dim / (2 heads)`, and values of twice this width. Use half as many
-    heads as in `Attention` for groups of the same width.
+    Each head has two groups of queries and keys of width `dim / (2 heads)`, and values of twice this width. For queries and
+    keys of the same width as in `Attention`, use half as many heads.
 
-    `lambda_init` is the number with which the second map is multiplied at the start; None means the paper's, which grows with
-    the index of the block. `dropout` acts on both maps.
+    `lambda_init` is the initial value of lambda; None means the paper's value, which grows with the index of the block.
+    `dropout` acts on both maps.
 
     Paper    Ye et al. 2024, arXiv:2410.05258: (1 - lambda_init) RMSNorm((softmax(q1 k1) - lambda softmax(q2 k2)) v) for each
              head, lambda = exp(a1 b1) - exp(a2 b2) + lambda_init with vectors a and b that all heads of a block share, and
              lambda_init = 0.8 - 0.6 exp(-0.3 layer), from 0.2 in the first block to almost 0.8.
     Off      None: the two groups and the norm of each head have no counterpart in `Attention`.
-    Departs  Token sizes and masks act on both maps. `map()` returns the difference, whose rows sum to 1 - lambda and which has
-             negative entries; `saliency()` is that of the first map, so that a pruner does not rank by negative numbers.
+    Departs  Token sizes and masks act on both maps. `map()` returns the difference. Its rows sum to 1 - lambda, and it has
+             negative entries. `saliency()` is computed from the first map, which has none.
     Raises   ValueError if `2 heads` does not divide `dim`.
     """
 
@@ -68,7 +68,7 @@ class DifferentialAttention(nn.Module):
         nn.init.normal_(self.lambda_keys, std=0.1)
 
     def set_context(self, context: Any):
-        """Take the paper's `lambda_init` of the block with the index `context.layer`, unless the option sets another one."""
+        """Set the paper's `lambda_init` for the block with the index `context.layer`, unless the option is set."""
         if self.by_layer:
             self.lambda_init = lambda_at(context.layer)
 
@@ -104,21 +104,21 @@ class Unprojected(NamedTuple):
 
 
 def lambda_at(layer: int) -> float:
-    """Return the number that differential attention starts with in the block with index `layer`, from 0."""
+    """Return the initial lambda of differential attention in the block with the index `layer`, from 0."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
 class SigmoidAttention(Attention):
-    """Sigmoid attention, a multi-head attention module. Each attention weight is the sigmoid of its logit instead of a softmax,
-    so a query weighs each key without regard to the others, and its weights do not sum to 1.
+    """Sigmoid attention, a multi-head attention module. Each attention weight is the sigmoid of its logit, instead of a softmax
+    over all logits. So the weight of a key does not depend on the other keys, and the weights of a query do not sum to 1.
 
-    The logarithm of the number of patches is subtracted from the logits, so that the weights sum to almost 1 if all logits are
+    The logarithm of the number of tokens is subtracted from the logits, so that the weights sum to almost 1 if all logits are
     0. The options are those of `Attention`; `qk_norm=True` keeps logits small, which makes training more stable.
 
     Paper    Ramapuram et al. 2024, arXiv:2409.04431, section 3: sigmoid(q k / sqrt(e) + b) with b = -log n.
     Off      None: a sigmoid has no setting at which it is a softmax.
-    Departs  The weight of a key is multiplied by its size, and n is the sum of all sizes. Merging of equal tokens is therefore
-             exact, and a token of size 0 is ignored. There is one kernel, and `fused` has no effect.
+    Departs  The weight of a key is multiplied by its size, and n is the sum of all sizes. So merging equal tokens does not
+             change the result, and a token of size 0 is ignored. There is one kernel, so `fused` has no effect.
     Raises   ValueError as `Attention` does.
     """
 
@@ -148,11 +148,11 @@ class TalkingHeadsAttention(Attention):
 
     Paper    Shazeer et al. 2020, arXiv:2003.02436; used in CaiT, arXiv:2103.17239.
     Off      `mix_logits=False, mix_maps=False` equals `Attention`. With both on, it equals `Attention` before the first step.
-    Departs  Both matrices start as the identity, and have no bias. In CaiT they start at random with std 0.02, so all maps
-             are almost 0. A bias of the logits would cancel in the softmax, and a bias of the maps would attend to tokens that
-             are masked or removed. Sizes and masks act after the logits are mixed. `saliency()` is that of the maps before they
-             are mixed, which are never negative. Matrices get no weight decay, which would pull them away from the identity.
-             There is one kernel, and `fused` has no effect.
+    Departs  Both matrices start as the identity, and have no bias. In CaiT they start at random with std 0.02, so all maps are
+             almost 0 at first. A bias of the logits would cancel in the softmax, and a bias of the maps would attend to tokens
+             that are masked or removed. Sizes and masks act after the logits are mixed. `saliency()` is computed from the maps
+             before they are mixed, which are never negative. The matrices get no weight decay, because it would pull them away
+             from the identity. There is one kernel, so `fused` has no effect.
     Raises   ValueError as `Attention` does.
     """
 
@@ -190,8 +190,8 @@ class TalkingHeadsAttention(Attention):
         """Return the attention maps before they are mixed. In the backward pass all sizes get a gradient, as in
         `attend_with_size_gradient`.
 
-        That function takes queries and keys. A mixed logit is the product of one long query, which holds the queries of all
-        heads times their factors, with all keys. With the identity as values, the result is the map itself.
+        That function needs queries and keys. A mixed logit is the product of a long query (the queries of all heads, times
+        their factors) and a long key (the keys of all heads). With the identity matrix as values, the result is the map.
         """
         if self.mix_logits is not None:
             q = torch.einsum("gh,bhne->bgnhe", self.mix_logits, q).flatten(-2)
@@ -200,15 +200,15 @@ class TalkingHeadsAttention(Attention):
 
 
 def mix_heads(matrix: Tensor | None, maps: Tensor) -> Tensor:
-    """Return attention maps or logits (batch, heads, tokens, tokens), each replaced by a sum of those of all heads. Row g of
-    `matrix` (heads, heads) holds the factors for head g. None changes nothing.
+    """Return attention maps or logits (batch, heads, tokens, tokens), each replaced by a weighted sum over all heads. Row g of
+    `matrix` (heads, heads) holds the weights for head g. None changes nothing.
     """
     return maps if matrix is None else torch.einsum("gh,bhqk->bgqk", matrix.to(maps.dtype), maps)
 
 
 def output_of_maps(module: Any, maps: Tensor, received: Tensor, k: Tensor, v: Tensor, size: Tensor | None) -> AttentionOutput:
-    """Return the `AttentionOutput` of an attention module that has computed its attention maps `maps` (batch, heads, tokens,
-    tokens) itself. `received` are the maps from which the saliency is computed, `k` and `v` the keys and values (batch, heads,
+    """Return the `AttentionOutput` of an attention module that computes its attention maps itself: `maps` (batch, heads,
+    tokens, tokens). `received` are the maps from which the saliency is computed, `k` and `v` the keys and values (batch, heads,
     tokens, width), and `size` is the number of patches in each token; None means 1.
     """
 

@@ -15,24 +15,23 @@ from smallvit.vit import Block
 
 
 class ConvShortcutBlock(Block):
-    """A transformer block with a second path: a depth-wise convolution of 3 x 3 patches, which is added to the output of the
-    block. So each patch sees its neighbors from the first step on, without attention.
+    """A transformer block with a parallel depth-wise convolution of 3 x 3 patches, whose output is added to the output of the
+    block. So each patch sees its neighbors from the first training step on, without attention.
 
-    `norm` is "layer" (LayerNorm) or "batch" (BatchNorm), before the convolution. `start` is the initial value of the
-    convolution: "default" is torch's, "zero" adds nothing at first. `layers` is the number of blocks that have the convolution,
-    counted from the first one; None means all. The other options are those of `Block`.
+    `norm` is the normalization before the convolution: "layer" (LayerNorm) or "batch" (BatchNorm). `start` is the
+    initialization of the convolution: that of torch ("default"), or weights of 0 ("zero"). `layers` is the number of blocks
+    that have the convolution, counted from the first block; None means all. The other options are those of `Block`.
 
-    The model tells the block which grid the patches form. Prefix tokens (class token, registers) get nothing from this path, so
-    with a class token the convolution of the last block has no effect. Drop-path skips the branches of the block, not the
-    convolution.
+    The model sets the grid of the patches. The convolution adds nothing to prefix tokens (class token, registers), so with a
+    class token the convolution of the last block has no effect. Drop-path skips the branches of the block, not the convolution.
 
     Paper    Zhang et al. 2024, arXiv:2407.19394: y = Block(x) + DW(norm(GELU(x))), where x are the patches that enter the
              block, and DW is a 3 x 3 depth-wise convolution with bias and zero padding.
     Off      `layers=0` equals `Block`; `start="zero"` equals it at the start of training.
     Departs  LayerNorm in place of BatchNorm by default: it has no running statistics, so batches of one image, weight averaging
              and resumed runs are exact. `norm="batch"` is the paper's.
-    Raises   ValueError for an unknown `norm` or `start`, in blocks whose patches form no grid, after merging or pruning, and
-             for hidden patches, as in MAE.
+    Raises   ValueError for an unknown `norm` or `start`, and in the forward pass if the patches do not form a grid: after
+             merging or pruning, and with hidden patches, as in MAE.
     """
 
     grid: tuple[int, int] | None = None  # set by the model at each call; None if the patches form no grid
@@ -52,13 +51,13 @@ class ConvShortcutBlock(Block):
         self.shortcut = None if layers == 0 else ConvShortcut(dim, norm, start)
 
     def set_context(self, context: LayerContext):
-        """Take the number of prefix tokens from the model, and drop the convolution in blocks after the first `layers`."""
+        """Set the number of prefix tokens, and remove the convolution in blocks after the first `layers`."""
         self.prefix = context.prefix
         if self.layers is not None and context.layer >= self.layers:
             self.shortcut = None
 
     def more_macs(self, n: float | Tensor) -> float | Tensor:
-        """Return the number of multiply-adds (MACs) of the convolution, for `n` tokens with those of the prefix."""
+        """Return the number of multiply-adds (MACs) of the convolution, for `n` tokens including prefix tokens."""
         return 0 if self.shortcut is None else 9 * (n - self.prefix) * self.shortcut.conv.out_channels
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None) -> tuple:
@@ -81,8 +80,8 @@ class ConvShortcutBlock(Block):
 
 
 class ConvShortcut(nn.Module):
-    """A module for the second path of `ConvShortcutBlock`: GELU, norm, and a depth-wise convolution of 3 x 3 patches. It is
-    called with the patches (batch, patches, width) and their grid (rows, columns).
+    """The parallel path of `ConvShortcutBlock`: GELU, norm, and a depth-wise convolution of 3 x 3 patches. It is called with
+    the patches (batch, patches, width) and their grid (rows, columns).
     """
 
     def __init__(self, dim: int, norm: str, start: str):

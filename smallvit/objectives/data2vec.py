@@ -23,15 +23,15 @@ LAST_MOMENTUM = 0.9999  # of the teacher, at the end of a run
 
 
 class Data2Vec(Objective):
-    """The objective data2vec 2, self-supervised learning without views. A student sees a part of the patches of an image, and a
-    small decoder predicts the features of the hidden ones. These are features of a teacher, which sees the whole image. The
-    teacher is an exponential moving average (EMA) of the student.
+    """The objective data2vec 2, self-supervised learning without augmented views. The student sees a part of the patches of an
+    image. From its output, a small decoder predicts the features that a teacher computes for the hidden patches. The teacher
+    sees the whole image. It is an exponential moving average (EMA) of the student.
 
-    The teacher is `.model`, which is saved and evaluated. The head, and what the pool learns, are not trained.
+    The teacher is `.model`, which is saved and evaluated. The head and the parameters of the pool are not trained.
 
     ratio     the share of patches to hide; the number of visible patches is rounded down.
-    masks     the number of random choices of hidden patches for each image; all are compared with one pass of the teacher.
-    layers    how many of the last blocks give the targets; None: all.
+    masks     the number of random masks for each image; all of them share one forward pass of the teacher.
+    layers    the number of last blocks whose outputs are the targets; None: all.
     momentum  the EMA momentum of the teacher at the start; it rises linearly to 0.9999.
     decoder   width (`decoder_dim`), number of blocks (`decoder_depth`) and of heads (`decoder_heads`), as in `MAE`.
 
@@ -40,13 +40,13 @@ class Data2Vec(Objective):
              variance 1). Loss: the squared error, summed over the width d of a token and divided by the square root of d,
              averaged over the hidden patches. The encoder of the student receives the visible patches only.
     Departs  The authors normalize each channel over the tokens of an image, which is noisy for 16 tokens. Here each token is
-             normalized, and after averaging over the blocks the mean over the images of the batch is subtracted at each place;
-             otherwise the position of a patch would be most of the target in a small model. Hidden patches are drawn uniformly,
-             not in blocks, and 60% are hidden instead of 80%. The decoder is that of `MAE`, not a
-             convolution. 4 choices of hidden patches instead of 16. The class token learns nothing of its own, so use a pool
-             of patches, such as `MeanTokens`. Hidden pixels are set to 0 before the tokenizer, as in `MAE`.
+             normalized. After averaging over the blocks, the mean over the batch is subtracted at each position; otherwise the
+             target of a small model would mostly encode the position of the patch. 60% of the patches are hidden, drawn
+             uniformly; the authors hide 80%, in blocks. The decoder is that of `MAE`, not a convolutional one. 4 masks instead
+             of 16. The class token is not trained by the loss, so use a pool of patch tokens, such as `MeanTokens`. Hidden
+             pixels are set to 0 before the tokenizer, as in `MAE`.
 
-    Raises   ValueError for what `MAE` refuses, such as a model that reduces tokens, and for options out of range.
+    Raises   ValueError in all cases in which `MAE` does, such as for a model that reduces tokens, and for options out of range.
     """
 
     needs_labels = False
@@ -102,10 +102,10 @@ class Data2Vec(Objective):
 
     @torch.no_grad()
     def targets(self, images: Tensor) -> Tensor:
-        """Return the targets of all patches, shape (batch, patches, width): what the MLPs of the teacher's last blocks give,
+        """Return the targets of all patches, shape (batch, patches, width): the MLP outputs of the teacher's last blocks,
         normalized and averaged. Each row has mean 0 and variance 1.
 
-        The features of the teacher are kept in the attribute `observed`, which is checked for collapse.
+        The features of the teacher are stored in the attribute `observed`, which is checked for collapse.
         """
         with mlp_outputs(self.model, self.layers) as outputs:
             self.observed = Observation(self.model.features(images))
@@ -125,7 +125,7 @@ class Data2Vec(Objective):
 @contextmanager
 def mlp_outputs(model: ViT, layers: int) -> Iterator[list[Tensor]]:
     """Context manager that yields a list. When the model is called inside it, the outputs of the MLPs in its last `layers`
-    blocks are appended. The blocks are computed by PyTorch meanwhile, because the native kernel does not return these outputs.
+    blocks are appended. Meanwhile PyTorch computes the blocks, because the native kernel does not return these outputs.
     """
     outputs: list[Tensor] = []
     blocks = list(model.blocks)[-layers:]

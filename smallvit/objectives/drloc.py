@@ -1,4 +1,4 @@
-"""DrLoc: supervised training with a second task, to tell how far apart two patches are from their tokens."""
+"""DrLoc: supervised training with a second task: predict the distance between two patches from their tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ from .supervised import Supervised
 
 
 class DrLoc(Supervised):
-    """The objective DrLoc (dense relative localization), a supervised objective with a second task. From the last tokens of two
-    random patches of an image, a small network predicts how many rows and columns the patches are apart.
+    """The objective DrLoc (dense relative localization), a supervised objective with a second task. From the output tokens of
+    two random patches of an image, a small network predicts how many rows and columns the patches are apart.
 
-    weight        the weight of the second task; the cross-entropy has weight 1.
+    weight        the weight of the second task; the cross-entropy has the weight 1.
     pairs         the number of pairs of patches for each image, drawn with replacement; a patch may be paired with itself.
     hidden        the width of the two hidden layers of the small network.
     class_weight  see `Supervised`.
@@ -29,14 +29,14 @@ class DrLoc(Supervised):
              target d is the distance in rows divided by the number of rows, and the same for columns; d' is the prediction
              of a network with two hidden layers from the two tokens of the last block, before the last LayerNorm.
     Off      `weight=0` equals `Supervised`, bit for bit; no pairs are drawn then.
-    Departs  `weight` is lambda of the paper's equations, for distances from 0 to 1. The authors' code predicts distances in
-             tokens, so its lambda is smaller by the number of rows: its 0.5 for 7 x 7 tokens is 3.5 here. It is constant, where
-             the code lowers it during the run. 32 pairs and a network of width 128, where the authors have 64 and 512, which
-             would take longer than a small ViT.
+    Departs  `weight` is the lambda of the paper's equations, for distances from 0 to 1. The authors' code predicts distances in
+             tokens. To use its lambda here, multiply it by the number of rows: 0.5 for 7 x 7 tokens is 3.5 here. `weight` is
+             constant; the authors' code changes it during training. 32 pairs and a network of width 128; the authors use 64
+             and 512, which would take longer than a small ViT.
 
-    With positions that are added to the tokens, the task is easy. It only keeps the position of a patch in its last token.
+    If the model adds position embeddings to its tokens, the task is easy: the tokens only have to keep their positions.
 
-    Raises   ValueError for a model that is not a `ViT` or reduces tokens, and for options out of range.
+    Raises   ValueError for a model that is not a `ViT` or that reduces tokens, and for options out of range.
     """
 
     def __init__(
@@ -54,10 +54,8 @@ class DrLoc(Supervised):
         self.distance = nn.Sequential(*layers, nn.Linear(hidden, 2))
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return a copy of the batch that also has the pairs of patches whose distance is predicted. The training loop calls
-        this method before each step.
-
-        So runs that are trained together as one model each draw their own pairs.
+        """Return a copy of the batch that also holds the pairs of patches whose distances are predicted. The training loop
+        calls this method before each step, for each run of a stack separately.
         """
         return batch._replace(draws=(self.draw_pairs(batch.images),)) if self.weight else batch
 
@@ -85,7 +83,7 @@ class DrLoc(Supervised):
 
 
 def relative_distances(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return how far the patches of each pair are apart, shape (batch, pairs, 2): in rows and in columns, each divided by the
+    """Return the distances between the patches of each pair, shape (batch, pairs, 2): in rows and in columns, divided by the
     number of rows or columns in `grid`. `pairs` (batch, 2, pairs) are the numbers of the patches in row-major order.
     """
     rows, columns = grid

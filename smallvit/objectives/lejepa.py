@@ -1,4 +1,4 @@
-"""LeJEPA: learning without labels and without a teacher, by views that agree and features that are spread like a Gaussian."""
+"""LeJEPA: learning without labels and without a teacher, from views that agree and outputs with a Gaussian distribution."""
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,20 @@ KNOTS, T_MAX = 17, 3.0  # frequencies at which the characteristic function is co
 
 
 class LeJEPA(Objective):
-    """The objective LeJEPA, self-supervised learning without a teacher. The views of an image get nearly the same output, and
-    the outputs of all images are distributed like a standard Gaussian in every direction (SIGReg), so they cannot collapse.
+    """The objective LeJEPA, self-supervised learning without a teacher. The loss pulls the outputs of the views of an image
+    together, and makes the outputs of all images follow a standard Gaussian distribution in every direction (SIGReg), so they
+    cannot collapse.
 
     The outputs are those of a small network (projector) after the model's features. Only the model is saved. `batch.views`
     come from `augment.digit_crops()` or `augment.photo_crops()`. The model must have `features`, b d, and a linear `head`,
     which is not trained.
 
-    weight  the weight of SIGReg; the distance between the views has weight 1 - weight. SIGReg grows with the batch where the
-            features are wrong, so `weight` times the batch size is what counts. 0 draws no random numbers, and collapses.
-    slices  the number of random directions in which the distribution is compared; they are drawn again in each step.
-    hidden  the width of the two hidden layers of the projector, and `dim` the width of its output. With few images, `dim`
-            should be much less than the batch size.
+    weight  the weight of SIGReg; the distance between the views has the weight 1 - weight. Deviations from a Gaussian are
+            multiplied by the batch size, so change `weight` in inverse proportion to the batch size. With 0, no directions are
+            drawn, and the outputs collapse.
+    slices  the number of random directions in which the distributions are compared; they are drawn again in each step.
+    hidden  the width of the two hidden layers of the projector, and `dim` the width of its output. `dim` should be much less
+            than the batch size.
 
     Paper    Balestriero, LeCun 2025 (LeJEPA), arXiv:2511.08544. Each output is projected onto `slices` directions of length 1.
              For each view and each direction, SIGReg is the Epps-Pulley statistic of the n images: n times the integral, with a
@@ -33,15 +35,15 @@ class LeJEPA(Objective):
              views of its image, averaged over views, images and dimensions. Both terms and the projector (linear maps with
              BatchNorm and ReLU) are those of lightly, which follow the authors' code: 17 frequencies from 0 to 3, the
              trapezoidal rule, and twice the half integral.
-    Departs  Small: 64 directions and a projector of width 256, where the authors have 1,024 and 2,048. 1,024 directions take
-             longer than a small ViT. `weight` is 0.1 for batches of 128 images, where the authors have 0.05 for 256. Directions
-             come from the random stream of the step; the authors' depend on the step alone. BatchNorm in the projector is
-             needed: an untrained narrow ViT gives all digits nearly the same features, and SIGReg has no gradient where all
-             outputs are equal.
+    Departs  Smaller: 64 directions and a projector of width 256; the authors use 1,024 and 2,048. 1,024 directions take longer
+             than a small ViT. `weight` is 0.1 for batches of 128 images; the authors use 0.05 for 256. Directions depend on
+             the seed of the run and on the step; the authors' depend on the step alone. The projector always has BatchNorm: an
+             untrained narrow ViT gives all digits nearly the same features, and SIGReg has no gradient if all outputs are
+             equal.
 
-    The outputs of the global views are checked for collapse. SIGReg is 1.05 for perfect outputs, whatever the batch, and
-    0.402 n if all outputs are 0. Outputs in clusters, such as one point for each class, are punished. So the features suit a
-    linear probe and fine-tuning better than nearest neighbors.
+    The outputs of the global views are checked for collapse. SIGReg is 1.05 for Gaussian outputs, for any batch size n, and
+    0.402 n if all outputs are 0. Outputs in clusters, such as one point for each class, have a larger loss. So the features
+    suit a linear probe and fine-tuning better than nearest neighbors.
 
     Raises   ValueError for a batch without views, for a model without features or a linear head, and for options out of range.
     """
@@ -85,9 +87,9 @@ class LeJEPA(Objective):
 
 
 def sigreg(outputs: Tensor, directions: Tensor) -> Tensor:
-    """Return how far the distribution of `outputs` (..., images, dim) is from a standard Gaussian, a scalar tensor. They are
-    compared along each of the `directions`, unit vectors of shape (dim, slices). The leading axes, such as views, are separate
-    distributions; the result is the mean over them and over the directions.
+    """Return the distance between the distribution of `outputs` (..., images, dim) and a standard Gaussian, a scalar tensor.
+    The two are compared along each of the `directions`, unit vectors of shape (dim, slices). The leading axes, such as views,
+    are separate distributions; the result is the mean over them and over the directions.
 
     In each direction, this is the Epps-Pulley statistic: the number of images times the integral over t from -3 to 3 of
     |c(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where c is the characteristic function of the images, by the trapezoidal rule.

@@ -20,26 +20,26 @@ SMALL = 1e-6  # added to both distributions that are aligned
 
 
 class SemiSupervised(Objective):
-    """The objective of semi-supervised training: cross-entropy with the labels of the labelled images, and a second term for
-    unlabelled images. For this term, a target is predicted for one view of each unlabelled image (the weak view). The model
-    learns to predict the same for another view of it (the strong view).
+    """The objective of semi-supervised training: the cross-entropy of the labelled images, and a second term for unlabelled
+    images. For the second term, a target is predicted from a weakly augmented view of each unlabelled image (the weak view).
+    The model learns to predict this target from a strongly augmented view of the same image (the strong view).
 
-    weak         transforms that make the weak view, such as `augment.digits(0.3)`; () leaves the images as they are.
+    weak         transforms that make the weak view, such as `augment.digits(0.3)`; () leaves the images unchanged.
     strong       transforms that make the strong view, such as `augment.strong_digits()`. None: the model learns from the weak
-                 view, too (pseudo-labels).
-    ratio        number of unlabelled images in a step for each labelled one.
-    weight       the weight of the second term; the labels have weight 1.
+                 view (pseudo-labels).
+    ratio        number of unlabelled images in a step for each labelled image.
+    weight       the weight of the second term; the cross-entropy of the labelled images has the weight 1.
     ramp         fraction of the run in which the weight rises, as weight * exp(-5 (1 - progress / ramp)^2); 0: it is constant.
-    threshold    only targets with at least this largest probability count. The loss of the others is 0; the mean is over all.
-    hard         the target is this share of the predicted class and 1 - `hard` of the predicted probabilities.
-    temperature  divides the logits of these probabilities; below 1, they become more certain.
-    align        True multiplies the probabilities by (share of each class among the labelled images) / (its mean prediction),
-                 before the threshold (distribution alignment). The mean prediction is a moving average over the steps.
+    threshold    targets whose largest probability is smaller have a loss of 0. They are still counted in the mean.
+    hard         mixes hard and soft targets: `hard` times the one-hot predicted class plus 1 - `hard` times the probabilities.
+    temperature  divides the logits of the soft targets; values below 1 make them sharper.
+    align        True: distribution alignment. Before the threshold, the probability of each class is multiplied by its share
+                 among the labelled images, and divided by its mean prediction, a moving average over the steps.
     momentum     > 0: an exponential moving average of the model (EMA teacher) with this momentum predicts the targets. 0: the
-                 model itself does.
+                 model itself predicts them.
     loss         "cross_entropy", or "squared": the squared difference of the probabilities, summed over the classes.
 
-    The defaults are those of FixMatch. Other papers are other options:
+    The defaults are those of FixMatch. Other methods are other options:
 
         partial(SemiSupervised, weak=w, strong=s)                                                       FixMatch
         partial(SemiSupervised, weak=w, strong=s, align=True)                                           and alignment
@@ -48,22 +48,23 @@ class SemiSupervised(Objective):
                                                                                                         mean teacher
         partial(SemiSupervised, weak=w, strong=s, threshold=0.8, hard=0.0, temperature=0.4)             UDA
 
-    The unlabelled images are all training images but the validation images, also the labelled ones, as in the papers. Their
-    labels are never read. They are drawn, and each view is made, from random streams of their own. The model that is evaluated
-    is that of the run: with `Run(ema=...)` > 0, the average of the trained weights, not the teacher.
+    The unlabelled images are all training images except the validation images, including the labelled ones, as in the papers.
+    Their labels are never read. Their order and each of their views have their own random streams. With `Run(ema=...)` > 0, the
+    evaluated model is the EMA of the trained weights, as in every run. It is not the teacher.
 
     Paper    FixMatch: Sohn et al. 2020, arXiv:2001.07685. Pseudo-labels: Lee 2013, ICML workshop, with the threshold of later
              work. Mean teacher: Tarvainen and Valpola 2017, arXiv:1703.01780; its teacher starts as a copy, and its momentum in
              step n is at most 1 - 1/n. Distribution alignment: Berthelot et al. 2020 (ReMixMatch), arXiv:1911.09785. UDA: Xie
              et al. 2020, arXiv:1904.12848. EMA teacher with a threshold: Cai et al. 2022 (Semi-ViT), arXiv:2208.05688.
     Off      `weight=0` equals `Supervised`, bit for bit, and reads no unlabelled images.
-    Departs  The weak view has a forward pass of its own, without gradient; FixMatch's code has one pass for all images. Only
-             BatchNorm sees a difference: it normalizes the weak views by themselves. The ramp of Lee is linear. The mean
-             prediction is the plain mean of the first 1,000 steps, then a moving average with momentum 0.999; ReMixMatch takes
-             the mean of 128 batches. The teacher is in evaluation mode, so dropout is off, and BatchNorm uses averages.
+    Departs  The weak view has a separate forward pass without gradient; FixMatch's code has one pass for all images. This
+             makes a difference for BatchNorm only, which normalizes the weak views separately. The ramp of Lee is linear. The
+             mean prediction is the plain mean during the first 1,000 steps, then a moving average with momentum 0.999;
+             ReMixMatch uses the mean of 128 batches. The teacher is in evaluation mode, so dropout is off, and BatchNorm uses
+             its running statistics.
     Raises   ValueError for a batch without views or with views of another size, for options out of range, for transforms that
-             change targets or make several views, for an alignment without class sizes, and for options with which the second
-             term has no gradient: the model would learn its own prediction for the same view.
+             change targets or make several views, for distribution alignment without class counts, and for options with which
+             the second term has no gradient, because the target is the model's own prediction for the same view.
     """
 
     stackable = True  # `forward` changes only buffers and the teacher, and a stack keeps those of each run
@@ -103,7 +104,7 @@ class SemiSupervised(Objective):
             check_view("strong", strong)
         elif weight and not (hard or momentum or align or temperature != 1):
             raise ValueError(
-                "strong=None and hard=0 teach the model its own prediction for the same view, which has no gradient; set "
+                "with strong=None and hard=0 the model learns its own prediction for the same view, which has no gradient; set "
                 "strong to the transforms of another view, or hard=1.0 for pseudo-labels"
             )
         if weight:
@@ -122,7 +123,7 @@ class SemiSupervised(Objective):
         if run.unlabelled and run.pseudo_labels is None:
             raise ValueError(
                 f"unlabelled=True hides all labels and {cls.__name__} reads those of the labelled images; remove "
-                f"unlabelled=True: {cls.__name__} sees the unlabelled images beside them in any case"
+                f"unlabelled=True: {cls.__name__} always uses the unlabelled images too"
             )
         super().check_run(run)
 
@@ -151,8 +152,8 @@ class SemiSupervised(Objective):
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch under the key "loss", and the share of the targets of unlabelled images that
-        passed the threshold under the key "accepted". `progress` is the finished fraction of the training run, from 0 to 1.
+        """Return a dict with the loss of a batch under the key "loss", and the share of the targets that passed the threshold
+        under the key "accepted". `progress` is the finished fraction of the training run, from 0 to 1.
 
         `batch.views` are the weak view and the strong view of the unlabelled images, or the weak view only.
         """
@@ -168,7 +169,7 @@ class SemiSupervised(Objective):
         if view.shape[1:] != batch.images.shape[1:]:
             raise ValueError(
                 f"the labelled images are {tuple(batch.images.shape[1:])} and the views {tuple(view.shape[1:])}; expected the "
-                "same channels, height and width: leave out Warp(size=...), or use it for both"
+                "same channels, height and width: remove Warp(size=...), or use it for both"
             )
         # The pass with gradients comes first: autocast would keep weights of half precision from a pass without.
         logits, prediction = self.model(torch.cat([batch.images, view])).split([len(batch.images), len(view)])
@@ -182,9 +183,8 @@ class SemiSupervised(Objective):
         return {"loss": cross_entropy(logits, batch.targets) + weight * (accepted * each).mean(), "accepted": accepted.mean()}
 
     def predict(self, views: Sequence[Tensor], prediction: Tensor) -> Tensor:
-        """Return the logits for the weak view, from which the targets are made. It is the first one of `views`. `prediction`
-        are the logits of the model for the last one, from which it learns. The teacher, if there is one, is moved towards the
-        model before.
+        """Return the logits for the weak view (the first one of `views`), from which the targets are computed. `prediction` are
+        the logits of the model for the last one of `views`, which it learns from. If there is a teacher, it is updated first.
         """
         if self.momentum or self.align:
             self.count += 1
@@ -201,7 +201,7 @@ class SemiSupervised(Objective):
 
     def targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets for unlabelled images, shape (batch, classes), and for each of them 1 if it passes the threshold,
-        otherwise 0. `logits` are the predictions from which the targets are made.
+        otherwise 0. `logits` are the predictions from which the targets are computed.
         """
         q = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if self.align:
@@ -214,7 +214,7 @@ class SemiSupervised(Objective):
 
     def aligned(self, q: Tensor) -> Tensor:
         """Return probabilities, shape (batch, classes), after distribution alignment: multiplied by the share of each class
-        among the labelled images, divided by its mean prediction, and normalized. The mean prediction is updated before.
+        among the labelled images, divided by its mean prediction, and normalized. The mean prediction is updated first.
         """
         if not hasattr(self, "class_shares"):
             raise ValueError("align=True needs the class sizes; call set_class_counts(counts) before forward")
@@ -225,7 +225,7 @@ class SemiSupervised(Objective):
 
 def check_view(name: str, transforms: Any):
     """Raise ValueError unless the option `name` ("weak" or "strong") of `SemiSupervised` is a tuple of transforms that change
-    the pixels of each image only.
+    only the pixels of each image.
     """
     if not isinstance(transforms, tuple | list) or not all(map(callable, transforms)):
         raise ValueError(f"{name} is {transforms!r}; expected a tuple of transforms, such as {name}=augment.digits(0.3)")

@@ -13,27 +13,27 @@ from .supervised import Supervised
 
 
 class SSAT(Supervised):
-    """The objective SSAT, a supervised objective with a self-supervised second task. One encoder learns two things in each
-    step: to classify the whole images, as in `Supervised`, and to reconstruct hidden patches of the same images, as in `MAE`.
+    """The objective SSAT, a supervised objective with a self-supervised second task. In each step, one encoder learns to
+    classify the whole images, as in `Supervised`, and to reconstruct hidden patches of the same images, as in `MAE`.
 
-    The encoder sees each image twice: all patches for the class, and the visible patches for the reconstruction. The head gets
-    a gradient from the labels only, and the decoder from the reconstruction only.
+    The encoder processes each image twice: all patches to classify it, and the visible patches to reconstruct the others. The
+    labels train the head, the reconstruction trains the decoder, and both train the encoder.
 
-    weight        the weight of the cross-entropy; the reconstruction has weight 1 - weight.
-    ratio         the share of patches to hide; `normalise` and the decoder are also options of `MAE`.
+    weight        the weight of the cross-entropy; the reconstruction has the weight 1 - weight.
+    ratio         the share of patches to hide. `normalise` and the options of the decoder are those of `MAE`.
     class_weight  see `Supervised`.
 
     Paper    Das et al. 2023 (SSAT), arXiv:2310.20704: `weight` 0.1, three quarters of the patches hidden, pixels without
              normalization, a decoder of 2 blocks of width 128.
     Off      `weight=1` equals `Supervised`, bit for bit; no patches are drawn then. `weight=0` has the loss of `MAE`.
-    Departs  `weight` is 0.5. What a weight means depends on the units of the pixels and of the cross-entropy, and the authors'
-             value is for photos of 224 x 224 pixels; tune it. The decoder is that of `MAE`, of width 64.
+    Departs  `weight` is 0.5; tune it. The best weight depends on the scale of the pixels and of the cross-entropy, and the
+             authors' value is for photos of 224 x 224 pixels. The decoder is that of `MAE`, of width 64.
 
-    The pixels to predict are those after augmentation. A rectangle that `RandomErasing` has set to black would have to be
-    predicted too, so it is refused. The authors use neither mixup nor cutmix: of a mixed image, the mixture is predicted.
+    The target pixels are those after augmentation. `RandomErasing` raises an error, because the decoder would have to predict
+    its black rectangles. After mixup or CutMix, which the authors do not use, the target is the mixed image.
 
-    Raises   ValueError for what `Supervised` and `MAE` refuse, such as a model that reduces tokens, and for a weight outside 0
-             to 1.
+    Raises   ValueError in all cases in which `Supervised` and `MAE` do, such as for a model that reduces tokens, and for a
+             weight outside 0 to 1.
     """
 
     def __init__(
@@ -61,10 +61,8 @@ class SSAT(Supervised):
         return self.parts[0]
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return a copy of the batch that also says which patches of each image are visible and which are hidden. The training
-        loop calls this method before each step.
-
-        So runs that are trained together as one model each draw their own patches.
+        """Return a copy of the batch that also holds the numbers of the visible and of the hidden patches of each image. The
+        training loop calls this method before each step, for each run of a stack separately.
         """
         return batch if self.weight == 1 else batch._replace(draws=self.mae.hide(batch.images))
 
@@ -93,6 +91,6 @@ class SSAT(Supervised):
         super().check_run(run)
         if any(isinstance(transform, RandomErasing) and not transform.off for transform in run.augment):
             raise ValueError(
-                "SSAT predicts the pixels after augmentation, and RandomErasing would make its black rectangles a part of them;"
-                " remove RandomErasing from augment, or use Supervised"
+                "SSAT predicts the pixels after augmentation, so the black rectangles of RandomErasing would be targets; "
+                "remove RandomErasing from augment, or use Supervised"
             )

@@ -1,21 +1,21 @@
-"""Optimizers: how the weights of a run change by their gradients.
+"""Optimizers: AdamW, Muon, SAM and ScheduleFree.
 
 adamw.py          Optimizer: the base class; AdamW: the default
 muon.py           Muon: orthogonal updates for the matrices inside the blocks, AdamW for the rest
-sam.py            SAM: the gradient at the worst weights nearby (also ASAM), for any of the others
+sam.py            SAM: the gradient at nearby weights with a larger loss (also ASAM), with any of the others as base
 schedule_free.py  ScheduleFree: AdamW with averaged weights in place of a learning-rate schedule
 
 Contract of `optimizer = Class(groups, **options)`:
 
 - Options are keyword-only and set by `functools.partial`.
-- `groups` is what `decay_groups` returns: dicts with "params" and "weight_decay" as in torch, "decays" (whether these are
-  matrices and kernels, as opposed to biases, norms, tokens and positions), and "parts" (see `hidden_matrices`).
+- `groups` is what `decay_groups` returns: dicts with "params" and "weight_decay" as in torch, "decays" (True for matrices and
+  kernels, False for biases, norms, tokens and positions), and "parts" (see `hidden_matrices`).
 - It has these methods and attributes of `torch.optim.Optimizer`, which the training loop uses: `param_groups`, `state`,
   `zero_grad`, `step`, `state_dict`, `load_state_dict`. The loop sets the learning rate "lr" of each group before each step.
-- The runs of a stack are one model whose parameters have an additional first axis, so a step treats its slices independently.
-  Its change of the weights is proportional to "lr". An optimizer that averages weights reads "shares" from the group instead:
-  the learning rates of the runs, divided by "lr".
-- What a step needs to know of earlier steps is in `state`, so that a killed run continues with the same bits.
+- The runs of a stack are one model whose parameters have an additional first axis, so a step must treat the slices along this
+  axis independently, and the change of the weights must be proportional to "lr". An optimizer that averages weights reads
+  "shares" from the group instead: the learning rates of the runs, divided by "lr".
+- Everything that a step needs from earlier steps is in `state`, so that a resumed run continues with the same bits.
 """
 
 from .adamw import SCALARS, AdamW, Optimizer

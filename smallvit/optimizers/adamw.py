@@ -9,11 +9,12 @@ SCALARS = ("step", "weight_sum", "lr_max")  # entries of a state that are one nu
 
 
 class Optimizer:
-    """The base class of optimizers that a run can use. It says what the training loop needs beside the interface of
-    `torch.optim.Optimizer`; `AdamW` has the usual answers, so an optimizer of your own is easiest as a subclass of `AdamW`.
+    """The base class of optimizers that a run can use. In addition to the interface of `torch.optim.Optimizer`, the training
+    loop needs these attributes and methods. `AdamW` implements them, so the easiest way to write an optimizer of your own is a
+    subclass of `AdamW`.
 
-    passes                         how often a step passes its batch through the model, forward and backward
-    averages                       whether the weights to evaluate are those of `averaged(parameter)`
+    passes                         number of forward and backward passes of a step
+    averages                       True if the weights to evaluate are those of `averaged(parameter)`
     initial_state(group, index)    the state of the parameter `group["params"][index]` before its first step, as a dict of
                                    tensors: those in `SCALARS` have the shape (), all others the shape of the parameter
     check_run(run)                 raise ValueError for settings of a run that cannot be combined with this optimizer
@@ -22,10 +23,9 @@ class Optimizer:
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """The optimizer AdamW of PyTorch: Adam, in which weight decay does not pass through the moments of the gradient. It is the
-    default of a run.
+    """The optimizer AdamW of PyTorch: Adam with decoupled weight decay. It is the default of a run.
 
-    Paper    Loshchilov and Hutter 2019, arXiv:1711.05101. The momentum is 0.9, and 0.999 for the squares of the gradient.
+    Paper    Loshchilov and Hutter 2019, arXiv:1711.05101, with betas (0.9, 0.999).
     """
 
     passes, averages = 1, False
@@ -34,8 +34,8 @@ class AdamW(Optimizer, torch.optim.AdamW):
         super().__init__(groups, fused=True)
 
     def initial_state(self, group: dict, index: int) -> dict[str, Tensor]:
-        """Return the state of one parameter before its first step, as a dict of tensors: the number of steps, and the mean of
-        the gradients and of their squares. The parameter is `group["params"][index]`.
+        """Return the state of one parameter before its first step, as a dict of tensors: the number of steps, and the moving
+        averages of the gradients and of their squares. The parameter is `group["params"][index]`.
         """
         zeros = torch.zeros_like(group["params"][index])
         return {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
@@ -44,4 +44,4 @@ class AdamW(Optimizer, torch.optim.AdamW):
         """Raise ValueError for settings of a run that cannot be combined with this optimizer. There are none."""
 
     def check_objective(self, objective: Any):
-        """Raise ValueError for an objective or a model that this optimizer cannot train. There is none."""
+        """Raise ValueError for an objective or a model that this optimizer cannot train. There are none."""

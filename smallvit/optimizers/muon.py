@@ -17,25 +17,24 @@ SCALES = {
 
 
 class Muon(AdamW):
-    """The optimizer Muon. It changes a weight matrix by its momentum, made nearly orthogonal. So all directions of the matrix
-    change by about the same amount, not mainly those with large gradients.
+    """The optimizer Muon. It makes the momentum of each weight matrix nearly orthogonal, and uses it as the update. So all
+    directions of the matrix change by about the same amount, not mainly those with large gradients.
 
-    It applies to the weights of linear layers inside the blocks: queries, keys, values, projections and MLPs, also in the
-    decoder of MAE. All other parameters get AdamW: tokenizer, tokens, positions, norms, biases, heads, and layers that score
-    tokens.
+    Muon trains the weights of linear layers inside the blocks: queries, keys, values, projections and MLPs, also in the decoder
+    of MAE. AdamW trains all other parameters: tokenizer, tokens, positions, norms, biases, heads, and layers that score tokens.
 
-    momentum    part of the old mean of the gradients that is kept in a step
-    nesterov    look one step of momentum ahead
-    split_qkv   make queries, keys and values orthogonal each by itself, not as one matrix
+    momentum    decay rate of the moving average of the gradients
+    nesterov    True: Nesterov momentum
+    split_qkv   True: make the matrices of queries, keys and values orthogonal separately. False: treat them as one matrix
     scale       "match_rms_adamw": updates are as large as those of AdamW, so its learning rate and weight decay can be reused.
-                "original": factor max(1, rows/columns)^0.5; it needs a learning rate around 0.01
-    iterations  steps of the Newton-Schulz iteration
+                "original": factor max(1, rows/columns)^0.5, which needs a learning rate around 0.01
+    iterations  number of Newton-Schulz iterations
 
     Paper    Jordan et al. 2024, kellerjordan.github.io/posts/muon. The scale that matches AdamW: Liu et al. 2025,
              arXiv:2502.16982. The update is that of `torch.optim.Muon`; the iteration is timm's, for many matrices at once.
     Off      `AdamW`.
-    Departs  The iteration runs in the number format of the weights, float32, and not in bfloat16, which is slow on CPUs. The
-             AdamW part has the momentum of a run without Muon (0.9 and 0.999).
+    Departs  The iteration is computed in the data type of the weights, float32, and not in bfloat16, which is slow on CPUs. The
+             AdamW part has the betas of a run without Muon (0.9 and 0.999).
     Raises   ValueError for an unknown scale, a momentum outside [0, 1), and a model without linear layers inside blocks.
     """
 
@@ -55,7 +54,7 @@ class Muon(AdamW):
 
     def initial_state(self, group: dict, index: int) -> dict[str, Tensor]:
         """Return the state of one parameter before its first step: for a matrix inside a block, the number of steps and the
-        mean of the gradients; for others, that of AdamW. The parameter is `group["params"][index]`.
+        moving average of the gradients; for others, that of AdamW. The parameter is `group["params"][index]`.
         """
         if not group["parts"][index]:
             return super().initial_state(group, index)
@@ -90,15 +89,15 @@ class Muon(AdamW):
                 p.add_(update.reshape(p.shape), alpha=-group["lr"] * SCALES[self.scale](*shape))
 
     def update(self, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
-        """Add a gradient to the mean in the state of a parameter, and return the update before it is made orthogonal."""
+        """Add a gradient to the moving average in the state of a parameter. Return the update before orthogonalization."""
         state["step"] += 1
         mean = state["momentum"].lerp_(gradient, 1 - self.momentum)
         return gradient.lerp(mean, self.momentum) if self.nesterov else mean
 
 
 def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
-    """Return matrices, shape (batch, rows, columns), with the same singular vectors and with singular values near 1: from 0.68
-    to 1.14 after 5 iterations, unless they were very small. This is the Newton-Schulz iteration.
+    """Return matrices, shape (batch, rows, columns), with the same singular vectors and with singular values near 1, by the
+    Newton-Schulz iteration. After 5 iterations they are from 0.68 to 1.14, unless they were very small.
     """
     from timm.optim.muon import zeropower_via_newtonschulz
 

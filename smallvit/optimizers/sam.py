@@ -1,4 +1,4 @@
-"""SAM and ASAM: sharpness-aware minimization, which uses the gradient at the worst weights nearby."""
+"""SAM and ASAM: sharpness-aware minimization, which uses the gradient at nearby weights with a larger loss."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,26 +11,28 @@ from .adamw import AdamW, Optimizer
 
 
 class SAM(Optimizer):
-    """Sharpness-aware minimization. Each step computes the gradient g of the loss and moves the weights along g by a vector of
-    length `rho`, to where the loss is larger. There it computes the gradient on the same batch, and moves the weights back. The
-    optimizer `base` then takes its step with this second gradient. This favors weights whose neighbors have a small loss, too.
+    """Sharpness-aware minimization. Each step computes the gradient g of the loss and moves the weights along g by the distance
+    `rho`, to where the loss is larger. There it computes the gradient on the same batch, and moves the weights back. The
+    optimizer `base` then takes its step with this second gradient. This favors flat minima, where nearby weights have a small
+    loss too.
 
-    A step takes twice as long, and the record counts its images twice. Compare with a baseline of twice the steps, too.
+    A step takes twice as long, and the record counts its images twice. So compare also with a baseline of twice the steps.
 
-    rho       length of the move; 0.05 to 0.2 are usual, and about ten times as much with `adaptive`
-    adaptive  ASAM: measure the length in units of each weight, so that rescaled weights are treated alike. Then the move is
-              rho T²g / |T g|, with T = |w| + eta for matrices and kernels, and T = 1 for biases, norms, tokens and positions
+    rho       distance of the move; 0.05 to 0.2 are usual, and about ten times as much with `adaptive`
+    adaptive  True: ASAM, which scales the move by the size of each weight, so that rescaling the weights has no effect. The
+              move is rho T²g / |T g|, with T = |w| + eta for matrices and kernels, and T = 1 for biases, norms, tokens and
+              positions
     eta       added to |w| in ASAM
     base      the optimizer that takes the steps: `AdamW`, `Muon` or `ScheduleFree`, or a `partial` of one
 
-    Both passes see the same augmented images and draw the same random numbers. Buffers, such as the running statistics of batch
-    normalization or the center of DINO, change in the first pass only, and the loss of the first pass is reported. Gradients
-    are clipped after the second pass. In a stack, each run has its own move.
+    Both passes use the same augmented images and the same random numbers. Buffers, such as the running statistics of batch
+    normalization or the center of DINO, change in the first pass only, and the reported loss is that of the first pass.
+    Gradients are clipped after the second pass. In a stack, the move is computed for each run separately.
 
     Paper    SAM: Foret et al. 2021, arXiv:2010.01412. ASAM: Kwon et al. 2021, arXiv:2102.11600.
-    Off      `rho=0`: the base optimizer, bit for bit and with one pass.
-    Departs  ASAM's authors treat a parameter as a weight if its name contains "weight"; here it is one if it decays. One `rho`
-             holds for all parameters. The weights are restored from a copy, so that nothing is lost to rounding.
+    Off      `rho=0` equals the base optimizer, bit for bit, and has one pass.
+    Departs  ASAM's authors scale the move for each parameter whose name contains "weight"; here for each parameter with weight
+             decay. All parameters have the same `rho`. The weights are restored from a copy, so there are no rounding errors.
     Raises   ValueError for a negative `rho` or `eta`, and for a `base` that is itself SAM.
     """
 
@@ -55,7 +57,7 @@ class SAM(Optimizer):
     def two_passes(
         self, backward: Callable[[], Tensor], objective: Any, buffers: Sequence[Tensor], members: bool = False
     ) -> Tensor:
-        """Compute the gradients of a step at the moved weights, and return the loss at the weights themselves. The function
+        """Compute the gradients of a step at the moved weights, and return the loss at the original weights. The function
         `backward` computes the gradients at the present weights and returns the loss. `objective` is the training objective and
         `buffers` are its buffers, which change in the first pass only. With `members`, the first axis of all tensors is the run
         of a stack.
@@ -77,8 +79,8 @@ class SAM(Optimizer):
 
     @contextmanager
     def moved(self, members: bool = False) -> Iterator[None]:
-        """Context manager that moves the weights along their gradients by a vector of length `rho`. Afterwards it restores them
-        exactly. Parameters without a gradient stay. With `members`, the first axis is the run of a stack.
+        """Context manager that moves the weights along their gradients by the distance `rho`, and restores them exactly at the
+        end. Parameters without a gradient are not moved. With `members`, the first axis is the run of a stack.
         """
         chosen = [(p, group["decays"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
         kept = [p.detach().clone() for p, _ in chosen]

@@ -10,26 +10,28 @@ from .adamw import Optimizer
 
 class ScheduleFree(Optimizer, torch.optim.Optimizer):
     """Schedule-free AdamW. The learning rate stays constant after the warmup, and the model that is evaluated and saved is an
-    average of all weights so far. So the model is meaningful at every step, and the number of steps need not be known before.
+    average of the weights of all steps so far. So you can use the model at any step, and you do not need to choose the number
+    of steps in advance.
 
-    There are three kinds of weights. The fast ones, z, take steps of AdamW without momentum. The average, x, is evaluated. The
-    gradient is computed at y = (1 - beta1) z + beta1 x. With the learning rate r at step t:
+    There are three sets of weights. The fast weights z take steps of AdamW without momentum. Their average x is evaluated. The
+    gradient g is computed at y = (1 - beta1) z + beta1 x. With the learning rate r:
     d = g / (v^0.5 + eps) + weight_decay y;  z <- z - r d;  x <- (1 - c) x + c z,
-    where v is the corrected mean of g² as in Adam, and c is r² (of the largest r so far) divided by its sum over all steps.
+    where v is the bias-corrected mean of g² as in Adam, and c is r² (of the largest r so far) divided by its sum over all
+    steps.
 
     beta1  share of x in y. 0.9 is usual; 0.95 to 0.98 for long training
-    beta2  part of the old mean of the squared gradients that is kept in a step
-    eps    added to the root of this mean
+    beta2  decay rate of the moving average of the squared gradients
+    eps    added to the square root of this average
 
-    A run needs `schedule="constant"` and `ema=0.0`, because this optimizer replaces both. `warmup` stays that of the run. The
-    best learning rate is 1 to 10 times that of AdamW.
+    A run needs `schedule="constant"` and `ema=0.0`, because this optimizer replaces both. The run's `warmup` applies. The best
+    learning rate is 1 to 10 times that of AdamW.
 
     Paper    Defazio et al. 2024, arXiv:2405.15682. The steps equal those of `AdamWScheduleFree` of the package schedulefree.
     Off      `AdamW`.
-    Departs  Parameters whose first gradient comes late count steps from then on.
+    Departs  A parameter counts its steps from its first gradient on.
     Raises   ValueError for `beta1` outside (0, 1), `beta2` outside [0, 1) or `eps` not above 0; for a run with another schedule
-             or with EMA; for a model with batch normalization, whose statistics would be those of y; and for DINO, which
-             evaluates a teacher that is an average already.
+             or with EMA; for a model with batch normalization, whose statistics would be those of y; and for an objective such
+             as DINO, which evaluates a teacher that is already an average.
     """
 
     passes, averages = 1, True
@@ -43,8 +45,8 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
     def initial_state(self, group: dict, index: int) -> dict[str, Tensor]:
-        """Return the state of one parameter before its first step: the fast weights z, the mean of the squared gradients, the
-        number of steps, the sum of the weights of the average, and the largest learning rate. The parameter is
+        """Return the state of one parameter before its first step: the fast weights z, the moving average of the squared
+        gradients, the number of steps, the sum of r² over all steps, and the largest learning rate. The parameter is
         `group["params"][index]`.
         """
         z = group["params"][index].detach().clone()
@@ -63,9 +65,9 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
                 self.update([p for _, p in chosen], group["lr"], group["weight_decay"], group.get("shares"))
 
     def update(self, y: list[Any], rate: float, weight_decay: float, shares: Tensor | None):
-        """Change the parameters `y`, which have gradients, by one step with a learning rate and weight decay. The list
-        operations of torch change all tensors of a list at once. In a stack, `shares` are the learning rates of the runs,
-        divided by `rate`.
+        """Change the parameters `y`, which have gradients, by one step with the learning rate `rate` and weight decay. The
+        `_foreach_` operations of torch change all tensors of a list at once. In a stack, `shares` are the learning rates of the
+        runs, divided by `rate`.
         """
         each: Any = torch  # its functions `_foreach_...`, as in the optimizers of torch
         states, gradients = [self.state[p] for p in y], [p.grad for p in y]
@@ -99,20 +101,20 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
 
     @torch.no_grad()
     def averaged(self, parameter: nn.Parameter) -> Tensor:
-        """Return the averaged value x of a parameter, which is evaluated. The parameter itself holds y."""
+        """Return the averaged value x of a parameter, which is used for evaluation. The parameter itself holds y."""
         state = self.state.get(parameter)
         return torch.lerp(parameter, state["z"], 1 - 1 / self.beta1) if state else parameter.detach()
 
     def check_run(self, run: Any):
-        """Raise ValueError if the run has a learning-rate schedule or an average of its own."""
+        """Raise ValueError if the run has a learning-rate schedule or an EMA of the weights."""
         if run.schedule != "constant" or run.ema:
             raise ValueError(
-                "ScheduleFree replaces the schedule and the average of the weights, and the run has "
+                "ScheduleFree replaces the schedule and the EMA of the weights, and the run has "
                 f"schedule={run.schedule!r} and ema={run.ema}; set schedule='constant' and ema=0.0"
             )
 
     def check_objective(self, objective: Any):
-        """Raise ValueError if the objective evaluates another model than the one it trains, or if this model has batch
+        """Raise ValueError if the objective does not evaluate the model that it trains, or if this model has batch
         normalization.
         """
         if objective.trained_model is not objective.model:
