@@ -108,7 +108,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
     if found is None:
         out.mkdir(parents=True, exist_ok=True)
         return new
-    for name in ("folder", "minutes", "digits", "share", "folds", "val"):
+    for name in ("folder", "minutes", "digits", "share", "val"):
         if getattr(found, name) != getattr(new, name):
             raise ValueError(
                 f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"

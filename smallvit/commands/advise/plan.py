@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smallvit.record import write_text
+from smallvit.verdicts.statistics import MIN_PAIRS
 
 from .options import Group
 
@@ -21,8 +22,9 @@ SCREENING = 0.40  # share of the time for trying options
 SEEDS = (2, 4)  # seeds of all options of a group in the trials, and of the two best ones
 FEWEST_STEPS, MOST_STEPS = 200, 2_400  # of a training run in the trials
 WORTHWHILE_STEPS = 300  # with fewer steps, fewer groups are tried
-LONGEST = 4  # a final training has at most so many times the steps of a trial
-MOST_PASSES, FEWEST_PASSES = 8, 2  # over the images on which the choice is judged
+SHORTEST, LONGEST = 0.5, 4  # times the steps of a trial: the steps of a training run of the models that are judged
+MOST_PASSES, WANTED_PASSES, FEWEST_PASSES = 8, MIN_PAIRS, 2  # over the images on which the choice is judged
+MOST_FOLDS = 5
 SPARE = 0.96  # share of the time after which nothing new is begun
 BATCH = 32
 
@@ -32,8 +34,9 @@ class Plan:
     """What `smallvit advise` does on a folder of images, and what it has decided so far.
 
     folder, minutes, digits, jobs   the options of the command: these must not change
-    share, folds    share of the images on which the choice is judged, and the number of folds into which they are divided; None
-                    if the folder has test images of its own
+    share, folds    share of the images on which the choice is judged, and the number of folds into which they are divided: the
+                    largest possible one, and after the trials the one that there is time for; None if the folder has test
+                    images of its own
     val             number of validation images of a trial
     step            seconds of a training step of the plain ViT, with all worker processes busy
     best_step       the same for the ViT with all options that were chosen so far
@@ -93,9 +96,9 @@ class Plan:
 
 
 def divide(images: "Inspection") -> tuple[float | None, int | None]:
-    """Return the share of the images on which the choice is judged and which the trials never see, and the number of folds into
-    which these images are divided. Both are None if the folder has test images of its own. `images` is what was found in the
-    folder.
+    """Return the share of the images on which the choice is judged and which the trials never see, and the largest number of
+    folds into which these images can be divided. Both are None if the folder has test images of its own. `images` is what was
+    found in the folder.
 
     Small folders need a large share, because a verdict needs many images: 40% of up to 1,000 images, then 400 to 1,000 images.
 
@@ -106,7 +109,7 @@ def divide(images: "Inspection") -> tuple[float | None, int | None]:
     counts = images.counts["pool"]
     total, (name, smallest) = sum(counts.values()), min(counts.items(), key=lambda item: item[1])
     share = round(0.4 if total <= 1_000 else max(400 / total, 0.1), 3)
-    folds = min(5, round(smallest * share))
+    folds = min(MOST_FOLDS, round(smallest * share))
     if folds < 2 or smallest < 8:
         raise ValueError(
             f"class {name!r} has {smallest} images; smallvit advise chooses on one part of them and judges on another one, and "
@@ -152,6 +155,24 @@ def rounded(steps: float) -> int:
     return max(unit, int(steps // unit * unit))
 
 
+def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: float) -> int:
+    """Return into how many folds the images on which the choice is judged are divided.
+
+    most          the largest number of folds
+    fold_seconds  seconds of one fold, with the training steps of the trials
+    last_seconds  seconds of the last training, with all images
+    left          seconds that are left for both
+
+    A verdict needs six passes, and they take longer with more folds. So there are as many folds as there is time for in six
+    passes. If there is no time for six passes of two folds, even with training that is half as long, the verdict comes from the
+    single folds of fewer passes, and more folds are better.
+    """
+    for folds in range(most, 1, -1):
+        if WANTED_PASSES * folds * fold_seconds + last_seconds <= left:
+            return folds
+    return 2 if SHORTEST * (WANTED_PASSES * 2 * fold_seconds + last_seconds) <= left else most
+
+
 def length_of_judging(pass_seconds: float, last_seconds: float, left: float, steps: int) -> tuple[int, int]:
     """Return the number of training steps of the models that are judged, and the number of passes.
 
@@ -160,11 +181,11 @@ def length_of_judging(pass_seconds: float, last_seconds: float, left: float, ste
     left          seconds that are left for both
 
     Six passes with the steps of the trials are wanted first, then longer training, then more passes. If there is too little
-    time, there are fewer passes, then fewer steps.
+    time, training is up to twice as short, then there are fewer passes, then still fewer steps.
     """
-    wanted = 6 * pass_seconds + last_seconds
-    factor = min(max(left / wanted, 1.0), LONGEST)
-    passes = int((left / factor - last_seconds) / pass_seconds) if pass_seconds else MOST_PASSES
+    wanted = WANTED_PASSES * pass_seconds + last_seconds
+    factor = min(max(left / wanted, SHORTEST), LONGEST)
+    passes = int((left / factor - last_seconds) / pass_seconds + 1e-9) if pass_seconds else MOST_PASSES
     if passes >= FEWEST_PASSES:
         return rounded(steps * factor), min(passes, MOST_PASSES)
     factor = left / (FEWEST_PASSES * pass_seconds + last_seconds)
