@@ -1,4 +1,4 @@
-"""The phases of `smallvit advise`, one after another: trials, judgement on other images, and the last training."""
+"""The phases of `smallvit advise`: trials, a test of the chosen ViT on other images, and the final training on all images."""
 
 import io
 import shutil
@@ -49,24 +49,24 @@ if TYPE_CHECKING:
 MEASURE = "trials_0_measure"  # the recipe whose runs measure the machine
 STACK = 8  # runs that are trained as one model
 PROBE_STEPS = 60  # training steps of the runs that measure the machine
-LATEST = 0.55  # share of the time after which no further group of options is begun
-LEARNING_SHARE = 0.25  # of the time for judging, that the learning curve may take
-START = 8.0  # seconds for starting the runs of a group, and for scoring them
-CNN_COST, ALONE = 2.0, 1.5  # time of a step of the small CNN, in those of the plain ViT; of a run that is not in a stack
-REFERENCE_SECONDS = 1.0  # of a classifier on raw pixels
-IMAGENET_SHARE = 0.3  # of the time for judging, that models with weights from ImageNet may take
-PROBE_SECONDS = 3.0  # of loading these weights and of a logistic regression on their features
+LATEST = 0.55  # no further group of options is started after this share of the time
+LEARNING_SHARE = 0.25  # largest share of the test time for the learning curve
+START = 8.0  # seconds to start the runs of a group and to score them
+CNN_COST, ALONE = 2.0, 1.5  # time of a step, relative to the plain ViT in a stack: small CNN; a run that is not in a stack
+REFERENCE_SECONDS = 1.0  # training time of a classifier on raw pixels
+IMAGENET_SHARE = 0.3  # largest share of the test time for models with weights from ImageNet
+PROBE_SECONDS = 3.0  # time to load these weights and to fit a logistic regression on their features
 
 
 class Advisor:
-    """All phases of `smallvit advise`. Each phase writes what it has decided into the plan, and a phase that is complete is not
-    repeated. Runs that have finished are not trained again.
+    """All phases of `smallvit advise`. Each phase writes its decisions into the plan. If the command is started again, complete
+    phases are not repeated, and finished runs are not trained again.
 
     images   what was found in the folder of images
-    plan     the plan, which may be that of an earlier start
-    out      the folder in which everything is written
+    plan     the plan; a new one, or that of an earlier start of the command
+    out      the folder for all results
     device   such as "cpu"
-    started  when the command was started, as `time.perf_counter` says
+    started  the time at which the command was started, from `time.perf_counter`
     """
 
     def __init__(self, images: "Inspection", plan: Plan, out: Path, device: str, started: float):
@@ -93,7 +93,7 @@ class Advisor:
 
     @property
     def spent(self) -> float:
-        """Seconds since the command was started, with those of earlier starts."""
+        """Seconds that the command has run, including earlier starts."""
         return time.perf_counter() - self.began
 
     @property
@@ -102,7 +102,7 @@ class Advisor:
         return 60 * self.plan.minutes
 
     def say(self, text: str):
-        """Print what happens now to the error stream, with the time that has passed."""
+        """Print a progress message to the error stream, with the time that has passed."""
         minutes, seconds = divmod(int(self.spent), 60)
         print(f"smallvit: [{minutes}:{seconds:02} of {self.plan.minutes:g}:00] {text}", file=sys.stderr, flush=True)
 
@@ -112,7 +112,7 @@ class Advisor:
         self.plan.write(self.out / "plan.json")
 
     def write_recipe(self, name: str, text: str) -> Path:
-        """Write a recipe into the folder of the advice, if it is not there with this text. Return its path."""
+        """Write a recipe file into the output folder, unless it already has this text. Return its path."""
         path = self.out / f"{name}.py"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)
@@ -124,7 +124,7 @@ class Advisor:
         """Measure the machine, and plan which groups of options are tried and with how many training steps."""
         if self.plan.steps:
             return
-        self.say("measuring the machine")
+        self.say("measuring the speed of this machine")
         self.plan.steps, self.plan.step = PROBE_STEPS, 0.0
         text = trial_recipe(self.images, self.plan, self.groups[0], [])
         plain = load_recipe(self.write_recipe(MEASURE, text)).RUNS[0]
@@ -144,12 +144,12 @@ class Advisor:
         plan, lines = self.plan, []
         if plan.folds:
             lines.append(
-                f"{1 - (plan.share or 0):.0%} of the images are for trials ({plan.val} of them for validation in each run); on "
-                f"the other {plan.share:.0%} the choice is judged, in cross-validation"
+                f"{1 - (plan.share or 0):.0%} of the images are for trials ({plan.val} of them for validation in each run); "
+                f"the chosen ViT is tested on the other {plan.share:.0%}, by cross-validation"
             )
         else:
-            lines.append("trials use the training images of the folder; the choice is judged on its test images")
-        lines.append(f"trials: {plan.steps:,} training steps of {1e3 * plan.step:.1f} ms; options, best known first:")
+            lines.append("trials use the training images of the folder; the chosen ViT is tested on its test images")
+        lines.append(f"trials: {plan.steps:,} training steps of {1e3 * plan.step:.1f} ms; options, largest known gain first:")
         for group in self.groups:
             known = f" (up to {group.gain:+.1f} points in the recipe {group.source})" if group.gain is not None else ""
             left_out = "" if group.name in plan.groups else "; no time for it"
@@ -157,7 +157,7 @@ class Advisor:
         return "\n".join(lines)
 
     def try_groups(self):
-        """Try the options of each group, on top of those that were chosen before, and choose the best one."""
+        """Try the options of each group, in addition to those already chosen, and choose the best one."""
         for number, group in enumerate(self.tried, 1):
             if group.name in self.plan.chosen:
                 continue
@@ -179,11 +179,11 @@ class Advisor:
             self.say(f"chosen: {best}")
         self.save()
 
-    # Judgement
+    # Test
 
     def judge(self):
-        """Train the chosen ViT, the plain ViT and a small CNN anew, and test them on images that no trial has read. Two passes
-        are trained first; then as many more as there is time for.
+        """Train the chosen ViT, the plain ViT and a small CNN again, and test them on images that no trial has used. The first
+        two passes show how long a pass takes; then as many more passes are trained as there is time for.
         """
         plan = self.plan
         if plan.imagenet is None:
@@ -197,26 +197,26 @@ class Advisor:
             plan.judging_from = self.spent
             self.save()
         if not plan.judged:
-            self.say(f"judging on images that no trial has read: {plan.final_steps:,} training steps")
+            self.say(f"testing on images that no trial has used: {plan.final_steps:,} training steps")
             self.train_passes(range(2))
             self.plan_the_rest((self.spent - plan.judging_from) / 2)
         if plan.sizes:
-            self.say("training with fewer images, to see how much their number matters")
+            self.say("training with fewer images, to estimate the gain from more images")
             self.train([entry for entry in self.final_runs if entry.labels is not None])
         if plan.passes > 2:
-            self.say(f"judging in {plan.passes - 2} more passes")
+            self.say(f"testing in {plan.passes - 2} more passes")
             self.train_passes(range(2, plan.passes))
         self.save()
 
     def affordable_imagenet(self) -> list[str]:
-        """Return the names of the models with weights from ImageNet for which there is time; none if the weights are not on
-        this machine and cannot be downloaded.
+        """Return the names of the models with weights from ImageNet that there is time to test. The list is empty if the
+        weights are not on this machine and cannot be downloaded.
         """
         left, found = IMAGENET_SHARE * self.left, []
         try:
             Weights(VIT_S).path()
         except Unavailable as error:
-            self.say(f"without a ViT-S from ImageNet: {error}")
+            self.say(f"no comparison with a ViT-S from ImageNet: {error}")
             return []
         for name, seconds in self.imagenet_seconds.items():
             needed = FEWEST_PASSES * (self.plan.folds or 1) * seconds * self.plan.slower / self.plan.jobs
@@ -229,8 +229,8 @@ class Advisor:
 
     @cached_property
     def imagenet_seconds(self) -> dict[str, float]:
-        """The expected seconds of a run with weights from ImageNet: frozen, and fine-tuned. They are those of a step of the
-        plain ViT, times the multiply-adds of the models.
+        """The expected seconds of a run with weights from ImageNet, frozen and fine-tuned. They are estimated from the time of
+        a step of the plain ViT and the ratio of the multiply-adds.
         """
         import torch
 
@@ -239,12 +239,12 @@ class Advisor:
         large = imagenet_vit_s(plain, patch=self.images.patch)[FROZEN]
         pixels = torch.zeros(1, channels, *size)
         small_macs, large_macs = (counted(run.model(size, channels, classes), pixels) for run in (plain, large))
-        each = self.plan.step / (3 * BATCH) * large_macs / small_macs  # for an image, forward
+        each = self.plan.step / (3 * BATCH) * large_macs / small_macs  # seconds for the forward pass of an image
         frozen = PROBE_SECONDS + each * sum(next(iter(self.images.counts.values())).values())
         return {FROZEN: frozen, FINE_TUNED: frozen + 3 * BATCH * FINE_TUNING * each}
 
     def seconds_of_judging(self) -> tuple[float, float]:
-        """Return the expected seconds of one pass, and those of the last training, with the steps of the trials."""
+        """Return the expected seconds of one pass and of the final training, if both have as many steps as the trials."""
         plan, folds = self.plan, self.plan.folds or 1
         step = plan.step + (plan.best_step if self.chosen else 0.0) + CNN_COST * plan.step
         others = 2 * REFERENCE_SECONDS + sum(self.imagenet_seconds[name] for name in plan.imagenet or ())
@@ -253,17 +253,17 @@ class Advisor:
 
     @property
     def last_seconds(self) -> float:
-        """The expected seconds of the last training, with all images."""
+        """The expected seconds of the final training on all images."""
         return self.seconds_of_judging()[1] * self.plan.final_steps / self.plan.steps
 
     @property
     def left(self) -> float:
-        """Seconds that are left for judging and for the last training."""
+        """Seconds that are left for the test and the final training."""
         return max(SPARE * self.total - self.spent, 0.1 * self.total)
 
     def plan_the_rest(self, each: float):
-        """Plan how many passes there are in all, and whether there is a learning curve. `each` is how many seconds one of the
-        first passes took.
+        """Plan the total number of passes, and whether there is time for a learning curve. `each` is the time of one of the
+        first passes, in seconds.
         """
         plan = self.plan
         left = self.left - self.last_seconds
@@ -279,21 +279,21 @@ class Advisor:
 
     @property
     def final_recipe(self) -> Path:
-        """The path of the recipe that judges the choice, which is written if it has changed."""
+        """The path of the recipe that tests the chosen ViT. The file is written if it has changed."""
         return self.write_recipe("recipe", final_recipe(self.images, self.plan, self.chosen))
 
     @property
     def final_runs(self) -> list[ArmRun]:
-        """All runs of the recipe that judges the choice."""
+        """All runs of the recipe that tests the chosen ViT."""
         return load_recipe(self.final_recipe).RUNS
 
     def train_passes(self, numbers: range):
-        """Train all arms in some passes. `numbers` are those of the passes or, with test images of its own, of the seeds."""
+        """Train all arms in some passes. `numbers` are those of the passes, or the seeds if the folder has test images."""
         folds = self.plan.folds or 1
         self.train([entry for entry in self.final_runs if entry.labels is None and entry.seed // folds in numbers])
 
     def train(self, runs: Sequence[ArmRun]):
-        """Train some runs of the recipe that judges the choice."""
+        """Train some runs of the recipe that tests the chosen ViT."""
         everything = self.final_runs
         path = self.final_recipe
         how: dict[str, Any] = {"recipe_runs": everything, "source": path, "retry": True, "show": self.save} | self.options
@@ -304,23 +304,21 @@ class Advisor:
     # The model
 
     def train_last(self) -> Path:
-        """Train the model that was best on the images that no trial has read with all images, for the user. Return the folder
-        of the model.
-        """
+        """Train the model that is given to the user, the best one of the test, on all images. Return its folder."""
         from ..report import collect
 
         model = self.out / "model"
         if model.exists():
             return model
         kept = model_to_keep(compare(collect(self.final_runs, self.runs, self.final_recipe.stem)))
-        self.say(f"training the model with all images: {kept_text(kept, self.chosen)}")
+        self.say(f"training the model on all images: {kept_text(kept, self.chosen)}")
         path = self.write_recipe("last_training", last_recipe(self.images, self.plan, self.chosen, kept))
         runs = load_recipe(path).RUNS
         (record,) = launch(
             runs, self.runs, recipe=path.stem, source=path, validation_only=True, retry=True, show=self.save, **self.options
         )
         if not record.finished:
-            raise ValueError(f"the last training failed: {record.error}; start the command again")
+            raise ValueError(f"the final training failed: {record.error}; start the command again")
         (entry,) = runs
         unfinished = model.with_name("model.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -332,7 +330,7 @@ class Advisor:
     # The page
 
     def write_page(self) -> list[str]:
-        """Write the full report of the comparison and the page with the answer. Return the sentences of the answer."""
+        """Write the full report of the comparison, and the page with the answer. Return the sentences of the answer."""
         from ..report import collect, write_report
 
         path, runs = self.final_recipe, self.final_runs
@@ -346,8 +344,8 @@ class Advisor:
 
 def learning_sizes(images: "Inspection", plan: Plan) -> list[int]:
     """Return the numbers of labelled images for the learning curve, besides all of them: a quarter and a half of the training
-    images of a run. The list is empty if a subset in which all classes have equally many images could not be compared with all
-    images, because the classes are of unequal size. `images` is what was found in the folder.
+    images of a run. Such a subset has equally many images of each class. So the list is empty if the classes are of unequal
+    size, because a subset could not be compared with all images. `images` is what was found in the folder.
     """
     counts = next(iter(images.counts.values()))
     total = sum(counts.values())

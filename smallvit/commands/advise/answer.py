@@ -1,4 +1,4 @@
-"""The answer of `smallvit advise` in three sentences, from the records of the models that were judged."""
+"""The answer of `smallvit advise` in a few sentences, from the records of the models that were tested."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ def main_rows(comparison: Comparison) -> dict[str, Row]:
 
 
 def model_to_keep(comparison: Comparison) -> str:
-    """Return the name of the arm (variant) whose model is given to the user. It is the small CNN, or the fine-tuned ViT-S from
-    ImageNet, if it was shown to be better than the ViT that is advised; of two such models the one with the higher mean. Else
-    it is this ViT: the one with the chosen options, if it was not shown to be worse than the plain ViT.
+    """Return the name of the arm (variant) whose model is given to the user. By default this is the ViT with the chosen
+    options, or the plain ViT if the chosen options were shown to be worse. If the small CNN or the fine-tuned ViT-S from
+    ImageNet was shown to be better than this ViT, it is the better one of these, by its mean.
     """
     rows = main_rows(comparison)
     vit = rows[PLAIN] if ADVICE not in rows or rows[ADVICE].verdict == "worse" else rows[ADVICE]
@@ -35,9 +35,9 @@ NOTHING_LEARNED = (
 
 
 def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[Record] = ()) -> list[str]:
-    """Return the answer in two to four sentences: which model and which technique to use, and how a small CNN compares with
-    them. `comparison` holds the results of the runs in `records`, and `chosen` are the options that were best in the trials. If
-    no model was shown to be better than guessing, the first sentence says so.
+    """Return the answer as a list of sentences: which model and which technique to use, and how they compare with a small CNN
+    and a ViT-S from ImageNet. `comparison` holds the results of the runs in `records`, and `chosen` are the options that were
+    best in the trials. If no model was shown to be better than guessing, the first sentence says so.
     """
     rows = main_rows(comparison)
     best = rows.get(ADVICE, rows[PLAIN])
@@ -52,13 +52,13 @@ def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[R
 
 
 def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:
-    """Return a sentence that says which technique to use. Advice begins with the word `use`."""
+    """Return a sentence that says which technique to use. `use` is the first word or words of this sentence."""
     plain, advice = rows[PLAIN], rows.get(ADVICE)
     if advice is None:
-        seen = "on images that no trial has seen"
-        return f"{use} the plain ViT: no option was better in the trials. It reaches {value(plain)} {seen}."
+        tested = "on images that no trial has used"
+        return f"{use} the plain ViT: no option was better in the trials. It reaches {value(plain)} {tested}."
     names = join([option.name for option in chosen])
-    reaches = f"{value(advice)} on images that no trial has seen"
+    reaches = f"{value(advice)} on images that no trial has used"
     if advice.verdict == "better":
         return f"{use} a ViT with {names}: it reaches {reaches}, {gap(advice, 'the plain ViT')}."
     if advice.verdict == "worse":
@@ -72,24 +72,24 @@ def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") 
     )
 
 
-# other models than the small ViT, as they are called in the answer
+# the other models besides the small ViT, as the answer calls them
 OTHERS = {
     CNN: "small CNN with the same augmentation",
-    FINE_TUNED: "ViT-S with weights from ImageNet, trained further on these images,",
+    FINE_TUNED: "ViT-S with weights from ImageNet, fine-tuned on these images,",
     FROZEN: "logistic regression on the features of a ViT-S from ImageNet",
 }
 
 
 def better_model(row: Row, best: Row) -> str:
-    """Return a sentence that advises another model, which is better than the small ViT that would be advised."""
+    """Return a sentence that recommends another model than the small ViT, because it was shown to be better."""
     ratio = cost_ratio(row, best)
     cost = f", with {ratio} times its multiply-adds" * bool(ratio)
-    reaches = f"{value(row)} on images that no trial has seen"
+    reaches = f"{value(row)} on images that no trial has used"
     return f"Use a {OTHERS[row.arm].rstrip(',')}: it reaches {reaches}, {gap(row, 'the small ViT')}{cost}."
 
 
 def compared(row: Row, best: Row) -> str:
-    """Return a sentence that compares another model with the small ViT that is advised."""
+    """Return a sentence that compares another model with the recommended small ViT."""
     ratio = cost_ratio(row, best)
     cost = f" with {ratio} times the multiply-adds" * bool(ratio)
     difference, name = gap(row, "this ViT"), f"A {OTHERS[row.arm]}"
@@ -99,7 +99,7 @@ def compared(row: Row, best: Row) -> str:
 
 
 def raw_pixels(rows: dict[str, Row], best: Row) -> list[str]:
-    """Return a sentence if a classifier on raw pixels reaches as much as the ViT that is advised, as a list; else an empty
+    """Return a list with a warning if a classifier on raw pixels is at least as good as the recommended ViT; otherwise an empty
     list.
     """
     sign = -1 if best.lower_is_better else 1
@@ -121,8 +121,8 @@ def value(row: Row) -> str:
 
 
 def gap(row: Row, control: str) -> str:
-    """Return the difference between an arm (variant) and its control, which is called `control`, as text with its interval:
-    `4.2 points above the plain ViT (95% interval: 2.1 to 6.3)`.
+    """Return the difference between an arm (variant) and its control as text with its interval, such as
+    `4.2 points above the plain ViT (95% interval: 2.1 to 6.3)`. `control` is the name of the control in this text.
     """
     d, score = row.difference, score_of(row)
     if d is None:

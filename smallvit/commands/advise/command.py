@@ -1,4 +1,4 @@
-"""smallvit advise: look at a folder of images, try techniques for a given time, and leave an answer and a trained model."""
+"""smallvit advise: read a folder of images, try techniques for a given time, and write an answer and a trained model."""
 
 import argparse
 import sys
@@ -11,21 +11,22 @@ from smallvit.launch.local import cores
 
 from ..inspection import Inspection, inspect_images
 from ..new import findings
+from ..tune import check_optuna
 from .advisor import Advisor
 from .plan import Plan, divide, validation_images
 
 FEWEST_MINUTES = 2
-MOST_PATCHES = 36  # of an image: small patches need longer training
-SHOWN = 100  # images that are looked at to see whether they show characters
+MOST_PATCHES = 36  # largest number of patches of an image, because models with more patches need longer training
+SHOWN = 100  # number of images that are read to find out whether they show characters
 EXTREME, STROKES = 0.8, (0.03, 0.5)  # of images of characters: share of pixels that are nearly black or white; share of strokes
 
 
 def main(options: argparse.Namespace) -> int:
-    """Advise on a folder of images. `options` are the arguments of the command line: `folder` has a folder of images for each
-    class, `minutes` is the time, and `into` the folder in which everything is written. Return the exit status 0.
+    """Run `smallvit advise`. `options` are the arguments of the command line: `folder` has a folder of images for each class,
+    `minutes` is the time for everything, and `into` is the folder for all results. Return the exit status 0.
 
-    The trials, the comparison and the last training are recipes in this folder. A command that is started again goes on where
-    it was stopped.
+    The trials, the comparison and the final training are recipes in this folder. If the command is started again, it continues
+    where it was stopped.
 
     Raises ValueError for a folder that does not exist or has too few images, for too little time, and for a folder `into` that
     belongs to other images or options.
@@ -35,11 +36,12 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
     if options.minutes < FEWEST_MINUTES:
         raise ValueError(
-            f"--minutes is {options.minutes:g}; expected at least {FEWEST_MINUTES}, and 15 or more for an answer to rely on"
+            f"--minutes is {options.minutes:g}; expected at least {FEWEST_MINUTES}, and 15 or more for a reliable answer"
         )
     if options.digits and options.photos:
         raise ValueError("got --digits and --photos; expected one of them, or none to let smallvit guess")
     check_device(options.device)
+    check_optuna("advise")
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
     images = inspect_images(folder, options.digits)
     guessed = not (options.digits or options.photos)
@@ -59,11 +61,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def kind(images: Inspection, guessed: bool) -> str:
-    """Return a line that says whether the images show characters or other things, and how to correct it if it was `guessed`."""
+    """Return a line that says whether the images show digits or letters, and how to correct this if it was `guessed`."""
     if images.digits:
-        correct = "; if mirroring an image does not change its label, use --photos" * guessed
-        return f"the images show characters, which are never mirrored{correct}"
-    return "the images may be mirrored" + "; if this changes the label, use --digits" * guessed
+        correct = "; if mirroring does not change the label of an image, use --photos" * guessed
+        return f"the images show digits or letters and will not be mirrored{correct}"
+    return "the images may be mirrored" + "; if mirroring changes the label of an image, use --digits" * guessed
 
 
 def shows_characters(folder: Path, images: Inspection) -> bool:
@@ -112,6 +114,6 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         if getattr(found, name) != getattr(new, name):
             raise ValueError(
                 f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"
-                " --into, or delete this folder to begin again"
+                " --into, or delete this folder to start again"
             )
     return found

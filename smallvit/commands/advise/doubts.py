@@ -1,6 +1,6 @@
-"""Which labels are probably wrong, how many they are, and in which class the models are wrong most often.
+"""Which labels are probably wrong, an estimate of their number, and the class with the most errors.
 
-All of it comes from the predictions of models for images on which they were not trained, as in a cross-validation.
+All results are computed from predictions for images on which the models were not trained, as in a cross-validation.
 """
 
 import math
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SHOWN = 20  # images whose labels are doubted most
+SHOWN = 20  # largest number of images in the result
 MIN_IMAGES = 100  # with fewer predicted images, the number of wrong labels is not estimated
-MIN_AGREEMENT = 0.6  # share of images for which the models say the given class, below which it is not estimated either
-LARGEST = 0.5  # largest share of wrong labels that is tried
+MIN_AGREEMENT = 0.6  # it is not estimated either if the models predict the given class for a smaller share of the images
+LARGEST = 0.5  # largest share of wrong labels in the fit
 PERMUTATIONS = 2000
 LEVEL = 0.05
 
@@ -20,11 +20,11 @@ LEVEL = 0.05
 class Doubt:
     """An image whose label is probably wrong.
 
-    image                    position of the image, from 0
+    image                    index of the image, from 0
     name                     its name, such as a file name
-    given, instead           its class and the class that the models say, as names
+    given, instead           the name of its class, and of the class that the models predict
     p_given, p_instead       probabilities of the two classes, as means over the models
-    models, agreeing         number of models that predicted the image, and how many of them say the class `instead`
+    models, agreeing         number of models that predicted the image, and how many of them predict the class `instead`
     """
 
     image: int
@@ -48,9 +48,9 @@ class Doubt:
 class WrongLabels:
     """How many labels are probably wrong.
 
-    estimate, low, high   the number of wrong labels with its 95% interval; None: it cannot be estimated
+    estimate, low, high   the estimated number of wrong labels and its 95% interval; None if it cannot be estimated
     images                the number of images that were predicted
-    text                  one or two sentences for a page, with the assumption or the reason why there is no estimate
+    text                  one or two sentences for the page: the estimate and its assumption, or why there is no estimate
     """
 
     estimate: float | None
@@ -64,9 +64,9 @@ class WrongLabels:
 class Doubts:
     """The labels that are probably wrong.
 
-    images    the images whose labels are doubted most, the most doubted first
-    doubted   the number of images for which the models say another class than the given one
-    wrong     how many labels are probably wrong
+    images    the images with the most doubtful labels, the most doubtful first
+    doubted   the number of all images for which the models predict another class than the given one
+    wrong     the estimated number of wrong labels
     """
 
     images: tuple[Doubt, ...]
@@ -80,7 +80,7 @@ class ClassErrors:
 
     name        the class
     images      its number of images
-    error       the share of wrong predictions, as a mean over its images and the models
+    error       the share of wrong predictions, a mean over its images and the models
     low, high   95% interval of the error, for new images
     """
 
@@ -93,11 +93,11 @@ class ClassErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class WeakClass:
-    """The class that would profit most from more images, if one stands out.
+    """The class that would profit most from more images, if a class has significantly more errors than the others.
 
-    weakest   the class with the most errors for each image among those that stand out; None: no class stands out
+    weakest   the class with the highest error, if it stands out; None: no class stands out
     classes   the errors of all classes, the largest error first
-    text      a sentence for a page
+    text      a sentence for the page
     """
 
     weakest: ClassErrors | None
@@ -113,18 +113,18 @@ def doubts(
     names: Sequence[str] | None = None,
     shown: int = SHOWN,
 ) -> Doubts:
-    """Return which labels are probably wrong, and how many.
+    """Return which labels are probably wrong, and an estimate of their number.
 
-    An image is doubted if the models say another class than the given one. The first one is that for whose given class the mean
-    probability of the models is smallest. In tests with wrong labels that were put in, this order found more of them than four
-    others, among them the margin between the two classes and the thresholds of confident learning.
+    A label is doubtful if the mean prediction of the models is another class. The labels are sorted by the mean probability of
+    the given class, the smallest first. In tests with planted wrong labels, this order found more of them than four other
+    orders, such as the margin between the two classes and the thresholds of confident learning.
 
-    predictions: the probabilities of the classes for images on which a model was not trained, as an array (models, images,
-    classes) with NaN where a model did not predict an image. Or a list with one item for each model: pairs (position of the
-    image, probabilities)
+    predictions: the class probabilities of images on which the models were not trained, as an array (models, images, classes),
+    with NaN where a model did not predict an image. Or a list with one item for each model: pairs (index of the image,
+    probabilities)
     labels: the given class of each image, as a number from 0
     classes: names of the classes; None: their numbers
-    names: names of the images, such as file names; None: their positions
+    names: names of the images, such as file names; None: their indices
     shown: the largest number of images in the result
 
     Raises ValueError for predictions that do not fit the labels.
@@ -161,14 +161,14 @@ def doubts(
 
 
 def weak_class(predictions: Any, labels: Any, *, classes: Sequence[str] | None = None) -> WeakClass:
-    """Return the class that would profit most from more images: that with the most errors for each image, if this is no chance.
+    """Return the class that would profit most from more images: the class with the highest error, if this is not by chance.
 
-    It is tested by permutations. If all classes are equally hard, the labels say nothing about the errors, so the errors of the
-    images are dealt to the classes at random, 2,000 times. A class stands out if its error, minus the mean error and divided by
-    its standard error, is larger than the largest such value of any class in 95% of the permutations. So at most 5 of 100
-    folders with equally hard classes get a class that stands out.
+    This is a permutation test. Its null hypothesis is that all classes are equally hard, so that errors do not depend on the
+    class. The errors of the images are assigned to the classes at random, 2,000 times. The statistic of a class is its error
+    minus the mean error, divided by its standard error. A class stands out if its statistic is larger than the largest
+    statistic of any class in 95% of the permutations. So for equally hard classes, one stands out in at most 5 of 100 folders.
 
-    That more images reduce the errors of this class is likely, but not tested. Its labels may also be wrong more often.
+    It is likely, but not tested, that more images reduce the errors of this class. Its labels may also be wrong more often.
 
     predictions, labels, classes: as in `doubts`
 
@@ -258,8 +258,8 @@ def _names(names: Sequence[str] | None, count: int) -> list[str]:
 
 
 def _wilson(rate: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share of n images. The errors of an image are a mean over models, which varies less
-    than a single one, so the interval is rather too wide.
+    """Return Wilson's 95% interval of a share of n images. The error of an image is a mean over models, which varies less than
+    that of a single model, so the interval is wider than necessary.
     """
     from scipy.stats import norm
 
@@ -276,7 +276,7 @@ def _wrong_labels(mean: Any, given: Any) -> WrongLabels:
     images, agreement = len(given), float((mean.argmax(1) == given).mean())
     reason = ""
     if images < MIN_IMAGES:
-        reason = f"{images} images are too few, and at least {MIN_IMAGES} are needed"
+        reason = f"{images} images are too few; at least {MIN_IMAGES} are needed"
     elif agreement < MIN_AGREEMENT:
         reason = f"the models say another class than the given one for {1 - agreement:.0%} of the images"
     if reason:
@@ -284,8 +284,8 @@ def _wrong_labels(mean: Any, given: Any) -> WrongLabels:
         return WrongLabels(estimate=None, low=None, high=None, images=images, text=text)
     best, low, high = (images * share for share in wrong_share(mean, given))
     assumption = (
-        "This assumes that models make almost no errors on the images of which they are most certain, and that labels are as "
-        "often wrong for these images as for the others."
+        "This assumes that the models make almost no errors on the images for which they are most confident, and that wrong "
+        "labels are equally frequent among these images and the others."
     )
     if round(low) >= 1:
         text = f"About {best:.0f} of {images:,} labels are probably wrong [{low:.0f}, {high:.0f}]. {assumption}"
@@ -297,10 +297,10 @@ def _wrong_labels(mean: Any, given: Any) -> WrongLabels:
 def wrong_share(mean: Any, given: Any) -> tuple[float, float, float]:
     """Return the share of wrong labels as a tuple: the estimate and the ends of its 95% interval.
 
-    The more certain the models are, the fewer errors they make, but a wrong label stays one. So the share of images for which
-    the models say another class falls with their certainty to the share of wrong labels, and not below it. A logistic curve
-    with such a limit is fitted by maximum likelihood (in the measurement of perception, the limit is called the lapse rate).
-    The interval contains all shares whose log likelihood is at most 1.92 below the largest one (a profile likelihood).
+    The more confident the models are, the fewer errors they make. So with growing confidence, the share of images for which
+    they predict another class than the given one falls, but not below the share of wrong labels. A logistic curve with such a
+    lower limit is fitted by maximum likelihood (in psychophysics, this limit is the lapse rate). The interval is a profile
+    likelihood interval: it contains all shares whose log likelihood is at most 1.92 below the maximum.
 
     mean: array (images, classes) of probabilities for images on which the models were not trained
     given: the given class of each image
@@ -315,7 +315,7 @@ def wrong_share(mean: Any, given: Any) -> tuple[float, float, float]:
     certainty = (certainty - certainty.mean()) / max(1e-9, certainty.std())
 
     def loss(parameters: Any, share: float) -> float:
-        """Return the negative log likelihood. A normal distribution of the log slope, around a slope of 2, keeps it finite."""
+        """Return the negative log likelihood. A normal prior of the log slope, around a slope of 2, keeps the slope finite."""
         errors = expit(parameters[0] - math.exp(min(parameters[1], 50)) * certainty) * others / (others + 1)
         p = np.clip(errors + share - share * errors * (1 + 1 / others), 1e-9, 1 - 1e-9)
         return -float(np.log(np.where(differs, p, 1 - p)).sum()) + 0.5 * (parameters[1] - math.log(2)) ** 2

@@ -1,26 +1,26 @@
-"""The learning curve of one arm (variant in a comparison): how its error falls with the number of training images, and how much
-twice as many images would bring.
+"""The learning curve of one arm (variant in a comparison): how its error falls with the number of training images, and the
+expected gain from twice as many images.
 
-The true curve is unknown, and three numbers of images do not determine its form. So the prediction is an average over thousands
-of curves that are plausible before the runs are seen, weighted by how well they agree with the runs (a Bayesian average over
-models). `error(n)` is proportional to
+The form of the true curve is unknown, and three numbers of images do not determine it. So the prediction is a Bayesian model
+average: thousands of curves are drawn from a prior, and weighted by how well they agree with the runs. `error(n)` is
+proportional to
 
     floor + (1 - floor) ((n + offset) / (largest + offset))^-exponent
 
 - exponent: uniform from 0 to 1.5.
-- floor: the share of the present error that no number of images removes. 45% of the curves have no floor, 45% have one between
-  0 and 1 (uniform), and for 10% it is 1, so that more images bring nothing.
-- offset: a curve with an offset starts to fall late. Half of the curves have none, and half have one between 0 and the largest
-  number of images (uniform).
+- floor: the share of the present error that no number of images removes. It is 0 for 45% of the curves, uniform between 0 and 1
+  for another 45%, and 1 for 10%, for which more images have no effect.
+- offset: a curve with an offset starts to fall late. It is 0 for half of the curves, and uniform between 0 and the largest
+  number of images for the others.
 
-The errors of real models follow none of these curves exactly, so a curve may miss each measured error by 2% of it (standard
-deviation). Measured errors are not put on a log scale, so an error of 0 needs no special case.
+The errors of real models do not follow these curves exactly. So each measured error may deviate from the curve by 2% of its
+value (standard deviation). The fit does not use a log scale, so an error of 0 needs no special case.
 
-The weights use the chance in the passes (or seeds) and in the choice of the test images. The 95% interval therefore covers
-both, and the uncertainty about the form. It was tested by simulation: tests/test_advise_statistics.py.
+The weights include the random variation between passes (or seeds) and between test images. So the 95% interval covers both, and
+the uncertainty about the form. It was tested by simulation: tests/test_advise_statistics.py.
 
-Limits  A curve whose error falls faster and faster is predicted too low, for example one that is near chance at all numbers of
-        images. New images are taken to be like those in the folder, and the model and its training to stay the same.
+Limits  If the error falls faster and faster, for example if it is near chance for all numbers of images, the predicted gain is
+        too small. New images are assumed to be like those in the folder, and the model and its training to stay the same.
 
 Paper   Viering and Loog 2022 (forms of learning curves); Hoeting et al. 1999 (Bayesian model averaging).
 """
@@ -32,13 +32,13 @@ from typing import Any
 
 from smallvit.verdicts.statistics import FOLDS_FACTOR, LEVEL, critical_t, paired_variance
 
-CURVES = 5000  # plausible curves
+CURVES = 5000  # curves drawn from the prior
 VARIANCES = 60  # values of the variance over passes for each curve, because few passes do not determine it
-DRAWS = 10_000  # of the weighted average
-INEXACT = 0.02  # share of a measured error by which a curve may miss it (standard deviation)
-NOTHING = 0.0005  # a gain that is shown as 0.0 points
+DRAWS = 10_000  # draws from the weighted average
+INEXACT = 0.02  # standard deviation of a measured error from the curve, as a share of the error
+NOTHING = 0.0005  # smaller gains are shown as 0.0 points
 LITTLE = 0.01  # a gain below one point is little
-MISFIT = 0.01  # p-value below which no curve agrees with the runs
+MISFIT = 0.01  # below this p-value, no curve agrees with the runs
 BETWEEN = 4  # fitted values for each doubling of the number of images, for a figure
 
 
@@ -62,16 +62,16 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningCurve:
-    """How the error of one arm (variant) falls with the number of training images, and what twice as many images would bring.
+    """How the error of one arm (variant) falls with the number of training images, and the gain from twice as many images.
 
     measured   number of training images -> mean error, with its interval for new passes and new test images
     fitted     number of training images -> fitted or predicted error, with its interval. The numbers reach from the smallest
                measured one to `2 * now`, with some in between for a figure
-    now        the number of images of which the gain is counted
-    gain       by how much the error at `2 * now` images is smaller than at `now` images
-    outcome    "more": the interval of the gain leaves out zero. "little": the gain is below one point. "unknown": neither is
-               shown. "misfit": no plausible curve agrees with the runs, so the fit and the gain mean nothing
-    text       a sentence for a page
+    now        the present number of images
+    gain       the error with `now` images minus the error with `2 * now` images
+    outcome    "more": the interval of the gain excludes zero. "little": the whole interval is below one point. "unknown":
+               neither. "misfit": no curve agrees with the runs, so the fit and the gain are not valid
+    text       a sentence for the page
     """
 
     measured: dict[int, Estimate]
@@ -89,11 +89,11 @@ class LearningCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesOrTechnique:
-    """Whether twice as many images or a technique brings more.
+    """Whether twice as many images or a technique has the larger gain.
 
     outcome      "images", "technique" or "unknown"
     difference   the gain from twice as many images minus the gain from the technique
-    text         a sentence for a page
+    text         a sentence for the page
     """
 
     outcome: str
@@ -106,19 +106,19 @@ def learning_curve(
 ) -> LearningCurve:
     """Return the learning curve of one arm (variant), with the gain from twice as many images.
 
-    The intervals are narrower if the results of single test images are given, because it is then known how alike the errors at
-    two numbers of training images are.
+    The intervals are narrower if the results of single test images are given, because they show how strongly the errors at two
+    numbers of training images are correlated.
 
-    accuracies: dict from the number of training images of a run to its accuracies. They are a list with one accuracy, as a
-    fraction, for each pass or seed, or an array (passes, test images) that is 1 where an image was classified correctly and
-    else 0. Every number of images needs the same passes, in the same order, and the same test images
+    accuracies: dict from the number of training images of a run to its accuracies: a list with one accuracy (a fraction) for
+    each pass or seed, or an array (passes, test images) that is 1 where an image was classified correctly and 0 elsewhere. All
+    numbers of images need the same passes, in the same order, and the same test images
     test_images: the number of test images of a pass; needed if `accuracies` has no results of single images
     folds: True if a pass is a cross-validation, in which all folds share one set of images. The variance over test images is
     then multiplied by 1.6, as in `smallvit.verdicts.statistics.of_folds`
-    now: the number of images of which the gain is counted, such as all images of the folder; at least the largest number of
-    training images (the default). The gain is for `2 * now` images
+    now: the present number of images, such as all images of the folder; at least the largest number of training images (the
+    default). The gain is that from `now` to `2 * now` images
 
-    Raises ValueError for fewer than two numbers of images or two passes, and for values that are no accuracies.
+    Raises ValueError for fewer than two numbers of images or two passes, and for values that are not accuracies.
     """
     numbers, values, images = _checked(accuracies, test_images)
     largest, now = numbers[-1], now if now is not None else numbers[-1]
@@ -143,17 +143,17 @@ def learning_curve(
 def images_or_technique(
     curve: LearningCurve, name: str, mean: float, low: float | None, high: float | None
 ) -> ImagesOrTechnique:
-    """Return whether twice as many images or a technique brings more.
+    """Return whether twice as many images or a technique has the larger gain.
 
-    The two intervals are combined as if their errors were independent. Both contain the error of the present arm, so that an
-    error in it moves both in the same direction, and the interval of their difference is rather too wide.
+    The two intervals are combined as if they were independent. Both contain the error of the present arm, so they are
+    positively correlated, and the interval of their difference is wider than necessary.
 
     curve: the learning curve of the arm without the technique
-    name: the technique, as it is called on the page
-    mean, low, high: the difference in accuracy that the technique brings, as a fraction, and its 95% interval; None: there is
-    no interval, so nothing is decided
+    name: the name of the technique on the page
+    mean, low, high: the gain in accuracy from the technique, as a fraction, and its 95% interval. Without an interval (None),
+    the outcome is "unknown"
 
-    Raises ValueError if the difference is not in its interval.
+    Raises ValueError if the gain is not in its interval.
 
     Paper  Zou and Donner 2008 (the combination of two intervals).
     """
@@ -212,14 +212,14 @@ def _checked(accuracies: Mapping[int, Any], test_images: int | None) -> tuple[li
 
 @dataclass(frozen=True)
 class _Noise:
-    """The chance in the mean errors.
+    """The random variation of the mean errors.
 
     means            mean error at each number of training images
     passes, images   numbers of passes and of test images
-    of_images        array (numbers, numbers): covariance of the means over the choice of the test images
-    of_form          the same for the errors of the form of the curve
-    rest             the variance of a mean over passes that `of_images` contains, too: what passes and images do to each other
-    common, single   sums of squares over passes: of what all numbers of a pass have in common, and of the rest
+    of_images        array (numbers, numbers): covariance of the means over the sampling of test images
+    of_form          the same for the deviation of real errors from the form of the curve
+    rest             the variance of a mean by the interaction of passes and test images, which `of_images` contains too
+    common, single   sums of squares over passes: of the part that is common to all numbers of a pass, and of the rest
     """
 
     means: Any
@@ -250,11 +250,11 @@ class _Noise:
 
 
 def _noise(values: Any, images: int, factor: float) -> _Noise:
-    """Return the chance in the mean errors.
+    """Return the random variation of the mean errors.
 
-    Without the results of single images, the errors at two numbers of training images count as independent. They are alike in
-    truth, and this makes the prediction more certain, so the interval is too wide rather than too narrow. In both cases, the
-    variance of one image is added, so that no error among few images is not taken for an error that is surely 0.
+    Without the results of single images, the errors at two numbers of training images are treated as independent over test
+    images. In fact they are correlated, so the interval is wider than necessary. In both cases, the variance of one image is
+    added. Otherwise, zero errors among a few images would look like a certain error of 0.
     """
     import numpy as np
 
@@ -279,8 +279,8 @@ def _noise(values: Any, images: int, factor: float) -> _Noise:
 
 
 def _measured(mean: float, noise: _Noise, k: int) -> Estimate:
-    """Return the k-th mean error with its interval: that over passes, with the interval over test images as the second side of
-    a right triangle. All numbers of images count as equally variable over passes.
+    """Return the k-th mean error with its interval: the square root of the sum of squares of the intervals over passes and over
+    test images. The variance over passes is assumed to be equal for all numbers of images.
     """
     df = sum(noise.df)
     over_passes = critical_t(LEVEL, df) ** 2 * (noise.common + noise.single) / df / noise.passes
@@ -301,11 +301,11 @@ def _shapes(numbers: Sequence[int], largest: int, exponents: Any, floors: Any, o
 
 def _average(numbers: Sequence[int], values: Any, noise: _Noise, shown: Sequence[int]) -> tuple[Any, float]:
     """Return errors at the numbers of images `shown`, as an array (draws, numbers), and a p-value. The draws come from the
-    average over plausible curves, each at all levels, weighted by their agreement with the runs. The p-value says how well the
-    best curve agrees with the runs.
+    average over curves and levels, weighted by their agreement with the runs. The level of a curve is its error at the largest
+    number of images. The p-value says how well the best curve agrees with the runs.
 
-    The variances over passes are drawn from their distribution given the sums of squares. For each of them, all curves are
-    fitted by weighted least squares, which has one unknown: the level. A uniform distribution of the level is integrated.
+    The variances over passes are drawn from their distribution, given the sums of squares. For each of them, the level of each
+    curve is fitted by weighted least squares. The prior of the level is uniform, and the level is integrated out.
     """
     import numpy as np
     from scipy.stats import f
@@ -337,7 +337,7 @@ def _average(numbers: Sequence[int], values: Any, noise: _Noise, shown: Sequence
 
 def _fit(means: Any, shapes: Any, precision: Any) -> tuple[Any, Any, Any]:
     """Fit the level of each curve to the mean errors by weighted least squares. Return the levels, the inverse of their
-    variances, and the weighted sums of squares that are left, each as an array (variances, curves).
+    variances, and the weighted residual sums of squares, each as an array (variances, curves).
     """
     squares = (shapes[:, :, None] * shapes[:, None, :]).reshape(len(shapes), -1)
     information = precision.reshape(len(precision), -1) @ squares.T

@@ -1,4 +1,4 @@
-"""The techniques that `smallvit advise` tries on a folder of images, in groups, each with the code that switches it on."""
+"""The options that `smallvit advise` tries on a folder of images, in groups. Each option has its code for a recipe."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,10 +10,11 @@ PRETRAINING_MINUTES = 10  # a shorter search leaves out pretraining, which takes
 
 
 class Option(NamedTuple):
-    """One choice in a group: its name, the settings of a run that it changes as code for `Run.vary`, and how long a training
-    step takes, divided by that of the plain ViT (a rough figure, for the plan of the time).
+    """One choice in a group of options.
 
-    A setting whose code is empty is left as it is.
+    name      its name on the page, such as "flips and shifts"
+    changes   the settings of a run that it changes: a dict from name to code, for `Run.vary`. Empty for the plain ViT
+    cost      approximate time of a training step, divided by that of the plain ViT
     """
 
     name: str
@@ -23,13 +24,13 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Options that exclude each other: a ViT has exactly one of them. The first one leaves everything as it is.
+    """A group of options. A ViT has exactly one of them. The first option changes nothing.
 
-    name      what the options are about, such as "first layer"
+    name      the part of the model or of the training that the options change, such as "first layer"
     options   the options
-    gain      by how many points the best option was better in the recipes of smallvit at about as many labels, for the order
-              in which groups are tried; None if no recipe measured it
-    source    the recipe that measured it
+    gain      the gain in points of such an option in a recipe of smallvit, with a similar number of labels. It determines the
+              order in which the groups are tried. None if no recipe measured it
+    source    the name of this recipe
     """
 
     name: str
@@ -38,21 +39,21 @@ class Group:
     source: str = ""
 
 
-# Points by which an option was better than the plain ViT in a committed recipe (its name and its arm), by number of labels. The
-# order of the search comes from them; a test compares them with the records.
+# The gain of an option over the plain ViT in points, by number of labels, with the recipe and the arm that measured it. It
+# determines the order of the groups; a test compares it with the records.
 KNOWN = {
     "augmentation": ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
     "first layer": ("spt_lsa", "hybrid stem", {100: 2.95, 1_000: 1.03}),
     "attention": ("spt_lsa", "+LSA", {100: 0.24, 1_000: 0.13}),
     "pretraining": ("dino", "DINO on the same digits", {10: -11.05, 100: -6.87, 1_000: -6.46}),
 }
-UNKNOWN = 0.5  # the gain of groups that no recipe has measured
+UNKNOWN = 0.5  # the assumed gain of groups that no recipe has measured
 
 
 def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
-    """Return the groups of options to try on a folder of images, in the order in which they should be tried: those first that
-    brought most in the recipes of smallvit at about as many labels. `images` is what was found in the folder, and `minutes` is
-    the time for the whole search.
+    """Return the groups of options to try on a folder of images, in the order in which they are tried: the group with the
+    largest gain in the recipes of smallvit, with a similar number of labels, comes first. `images` is what was found in the
+    folder, and `minutes` is the time for everything.
     """
     found = {
         "augmentation": augmentations(images),
@@ -118,8 +119,8 @@ def augmentations(images: "Inspection") -> tuple[Option, ...]:
 
 
 def pretrainings(images: "Inspection") -> tuple[Option, ...]:
-    """Return the options for training on the same images without their labels before. `images` is what was found in the folder
-    of images.
+    """Return the options for pretraining on the same images without their labels. `images` is what was found in the folder of
+    images.
     """
     views = images.digits or images.unit  # transforms of color expect pixels in [0, 1]
     colors = "" if images.channels == 3 else ", colour=False"

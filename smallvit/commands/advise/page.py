@@ -1,4 +1,4 @@
-"""The page of `smallvit advise`: the answer first, then what it rests on."""
+"""The HTML page of `smallvit advise`: the answer first, then the evidence."""
 
 import base64
 import io
@@ -38,10 +38,10 @@ SIDE = 96  # pixels of a drawn image
 class Judged:
     """The predictions of all models of one arm (variant) for the images on which they were tested.
 
-    names          the name of the file of each image
+    names          the file name of each image
     labels         the class of each image, as a number
     classes        the names of the classes
-    probabilities  of each class, shape (models, images, classes); NaN for images on which a model was not tested
+    probabilities  the class probabilities, shape (models, images, classes); NaN for images on which a model was not tested
     pixels         the pixels of each image, shape (channels, height, width), from 0 to 1
     """
 
@@ -91,8 +91,8 @@ def write_page(
     """Write the page to `path`, and return the sentences of the answer as a list.
 
     plan            the plan, with the scores of all trials
-    groups, chosen  the groups that were tried, and the options that were best
-    runs, records   the runs of the recipe that judges the choice, and their results
+    groups, chosen  the groups that were tried, and the chosen options
+    runs, records   the runs of the recipe that tests the chosen ViT, and their results
     """
     from markupsafe import Markup
 
@@ -131,7 +131,7 @@ def write_page(
 
 
 def row_of(row: Row) -> dict[str, str]:
-    """Return the texts of one line of the table of models. `row` holds the results of an arm (variant)."""
+    """Return the texts of one row of the table of models. `row` holds the results of an arm (variant)."""
     score = score_of(row)
     verdict = {"better": "better than {}", "worse": "worse than {}", "inconclusive": "no difference from {} was shown"}
     text = verdict.get(row.verdict or "", "").format(row.baseline)
@@ -147,22 +147,24 @@ def row_of(row: Row) -> dict[str, str]:
 
 
 def division(plan: Plan, images: int) -> str:
-    """Return a sentence that says on which images the models were judged. `images` is their number."""
+    """Return sentences that say on which images the models were tested. `images` is their number."""
     if plan.folds:
         return (
-            f"Mean and standard deviation over {plan.passes} passes. No trial has read the {images:,} images on which the "
-            "models were tested. In a pass each of them is tested once, by a model that was trained on all other images."
+            f"Mean and standard deviation over {plan.passes} passes, on {images:,} test images that no trial has used. A pass "
+            f"is a cross-validation with {plan.folds} folds: it tests each of these images once, with a model that was trained "
+            "on all images outside its fold."
         )
-    return f"Mean and standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has read."
+    return f"Mean and standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has used."
 
 
 def division_of_trials(plan: Plan) -> str:
-    """Return a sentence that says how the options were tried."""
+    """Return sentences that say how the options were tried."""
     part = f"{1 - (plan.share or 0):.0%} of the images" if plan.folds else "the training images"
     return (
-        f"Options were tried one group after another on {part}, with {plan.steps:,} training steps; {plan.val} of these images "
-        "were for validation, other ones for each seed. The best option of a group was kept for the next one. These scores "
-        "flatter the best option, so it was judged anew on other images. The plain ViT and the small CNN were not tuned."
+        f"Options were tried in groups, one group after another, on {part}, with {plan.steps:,} training steps. In each run, "
+        f"{plan.val} of these images were validation images, drawn anew for each seed. The best option of a group was kept for "
+        "the following groups. The validation score of the best option is too high, because it is the best of several trials. "
+        "So the chosen ViT was tested on other images. The plain ViT and the small CNN were not tuned."
     )
 
 
@@ -194,9 +196,9 @@ def commands(out: Path) -> list[str]:
 
 
 def deeper(out: Path) -> list[str]:
-    """Return sentences that say where the evidence in the folder `out` is."""
+    """Return sentences that list the files with the evidence in the folder `out`."""
     return [
-        "`recipe.py`: the comparison above as a recipe, to read, to change and to run: "
+        "`recipe.py`: the comparison above as a recipe. You can change it and run it with "
         f"`smallvit run {shlex.quote(str(out / 'recipe.py'))} --out {shlex.quote(str(out / 'runs'))}`.",
         "`runs/recipe/report.html`: the full report of this comparison, with all tables and figures.",
         "`trials_*.py`: the trials as recipes. `plan.json`: every decision.",
@@ -204,7 +206,9 @@ def deeper(out: Path) -> list[str]:
 
 
 def kept_text(arm: str, chosen: Sequence[Option]) -> str:
-    """Return what the model that is given to the user is, as text. `arm` is the name of the arm (variant)."""
+    """Return a description of the model that is given to the user, such as `a ViT with flips and shifts`. `arm` is the name of
+    the arm (variant).
+    """
     if arm != ADVICE:
         return f"a {arm}"
     return f"a ViT with {join([option.name for option in chosen])}"
@@ -225,8 +229,9 @@ def more_time(plan: Plan) -> list[str]:
 
 
 def what_would_help(comparison: Comparison, judged: Judged, training: int) -> list[str]:
-    """Return sentences about what would make the model better: more images, and of which class. `comparison` holds the results,
-    and `judged` the predictions of the model that is given to the user. `training` is the number of training images of a run.
+    """Return sentences about what would improve the model: more images, and images of which class. `comparison` holds the
+    results, and `judged` the predictions of the model that is given to the user. `training` is the number of training images of
+    a run.
     """
     lines = []
     best = ADVICE if ADVICE in comparison.arms else PLAIN  # with fewer images only this arm was trained
@@ -236,11 +241,12 @@ def what_would_help(comparison: Comparison, judged: Judged, training: int) -> li
         measured = {row.labels or training: row.values[:passes] for row in rows}
         curve = learning_curve(measured, test_images=len(judged.names), folds=bool(rows[0].folds), now=training)
         each = ", ".join(f"{100 * (1 - curve.measured[n].mean):.1f}% with {n:,}" for n in measured if n != training)
-        lines.append(f"{curve.text} Measured: {each}, and {100 * (1 - curve.measured[training].mean):.1f}% with {training:,}.")
+        last = f"{100 * (1 - curve.measured[training].mean):.1f}% with {training:,} images"
+        lines.append(f"{curve.text} Measured accuracies: {each}, and {last}.")
         technique = main_rows(comparison).get(ADVICE)
         if technique and technique.difference:
             d = technique.difference
-            lines.append(images_or_technique(curve, "the choice of the technique", d.mean, d.low, d.high).text)
+            lines.append(images_or_technique(curve, "the chosen technique", d.mean, d.low, d.high).text)
     return [*lines, weak_class(judged.probabilities, judged.labels.tolist(), classes=judged.classes).text]
 
 
@@ -251,7 +257,7 @@ def training_images(entry: ArmRun) -> int:
 
 
 def picture(pixels: "Tensor") -> str:
-    """Return an image (channels, height, width), with pixels from 0 to 1, as the address of a PNG image for HTML."""
+    """Return an image (channels, height, width), with pixels from 0 to 1, as a data URL of a PNG image for HTML."""
     from PIL import Image
 
     values = (255 * pixels.clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()

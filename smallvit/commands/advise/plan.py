@@ -1,6 +1,6 @@
-"""The plan of `smallvit advise`: how the images are divided, which groups of options are tried, and for how long.
+"""The plan of `smallvit advise`: how the images are split, which groups of options are tried, and for how long.
 
-The plan is kept in a file, with every decision that was made from measurements. So a command that is started again after an
+The plan is stored in a file, with every decision that depends on measurements. So a command that is started again after an
 interruption makes the same decisions.
 """
 
@@ -18,14 +18,14 @@ from .options import Group
 if TYPE_CHECKING:
     from ..inspection import Inspection
 
-SCREENING = 0.40  # share of the time for trying options
-SEEDS = (2, 4)  # seeds of all options of a group in the trials, and of the two best ones
-FEWEST_STEPS, MOST_STEPS = 200, 2_400  # of a training run in the trials
-WORTHWHILE_STEPS = 300  # with fewer steps, fewer groups are tried
-SHORTEST, LONGEST = 0.5, 4  # times the steps of a trial: the steps of a training run of the models that are judged
-MOST_PASSES, WANTED_PASSES, FEWEST_PASSES = 8, MIN_PAIRS, 2  # over the images on which the choice is judged
+SCREENING = 0.40  # share of the time for the trials
+SEEDS = (2, 4)  # number of seeds in the trials: all options of a group, and the better half
+FEWEST_STEPS, MOST_STEPS = 200, 2_400  # training steps of a trial
+WORTHWHILE_STEPS = 300  # if the trials would have fewer steps, fewer groups are tried
+SHORTEST, LONGEST = 0.5, 4  # number of training steps in the test, divided by those of a trial
+MOST_PASSES, WANTED_PASSES, FEWEST_PASSES = 8, MIN_PAIRS, 2  # passes over the test images
 MOST_FOLDS = 5
-SPARE = 0.96  # share of the time after which nothing new is begun
+SPARE = 0.96  # share of the time that may be planned; the rest is a reserve
 BATCH = 32
 
 
@@ -33,25 +33,24 @@ BATCH = 32
 class Plan:
     """What `smallvit advise` does on a folder of images, and what it has decided so far.
 
-    folder, minutes, digits, jobs   the options of the command: these must not change
-    share, folds    share of the images on which the choice is judged, and the number of folds into which they are divided: the
-                    largest possible one, and after the trials the one that there is time for; None if the folder has test
-                    images of its own
+    folder, minutes, digits, jobs   the options of the command
+    share, folds    share of the images on which the chosen ViT is tested, and the number of folds of these images: the largest
+                    possible one, and after the trials the one that there is time for; None if the folder has test images
     val             number of validation images of a trial
     step            seconds of a training step of the plain ViT, with all worker processes busy
     best_step       the same for the ViT with all options that were chosen so far
-    slower          how many times as long as planned the last trials took, for example because of other programs
+    slower          real time of the last trials divided by the planned time; above 1 if other programs use the machine
     groups          names of the groups of options, in the order in which they are tried
     steps           training steps of a trial
     chosen          the chosen option of each group that was tried
     trials          for each group: the mean validation score of each option, and its number of seeds
-    imagenet        names of the arms with weights from ImageNet that are judged; None before this is decided
-    final_steps     training steps of the models that are judged
-    passes          number of passes (or of seeds, with test images of its own) in which the choice is judged
-    judging_from    seconds that had been spent when the judging began
-    judged          how many of them were trained before the number of all was decided
+    imagenet        names of the arms with weights from ImageNet that are tested; None before this is decided
+    final_steps     training steps of the models that are tested
+    passes          number of passes of the test (or of seeds, if the folder has test images)
+    judging_from    seconds that had been spent when the test began
+    judged          number of passes that were trained before `passes` was decided
     sizes           numbers of labelled images in the learning curve, besides all of them
-    spent           seconds that the command has taken so far, in all its starts
+    spent           seconds that the command has run so far, including earlier starts
     """
 
     folder: str
@@ -80,7 +79,7 @@ class Plan:
     def read(cls, path: Path) -> "Plan | None":
         """Return the plan in the file `path`, or None if there is no such file.
 
-        Raises ValueError for a file that is no plan of this version.
+        Raises ValueError for a file that is not a plan of this version.
         """
         if not path.exists():
             return None
@@ -96,13 +95,13 @@ class Plan:
 
 
 def divide(images: "Inspection") -> tuple[float | None, int | None]:
-    """Return the share of the images on which the choice is judged and which the trials never see, and the largest number of
-    folds into which these images can be divided. Both are None if the folder has test images of its own. `images` is what was
-    found in the folder.
+    """Return the share of the images on which the chosen ViT is tested, and the largest number of folds of these images. No
+    trial uses them. Both are None if the folder has test images. `images` is what was found in the folder.
 
-    Small folders need a large share, because a verdict needs many images: 40% of up to 1,000 images, then 400 to 1,000 images.
+    The share is 40% of up to 1,000 images. In larger folders it is 10%, but at least 400 images. It is large in small folders,
+    because a verdict needs many test images.
 
-    Raises ValueError if a class has too few images to be divided.
+    Raises ValueError if a class has too few images.
     """
     if "pool" not in images.counts:
         return None, None
@@ -112,23 +111,23 @@ def divide(images: "Inspection") -> tuple[float | None, int | None]:
     folds = min(MOST_FOLDS, round(smallest * share))
     if folds < 2 or smallest < 8:
         raise ValueError(
-            f"class {name!r} has {smallest} images; smallvit advise chooses on one part of them and judges on another one, and "
-            "needs at least 8 of each class: add images, or move the class out of the folder"
+            f"class {name!r} has {smallest} images; smallvit advise chooses on one part of them, tests on another one, and "
+            "needs at least 8 of each class; add images, or move the class out of the folder"
         )
     return share, folds
 
 
 def validation_images(images: "Inspection", share: float | None) -> int:
     """Return the number of validation images of a trial: a quarter of the images that trials may use, at most 1,000. `share`
-    is the share of images that trials never see.
+    is the share of the images that no trial uses.
     """
     counts = next(iter(images.counts.values()))
     return min(round(sum(counts.values()) * (1 - (share or 0)) / 4), 1_000)
 
 
 def runs_of(group: Group) -> list[float]:
-    """Return how often a plain ViT could be trained in the time of each option of a group, for all its trials. The best two
-    options have more seeds than the others, and the two of highest cost are counted as the best ones.
+    """Return the time of all trials of each option of a group, in units of one training run of the plain ViT. The best two
+    options have more seeds than the others. To be safe, the two options of highest cost are assumed to be the best.
     """
     costs = sorted(option.cost for option in group.options)
     return [cost * (SEEDS[1] if rank >= len(costs) - 2 else SEEDS[0]) for rank, cost in enumerate(costs)]
@@ -150,22 +149,22 @@ def steps_of_trials(groups: Sequence[Group], minutes: float, spent: float, step:
 
 
 def rounded(steps: float) -> int:
-    """Return a number of steps without more digits than it deserves: a multiple of 50, or of 10 below 200."""
+    """Return a number of steps rounded down to a multiple of 50, or of 10 below 200."""
     unit = 50 if steps >= 200 else 10
     return max(unit, int(steps // unit * unit))
 
 
 def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: float) -> int:
-    """Return into how many folds the images on which the choice is judged are divided.
+    """Return the number of folds of the images on which the chosen ViT is tested.
 
     most          the largest number of folds
     fold_seconds  seconds of one fold, with the training steps of the trials
     last_seconds  seconds of the last training, with all images
     left          seconds that are left for both
 
-    A verdict needs six passes, and they take longer with more folds. So there are as many folds as there is time for in six
-    passes. If there is no time for six passes of two folds, even with training that is half as long, the verdict comes from the
-    single folds of fewer passes, and more folds are better.
+    A precise verdict needs six passes. A pass takes longer with more folds, so the number of folds is the largest one for which
+    there is time in six passes. If there is too little time even for two folds and training that is half as long, there are
+    fewer passes. Then the verdict comes from the single folds, and `most` folds are better.
     """
     for folds in range(most, 1, -1):
         if WANTED_PASSES * folds * fold_seconds + last_seconds <= left:
@@ -174,14 +173,16 @@ def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: 
 
 
 def length_of_judging(pass_seconds: float, last_seconds: float, left: float, steps: int) -> tuple[int, int]:
-    """Return the number of training steps of the models that are judged, and the number of passes.
+    """Return the number of training steps of the models that are tested, and the number of passes.
 
     pass_seconds  seconds of one pass with `steps` training steps
-    last_seconds  seconds of the last training, with all images and `steps` training steps
+    last_seconds  seconds of the final training on all images, with `steps` training steps
     left          seconds that are left for both
+    steps         training steps of a trial
 
-    Six passes with the steps of the trials are wanted first, then longer training, then more passes. If there is too little
-    time, training is up to twice as short, then there are fewer passes, then still fewer steps.
+    The aim is six passes with `steps` training steps. If there is more time, training is longer (at most 4 times), and then
+    there are more passes. If there is too little time, training is shorter (at least half), then there are fewer passes, and
+    then still fewer steps.
     """
     wanted = WANTED_PASSES * pass_seconds + last_seconds
     factor = min(max(left / wanted, SHORTEST), LONGEST)

@@ -1,6 +1,6 @@
-"""The recipe files that `smallvit advise` writes: the trials of each group of options, the comparison, and the last training.
+"""The recipe files that `smallvit advise` writes: the trials of each group of options, the comparison, and the final training.
 
-All of them are readable and can be run and changed by hand.
+You can read, change and run all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ def trial_recipe(images: "Inspection", plan: Plan, group: Group, chosen: Sequenc
     `images` is what was found in the folder of images.
     """
     of_trials = replace(images, folds=None, test=plan.share)
-    names = ", ".join(option.name for option in chosen) or "nothing yet"
+    names = ", ".join(option.name for option in chosen) or "none"
     head = (
-        f'"""Which option is best: {group.name}? smallvit advise has chosen so far: {names}.\n\n'
-        "Setup     The options are compared on validation images. The images on which the final choice is judged are never\n"
-        '          read here.\n"""'
+        f'"""Which option of the group {group.name} is best? Options chosen before: {names}.\n\n'
+        "Setup     The options are compared on validation images. The images on which the chosen ViT is tested are not used\n"
+        '          here.\n"""'
     )
     arms = ["arms = {", *(f'    "{option.name}": {arm_code("best", option)},' for option in group.options), "}"]
     runs = ["RUNS = sv.ablate(arms, seeds=range(1), references=False)"]
@@ -91,20 +91,20 @@ def arm_code(name: str, option: Option) -> str:
 
 
 def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> str:
-    """Return the text of the recipe that judges the choice: the plain ViT, the chosen one, and a small CNN with the same
-    augmentation. If the plan has a learning curve, it is a second comparison.
+    """Return the text of the recipe that tests the chosen ViT, compared with the plain ViT and a small CNN with the same
+    augmentation. If the plan has a learning curve, the recipe also has runs with fewer images.
     """
     judged = replace(images, folds=plan.folds, test=plan.share)
     names = ", ".join(option.name for option in chosen if option.changes)
     what = f"the chosen options ({names})" if names else "no option: none was better in the trials"
     part = (
-        f"{plan.share:.0%} of the images, which no trial has read, are the test images; each of them is tested once in a\n"
-        "          pass, by a model that was trained on all others."
+        f"The test images are {plan.share:.0%} of the images; no trial has used them. A pass tests each of them once, with a\n"
+        "          model that was trained on all images outside its fold."
         if plan.folds
-        else "The test images are those of the folder; no trial has read them."
+        else "The test images are those of the folder; no trial has used them."
     )
     head = (
-        f'"""Does what smallvit advise has chosen help on the images in {folder_name(plan)}?\n\n'
+        f'"""Do the options that smallvit advise has chosen help on the images in {folder_name(plan)}?\n\n'
         f"Setup     {ADVICE}: a small ViT with {what}.\n          {part}\n"
         '"""'
     )
@@ -123,13 +123,13 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
         "    arms,",
         *[several] * bool(plan.sizes),
         seeds,
-        f"    baseline={{{controls}}},  # others are compared with the ViT that is advised",
+        f"    baseline={{{controls}}},  # these arms are compared with the recommended ViT",
         '    references=["pixels, logistic regression", "pixels, nearest neighbour"],',
         ")",
     ]
     if plan.sizes:
         runs += [
-            "# With fewer images only one arm is trained, in two passes, to see how much their number matters.",
+            "# With fewer images, only one arm is trained, in two passes, to estimate the gain from more images.",
             "RUNS = [",
             "    one",
             "    for one in RUNS",
@@ -143,12 +143,12 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
 
 
 def folder_name(plan: Plan) -> str:
-    """Return the name of the folder of images as it can stand in a docstring."""
+    """Return the name of the folder of images, without characters that are not allowed in a docstring."""
     return Path(plan.folder).name.replace("\\", "/").replace('"', "'")
 
 
 def arms_of(chosen: Sequence[Option]) -> dict[str, str]:
-    """Return the code of each arm (variant) that is judged, by its name. Without chosen options there is no arm `advice`."""
+    """Return a dict from each arm (variant) of the test to its code. Without chosen options there is no arm `advice`."""
     changes = merged(chosen)
     augmentation = f", augment={changes['augment']}" if "augment" in changes else ""
     arms = {PLAIN: "scratch"} | ({ADVICE: ADVICE} if changes else {})
@@ -156,13 +156,13 @@ def arms_of(chosen: Sequence[Option]) -> dict[str, str]:
 
 
 def imagenet_code(chosen: Sequence[Option]) -> str:
-    """Return the code of the runs with weights from ImageNet, which have the same augmentation as the chosen ViT."""
+    """Return the code of the runs with weights from ImageNet. They have the same augmentation as the chosen ViT."""
     augment = merged(chosen).get("augment", "()")
     return f"sv.imagenet_vit_s(scratch.vary(augment={augment}), patch=patch, scratch=False)"
 
 
 def imagenet_arms(images: "Inspection", names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the name and the code of each arm with weights from ImageNet. They have the score of the other arms."""
+    """Return the name and the code of each arm with weights from ImageNet. They are scored like the other arms."""
     probe = '(partial(sv.linear_probe, metric="balanced_accuracy"),)'
     scores = {FROZEN: f".vary(evaluators={probe})", FINE_TUNED: ".vary(evaluators=scratch.evaluators)"}
     return [(name, f'imagenet["{name}"]' + scores[name] * images.unequal) for name in names]
@@ -171,7 +171,7 @@ def imagenet_arms(images: "Inspection", names: Sequence[str]) -> list[tuple[str,
 def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option], kept: str = ADVICE) -> str:
     """Return the text of the recipe of the model that is given to the user: the arm (variant) `kept`, trained on all images."""
     everything = replace(images, folds=None, test=0.0 if plan.share else None)
-    head = f'"""The model of smallvit advise: trained on all images in {folder_name(plan)}, so that no test images are left."""'
+    head = f'"""The model of smallvit advise: trained on all images in {folder_name(plan)}, so there are no test images."""'
     parts = [head, IMPORTS, data_text(everything, plan.folder), scratch_text(images, plan.final_steps, 0)]
     code = arms_of(chosen).get(kept) or f'{imagenet_code(chosen)}["{kept}"]'
     if kept == ADVICE:

@@ -1,7 +1,7 @@
 """The trials of `smallvit advise`: the options of one group are compared on validation images, and the best one is chosen.
 
-All options are trained with two seeds, and the better half with four: successive halving, as in `smallvit tune`, whose trials
-and Optuna journal are used here. The choice depends on the scores only, and not on the order in which runs end.
+All options are trained with two seeds, and the better half with four (successive halving). The code of `smallvit tune` trains
+the trials and writes them to an Optuna journal. The choice depends on the scores only, not on the order in which runs end.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from .plan import SEEDS
 def try_options(
     name: str, recipe: Path, out: Path, show: Callable[[Record], None], **options: Any
 ) -> tuple[str, list[tuple[str, float | None, int]], float]:
-    """Train the options of one group, the arms of a recipe file. Return the name of the best one, and for each option its name,
-    its mean validation score (None if its loss became infinite) and its number of seeds; and the seconds of a run of the best
-    one. Of equal options the first one, which changes nothing, is the best.
+    """Train the options of one group, the arms of a recipe file. Return the name of the best option; a list with the name, the
+    mean validation score (None if a loss became infinite) and the number of seeds of each option; and the seconds of a run of
+    the best option. If two options are equally good, the first one is chosen.
 
     name     the name of the group
     recipe   the path of the recipe file
@@ -61,7 +61,7 @@ def score_of(scores: Sequence[float | None]) -> float | None:
 
 
 def candidates(arms: Sequence[ArmRun], name: str) -> Candidates:
-    """Return the trials of a group of options. `arms` has one run of each option, and `name` is that of the recipe."""
+    """Return the trials of a group of options. `arms` has one run of each option, and `name` is the name of the group."""
     names = [entry.arm for entry in arms]
     entry = ArmRun(run=arms[0].run, arm=name)
     runs = [arm.run for arm in arms]
