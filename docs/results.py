@@ -3,8 +3,9 @@
     python docs/results.py
 
 writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
-`<!-- end -->` in README.md, the tables of docs/explanation/settings.md, and each block between `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in
-`docs/techniques/*.md` and `docs/explanation/negative-results.md`: the differences of these arms to their baseline.
+`<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
+`<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md` and
+`docs/explanation/negative-results.md`: the differences of these arms to their baseline.
 """
 
 import json
@@ -224,8 +225,9 @@ def settings_tables() -> str:
             changed += before is not None and before[3] != row.verdict
             against = f" (against {row.baseline})" * (row.baseline != row.group)
             first = judged(*before) if before else "not compared"
-            shown = [judged(r.difference.mean, r.difference.low, r.difference.high, r.verdict) for r in (common[row.arm, row.labels], row)]
-            lines.append([row.arm + against, format_labels(row.labels).removesuffix(" labels"), first, *shown])
+            both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
+            shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
+            lines.append([row.arm + against, f"{row.labels:,}", first, *shown])
         blocks.append(f"### {about}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
     summary = f"Of {counted} verdicts, {changed} are others in the long, tuned runs than in the short ones at one rate."
     return "\n\n".join([summary, *blocks])
@@ -239,7 +241,7 @@ def steps_of(recipe: str) -> list[dict]:
 def judged(mean: float, low: float, high: float, verdict: str) -> str:
     """A difference in percentage points with its interval and its verdict; bold if it is better or worse."""
     text = f"{points(mean)} [{points(low)}, {points(high)}]"
-    return f"**{text} {verdict}**" if verdict in ("better", "worse") else f"{text}"
+    return f"**{text} {verdict}**" if verdict in ("better", "worse") else text
 
 
 def written() -> Iterable[tuple[Path, str]]:

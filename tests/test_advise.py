@@ -16,12 +16,14 @@ from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, join, model_to_keep
 from smallvit.commands.advise.command import opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options
+from smallvit.commands.advise.page import more_time
 from smallvit.commands.advise.plan import (
     LONGEST,
     MOST_PASSES,
     MOST_STEPS,
     Plan,
     divide,
+    folds_of_judging,
     length_of_judging,
     runs_of,
     steps_of_trials,
@@ -142,7 +144,8 @@ def test_trials_fit_into_their_share_of_the_time():
     ("one_pass", "last", "left", "expected"),
     [
         (10.0, 5.0, 65.0, (1_000, 6)),
-        (10.0, 5.0, 40.0, (1_000, 3)),
+        (10.0, 5.0, 39.0, (600, 6)),
+        (10.0, 5.0, 22.5, (500, 4)),
         (10.0, 5.0, 12.5, (500, 2)),
         (10.0, 5.0, 130.0, (2_000, 6)),
         (1.0, 0.5, 1_000.0, (1_000 * LONGEST, MOST_PASSES)),
@@ -150,6 +153,12 @@ def test_trials_fit_into_their_share_of_the_time():
 )
 def test_six_passes_are_wanted_first_then_longer_training_then_more_passes(one_pass, last, left, expected):
     assert length_of_judging(one_pass, last, left, 1_000) == expected
+
+
+@pytest.mark.parametrize(("left", "folds"), [(1_000, 5), (310, 5), (309, 4), (190, 3), (130, 2), (66, 2), (64, 5)])
+def test_there_are_as_many_folds_as_six_passes_have_time_for(left, folds):
+    assert folds_of_judging(5, 10.0, 10.0, left) == folds
+    assert folds_of_judging(2, 10.0, 10.0, left) == 2
 
 
 # The recipes
@@ -250,6 +259,13 @@ def test_wrong_arguments_are_refused(words, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_command_without_optuna_says_what_to_install_before_anything_is_read(monkeypatch, capsys):
+    shapes(8)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["advise", "shapes"]) == 2 and "smallvit advise needs Optuna" in capsys.readouterr().err
+    assert not Path("advice").exists()
+
+
 def test_texts_of_the_answer():
     assert join(["a"]) == "a" and join(["a", "b", "c"]) == "a, b and c"
     assert Option("x", {}).cost == 1
@@ -305,6 +321,12 @@ def test_docstrings_of_the_recipes_name_the_folder_alone():
     for text in (final_recipe(images, made, []), last_recipe(images, made, [], PLAIN)):
         doc = ast.get_docstring(ast.parse(text))
         assert "images in sh'apes" in doc and "a place" not in doc
+
+
+@pytest.mark.parametrize(("minutes", "passes", "advised"), [(5, 2, "15"), (5, 3, "10"), (7, 5, "10"), (5, 6, None)])
+def test_page_advises_more_time_if_there_are_too_few_passes_for_a_precise_verdict(minutes, passes, advised):
+    found = more_time(Plan("shapes", minutes, False, 2, 0.4, 2, 6, passes=passes))
+    assert [advised] * bool(advised) == re.findall(r"--minutes (\d+)", " ".join(found))
 
 
 @pytest.mark.slow

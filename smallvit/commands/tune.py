@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
     Arms that this file already contains with unchanged settings are not tuned again.
     """
     check_device(options.device)
-    check_optuna()
+    check_optuna("tune")
     path = find_recipe(options.recipe)
     module = load_recipe(path, tuned=False)
     common = runs_to_tune(module.RUNS)
@@ -61,12 +61,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def check_optuna():
-    """Raise ValueError if Optuna, which suggests the trials, is not installed."""
+def check_optuna(command: str):
+    """Raise ValueError if Optuna, which the command `command` needs for its trials, is not installed."""
     from importlib.util import find_spec
 
     if find_spec("optuna") is None:
-        raise ValueError("smallvit tune needs Optuna, which is not installed; run pip install 'smallvit[tune]'")
+        raise ValueError(f"smallvit {command} needs Optuna, which is not installed; run pip install 'smallvit[tune]'")
 
 
 def still_valid(

@@ -28,7 +28,18 @@ from smallvit.verdicts import compare
 from .answer import model_to_keep
 from .options import Group, Option, groups_of_options
 from .page import kept_text, write_page
-from .plan import BATCH, FEWEST_PASSES, MOST_PASSES, SPARE, Plan, length_of_judging, runs_of, steps_of_trials
+from .plan import (
+    BATCH,
+    FEWEST_PASSES,
+    MOST_PASSES,
+    SPARE,
+    WANTED_PASSES,
+    Plan,
+    folds_of_judging,
+    length_of_judging,
+    runs_of,
+    steps_of_trials,
+)
 from .recipes import FINE_TUNED, FROZEN, IMAGES_TO_LEARN, final_recipe, last_recipe, options_of, trial_recipe
 from .screening import try_options
 
@@ -134,7 +145,7 @@ class Advisor:
         if plan.folds:
             lines.append(
                 f"{1 - (plan.share or 0):.0%} of the images are for trials ({plan.val} of them for validation in each run); "
-                f"the chosen ViT is tested on the other {plan.share:.0%}, by cross-validation with {plan.folds} folds"
+                f"the chosen ViT is tested on the other {plan.share:.0%}, by cross-validation"
             )
         else:
             lines.append("trials use the training images of the folder; the chosen ViT is tested on its test images")
@@ -179,6 +190,9 @@ class Advisor:
             plan.imagenet = self.affordable_imagenet()
             self.save()
         if not plan.final_steps:
+            if plan.folds:
+                one_pass, last = self.seconds_of_judging()
+                plan.folds = folds_of_judging(plan.folds, one_pass / plan.folds, last, self.left)
             plan.final_steps, plan.passes = length_of_judging(*self.seconds_of_judging(), self.left, plan.steps)
             plan.judging_from = self.spent
             self.save()
@@ -255,8 +269,10 @@ class Advisor:
         left = self.left - self.last_seconds
         sizes = learning_sizes(self.images, plan)
         curve = 2 * len(sizes) * each * (plan.best_step or plan.step) / (plan.step * (1 + CNN_COST) + plan.best_step)
-        plan.sizes = sizes if sizes and curve <= LEARNING_SHARE * left else []
-        more = int((left - curve * bool(plan.sizes)) / max(each, 0.1))
+        each = max(each, 0.1)
+        fewer = int((left - curve) / each) + 2 < WANTED_PASSES <= int(left / each) + 2  # too few for a verdict with the curve
+        plan.sizes = sizes if sizes and curve <= LEARNING_SHARE * left and not fewer else []
+        more = int((left - curve * bool(plan.sizes)) / each)
         plan.passes = 2 + min(max(more, 0), MOST_PASSES - 2)
         plan.judged = 2
         self.save()

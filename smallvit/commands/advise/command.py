@@ -11,6 +11,7 @@ from smallvit.launch.local import cores
 
 from ..inspection import Inspection, inspect_images
 from ..new import findings
+from ..tune import check_optuna
 from .advisor import Advisor
 from .plan import Plan, divide, validation_images
 
@@ -40,6 +41,7 @@ def main(options: argparse.Namespace) -> int:
     if options.digits and options.photos:
         raise ValueError("got --digits and --photos; expected one of them, or none to let smallvit guess")
     check_device(options.device)
+    check_optuna("advise")
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
     images = inspect_images(folder, options.digits)
     guessed = not (options.digits or options.photos)
@@ -108,7 +110,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
     if found is None:
         out.mkdir(parents=True, exist_ok=True)
         return new
-    for name in ("folder", "minutes", "digits", "share", "folds", "val"):
+    for name in ("folder", "minutes", "digits", "share", "val"):
         if getattr(found, name) != getattr(new, name):
             raise ValueError(
                 f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"

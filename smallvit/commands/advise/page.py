@@ -23,7 +23,7 @@ from .answer import answer, join, main_rows, model_to_keep
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
-from .plan import Plan
+from .plan import WANTED_PASSES, Plan
 from .recipes import ADVICE, PLAIN
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def write_page(
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
         "kept": kept_text(best, chosen),
-        "help": what_would_help(comparison, judged, training_images(entries[0])),
+        "help": [*more_time(plan), *what_would_help(comparison, judged, training_images(entries[0]))],
         "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan),
@@ -212,6 +212,20 @@ def kept_text(arm: str, chosen: Sequence[Option]) -> str:
     if arm != ADVICE:
         return f"a {arm}"
     return f"a ViT with {join([option.name for option in chosen])}"
+
+
+def more_time(plan: Plan) -> list[str]:
+    """Return a sentence that advises more time if there were too few passes or seeds for a precise verdict, as a list; else an
+    empty list.
+    """
+    if plan.passes >= WANTED_PASSES:
+        return []
+    unit = "passes" if plan.folds else "seeds"
+    minutes = 5 * -(-plan.minutes * WANTED_PASSES // (5 * plan.passes))
+    return [
+        f"More time. There was time for {plan.passes} {unit}, and {WANTED_PASSES} give a much more precise verdict: use about "
+        f"--minutes {minutes:.0f} and another --into."
+    ]
 
 
 def what_would_help(comparison: Comparison, judged: Judged, training: int) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smallvit.record import write_text
+from smallvit.verdicts.statistics import MIN_PAIRS
 
 from .options import Group
 
@@ -21,8 +22,9 @@ SCREENING = 0.40  # share of the time for the trials
 SEEDS = (2, 4)  # number of seeds in the trials: all options of a group, and the better half
 FEWEST_STEPS, MOST_STEPS = 200, 2_400  # training steps of a trial
 WORTHWHILE_STEPS = 300  # if the trials would have fewer steps, fewer groups are tried
-LONGEST = 4  # largest number of training steps in the test, divided by those of a trial
-MOST_PASSES, FEWEST_PASSES = 8, 2  # passes over the test images
+SHORTEST, LONGEST = 0.5, 4  # number of training steps in the test, divided by those of a trial
+MOST_PASSES, WANTED_PASSES, FEWEST_PASSES = 8, MIN_PAIRS, 2  # passes over the test images
+MOST_FOLDS = 5
 SPARE = 0.96  # share of the time that may be planned; the rest is a reserve
 BATCH = 32
 
@@ -32,8 +34,8 @@ class Plan:
     """What `smallvit advise` does on a folder of images, and what it has decided so far.
 
     folder, minutes, digits, jobs   the options of the command
-    share, folds    share of the images on which the chosen ViT is tested, and the number of folds of these images; None if the
-                    folder has test images
+    share, folds    share of the images on which the chosen ViT is tested, and the number of folds of these images: the largest
+                    possible one, and after the trials the one that there is time for; None if the folder has test images
     val             number of validation images of a trial
     step            seconds of a training step of the plain ViT, with all worker processes busy
     best_step       the same for the ViT with all options that were chosen so far
@@ -93,8 +95,8 @@ class Plan:
 
 
 def divide(images: "Inspection") -> tuple[float | None, int | None]:
-    """Return the share of the images on which the chosen ViT is tested, and the number of folds of these images. No trial uses
-    them. Both are None if the folder has test images. `images` is what was found in the folder.
+    """Return the share of the images on which the chosen ViT is tested, and the largest number of folds of these images. No
+    trial uses them. Both are None if the folder has test images. `images` is what was found in the folder.
 
     The share is 40% of up to 1,000 images. In larger folders it is 10%, but at least 400 images. It is large in small folders,
     because a verdict needs many test images.
@@ -106,7 +108,7 @@ def divide(images: "Inspection") -> tuple[float | None, int | None]:
     counts = images.counts["pool"]
     total, (name, smallest) = sum(counts.values()), min(counts.items(), key=lambda item: item[1])
     share = round(0.4 if total <= 1_000 else max(400 / total, 0.1), 3)
-    folds = min(5, round(smallest * share))
+    folds = min(MOST_FOLDS, round(smallest * share))
     if folds < 2 or smallest < 8:
         raise ValueError(
             f"class {name!r} has {smallest} images; smallvit advise chooses on one part of them, tests on another one, and "
@@ -152,6 +154,24 @@ def rounded(steps: float) -> int:
     return max(unit, int(steps // unit * unit))
 
 
+def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: float) -> int:
+    """Return the number of folds of the images on which the chosen ViT is tested.
+
+    most          the largest number of folds
+    fold_seconds  seconds of one fold, with the training steps of the trials
+    last_seconds  seconds of the last training, with all images
+    left          seconds that are left for both
+
+    A precise verdict needs six passes. A pass takes longer with more folds, so the number of folds is the largest one for which
+    there is time in six passes. If there is too little time even for two folds and training that is half as long, there are
+    fewer passes. Then the verdict comes from the single folds, and `most` folds are better.
+    """
+    for folds in range(most, 1, -1):
+        if WANTED_PASSES * folds * fold_seconds + last_seconds <= left:
+            return folds
+    return 2 if SHORTEST * (WANTED_PASSES * 2 * fold_seconds + last_seconds) <= left else most
+
+
 def length_of_judging(pass_seconds: float, last_seconds: float, left: float, steps: int) -> tuple[int, int]:
     """Return the number of training steps of the models that are tested, and the number of passes.
 
@@ -161,11 +181,12 @@ def length_of_judging(pass_seconds: float, last_seconds: float, left: float, ste
     steps         training steps of a trial
 
     The aim is six passes with `steps` training steps. If there is more time, training is longer (at most 4 times), and then
-    there are more passes. If there is too little time, there are fewer passes, and then fewer steps.
+    there are more passes. If there is too little time, training is shorter (at least half), then there are fewer passes, and
+    then still fewer steps.
     """
-    wanted = 6 * pass_seconds + last_seconds
-    factor = min(max(left / wanted, 1.0), LONGEST)
-    passes = int((left / factor - last_seconds) / pass_seconds) if pass_seconds else MOST_PASSES
+    wanted = WANTED_PASSES * pass_seconds + last_seconds
+    factor = min(max(left / wanted, SHORTEST), LONGEST)
+    passes = int((left / factor - last_seconds) / pass_seconds + 1e-9) if pass_seconds else MOST_PASSES
     if passes >= FEWEST_PASSES:
         return rounded(steps * factor), min(passes, MOST_PASSES)
     factor = left / (FEWEST_PASSES * pass_seconds + last_seconds)
