@@ -215,7 +215,7 @@ def kept_text(arm: str, chosen: Sequence[Option]) -> str:
 
 
 def more_time(plan: Plan) -> list[str]:
-    """Return a sentence that advises more time if there were too few passes or seeds for a precise verdict, as a list; else an
+    """Return a list with the advice to use more time, if there were too few passes or seeds for a precise verdict; otherwise an
     empty list.
     """
     if plan.passes >= WANTED_PASSES:
@@ -223,7 +223,7 @@ def more_time(plan: Plan) -> list[str]:
     unit = "passes" if plan.folds else "seeds"
     minutes = 5 * -(-plan.minutes * WANTED_PASSES // (5 * plan.passes))
     return [
-        f"More time. There was time for {plan.passes} {unit}, and {WANTED_PASSES} give a much more precise verdict: use about "
+        f"More time: there was time for {plan.passes} {unit}, but {WANTED_PASSES} give a much more precise verdict. Use about "
         f"--minutes {minutes:.0f} and another --into."
     ]
 

@@ -159,12 +159,12 @@ def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: 
 
     most          the largest number of folds
     fold_seconds  seconds of one fold, with the training steps of the trials
-    last_seconds  seconds of the last training, with all images
+    last_seconds  seconds of the final training on all images
     left          seconds that are left for both
 
-    A precise verdict needs six passes. A pass takes longer with more folds, so the number of folds is the largest one for which
-    there is time in six passes. If there is too little time even for two folds and training that is half as long, there are
-    fewer passes. Then the verdict comes from the single folds, and `most` folds are better.
+    A precise verdict needs six passes. A pass takes longer with more folds, so the result is the largest number of folds for
+    which six passes are possible in time. If there is not even time for two folds and training that is half as long, there are
+    fewer passes. Then the verdict is computed from the single folds, and the result is `most`.
     """
     for folds in range(most, 1, -1):
         if WANTED_PASSES * folds * fold_seconds + last_seconds <= left:
