@@ -23,7 +23,7 @@ MODULES = {  # module -> title of its page in the API reference
     "attention": "Attention",
     "attention_positions": "Positions inside attention",
     "attention_variants": "Other kinds of attention",
-    "attention_starts": "Other starts of attention",
+    "attention_starts": "Initialization of attention",
     "block_variants": "Other blocks",
     "reduction": "Token reduction",
     "pooling": "Pooling",
