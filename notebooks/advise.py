@@ -11,11 +11,12 @@
 # %% [markdown]
 # # Advice on a folder of images
 #
-# You have a folder with one subfolder for each class, and want to know which technique pays for these images. The command
-# `smallvit advise` tries techniques for the time that you give it, judges the best ones on images that no trial has read, and
-# leaves an answer and a trained model. This notebook runs it and looks at what it leaves.
+# You have a folder with one subfolder for each class, and want to know which technique helps on these images. The command
+# `smallvit advise` compares techniques for the time that you give it, tests the best combination on images that no trial has
+# used, and writes an answer and a trained model. This notebook runs it and shows the results.
 #
-# To run anywhere, it draws its own images first. To use your own folder, leave out the cell that draws.
+# The notebook draws its own images. To use your own folder, skip the cell that draws them. It needs
+# `pip install 'smallvit[tune,export]'`.
 
 # %%
 # %matplotlib inline
@@ -66,13 +67,13 @@ print(f"{len(cells.train)} images for training, {cells.test.count} for testing, 
 gallery(cells.train.take(torch.arange(0, 96, 8)), columns=6)
 
 # %% [markdown]
-# ## Ask
+# ## Run the command
 #
-# Expected, before any run: mirrored and shifted training images help most, because the cells lie in all directions. A
-# convolutional stem helps too, because a cell is the same at every place. The small CNN is as good as any ViT, or better.
+# Expected, before any run: mirrored and shifted training images help most, because the cells have any direction. A
+# convolutional stem helps too, because a cell looks the same at every place. The small CNN is at least as accurate as every ViT.
 #
 # The command prints what it found in the folder, its plan, and the score of every option on validation images. `--photos` says
-# that the images may be mirrored. The same command goes on where it was, if you stop it.
+# that the images may be mirrored. If you stop the command, run it again to continue.
 
 # %%
 # !{sys.executable} -m smallvit advise cells --minutes {MINUTES} --photos --no-imagenet 2>&1 | cat
@@ -80,20 +81,21 @@ gallery(cells.train.take(torch.arange(0, 96, 8)), columns=6)
 # %% [markdown]
 # ## Which options were best
 #
-# Every decision is in `advice/plan.json`. Options are tried in groups; the best one of a group is kept for the next group.
+# Every decision is in `advice/plan.json`. Options are compared in groups. The best one of a group is kept for the next group.
 
 # %%
 plan = json.loads(Path("advice/plan.json").read_text())
 for group, options in plan["trials"].items():
-    print(f"{group}: " + ", ".join(f"{name} {100 * score:.1f}%" for name, score, seeds in options))
+    print(f"{group}: " + ", ".join(f"{name} {100 * (score or 0):.1f}%" for name, score, seeds in options))
     print(f"    chosen: {plan['chosen'][group]}")
 
 # %% [markdown]
-# These scores flatter the chosen options: the best of many trials is partly lucky. So the choice was judged anew.
+# The validation score of the best option is too high, because it is the best of several trials. So the chosen ViT was tested on
+# other images.
 #
 # ## Is the choice better?
 #
-# The comparison is a recipe, with runs on images that no trial has read. `compare` gives the same verdicts as the page.
+# The comparison is a recipe. It tests on images that no trial has used. `compare` gives the same verdicts as the page.
 
 # %%
 runs = load_recipe("advice/recipe.py").RUNS
@@ -137,21 +139,21 @@ print(f"largest difference from PyTorch: {export(model, 'cells.onnx'):.0e}")
 # %% [markdown]
 # ## Which classes are confused
 #
-# One model of the cross-validation, with the test images of its fold. It was not trained with them.
+# The predictions of one model for its test fold. It was not trained on these images.
 
 # %%
 arm = "advice" if Path("advice/runs/recipe/all/advice").exists() else "plain ViT"
-judged = load(next(Path("advice/runs/recipe/all", arm).glob("seed0-*")))
+one_model = load(next(Path("advice/runs/recipe/all", arm).glob("seed0-*")))
 entry = next(entry for entry in runs if entry.arm == arm and entry.labels is None)
 test = entry.run.data().at_seed(0).test.open()  # seed 0 is the first fold of the first pass
-guesses = judged.predict_proba(test.images.permute(0, 2, 3, 1).numpy()).argmax(1)
-confusion_figure(guesses.tolist(), test.labels.tolist(), judged.classes)
+guesses = one_model.predict_proba(test.images.permute(0, 2, 3, 1).numpy()).argmax(1)
+confusion_figure(guesses.tolist(), test.labels.tolist(), one_model.classes)
 
 # %% [markdown]
-# ## Go on
+# ## Next steps
 #
-# - `advice/report.html` is the page for reading: the answer first, then the evidence, what would help most, and images whose
-#   labels look wrong.
-# - `advice/recipe.py` is the comparison. Change it, add techniques, and run it with `smallvit run advice/recipe.py`.
-# - Give it more time: `--minutes 60` trains longer and tries more.
+# - `advice/report.html` is the page to read: the answer, the evidence, what would help most, and images whose labels may be wrong.
+# - `advice/recipe.py` is the comparison. Change it, add techniques, and run
+#   `smallvit run advice/recipe.py --out advice/runs`.
+# - More time: `--minutes 60` trains longer and compares more options.
 # - Without `--no-imagenet`, a ViT-S with weights from ImageNet is compared too.

@@ -171,7 +171,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "advise": (
         "try techniques on a folder of your images for some minutes; leave an answer with evidence, and a trained model",
-        "folder --minutes --digits --photos --no-imagenet --into --jobs --device",
+        "folder --minutes --digits --photos --group-by --no-imagenet --into --jobs --device",
     ),
     "predict": (
         "predict the classes of image files with a trained model, as a table in CSV format",
@@ -233,6 +233,8 @@ HELP = {
     "folder": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--minutes": "the time for everything (default: 30)",
     "--photos": "the images may be mirrored; without --digits and --photos, smallvit guesses",
+    "--group-by": "regular expression whose parentheses give the group of an image, such as a patient, in its file name: "
+    "'(P\\d+)_.*'; images of one group stay together; '' for no groups (default: smallvit guesses)",
     "--no-imagenet": "do not compare with a ViT-S from ImageNet, whose weights are downloaded if this machine lacks them",
     "--into": "folder for the answer, the model and all runs (default: ./advice)",
     "--quick": "a recipe with three techniques and as few runs as a verdict needs",
@@ -260,6 +262,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--scale-steps": NUMBER | {"default": 1},
     "--minutes": {"type": float, "default": 30.0, "metavar": "M"},
     "--into": {"default": "advice", "metavar": "DIR"},
+    "--group-by": {"metavar": "PATTERN"},
     "--jobs": NUMBER,
     "--gpus": {"metavar": "GPUS"},
     "--per-gpu": {"type": per_gpu, "metavar": "N"},

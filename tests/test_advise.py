@@ -41,6 +41,7 @@ from smallvit.commands.advise.recipes import (
     trial_recipe,
 )
 from smallvit.commands.inspection import inspect_images
+from smallvit.commands.new import findings
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import Record, read_records
 from smallvit.run import describe
@@ -73,7 +74,7 @@ def shapes(count: int = 20, folder: str = "shapes", names=("circle", "square"), 
 
 
 def options(**changes) -> Namespace:
-    defaults = {"folder": "shapes", "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu",
+    defaults = {"folder": "shapes", "group_by": None, "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu",
                 "no_imagenet": False}
     return Namespace(**defaults | changes)
 
@@ -327,6 +328,44 @@ def test_docstrings_of_the_recipes_name_the_folder_alone():
 def test_page_advises_more_time_if_there_are_too_few_passes_for_a_precise_verdict(minutes, passes, advised):
     found = more_time(Plan("shapes", minutes, False, 2, 0.4, 2, 6, passes=passes))
     assert [advised] * bool(advised) == re.findall(r"--minutes (\d+)", " ".join(found))
+
+
+def patients(count: int, images: int) -> Path:
+    """A folder with this many patients in each class, and this many images of each patient."""
+    for kind in ("circle", "square"):
+        for patient in range(count):
+            for number in range(images):
+                draw(Path("scans", kind, f"P{patient}{kind[0]}_{number}.png"), kind)
+    return Path("scans")
+
+
+def test_images_of_a_patient_stay_together_in_as_many_folds_as_there_are_patients(capsys):
+    images = inspect_images(patients(10, 6))
+    assert images.grouped and images.groups == 20
+    made = opened_plan(Path("scans"), images, Path("advice"), options(folder="scans"))
+    assert (made.share, made.folds) == (0.4, 4) and made.group_by == images.group_by
+    made.steps, made.final_steps, made.passes = 100, 100, 6
+    Path("recipe.py").write_text(final_recipe(replace(images, patch=4), made, []))
+    data = load_recipe("recipe.py").RUNS[0].run.data()
+    parts = [data.at_seed(fold).test.open().files for fold in range(4)]
+    groups = [{file[:-6] for file in part} for part in parts]
+    assert all(groups) and sum(map(len, groups)) == len(set.union(*groups)) == 8
+
+
+def test_groups_are_named_by_a_pattern_or_switched_off():
+    patients(10, 6)
+    assert inspect_images(Path("scans"), group_by="").group_by == "" and not inspect_images(Path("scans"), group_by="").grouped
+    ten = inspect_images(Path("scans"), group_by=r"(P\d).*")
+    assert ten.groups == 10 and ten.grouped
+    with pytest.raises(ValueError, match="must match the whole file name"):
+        inspect_images(Path("scans"), group_by=r"(Q\d).*")
+    assert "use --group-by" in " ".join(findings(inspect_images(Path("scans"), group_by=""), recipe=False))
+
+
+def test_too_few_groups_are_refused_with_the_way_out():
+    images = inspect_images(patients(2, 10), group_by=r"(.*)_.*")
+    with pytest.raises(ValueError, match=r"too few groups .*--group-by ''"):
+        opened_plan(Path("scans"), images, Path("advice"), options(folder="scans"))
 
 
 @pytest.mark.slow

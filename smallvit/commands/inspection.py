@@ -86,16 +86,18 @@ class Inspection:
         return count - (count // self.folds if self.folds else round(count * (self.test or 0)))
 
 
-def inspect_images(top: Path, digits: bool = False) -> Inspection:
+def inspect_images(top: Path, digits: bool = False, group_by: str | None = None) -> Inspection:
     """Read all images in a folder and return what was found. `top` is the folder, and `digits` says that mirroring an image
-    changes its label.
+    changes its label. `group_by` is a regular expression for the group of an image in its file name; "" means that there are no
+    groups, and None that they are guessed.
 
-    Raises ValueError for a folder without classes, and for a class without two images that can be read.
+    Raises ValueError for a folder without classes, for a class without two images that can be read, and for a `group_by` that
+    does not match the file names.
     """
     from tqdm import tqdm
 
     from smallvit.data.decode import read_image
-    from smallvit.data.files import find_images
+    from smallvit.data.files import find_images, groups_by_name
 
     found = find_images(top)
     sizes, modes, broken = Counter(), Counter(), {}
@@ -121,7 +123,12 @@ def inspect_images(top: Path, digits: bool = False) -> Inspection:
     }
     check_counts(top, counts, broken)
     readable = {file: label for part in found.parts.values() for file, label in part.items() if file not in broken}
-    group_by, names = groups_of(readable) if "pool" in counts else ("", {})
+    if "pool" not in counts:
+        group_by, names = "", {}
+    elif group_by is None:
+        group_by, names = groups_of(readable)
+    else:
+        names = dict(zip(readable, groups_by_name([*readable], group_by))) if group_by else {}
     fewest = min(map(len, groups_in_classes(readable, names).values())) if names else 0
     grouped = fewest >= 2
     smallest, total = fewest if grouped else min(counts[next(iter(counts))].values()), len(readable)

@@ -79,9 +79,10 @@ def recipe_file(name: str | None, folder: Path) -> Path:
     return path
 
 
-def findings(images: Inspection) -> list[str]:
+def findings(images: Inspection, recipe: bool = True) -> list[str]:
     """Return what was found in the folder of images as lines of text: classes with their numbers of images, sizes, color modes,
-    files that cannot be read, and groups.
+    files that cannot be read, and groups. A wrong guess of the groups is corrected in the recipe, or without a recipe by the
+    option --group-by.
     """
     lines = []
     for part, counts in images.counts.items():
@@ -110,9 +111,11 @@ def findings(images: Inspection) -> list[str]:
         sentence = used if images.grouped else "the classes have too few groups for a split, so group_by is not used"
         lines.append(f"the file names show {images.groups:,} groups, such as {images.example!r}: {sentence}")
         wrong = "correct it in the recipe if it is wrong" if images.grouped else "write it into the recipe if you add images"
+        wrong = wrong if recipe else "if it is wrong, use --group-by with another pattern, or with '' for no groups"
         lines.append(f"    the pattern is group_by={literal(images.group_by)}; {wrong}")
     elif images.folds or images.test:
-        advice = "if several images show the same patient or object, set group_by or groups (a table) in the recipe"
+        how = "set group_by or groups (a table) in the recipe" if recipe else "use --group-by"
+        advice = f"if several images show the same patient or object, {how}"
         lines.append(f"no groups were found in the file names; {advice}")
     if images.folds and images.folds < 5:
         unit = "groups" if images.grouped else "images"

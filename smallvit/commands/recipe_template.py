@@ -1,6 +1,7 @@
 """The text of a new recipe that compares all techniques, or three of them, on a folder of images."""
 
 from textwrap import wrap
+from typing import Any
 
 from .inspection import Inspection
 
@@ -54,12 +55,7 @@ def docstring(images: Inspection, path: str) -> str:
 
 def data_text(images: Inspection, path: str) -> str:
     """Return the lines of the recipe that load the data set."""
-    options = {"path": path, "size": images.size, "channels": images.channels}
-    options |= {"digits": True} if images.digits else {}
-    options |= {name: value for name in ("folds", "test") if (value := getattr(images, name)) is not None}
-    options |= {"group_by": images.group_by} if images.grouped else {}
-    options |= {"skip_broken": True} if images.broken else {}
-    options |= {"pixels": "float"} if images.floats else {}
+    options = data_options(images, path)
     comments = {
         "size": "height and width in pixels; larger images show more detail and cost more",
         "channels": "1 gray, 3 color, 4 color with transparency",
@@ -80,6 +76,17 @@ def data_text(images: Inspection, path: str) -> str:
             '    # group_by=r"([^_]+)_.*",',
         ]
     return "data = partial(\n    sv.folder,\n" + "\n".join(lines) + "\n)"
+
+
+def data_options(images: Inspection, path: str) -> dict[str, Any]:
+    """Return the options with which `folder` loads the data set in the folder `path`."""
+    options: dict[str, Any] = {"path": path, "size": images.size, "channels": images.channels}
+    options |= {"digits": True} if images.digits else {}
+    options |= {name: value for name in ("folds", "test") if (value := getattr(images, name)) is not None}
+    options |= {"group_by": images.group_by} if images.grouped else {}
+    options |= {"skip_broken": True} if images.broken else {}
+    options |= {"pixels": "float"} if images.floats else {}
+    return options
 
 
 def literal(value: object) -> str:

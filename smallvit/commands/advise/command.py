@@ -11,6 +11,7 @@ from smallvit.launch.local import cores
 
 from ..inspection import Inspection, inspect_images
 from ..new import findings
+from ..recipe_template import data_options
 from ..tune import check_optuna
 from .advisor import Advisor
 from .plan import Plan, divide, validation_images
@@ -43,12 +44,12 @@ def main(options: argparse.Namespace) -> int:
     check_device(options.device)
     check_optuna("advise")
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
-    images = inspect_images(folder, options.digits)
+    images = inspect_images(folder, options.digits, options.group_by)
     guessed = not (options.digits or options.photos)
     if guessed and shows_characters(folder, images):
         images = replace(images, digits=True)
     images = replace(images, patch=fitting_patch(images.size, MOST_PATCHES))
-    print("\n".join([*findings(images), kind(images, guessed)]), flush=True)
+    print("\n".join([*findings(images, recipe=False), kind(images, guessed)]), flush=True)
     advisor = Advisor(images, opened_plan(folder, images, out, options), out, options.device, options.started)
     advisor.plan_trials()
     print(advisor.describe(), flush=True)
@@ -95,11 +96,13 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
 
     Raises ValueError if the plan there belongs to another folder or other options.
     """
-    share, folds = divide(images)
+    share, most = divide(images)
+    folds = possible_folds(images, str(folder.resolve()), share, most) if share and most and images.grouped else most
     new = Plan(
         folder=str(folder.resolve()),
         minutes=options.minutes,
         digits=images.digits,
+        group_by=images.group_by if images.grouped else "",
         jobs=options.jobs or cores(),
         share=share,
         folds=folds,
@@ -110,10 +113,30 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
     if found is None:
         out.mkdir(parents=True, exist_ok=True)
         return new
-    for name in ("folder", "minutes", "digits", "share", "val"):
+    for name in ("folder", "minutes", "digits", "group_by", "share", "val"):
         if getattr(found, name) != getattr(new, name):
             raise ValueError(
                 f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"
                 " --into, or delete this folder to start again"
             )
     return found
+
+
+def possible_folds(images: Inspection, folder: str, share: float, most: int) -> int:
+    """Return the largest number of folds, at most `most`, into which a part of the groups of images can be divided. `share` is
+    this part, and `images` is what was found in `folder`.
+
+    Raises ValueError if the classes have too few groups for two folds.
+    """
+    from smallvit.data import folder as load_folder
+
+    for folds in range(most, 1, -1):
+        try:
+            load_folder(**data_options(replace(images, folds=folds, test=share), folder))
+            return folds
+        except ValueError as error:
+            reason = error
+    raise ValueError(
+        f"the images have too few groups for smallvit advise, which chooses on some groups and tests on others ({reason}); add "
+        "groups, or use --group-by '' if images of one group may be on both sides"
+    )

@@ -33,7 +33,7 @@ BATCH = 32
 class Plan:
     """What `smallvit advise` does on a folder of images, and what it has decided so far.
 
-    folder, minutes, digits, jobs   the options of the command
+    folder, minutes, digits, jobs, group_by   the options of the command; group_by is "" if there are no groups
     share, folds    share of the images on which the chosen ViT is tested, and the number of folds of these images: the largest
                     possible one, and after the trials the one that there is time for; None if the folder has test images
     val             number of validation images of a trial
@@ -68,6 +68,7 @@ class Plan:
     chosen: dict[str, str] = field(default_factory=dict)
     trials: dict[str, list] = field(default_factory=dict)
     imagenet: list[str] | None = None
+    group_by: str = ""
     final_steps: int = 0
     passes: int = 0
     judging_from: float = 0.0
