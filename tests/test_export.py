@@ -35,7 +35,9 @@ from smallvit import (
     Preprocess,
     Projected,
     Prune,
+    RelativeBias,
     Resized,
+    Rotary,
     Run,
     SequencePool,
     ShiftedPatchEmbed,
@@ -77,6 +79,13 @@ SLOTS = {
         partial(LearnedThresholds, merge=0.5, prune=0.5),
     ),
 }
+INSIDE = (  # positions inside attention
+    partial(RelativeBias, std=0.5),
+    partial(RelativeBias, std=0.5, hidden=8),
+    Rotary,
+    partial(Rotary, temperature="grid", origin="center"),
+    partial(Rotary, mixed=True),
+)
 COMBINATIONS = [dict(zip(SLOTS, parts)) for parts in product(*SLOTS.values())]
 LARGEST = 1e-5
 
@@ -157,6 +166,27 @@ def test_onnx_equals_torch_for_every_block():
     batch_norm = partial(ConvShortcutBlock, norm="batch", layers=1)
     blocks = (ConvShortcutBlock, batch_norm, partial(Block, activation="swiglu"), partial(Block, activation="geglu"))
     assert max(differences([dict(block=block, tokenizer=partial(PatchEmbed, patch=4)) for block in blocks])) <= LARGEST
+
+
+def with_positions(inside, slot=Attention, **options) -> dict:
+    """Options of a ViT with 4 x 4 patches that has positions inside attention."""
+    return dict(attention=partial(slot, position=inside), tokenizer=partial(PatchEmbed, patch=4)) | options
+
+
+def test_onnx_equals_torch_with_positions_inside_attention():
+    bias, *_, mixed = INSIDE
+    pruned = with_positions(bias, reduction=partial(LearnedPrune, keep=0.6, layers=(0,)))  # before attention
+    assert max(differences([pruned, with_positions(mixed)], depth=1)) <= LARGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", INSIDE, ids=option_id)
+def test_onnx_equals_torch_with_positions_inside_attention_for_every_reduction(inside):
+    reductions = (*SLOTS["reduction"], partial(Prune, keep=0.6, fuse="mean"))
+    found = {option_id(each): differences([with_positions(inside, reduction=each)])[0] for each in reductions}
+    found["LSA"], found["registers"] = differences([with_positions(inside, LocalityAttention), with_positions(inside, registers=2)])
+    found["256 patches"] = differences([with_positions(inside, tokenizer=partial(PatchEmbed, patch=1))])[0]  # the fused kernel
+    assert max(found.values()) <= LARGEST, found
 
 
 @pytest.mark.long
