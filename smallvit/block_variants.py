@@ -4,12 +4,12 @@ Each follows the contract of the slot: see `smallvit.vit.Block`.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smallvit.attention_positions import Places
 from smallvit.reduction import LayerContext
 from smallvit.vit import Block
 
@@ -22,20 +22,18 @@ class ConvShortcutBlock(Block):
     convolution: "default" is torch's, "zero" adds nothing at first. `layers` is the number of blocks that have the convolution,
     counted from the first one; None means all. The other options are those of `Block`.
 
-    The model tells the block which grid the patches form. Prefix tokens (class token, registers) get nothing from this path, so
-    with a class token the convolution of the last block has no effect. Drop-path skips the branches of the block, not the
-    convolution.
+    The block reads the grid of the patches from `places`, which it gets from the model. Prefix tokens (class token, registers)
+    get nothing from this path, so with a class token the convolution of the last block has no effect. Drop-path skips the
+    branches of the block, not the convolution.
 
     Paper    Zhang et al. 2024, arXiv:2407.19394: y = Block(x) + DW(norm(GELU(x))), where x are the patches that enter the
              block, and DW is a 3 x 3 depth-wise convolution with bias and zero padding.
     Off      `layers=0` equals `Block`; `start="zero"` equals it at the start of training.
     Departs  LayerNorm in place of BatchNorm by default: it has no running statistics, so batches of one image, weight averaging
              and resumed runs are exact. `norm="batch"` is the paper's.
-    Raises   ValueError for an unknown `norm` or `start`, in blocks whose patches form no grid, after merging or pruning, and
-             for hidden patches, as in MAE.
+    Raises   ValueError for an unknown `norm` or `start`, and for patches that form no grid: after merging or pruning, or if
+             some are hidden, as in MAE.
     """
-
-    grid: tuple[int, int] | None = None  # set by the model at each call; None if the patches form no grid
 
     def __init__(
         self, dim: int, heads: int, attention: Callable, reduction: nn.Module | None, drop_path: float, *,
@@ -61,23 +59,25 @@ class ConvShortcutBlock(Block):
         """Return the number of multiply-adds (MACs) of the convolution, for `n` tokens with those of the prefix."""
         return 0 if self.shortcut is None else 9 * (n - self.prefix) * self.shortcut.conv.out_channels
 
-    def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None) -> tuple:
+    @property
+    def needs_places(self) -> bool:
+        """Return True if the block has the convolution, which needs the grid of the patches."""
+        return self.shortcut is not None
+
+    def forward(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
+    ) -> tuple:
         new, new_size, *more = super().forward(x, size, mask, places)
         if self.shortcut is None:
             return new, new_size, *more
-        if self.grid is None:
+        if places is None:
+            raise ValueError("ConvShortcutBlock needs the places of its patches and got none; expected a call by a ViT")
+        if new_size is not None or not more[0].whole:
             raise ValueError(
-                "ConvShortcutBlock knows no grid of patches, because patches are hidden (MAE) or the block is used outside a"
-                " ViT; expected another block, or all patches"
+                "ConvShortcutBlock needs all patches in their grid, and some are hidden (MAE), merged or pruned; expected all"
+                " patches, or layers=k, for the k blocks before the first reduction"
             )
-        rows, columns = self.grid
-        if size is not None or new_size is not None or not x.shape[1] == new.shape[1] == self.prefix + rows * columns:
-            raise ValueError(
-                f"ConvShortcutBlock got {x.shape[1]} tokens and made {new.shape[1]} of them, some merged or pruned, where there"
-                f" are {rows} x {columns} patches and {self.prefix} prefix tokens; expected layers=k, for the k blocks before"
-                " the first reduction"
-            )
-        return new + F.pad(self.shortcut(x[:, self.prefix :], self.grid), (0, 0, self.prefix, 0)), new_size, *more
+        return new + F.pad(self.shortcut(x[:, self.prefix :], places.grid), (0, 0, self.prefix, 0)), new_size, *more
 
 
 class ConvShortcut(nn.Module):
