@@ -16,6 +16,7 @@ from toys import TINY_VIT, option_id, randomize, tiny_vit
 
 from smallvit import (
     MAE,
+    PEG,
     Attention,
     Block,
     ClassToken,
@@ -32,6 +33,7 @@ from smallvit import (
     MeanTokens,
     Merge,
     PatchEmbed,
+    PEGBlock,
     Preprocess,
     Projected,
     Prune,
@@ -68,7 +70,7 @@ SLOTS = {
         partial(ConvTokenizer, hidden=8),
         partial(Resized, tokenizer=partial(PatchEmbed, patch=4), size=20),
     ),
-    "position": (None, Learned, SinCos1d, SinCos2d),
+    "position": (None, Learned, SinCos1d, SinCos2d, PEG),
     "attention": (Attention, LocalityAttention, DifferentialAttention, SigmoidAttention, TalkingHeadsAttention),
     "pool": (ClassToken, MeanTokens, SequencePool, partial(Projected, hidden=8), DistilledTokens),
     "reduction": (
@@ -164,7 +166,7 @@ def test_onnx_equals_torch_for_a_sample_of_slots():
 @pytest.mark.slow
 def test_onnx_equals_torch_for_every_block():
     batch_norm = partial(ConvShortcutBlock, norm="batch", layers=1)
-    blocks = (ConvShortcutBlock, batch_norm, partial(Block, activation="swiglu"), partial(Block, activation="geglu"))
+    blocks = (ConvShortcutBlock, batch_norm, PEGBlock, partial(Block, activation="swiglu"), partial(Block, activation="geglu"))
     assert max(differences([dict(block=block, tokenizer=partial(PatchEmbed, patch=4)) for block in blocks])) <= LARGEST
 
 
@@ -197,7 +199,7 @@ def test_onnx_equals_torch_for_all_combinations_of_slots(tokenizer, position, at
         for each in COMBINATIONS
         if (each["tokenizer"], each["position"], each["attention"]) == (tokenizer, position, attention)
     ]
-    assert len(combinations) == 25 and len(COMBINATIONS) == 2500
+    assert len(combinations) == 25 and len(COMBINATIONS) == 3125
     found = [differences([each])[0] for each in combinations]  # one graph with 25 models takes longer
     record_property("largest", max(found))
     assert max(found) <= LARGEST, combinations[found.index(max(found))]
