@@ -193,6 +193,17 @@ def test_hidden_patches_and_a_block_alone_are_refused_and_all_patches_work_again
         ConvShortcutBlock(D, 2, Attention, None, 0.0)(torch.randn(1, 5, D))
 
 
+class OldCall(ConvShortcutBlock):
+    def forward(self, x, size=None, mask=None):
+        return super().forward(x, size, mask)
+
+
+def test_block_that_does_not_pass_on_the_places_is_refused_when_the_model_is_built():
+    with pytest.raises(ValueError, match=r"OldCall needs to know where the tokens are, and a OldCall does not pass it on"):
+        tiny_vit(block=OldCall)
+    assert tiny_vit(block=partial(OldCall, layers=0))(torch.randn(2, 1, 12, 12)).isfinite().all()  # it needs none
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
