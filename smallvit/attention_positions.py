@@ -33,6 +33,13 @@ class Places(NamedTuple):
     at: Tensor
     grid: Grid
 
+    @property
+    def whole(self) -> bool:
+        """Return True if the patch tokens are all patches of each image, in reading order, so that they form the grid. It is
+        False if some are hidden, merged or dropped.
+        """
+        return self.at.ndim == 2
+
 
 def places_of(grid: Grid, device: torch.device) -> Places:
     """Return the `Places` of all patches of an image with `grid` (rows, columns) of patches, in reading order."""

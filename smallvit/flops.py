@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, TypeGuard, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.reduction.context import runs_before_attention
@@ -84,9 +85,9 @@ def closed_form(
     image: tuple[int, int] | None = None, embed: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict with the keys `embed`
-    (tokenizer), `blocks`, `reduction` (merging and pruning of tokens) and `head`. Optional: `tokens` holds the number of tokens
-    in the attention and in the MLP of each block, `image` is the image size (height, width), and `embed` is the MACs of the
-    tokenizer, if known already.
+    (tokenizer and positions), `blocks`, `reduction` (merging and pruning of tokens) and `head`. Optional: `tokens` holds the
+    number of tokens in the attention and in the MLP of each block, `image` is the image size (height, width), and `embed` is
+    the MACs of the tokenizer and the positions, if known already.
 
     The keys are `embed`, `blocks`, `reduction` (the cost of the reduction itself, which published figures leave out) and `head`
     (with the layers of a pool). `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the
@@ -116,12 +117,18 @@ def closed_form(
 
 
 def embed_macs(model: ViT, image: Sequence[int]) -> float:
-    """Return the number of multiply-adds (MACs) of the tokenizer of a model for one image, counted by torch. `image` is the
-    image size (height, width) in pixels.
+    """Return the number of multiply-adds (MACs) of the tokenizer and the positions of a model for one image, counted by torch.
+    `image` is the image size (height, width) in pixels.
     """
+
+    def embed(images: Tensor) -> Tensor:
+        """Return the tokens of images, with positions."""
+        tokens, grid = F.pad(model.tokenizer(images), (0, 0, len(model.prefix), 0)), model.tokenizer.grid(images.shape[-2:])
+        return model.position(tokens, grid) if model.position else tokens
+
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
-    return counted(model.tokenizer, blank) / 2
+    return counted(embed, blank) / 2
 
 
 def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:

@@ -120,6 +120,43 @@ class SinCos1d(nn.Module):
         return add_positions(self, x, grid)
 
 
+class PEG(nn.Module):
+    """Conditional positions (a positional encoding generator): a module that adds a depth-wise convolution of 3 x 3 patches to
+    the tokens. So the position of a patch depends on its neighbors. Zeros around the image show the convolution where the
+    border is, and the blocks pass this on.
+
+    It works at any image size and has 10 parameters for each channel. Prefix tokens (class token, registers) stay unchanged.
+    `start` is the initial value of the convolution: "default" is torch's, "zero" adds nothing at first. The kernel gets no
+    weight decay. In the position slot, it acts before the first block; `PEGBlock` has it after the first block, as the paper.
+
+    Paper    CPVT, Chu et al. 2021, arXiv:2102.10882: x + DW(x), where x are the patches as an image, and DW is a 3 x 3
+             depth-wise convolution with bias and zero padding. timm calls it `PosConv`.
+    Off      `start="zero"` equals `position=None` at the start of training.
+    Departs  In the position slot: the paper's models have it after the first block, where tokens have seen the whole image.
+    Raises   ValueError for another `start`, and for a number of tokens that does not fit the grid.
+    """
+
+    def __init__(self, dim: int, grid: Grid, prefix: int, *, start: str = "default"):
+        super().__init__()
+        if start not in ("default", "zero"):
+            raise ValueError(f"start is {start!r}; expected 'default' or 'zero'")
+        self.prefix, self.start = prefix, start
+        self.conv: Any = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.conv.no_weight_decay = ("weight",)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        if self.start == "zero":
+            self.conv.weight.zero_()
+            self.conv.bias.zero_()
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        check_number_of_tokens(x, self.prefix, grid)
+        added = self.conv(x[:, self.prefix :].mT.unflatten(-1, grid)).flatten(2).mT
+        return x + F.pad(added, (0, 0, self.prefix, 0))
+
+
 def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
     """Return the sine and cosine encoding of the n numbers in `index`, shape (n, dim). The first dim/2 channels are sines, the
     others cosines. Sine i and cosine i have the frequency temperature^(-2 i / dim): from 1 down to almost 1 / temperature. If
@@ -141,11 +178,18 @@ def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
 
     If the table has no rows for prefix tokens (class token and registers), these tokens stay as they are.
     """
+    check_number_of_tokens(x, module.prefix, grid)
     table = resample(module.table, module.grid, grid)
     missing = x.shape[1] - len(table)
-    if missing not in (0, module.prefix):
-        raise ValueError(f"got {x.shape[1]} tokens; expected {module.prefix} prefix tokens and a grid of {grid[0]} x {grid[1]}")
     return x + (F.pad(table, (0, 0, missing, 0)) if missing else table)
+
+
+def check_number_of_tokens(x: Tensor, prefix: int, grid: Grid):
+    """Raise ValueError unless the tokens `x` (batch, tokens, width) are `prefix` prefix tokens and the patches of `grid`, the
+    number of (rows, columns) of patches in the image.
+    """
+    if x.shape[1] != prefix + grid[0] * grid[1]:
+        raise ValueError(f"got {x.shape[1]} tokens; expected {prefix} prefix tokens and a grid of {grid[0]} x {grid[1]}")
 
 
 def resample(table: Tensor, old_grid: Grid, grid: Grid) -> Tensor:

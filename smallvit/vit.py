@@ -32,11 +32,11 @@ class Block(nn.Module):
     connection.
 
     Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`,
-             or `(x, size, mask, places) -> (x, size, places)` if attention needs to know where its tokens are.
+             or `(x, size, mask, places) -> (x, size, places)` if a block needs to know where its tokens are: because its
+             attention has positions, or because the module has an attribute `needs_places` that is True.
              If the module or its attention has a method `set_context`, a `ViT` calls it once with the `LayerContext` of the
-             block. If the module has an attribute `grid`, a `ViT` sets it at each call to the (rows, columns) of the patches,
-             or to None if some are hidden. If its attention has a method `start_from_positions`, it is called with the position
-             module of the model, or with None, when all weights have been drawn.
+             block. If its attention has a method `start_from_positions`, it is called with the position module of the model,
+             or with None, when all weights have been drawn.
     Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
 
     `mlp_ratio` is the hidden width of the MLP divided by `dim`. `activation` is "gelu" or "relu", or "swiglu" or "geglu" for a
@@ -72,7 +72,7 @@ class Block(nn.Module):
         reduction, reduce_first = self.reduction, runs_before_attention(self.reduction)
         if reduction is not None and reduce_first:
             x, size, places = reduce_tokens(reduction, x, size, places)
-        known = (places,) if needs_places(self) else ()
+        known = (places,) if getattr(self.attention, "position", None) is not None else ()
         output = self.attention(self.norm1(x) if self.norm_first else x, size, mask, *known)
         if not isinstance(output, AttentionOutput):
             raise ValueError(f"{type(self.attention).__name__} gave a {type(output).__name__}; return AttentionOutput(tokens)")
@@ -101,7 +101,7 @@ def one_after_another(
     blocks: Iterable[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Call transformer blocks one after another, each with the tokens of the one before it. Return the tokens of the last one,
-    and the number of patches that each of them represents. `places` says where the tokens are, if attention needs it.
+    and the number of patches that each of them represents. `places` says where the tokens are, if a block needs it.
     """
     for block in blocks:
         if places is None:
@@ -245,9 +245,6 @@ class ViT(nn.Module):
         if keep is not None:
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
             places = None if places is None else places._replace(at=places.at[keep])
-        for block in self.blocks:
-            if hasattr(block, "grid"):
-                block.grid = grid if keep is None else None
         size = None
         x, size = self.blocks(x, size, mask) if places is None else self.blocks(x, size, mask, places)
         return (x if self.norm_after_pool else self.norm(x)), size
@@ -320,8 +317,8 @@ def check_integers(**numbers: tuple[int, int]):
 
 
 def needs_places(block: Any) -> bool:
-    """Return True if the attention of a transformer block has positions, so that it must know where its tokens are."""
-    return getattr(getattr(block, "attention", None), "position", None) is not None
+    """Return True if a transformer block must know where its tokens are: it says so, or its attention has positions."""
+    return getattr(block, "needs_places", False) or getattr(getattr(block, "attention", None), "position", None) is not None
 
 
 def with_grid(attention: Callable, grid: tuple[int, int], prefix: int) -> Callable:
@@ -339,12 +336,13 @@ def with_grid(attention: Callable, grid: tuple[int, int], prefix: int) -> Callab
 
 
 def check_blocks(blocks: Iterable[Any]):
-    """Raise ValueError if the attention of a block has positions, but a block cannot pass on where the tokens are."""
+    """Raise ValueError if a block needs to know where its tokens are, but a block cannot pass this on."""
     blocks = list(blocks)
     without = [block for block in blocks if "places" not in inspect.signature(block.forward).parameters]
     if without and (needing := [block for block in blocks if needs_places(block)]):
+        part = needing[0] if getattr(needing[0], "needs_places", False) else needing[0].attention.position
         raise ValueError(
-            f"{type(needing[0].attention.position).__name__} needs to know where the tokens are, and a "
+            f"{type(part).__name__} needs to know where the tokens are, and a "
             f"{type(without[0]).__name__} does not pass it on; expected forward(x, size, mask, places) -> (x, size, places)"
         )
 

@@ -42,6 +42,7 @@ from smallvit.commands.advise.recipes import (
 )
 from smallvit.commands.inspection import inspect_images
 from smallvit.commands.new import findings
+from smallvit.pretrained.weights import Unavailable, Weights
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import Record, read_records
 from smallvit.run import describe
@@ -211,6 +212,17 @@ def test_models_with_weights_from_imagenet_are_arms_with_the_score_of_the_others
     Path("last.py").write_text(last_recipe(images, made, chosen, FINE_TUNED))
     (entry,) = load_recipe("last.py").RUNS
     assert entry.run.init == runs[FINE_TUNED].run.init and len(entry.run.data().train) == 40
+
+
+def test_without_the_weights_from_imagenet_the_command_goes_on_and_says_so(monkeypatch, capsys):
+    def unavailable(weights):
+        raise Unavailable("not here")
+
+    monkeypatch.setattr(Weights, "path", unavailable)
+    images = inspect_images(shapes())
+    advisor = Advisor(images, opened_plan(Path("shapes"), images, Path("advice"), options()), Path("advice"), "cpu", 0.0)
+    assert advisor.affordable_imagenet() == []
+    assert "no comparison with a ViT-S from ImageNet: not here" in capsys.readouterr().err
 
 
 def test_nothing_chosen_gives_a_comparison_of_the_plain_vit_and_the_cnn():

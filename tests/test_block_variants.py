@@ -47,12 +47,16 @@ D, GRID, PREFIX = 8, (3, 4), 2
 BATCH_NORM = partial(ConvShortcutBlock, norm="batch")
 
 
-def conv_block(prefix=PREFIX, grid=GRID, **options):
-    """A block with random weights that knows its grid, in double precision."""
+def conv_block(prefix=PREFIX, **options):
+    """A block with random weights, in double precision."""
     made = randomize(ConvShortcutBlock(D, 2, Attention, None, 0.0, **options).double(), 0.3)
     made.set_context(LayerContext(prefix=prefix))
-    made.grid = grid
     return made.eval()
+
+
+def called(made, x, grid=GRID):
+    """The tokens and sizes that a block gives for all patches of a grid."""
+    return made(x, None, None, places_of(grid, x.device))[:2]
 
 
 def plain_output(made, x):
@@ -70,7 +74,7 @@ def tokens(grid=GRID, prefix=PREFIX):
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 @pytest.mark.parametrize(("grid", "prefix"), [((3, 4), 2), ((1, 1), 0), ((1, 5), 1)])
 def test_second_path_follows_its_equation_patch_by_patch(norm, grid, prefix):
-    made, x = conv_block(norm=norm, grid=grid, prefix=prefix), tokens(grid, prefix)
+    made, x = conv_block(norm=norm, prefix=prefix), tokens(grid, prefix)
     path, (rows, columns) = made.shortcut, grid
     with torch.no_grad():
         if norm == "batch":
@@ -87,7 +91,7 @@ def test_second_path_follows_its_equation_patch_by_patch(norm, grid, prefix):
                 expected[:, prefix + r * columns + c] += path.conv.bias
                 for i, j in [(i, j) for i in range(3) for j in range(3) if 0 <= r + i - 1 < rows and 0 <= c + j - 1 < columns]:
                     expected[:, prefix + r * columns + c] += path.conv.weight[:, 0, i, j] * given[:, r + i - 1, c + j - 1]
-        output, size = made(x)
+        output, size = called(made, x, grid)
     assert_close(output, expected)
     assert size is None and torch.equal(output[:, :prefix], plain_output(made, x)[:, :prefix])
 
@@ -98,7 +102,7 @@ def test_kernel_of_one_tap_adds_the_activated_patch_itself():
     with torch.no_grad():
         made.shortcut.conv.weight.copy_(F.pad(torch.ones(D, 1, 1, 1), (1, 1, 1, 1)))
         made.shortcut.conv.bias.zero_()
-    assert_close(made(x)[0][:, PREFIX:], plain_output(made, x)[:, PREFIX:] + F.gelu(x[:, PREFIX:]), 1e-12)
+    assert_close(called(made, x)[0][:, PREFIX:], plain_output(made, x)[:, PREFIX:] + F.gelu(x[:, PREFIX:]), 1e-12)
 
 
 def test_patches_move_with_the_image_and_border_patches_see_zeros_outside():
@@ -132,7 +136,6 @@ def test_block_passes_on_where_the_tokens_are():
     plain, ours = (initialize(tiny_vit(block=block, attention=rotary), 1) for block in (Block, partial(ConvShortcutBlock, start="zero")))
     assert torch.equal(ours(images), plain(images))
     made, x, places = tiny_vit(block=ConvShortcutBlock, attention=rotary).blocks[0], torch.randn(2, 13, 16), places_of((3, 4), "cpu")
-    made.grid = (3, 4)
     output, _, same = made(x, None, None, places)
     expected = Block.forward(made, x, None, None, places)[0]
     expected[:, 1:] += made.shortcut(x[:, 1:], (3, 4))
@@ -141,8 +144,8 @@ def test_block_passes_on_where_the_tokens_are():
 
 def test_drop_path_skips_the_branches_and_keeps_the_convolution():
     made = ConvShortcutBlock(D, 2, Attention, None, 0.999999)
-    made.grid, made.prefix, x = GRID, 0, torch.randn(2, 12, D)
-    assert torch.equal(made.train()(x)[0], x + made.shortcut(x, GRID))
+    made.prefix, x = 0, torch.randn(2, 12, D)
+    assert torch.equal(called(made.train(), x)[0], x + made.shortcut(x, GRID))
 
 
 @pytest.mark.parametrize("make", [ConvShortcutBlock, BATCH_NORM, partial(ConvShortcutBlock, norm_first=False, activation="geglu")])
@@ -174,7 +177,7 @@ def test_shortcut_before_the_first_reduction_only():
         assert model(torch.randn(2, 1, 12, 12)).shape == (2, 5)
         assert [block.shortcut is not None for block in model.blocks] == [layer < layers for layer in range(4)]
         for mode in (True, False):
-            with pytest.raises(ValueError, match=r"some merged or pruned, where there are 6 x 6 patches and 1 prefix .* layers=k"):
+            with pytest.raises(ValueError, match=r"needs all patches in their grid, and some are hidden \(MAE\), merged or pruned; .* layers=k"):
                 tiny_vit(block=ConvShortcutBlock, reduction=reduction, depth=4).train(mode)(torch.randn(2, 1, 12, 12))
 
 
@@ -183,11 +186,22 @@ def test_hidden_patches_and_a_block_alone_are_refused_and_all_patches_work_again
     images = torch.rand(2, 1, 12, 12)
     expected = model(images)
     mae = MAE(model, decoder_dim=16, decoder_depth=1)
-    with pytest.raises(ValueError, match=r"ConvShortcutBlock knows no grid of patches, because patches are hidden \(MAE\)"):
+    with pytest.raises(ValueError, match=r"ConvShortcutBlock needs all patches in their grid, and some are hidden \(MAE\)"):
         mae(Batch(images, torch.eye(5)[:2]), 0.0)
     assert torch.equal(model(images), expected)
-    with pytest.raises(ValueError, match="used outside a ViT"):
+    with pytest.raises(ValueError, match="needs the places of its patches and got none; expected a call by a ViT"):
         ConvShortcutBlock(D, 2, Attention, None, 0.0)(torch.randn(1, 5, D))
+
+
+class OldCall(ConvShortcutBlock):
+    def forward(self, x, size=None, mask=None):
+        return super().forward(x, size, mask)
+
+
+def test_block_that_does_not_pass_on_the_places_is_refused_when_the_model_is_built():
+    with pytest.raises(ValueError, match=r"OldCall needs to know where the tokens are, and a OldCall does not pass it on"):
+        tiny_vit(block=OldCall)
+    assert tiny_vit(block=partial(OldCall, layers=0))(torch.randn(2, 1, 12, 12)).isfinite().all()  # it needs none
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from toys import TINY_VIT, option_id, randomize, tiny_vit
 
 from smallvit import (
     MAE,
+    PEG,
     Attention,
     Block,
     ClassToken,
@@ -32,10 +33,13 @@ from smallvit import (
     MeanTokens,
     Merge,
     PatchEmbed,
+    PEGBlock,
     Preprocess,
     Projected,
     Prune,
+    RelativeBias,
     Resized,
+    Rotary,
     Run,
     SequencePool,
     ShiftedPatchEmbed,
@@ -66,7 +70,7 @@ SLOTS = {
         partial(ConvTokenizer, hidden=8),
         partial(Resized, tokenizer=partial(PatchEmbed, patch=4), size=20),
     ),
-    "position": (None, Learned, SinCos1d, SinCos2d),
+    "position": (None, Learned, SinCos1d, SinCos2d, PEG),
     "attention": (Attention, LocalityAttention, DifferentialAttention, SigmoidAttention, TalkingHeadsAttention),
     "pool": (ClassToken, MeanTokens, SequencePool, partial(Projected, hidden=8), DistilledTokens),
     "reduction": (
@@ -77,6 +81,13 @@ SLOTS = {
         partial(LearnedThresholds, merge=0.5, prune=0.5),
     ),
 }
+INSIDE = (  # positions inside attention
+    partial(RelativeBias, std=0.5),
+    partial(RelativeBias, std=0.5, hidden=8),
+    Rotary,
+    partial(Rotary, temperature="grid", origin="center"),
+    partial(Rotary, mixed=True),
+)
 COMBINATIONS = [dict(zip(SLOTS, parts)) for parts in product(*SLOTS.values())]
 LARGEST = 1e-5
 
@@ -155,8 +166,29 @@ def test_onnx_equals_torch_for_a_sample_of_slots():
 @pytest.mark.slow
 def test_onnx_equals_torch_for_every_block():
     batch_norm = partial(ConvShortcutBlock, norm="batch", layers=1)
-    blocks = (ConvShortcutBlock, batch_norm, partial(Block, activation="swiglu"), partial(Block, activation="geglu"))
+    blocks = (ConvShortcutBlock, batch_norm, PEGBlock, partial(Block, activation="swiglu"), partial(Block, activation="geglu"))
     assert max(differences([dict(block=block, tokenizer=partial(PatchEmbed, patch=4)) for block in blocks])) <= LARGEST
+
+
+def with_positions(inside, slot=Attention, **options) -> dict:
+    """Options of a ViT with 4 x 4 patches that has positions inside attention."""
+    return dict(attention=partial(slot, position=inside), tokenizer=partial(PatchEmbed, patch=4)) | options
+
+
+def test_onnx_equals_torch_with_positions_inside_attention():
+    bias, *_, mixed = INSIDE
+    pruned = with_positions(bias, reduction=partial(LearnedPrune, keep=0.6, layers=(0,)))  # before attention
+    assert max(differences([pruned, with_positions(mixed)], depth=1)) <= LARGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", INSIDE, ids=option_id)
+def test_onnx_equals_torch_with_positions_inside_attention_for_every_reduction(inside):
+    reductions = (*SLOTS["reduction"], partial(Prune, keep=0.6, fuse="mean"))
+    found = {option_id(each): differences([with_positions(inside, reduction=each)])[0] for each in reductions}
+    found["LSA"], found["registers"] = differences([with_positions(inside, LocalityAttention), with_positions(inside, registers=2)])
+    found["256 patches"] = differences([with_positions(inside, tokenizer=partial(PatchEmbed, patch=1))])[0]  # the fused kernel
+    assert max(found.values()) <= LARGEST, found
 
 
 @pytest.mark.long
@@ -167,7 +199,7 @@ def test_onnx_equals_torch_for_all_combinations_of_slots(tokenizer, position, at
         for each in COMBINATIONS
         if (each["tokenizer"], each["position"], each["attention"]) == (tokenizer, position, attention)
     ]
-    assert len(combinations) == 25 and len(COMBINATIONS) == 2500
+    assert len(combinations) == 25 and len(COMBINATIONS) == 3125
     found = [differences([each])[0] for each in combinations]  # one graph with 25 models takes longer
     record_property("largest", max(found))
     assert max(found) <= LARGEST, combinations[found.index(max(found))]

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     },
     "attention_variants": {"attention"},
     "attention_starts": {"attention", "attention_variants"},
-    "block_variants": {"reduction", "vit"},
+    "block_variants": {"attention_positions", "positions", "reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
     "recipe": {"ablation", "tuning"},
     "looks": {"ablation", "passes", "record"},

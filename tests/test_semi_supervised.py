@@ -17,12 +17,15 @@ from smallvit import (
     DistilledTokens,
     LearnedPrune,
     LocalityAttention,
+    MeanTokens,
     Merge,
+    PatchEmbed,
     Projected,
     Prune,
     Run,
     SemiSupervised,
     Supervised,
+    ViT,
     arrays,
     augment,
     describe,
@@ -516,3 +519,45 @@ def test_strong_view_that_mirrors_digits_is_refused_before_training(tmp_path):
     run = SHORT.vary(objective=partial(FIXMATCH, strong=(Flip(),)))
     with pytest.raises(ValueError, match=r"Flip on digits.*mirror"):
         fit(run, tmp_path, watch=lambda *_: pytest.fail("it was trained"))
+
+
+# Does it help?
+
+
+def textures_and_colors(path, seed):
+    """Write a data set of four classes, and return the component that reads it. Each class has a texture and a color of its
+    own, and all colors have the same gray value. The test images have the color only.
+    """
+    generator = np.random.default_rng(seed)
+    textures = generator.choice([-1, 1], (4, 8, 8, 1))
+    red, blue = (1, -0.299 / 0.587, 0), (0, -0.114 / 0.587, 1)
+    colors = np.array([red, np.negative(red), blue, np.negative(blue)])[:, None, None]
+    labels, noise = np.arange(400) % 4, generator.standard_normal((2, 400, 8, 8, 3))
+    found = {}
+    for part, strength, grains in zip(("train", "test"), (60, 0), noise):
+        pixels = 128 + strength * textures[labels] + 50 * colors[labels] + 20 * grains
+        found |= {f"{part}_images": pixels.clip(0, 255).astype(np.uint8), f"{part}_labels": labels}
+    np.savez(path / f"{seed}.npz", **found)
+    return partial(arrays, path=str(path / f"{seed}.npz"))
+
+
+@pytest.mark.slow
+def test_fixmatch_learns_from_unlabelled_images_what_the_labelled_ones_do_not_show(tmp_path):
+    """Labelled images are gray, so labels teach the textures only, and test images have colors only. FixMatch predicts the
+    class of an unlabelled image from its texture, and learns to predict it from the blurred image, where the color is left.
+
+    Measured with the seeds 0 to 23: 26% (3 to 51%) with labels alone, 99% (87 to 100%) with FixMatch; the difference is 74
+    points (50 to 97), and its mean over 4 seeds 64 to 84. Without the unlabelled term, with its sign changed, with shuffled,
+    wrong or uniform targets, or with one view for both purposes, this mean is -27 to 7 points.
+    """
+    vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=8), dim=16, depth=1, heads=2, pool=MeanTokens)
+    gray, blurred = (augment.Gray(probability=1.0),), (augment.Blur(probability=1.0, sigma=(0.4, 0.4)),)
+    labels_alone = Run(model=vit, labels=32, val=0, steps=200, batch=16, lr=5e-3, ema=0.0, augment=gray)
+    fixmatch = labels_alone.vary(objective=partial(SemiSupervised, weak=(), strong=blurred, ratio=4, threshold=0.8))
+    differences = []
+    for seed in range(4):
+        data = textures_and_colors(tmp_path, seed)
+        runs = {"labels": labels_alone.vary(data=data, seed=seed), "fixmatch": fixmatch.vary(data=data, seed=seed)}
+        scores = {name: fit(run, tmp_path / f"{name}{seed}").test["accuracy"] for name, run in runs.items()}
+        differences.append(scores["fixmatch"] - scores["labels"])
+    assert np.mean(differences) > 0.5 and min(differences) > 0.2, differences

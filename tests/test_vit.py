@@ -17,7 +17,7 @@ from smallvit import attention, pooling, positions, references, tokenizers
 from smallvit.attention import Attention, LocalityAttention
 from smallvit.attention_positions import Rotary, places_of
 from smallvit.pooling import ClassToken, DistilledTokens, MeanTokens, Projected, SequencePool
-from smallvit.positions import Learned, SinCos1d, SinCos2d
+from smallvit.positions import PEG, Learned, SinCos1d, SinCos2d
 from smallvit.reduction import LayerContext
 from smallvit.references import LeNet, Pixels, ResNet, SmallCNN
 from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, Resized, ShiftedPatchEmbed
@@ -63,10 +63,10 @@ def combination_id(combination):
 
 def test_the_combinations_cover_every_slot_class():
     counts = [len(public_classes(module)) for module in (tokenizers, positions, attention, pooling)]
-    assert counts == [5, 3, 2, 5] and len(WRAPPERS) == 2
+    assert counts == [5, 4, 2, 5] and len(WRAPPERS) == 2
     assert {tokenizer.func for tokenizer in TOKENIZERS} == set(public_classes(tokenizers))
-    assert len(COMBINATIONS) == 544 == 2 * (4 * 4 + 1 * 1) * (3 + 1) * 2 * 2
-    assert len({combination_id(combination) for combination in COMBINATIONS}) == 544
+    assert len(COMBINATIONS) == 680 == 2 * (4 * 4 + 1 * 1) * (4 + 1) * 2 * 2
+    assert len({combination_id(combination) for combination in COMBINATIONS}) == 680
     kept = [COMBINATIONS[index] for index in PAIRS]
     for one, other in product(range(5), range(5)):
         assert len({(option_id(c[one]), option_id(c[other])) for c in kept}) == len({(option_id(c[one]), option_id(c[other])) for c in COMBINATIONS})
@@ -120,7 +120,7 @@ EXPORTED = [
         norm_after_pool=True,
     ),
     dict(
-        **dict(tokenizer=partial(Resized, tokenizer=partial(PatchEmbed, patch=4), size=8), position=Learned),
+        **dict(tokenizer=partial(Resized, tokenizer=partial(PatchEmbed, patch=4), size=8), position=PEG),
         **dict(attention=Attention, pool=partial(Projected, pool=ClassToken)),
     ),
 ]
@@ -188,6 +188,7 @@ OTHER = {
     Learned: dict(on_prefix=False, std=0.2),
     SinCos2d: dict(temperature=10, centered=False, amplitude=2.0),
     SinCos1d: dict(temperature=10),
+    PEG: dict(start="zero"),
     Attention: dict(
         head_dim=2, qkv_bias=False, qk_norm=True, dropout=0.5, position=partial(Rotary, grid=(7, 7), prefix=1)
     ),
@@ -216,7 +217,7 @@ OTHER = {
 def test_the_table_lists_every_argument_of_every_public_class():
     slots = (tokenizers, positions, attention, pooling, references)
     assert set(OTHER) == set(MAKE) == {Block, ViT, *(c for module in slots for c in public_classes(module))}
-    assert len(OTHER) == 21
+    assert len(OTHER) == 22
     for c in OTHER:
         options = [name for name, p in inspect.signature(c).parameters.items() if p.kind == p.KEYWORD_ONLY]
         assert list(OTHER[c]) == options, c

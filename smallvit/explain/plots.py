@@ -34,7 +34,7 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
     is a `ViT` or a timm model. `image` is (height, width) of the images; None uses the size that the model was built for.
 
     Paper    ViT, arXiv:2010.11929, figure 7.
-    Raises   ValueError for a model that adds no positions to its tokens.
+    Raises   ValueError for a model that adds no positions to its tokens, or positions that depend on the image.
     """
     import numpy as np
 
@@ -65,7 +65,8 @@ def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.n
     (rows, columns) of patches. `image` is the image size (height, width) in pixels; None is the size for which the model was
     built.
 
-    Raises   ValueError for a model without positions or with zeros only, and for `image` with a timm model.
+    Raises   ValueError for a model without positions, with zeros only or with positions that depend on the image, and for
+             `image` with a timm model.
     """
     import torch
 
@@ -78,7 +79,10 @@ def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.n
             raise ValueError(f"this {kind} has no positions (position=None); expected a model that adds some to its tokens")
         zeros = model.prefix.new_zeros(1, len(model.prefix) + grid[0] * grid[1], model.prefix.shape[1])
         with torch.inference_mode():
-            table = model.position(zeros, grid)[0, len(model.prefix) :]
+            table, other = ((model.position(x, grid) - x)[0, len(model.prefix) :] for x in (zeros, zeros + 1))
+        if not torch.allclose(table, other, atol=1e-3):
+            name = type(model.position).__name__
+            raise ValueError(f"the positions of this {kind} ({name}) depend on the image; expected Learned or fixed ones")
     else:
         table, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
         if not isinstance(table, torch.Tensor) or table.ndim != 3 or grid is None:

@@ -214,7 +214,7 @@ class Advisor:
         """
         left, found = IMAGENET_SHARE * self.left, []
         try:
-            Weights(VIT_S).path()
+            Weights(name=VIT_S).path()
         except Unavailable as error:
             self.say(f"no comparison with a ViT-S from ImageNet: {error}")
             return []
