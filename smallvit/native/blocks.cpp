@@ -140,12 +140,15 @@ static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its de
 static inline Vec add_product_of_pairs(Vec sum, Vec a, Vec b) {
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-typedef unsigned short Short __attribute__((vector_size(2 * LANES)));
-static inline Int to_16_bits(Vec v) { return __builtin_convertvector((Short)_mm512_cvtneps_pbh((__m512)v), Int); }
+static inline Vec pair(Vec first, Vec second) {  // one conversion gives all first ones and then all second ones
+  Int order;
+  for (int i = 0; i < LANES; i++) order[i] = i | (LANES + i) << 16;  // number i, followed by number 16 + i; a constant
+  return (Vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
 static inline void store_pairs(float* p, Vec v) { *(__m256i_u*)p = (__m256i)_mm512_cvtneps_pbh((__m512)v); }
 #else
 static inline Vec add_product_of_pairs(Vec sum, Vec, Vec) { return sum; }
-static inline Int to_16_bits(Vec v) { return (Int)v; }
+static inline Vec pair(Vec first, Vec) { return first; }
 static inline void store_pairs(float*, Vec) {}
 #endif
 
@@ -157,9 +160,8 @@ static void pairs_along_rows(long rows, long columns, const float* x, long strid
 static void pairs_of_rows(long rows, long columns, const float* x, long stride, float* out) {  // (rows / 2, columns) pairs
   for (long i = 0; i < rows; i += 2)
     for (long j = 0; j < columns; j += LANES) {
-      Int first = to_16_bits(load(x + i * stride + j)), second = {};
-      if (i + 1 < rows) second = to_16_bits(load(x + (i + 1) * stride + j));
-      store(out + i / 2 * columns + j, (Vec)(first | second << 16));
+      Vec second = i + 1 < rows ? load(x + (i + 1) * stride + j) : (Vec){};
+      store(out + i / 2 * columns + j, pair(load(x + i * stride + j), second));
     }
 }
 
