@@ -14,6 +14,8 @@
 // products are done in one pass. (4) Gradients are added to where the optimizer reads them. (5) The memory is the caller's, who
 // uses it again: this file allocates nothing, because the first use of each new page of memory costs time. (6) With tile
 // registers, where products are cheap, the backward pass computes the insides of branches again instead of reading them.
+// (7) An attention map has a row for each key, so that softmax works on vectors of queries. (8) The backward pass asks for the
+// numbers of the next head while it computes this one.
 //
 // Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
 // image, e width of one head. All widths are multiples of 16. The results of one thread do not depend on the machine's load:
