@@ -3,6 +3,7 @@
 python -m benchmarks                            all benchmarks, about two hours on two cores
 python -m benchmarks train dino --repeats 5     some of them
 python -m benchmarks --out benchmarks/record.json
+python -m benchmarks views --out benchmarks/record.json --update    measure the views again; keep the other numbers
 python -m benchmarks.table benchmarks/record.json docs/explanation/speed.md
 """
 
@@ -23,6 +24,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     from benchmarks.table import markdown
     from benchmarks.tasks import BENCHMARKS, compare
+    from smallvit.numerics import parse_numerics
     from smallvit.record import write_text
 
     parser = argument_parser(list(BENCHMARKS))
@@ -32,14 +34,38 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"there is no benchmark {unknown[0]!r}; expected some of {', '.join(BENCHMARKS)}")
     torch.set_num_threads(args.threads)
     benchmarks = BENCHMARKS | {name: partial(BENCHMARKS[name], steps=args.steps) for name in ("recipe", "gpu", "verdict")}
+    given = parse_numerics(args.numerics)
+    benchmarks |= {name: partial(BENCHMARKS[name], given=given) for name in ("train", "inference", "dino")}
     record = {"machine": describe_machine(), "repeats": args.repeats, "lines": []}
+    if args.update and args.out.exists():
+        earlier = json.loads(args.out.read_text())
+        if reason := difference(earlier, record):
+            parser.error(f"--update: the record in {args.out} has {reason}; measure all lines again in a new file")
+        record["lines"] = earlier["lines"]
     for name in args.names or BENCHMARKS:
         for task in benchmarks[name]():
-            record["lines"] += compare(task, args.repeats)
+            record["lines"] = replaced(record["lines"], [*compare(task, args.repeats)])
             write_text(args.out, json.dumps(record, indent=1) + "\n")  # after each task: a later one may fail
             print(task.name, file=sys.stderr, flush=True)
     print(markdown(record))
     return 0
+
+
+def difference(earlier: dict, record: dict) -> str | None:
+    """Return what makes the numbers of two records differ, as text, or None: the machine, the versions or the repetitions. The
+    code of smallvit may differ.
+    """
+    for name, value in record["machine"].items():
+        if name != "code" and earlier["machine"][name] != value:
+            return f"another value of {name}"
+    return None if earlier["repeats"] == record["repeats"] else "another number of repetitions"
+
+
+def replaced(lines: list[dict], new: list[dict]) -> list[dict]:
+    """Return the lines of a record, with the `new` lines of one task in the place of its earlier ones, or else at the end."""
+    same = [(line["task"], line["steps"]) == (new[0]["task"], new[0]["steps"]) for line in lines]
+    at = same.index(True) if True in same else len(lines)
+    return [*lines[:at], *new, *(line for line, replaced in zip(lines[at:], same[at:]) if not replaced)]
 
 
 def argument_parser(names: Sequence[str]) -> argparse.ArgumentParser:
@@ -49,6 +75,8 @@ def argument_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=9, help="counted repetitions, after one that is not (default 9)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; whole recipes use all cores (default 1)")
     parser.add_argument("--steps", type=int, nargs="+", default=[20, 60], help="steps of a recipe's runs (default 20 60)")
+    parser.add_argument("--numerics", nargs="+", default=[], help="options of smallvit that are fixed, such as kernel=native")
+    parser.add_argument("--update", action="store_true", help="keep the other lines of the record that exists")
     parser.add_argument("--out", type=Path, default=OUT, help=f"file for the record (default {OUT})")
     return parser
 

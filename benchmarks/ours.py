@@ -41,14 +41,20 @@ def training(shape: Shape, data: Dataset, numerics: Numerics = DEFAULT, **choice
     return started
 
 
-def fast(shape: Shape, data: Dataset, **choices) -> Training:
-    """Return a training with the fastest numerics, as `smallvit run --fast` chooses them, but never compiled.
-
-    The choice is made before anything is timed. Half precision is tried only if the best flags of the peers include it.
+def ways(bf16: bool, given: dict) -> list[Numerics]:
+    """Return the numerics that are tried; the options in `given` are fixed. Half precision is tried only if the best flags of
+    the peers include it.
     """
-    ways = ways_to_try({} if has_native_bf16() else {"precision": None})
-    times, _ = race(ways, lambda way: [training(shape, data, way, **choices)], [1])
-    return training(shape, data, winner(times, ways), **choices)
+    return ways_to_try(given if bf16 and has_native_bf16() else given | {"precision": None})
+
+
+def fast(shape: Shape, data: Dataset, bf16: bool = True, given: dict = {}, **choices) -> Training:  # noqa: B006
+    """Return a training with the fastest numerics (see `ways`), as `smallvit run --fast` chooses them, but never compiled. The
+    choice is made before anything is timed.
+    """
+    tried = ways(bf16, given)
+    times, _ = race(tried, lambda way: [training(shape, data, way, **choices)], [1])
+    return training(shape, data, winner(times, tried), **choices)
 
 
 def step(shape: Shape, numerics: Numerics = DEFAULT) -> Callable[[], None]:
@@ -61,18 +67,16 @@ def step_with_images(shape: Shape, images: int) -> Callable[[], None]:
     return training(shape, dataset(images=images), augment=augment.digits()).train_step
 
 
-def inference(shape: Shape) -> tuple[Callable[[], Tensor], Numerics]:
-    """Return a call that computes the logits of one batch, with the fastest numerics, and these numerics.
-
-    They are chosen among those for training, before anything is timed. Half precision is tried only if the best flags of the
-    peers include it.
+def inference(shape: Shape, bf16: bool = True, given: dict = {}) -> tuple[Callable[[], Tensor], Numerics]:  # noqa: B006
+    """Return a call that computes the logits of one batch, with the fastest numerics (see `ways`), and these numerics. They are
+    chosen before anything is timed.
     """
     data = dataset()
     model, images = training(shape, data).model.eval(), first_batch(data, shape.batch)[0]
-    ways = ways_to_try({} if has_native_bf16() else {"precision": None})
-    calls = [partial(predict_with, NumericsContext(model, way), way, model, images) for way in ways]
-    times = dict(zip(ways, milliseconds(calls, 5)))
-    return calls[ways.index(best := winner(times, ways))], best
+    tried = ways(bf16, given)
+    calls = [partial(predict_with, NumericsContext(model, way), way, model, images) for way in tried]
+    times = dict(zip(tried, milliseconds(calls, 5)))
+    return calls[tried.index(best := winner(times, tried))], best
 
 
 def predict_with(context: NumericsContext, numerics: Numerics, model: nn.Module, images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Each function imports its peer itself, so a peer that is not installed affects o
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,6 +53,7 @@ def version(peer: str) -> str | None:
         return None
 
 
+@functools.cache
 def has_native_bf16(device: str = "cpu") -> bool:
     """Return whether the processor supports bf16 in hardware; without this support bf16 is slower than float32."""
     if device == "cuda":
@@ -60,9 +62,9 @@ def has_native_bf16(device: str = "cpu") -> bool:
     return flags.exists() and any(flag in flags.read_text() for flag in ("avx512_bf16", "amx_bf16"))
 
 
-def autocast(best: bool, device: str = "cpu") -> torch.autocast:
-    """Return the autocast context: bf16 for best flags if the hardware supports it, else float32."""
-    return torch.autocast(device, torch.bfloat16, enabled=best and has_native_bf16(device))
+def autocast(best: bool, device: str = "cpu", bf16: bool = True) -> torch.autocast:
+    """Return the autocast context: bf16 for best flags if the hardware supports it and `bf16` allows it, else float32."""
+    return torch.autocast(device, torch.bfloat16, enabled=best and bf16 and has_native_bf16(device))
 
 
 def adamw(model: nn.Module, best: bool) -> torch.optim.AdamW:
@@ -127,16 +129,18 @@ def vit_pytorch_vit(shape: Shape, side: int, channels: int, best: bool) -> nn.Mo
 VITS = {"timm": timm_vit, "vit-pytorch": vit_pytorch_vit}
 
 
-def step(shape: Shape, peer: str, best: bool) -> Callable[[], None]:
-    """Return a call that makes one training step, always on the same batch."""
+def step(shape: Shape, peer: str, best: bool, bf16: bool = True) -> Callable[[], None]:
+    """Return a call that makes one training step, always on the same batch. `bf16=False` leaves bf16 out of the best flags."""
     data = dataset()
     model = VITS[peer](shape, data.spec.size[0], data.spec.channels, best)
-    return partial(learn, model, adamw(model, best), *first_batch(data, shape.batch), best)
+    return partial(learn, model, adamw(model, best), *first_batch(data, shape.batch), best, bf16)
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, best: bool):
+def learn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, best: bool, bf16: bool = True
+):  # fmt: skip
     """Make one training step: forward, cross-entropy, backward, gradient clipping, AdamW."""
-    with autocast(best, images.device.type):
+    with autocast(best, images.device.type, bf16):
         loss = F.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()
@@ -144,11 +148,11 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
     optimizer.step()
 
 
-def inference(shape: Shape, peer: str, best: bool) -> Callable[[], Tensor]:
+def inference(shape: Shape, peer: str, best: bool, bf16: bool = True) -> Callable[[], Tensor]:
     """Return a call that computes the logits of one batch."""
     data = dataset()
     model = VITS[peer](shape, data.spec.size[0], data.spec.channels, best)
-    return partial(predict, model.eval(), first_batch(data, shape.batch)[0], best)
+    return partial(predict, model.eval(), first_batch(data, shape.batch)[0], best and bf16)
 
 
 def predict(model: nn.Module, images: Tensor, best: bool = False) -> Tensor:
@@ -239,7 +243,9 @@ class LightlyDINO(nn.Module):
         return self.loss(teacher, student, epoch=0)
 
 
-def dino(model: LightlyDINO, make_views: Callable[[], list[Tensor]], best: bool) -> Callable[[], None]:
+def dino(
+    model: LightlyDINO, make_views: Callable[[], list[Tensor]], best: bool, bf16: bool = True
+) -> Callable[[], None]:  # fmt: skip
     """Return a call that makes one step: views, update of the teacher, forward, backward, AdamW."""
     from lightly.models.utils import update_momentum
 
@@ -249,7 +255,7 @@ def dino(model: LightlyDINO, make_views: Callable[[], list[Tensor]], best: bool)
         views = make_views()
         update_momentum(model.student, model.teacher, m=0.99)
         update_momentum(model.student_head, model.teacher_head, m=0.99)
-        with autocast(best):
+        with autocast(best, bf16=bf16):
             loss = model(views)
         optimizer.zero_grad()
         loss.backward()

@@ -79,7 +79,7 @@ def describe_method(record: dict) -> str:
     sentences = [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} torch thread{plural}; {versions}.",
         "The best flags include bf16." if machine["bf16"] else "The CPU has no native bf16; the best flags do not include it.",
-        f"Numbers are medians of {record['repeats']} repetitions (at most 3 for whole recipes and for memory).",
+        f"Numbers are medians of {record['repeats']} repetitions (1 for whole recipes, at most 3 for memory).",
         "All libraries take turns in one process; memory is measured in a new process each time.",
         "2.0x: the peer needs twice the time or memory of smallvit.",
     ]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks import ours, peers, verdict
 from benchmarks.digits import dataset
 from benchmarks.memory import growth_in_new_process
-from benchmarks.peers import AUGMENTATIONS, VITS, LightlyDINO, Shape, version
+from benchmarks.peers import AUGMENTATIONS, VITS, LightlyDINO, Shape, has_native_bf16, version
 from benchmarks.verdict import Job
 from smallvit import DINO, Dataset, augment
 from smallvit.flops import counted, milliseconds
@@ -90,23 +91,31 @@ def check_equal(what: str, smallvit: object, peer: object):
 # Training step, inference, memory
 
 
-def train(shapes: Sequence[Shape] = SHAPES) -> Iterator[Task]:
+def with_and_without_bf16() -> list[tuple[bool, str]]:
+    """Return whether bf16 may be used, and what the name of the task says about it. If the processor has bf16, a task is
+    measured twice: bf16 is allowed for both sides, and then for none.
+    """
+    return [(True, ""), (False, ", without bf16")] if has_native_bf16() else [(False, "")]
+
+
+def train(shapes: Sequence[Shape] = SHAPES, given: dict = {}) -> Iterator[Task]:  # noqa: B006
     """One training step of a ViT."""
-    for shape in shapes:
+    for shape, (bf16, suffix) in product(shapes, with_and_without_bf16()):
         check_models(shape)
-        theirs = {peer: {flags: peers.step(shape, peer, best) for flags, best in flags_of(peer).items()} for peer in VITS}
-        training = ours.fast(shape, dataset())
-        name = f"training step, {describe_shape(shape)}"
+        theirs = {peer: {flags: peers.step(shape, peer, best, bf16) for flags, best in flags_of(peer).items()} for peer in VITS}
+        training = ours.fast(shape, dataset(), bf16, given)
+        name = f"training step, {describe_shape(shape)}{suffix}"
         yield Task(name, training.train_step, theirs, numerics=training.numerics.describe())
 
 
-def inference(shapes: Sequence[Shape] = SHAPES) -> Iterator[Task]:
+def inference(shapes: Sequence[Shape] = SHAPES, given: dict = {}) -> Iterator[Task]:  # noqa: B006
     """The logits of one batch."""
-    for shape in shapes:
+    for shape, (bf16, suffix) in product(shapes, with_and_without_bf16()):
         check_models(shape)
-        theirs = {peer: {flags: peers.inference(shape, peer, best) for flags, best in flags_of(peer).items()} for peer in VITS}
-        call, numerics = ours.inference(shape)
-        yield Task(f"inference, {describe_shape(shape)}", call, theirs, numerics=numerics.describe())
+        call_of = partial(peers.inference, shape, bf16=bf16)
+        theirs = {peer: {flags: call_of(peer, best) for flags, best in flags_of(peer).items()} for peer in VITS}
+        call, numerics = ours.inference(shape, bf16, given)
+        yield Task(f"inference, {describe_shape(shape)}{suffix}", call, theirs, numerics=numerics.describe())
 
 
 def reduction(settings: Sequence[tuple[Shape, int, int, int]] = MERGING) -> Iterator[Task]:
@@ -198,19 +207,19 @@ def views(batch: int = 64) -> Iterator[Task]:
         yield Task(f"views of {name}, batch {batch}", ours_views, {"lightly": {"default settings": their_views}})
 
 
-def dino(shape: Shape = SMALL) -> Iterator[Task]:
+def dino(shape: Shape = SMALL, given: dict = {}) -> Iterator[Task]:  # noqa: B006
     """One training step of DINO, including its views. Both sides use the ViT of smallvit."""
-    for name, data, crops in view_settings():
+    for (name, data, crops), (bf16, suffix) in product(view_settings(), with_and_without_bf16()):
         their_views, spec = peers.views(data, crops, shape.batch), data.spec
         check_views(ours.views(data, crops, shape.batch), their_views())
-        training = ours.fast(shape, data, objective=DINO, augment=crops, clip=0.0)
+        training = ours.fast(shape, data, bf16, given, objective=DINO, augment=crops, clip=0.0)
         theirs = {}
         for flags, best in flags_of("lightly").items():
             model = LightlyDINO(ours.vit(shape)(spec.size, spec.channels, len(spec.classes)), shape.dim)
             check_equal("parameters that DINO trains", count_parameters(training.objective), count_parameters(model))
-            theirs[flags] = peers.dino(model, their_views, best)
-        numerics = training.numerics.describe()
-        yield Task(f"DINO step on {name}, batch {shape.batch}", training.train_step, {"lightly": theirs}, numerics=numerics)
+            theirs[flags] = peers.dino(model, their_views, best, bf16)
+        title, numerics = f"DINO step on {name}, batch {shape.batch}{suffix}", training.numerics.describe()
+        yield Task(title, training.train_step, {"lightly": theirs}, numerics=numerics)
 
 
 def view_settings() -> Iterator[tuple[str, Dataset, tuple[augment.MultiCrop]]]:
@@ -252,8 +261,8 @@ def gpu(steps: Sequence[int] = (20, 60)) -> Iterator[Task]:
 
 
 def seconds(calls: Sequence[Call], repeats: int) -> list[float]:
-    """Return the median time of each call in seconds, in at most three repetitions, because one takes minutes."""
-    return [time / 1_000 for time in milliseconds(calls, min(repeats, 3))]
+    """Return the time of each call in seconds, in one repetition after one that is not counted, because it takes minutes."""
+    return [time / 1_000 for time in milliseconds(calls, min(repeats, 1))]
 
 
 def scale(

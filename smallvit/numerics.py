@@ -88,12 +88,12 @@ class NumericsContext:
         chosen = numerics.kernel in ("explicit", "fused")
         self.attention: list[Any] = [m for m in objective.modules() if hasattr(m, "fused")] if chosen else []
         self.compiled = compiled_blocks(objective) if numerics.compiled else []
-        self.tokenizers: list[Any] = []
+        self.shortcuts: list[tuple[Any, str]] = []  # modules, and the attribute that makes each of them faster if it is True
         if self.native:
-            from smallvit.native import convolutions_of_patches, native_blocks
+            from smallvit.native import native_blocks, shortcuts
 
             self.compiled = native_blocks(objective)
-            self.tokenizers = convolutions_of_patches(objective)
+            self.shortcuts = shortcuts(objective)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -105,8 +105,8 @@ class NumericsContext:
             module.fused = self.fused
         for block, compiled in self.compiled:
             block._compiled_call_impl = compiled
-        for tokenizer in self.tokenizers:  # a matrix product is faster than a convolution
-            tokenizer.linear = True
+        for module, name in self.shortcuts:
+            vars(module)[name] = True
         try:
             yield
         finally:
@@ -114,8 +114,8 @@ class NumericsContext:
                 module.fused = fused
             for block, _ in self.compiled:
                 block._compiled_call_impl = None
-            for tokenizer in self.tokenizers:
-                tokenizer.linear = False
+            for module, name in self.shortcuts:
+                vars(module)[name] = False
 
     def gradients_in_place(self, wanted: bool) -> AbstractContextManager:
         """Context manager for a forward pass. If `wanted`, and if the kernel is "native", the backward pass adds the gradients

@@ -97,6 +97,7 @@ class FlatAdamW:
             others.append(group | {"params": [p for p in group["params"] if p not in optimizer.state]})
         self.flat_parameters: list[Any] = [p for _, lists in self.groups for p in lists[0]]
         self.rest = None
+        self.divisor: Tensor | None = None  # of all gradients, for the next step
         if any(group["params"] for group in others):
             self.rest = torch.optim.AdamW(others, fused=True)
             self.rest.state = optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
@@ -131,6 +132,22 @@ class FlatAdamW:
         return all(p.grad is gradient for p, gradient in self.gradients)
 
     @torch.no_grad()
+    def clip(self, largest: float):
+        """Clip the gradients in the next call of `step`, as PyTorch's `clip_grad_norm_` does: if their norm is above `largest`,
+        they are divided by so much that it becomes `largest`. The optimizer does this on its way through the gradients.
+        """
+        gradients = [p.grad.flatten() for p in self.parameters if p.grad is not None]
+        if any(gradient.device.type != "cpu" for gradient in gradients):
+            nn.utils.clip_grad_norm_(self.parameters, largest)
+            return
+        norm = math.sqrt(sum(gradient.dot(gradient).item() for gradient in gradients))
+        if not norm + 1e-6 <= largest:  # also for a norm that is not a number
+            self.divisor = torch.tensor((norm + 1e-6) / largest)
+            for p in self.parameters[len(self.flat_parameters) :]:
+                if p.grad is not None:
+                    p.grad.div_(self.divisor)
+
+    @torch.no_grad()
     def step(self):
         """Update all parameters from their gradients."""
         tensors: Any = torch
@@ -140,7 +157,9 @@ class FlatAdamW:
             tensors._fused_adamw_(
                 parameters, gradients, means, squares, [], steps, lr=group["lr"], beta1=group["betas"][0],
                 beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], amsgrad=False, maximize=False,
+                grad_scale=self.divisor,
             )  # fmt: skip
+        self.divisor = None
         if self.rest is not None:
             for group, own in zip(self.optimizer.param_groups, self.rest.param_groups):
                 own["lr"] = group["lr"]

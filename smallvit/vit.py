@@ -191,6 +191,7 @@ class ViT(nn.Module):
                 if set_context := getattr(part, "set_context", None):
                     set_context(context)
         self.norm_after_pool = norm_after_pool
+        self.skips_unused_norms = False  # True: only the class token is normalized, if nothing else is used
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         make_head = self.pool.make_head if own_head else partial(nn.Linear, dim)
         self.head = make_head(classes) if classes else nn.Identity()
@@ -234,6 +235,13 @@ class ViT(nn.Module):
 
         `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column).
         """
+        x, size = self.tokens_before_norm(x, mask, keep)
+        return (x if self.norm_after_pool else self.norm(x)), size
+
+    def tokens_before_norm(
+        self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `tokens`, but without the last norm."""
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ValueError(f"got images of shape {tuple(x.shape)}; this model needs b {self.channels} h w")
         if mask is not None and any(getattr(block, "reduction", None) is not None for block in self.blocks):
@@ -246,13 +254,16 @@ class ViT(nn.Module):
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
             places = None if places is None else places._replace(at=places.at[keep])
         size = None
-        x, size = self.blocks(x, size, mask) if places is None else self.blocks(x, size, mask, places)
-        return (x if self.norm_after_pool else self.norm(x)), size
+        return self.blocks(x, size, mask) if places is None else self.blocks(x, size, mask, places)
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return one feature vector for each image, shape (batch, width). These features enter the classification head. `x`
         holds the images (batch, channels, height, width), and `mask` is True where attention is allowed.
         """
+        norm: Any = self.norm
+        if self.skips_unused_norms and not (norm._forward_hooks or norm._forward_pre_hooks):
+            x, size = self.tokens_before_norm(x, mask)
+            return norm(self.pool(x, size, len(self.prefix)))
         return self.pooled(*self.tokens(x, mask))
 
     def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:

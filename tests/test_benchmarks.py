@@ -53,6 +53,7 @@ PEERS_OF = {
     "verdict": {"smallvit run, no options", "timm, one run after another", "timm, one process a core"},
 }
 COUNT = {"views": 2, "dino": 2, "scale": 2, "gpu": 0}  # tasks of a benchmark; all others have 1
+COUNT |= {name: COUNT.get(name, 1) * (1 + peers.has_native_bf16()) for name in ("train", "inference", "dino")}
 COUNT |= {"memory": 2 * (sys.platform == "linux"), "reduction": 1 + (reason_against() is None)}
 
 
@@ -115,6 +116,7 @@ def test_seconds_per_run_counts_the_cores_that_are_used(monkeypatch):
 
 def test_missing_peer_does_not_affect_the_others(monkeypatch):
     monkeypatch.setattr(tasks, "version", lambda peer: None if peer == "vit-pytorch" else "1")
+    monkeypatch.setattr(tasks, "with_and_without_bf16", lambda: [(False, "")])
     (task,) = tasks.train([SHAPE])
     lines = {line["peer"]: line for line in tasks.compare(task._replace(measure=call_once), repeats=1)}
     assert lines["timm"]["best flags"] == 1 and lines["vit-pytorch"]["default settings"] is None
@@ -309,10 +311,11 @@ def test_one_page_shows_the_table_of_the_committed_record():
 
 
 def test_command_writes_a_record_and_prints_its_table(tmp_path, monkeypatch, capsys):
-    def quick(steps=None) -> Iterator[tasks.Task]:
+    def quick(steps=None, given=None) -> Iterator[tasks.Task]:
         yield tasks.Task(f"nothing {steps}", lambda: None, {"timm": {"default settings": lambda: None}}, measure=call_once)
 
-    monkeypatch.setattr(tasks, "BENCHMARKS", {"quick": quick, "recipe": quick, "gpu": partial(quick), "verdict": quick})
+    names = ("quick", "train", "inference", "dino", "recipe", "gpu", "verdict")
+    monkeypatch.setattr(tasks, "BENCHMARKS", dict.fromkeys(names, quick))
     out = tmp_path / "deep" / "record.json"
     assert main(["quick", "recipe", "--repeats", "2", "--steps", "7", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
@@ -320,6 +323,37 @@ def test_command_writes_a_record_and_prints_its_table(tmp_path, monkeypatch, cap
     assert [line["task"] for line in record["lines"]] == ["nothing None", "nothing [7]"] and record["repeats"] == 2
     assert record["machine"]["threads"] == 1 and record["machine"]["versions"]["torch"] == peers.version("torch")
     assert str(ROOT) not in out.read_text()
+
+
+def test_update_replaces_the_lines_of_a_task_and_keeps_the_others(tmp_path, monkeypatch, capsys):
+    def benchmark(name, times):
+        calls = {"timm": {"default settings": lambda: None}, "vit-pytorch": {}}
+        yield tasks.Task(name, lambda: None, calls, measure=lambda calls, repeats: [times.pop()] * len(calls))
+
+    times = [3.0, 2.0, 1.0]
+    others = dict.fromkeys(("inference", "dino", "recipe", "gpu", "verdict"), benchmark)
+    own = {"train": lambda given: benchmark("train", times), "views": lambda: benchmark("views", times)}
+    monkeypatch.setattr(tasks, "BENCHMARKS", others | own)
+    for names in (["train", "views"], ["train"]):
+        assert main([*names, "--repeats", "2", "--update", "--out", str(tmp_path / "record.json")]) == 0
+    lines = json.loads((tmp_path / "record.json").read_text())["lines"]
+    assert [(line["task"], line["peer"], line["smallvit"]) for line in lines] == [
+        ("train", "timm", 3), ("train", "vit-pytorch", 3), ("views", "timm", 2), ("views", "vit-pytorch", 2),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["train", "--repeats", "3", "--update", "--out", str(tmp_path / "record.json")])
+    assert "another number of repetitions" in capsys.readouterr().err
+
+
+def test_without_bf16_no_side_uses_it(monkeypatch):
+    monkeypatch.setattr(tasks, "has_native_bf16", lambda: True)
+    monkeypatch.setattr(peers, "has_native_bf16", lambda device="cpu": True)
+    monkeypatch.setattr(ours, "has_native_bf16", lambda: True)
+    assert tasks.with_and_without_bf16() == [(True, ""), (False, ", without bf16")]
+    assert {way.precision for way in ours.ways(True, {})} == {None, "bf16"}
+    assert {way.precision for way in ours.ways(False, {})} == {None}
+    assert [way.kernel for way in ours.ways(False, {"kernel": "fused"})] == ["fused"]
+    assert peers.autocast(True)._enabled and not peers.autocast(True, bf16=False)._enabled
 
 
 def test_unknown_benchmark_is_refused_by_name(capsys):

@@ -22,6 +22,7 @@ from smallvit import (
     Attention,
     Block,
     LocalityAttention,
+    MeanTokens,
     Merge,
     PatchEmbed,
     Pixels,
@@ -150,6 +151,23 @@ def test_patches_are_embedded_by_a_matrix_product_only_while_the_kernel_is_in_us
     overlapping = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2, kernel=4), dim=32, depth=1, heads=2)
     with NumericsContext(overlapping, NATIVE).active():
         assert overlapping(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+
+
+def test_only_the_class_token_is_normalized_while_the_kernel_is_in_use():
+    torch.manual_seed(0)
+    model, x, seen = VIT((8, 8), 1, 10), torch.randn(3, 1, 8, 8), []
+    loss = model.double()(x.double()).square().sum()
+    exact = torch.autograd.grad(loss, [*model.norm.parameters(), model.prefix])
+    with NumericsContext(model.float(), NATIVE).active():
+        assert model.skips_unused_norms
+        found = torch.autograd.grad(model(x).square().sum(), [*model.norm.parameters(), model.prefix])
+        assert error(found, exact) < 1e-5
+        model.norm.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
+        assert torch.equal(model.features(x), model.tokens(x)[0][:, 0]) and seen == 2 * [(3, 17, 32)]
+    assert not model.skips_unused_norms
+    mean = ViT((8, 8), 1, 10, tokenizer=partial(PatchEmbed, patch=2), dim=32, depth=1, heads=2, pool=MeanTokens)
+    with NumericsContext(mean, NATIVE).active():
+        assert not mean.skips_unused_norms
 
 
 @pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ()], ids=["AVX2", "portable"])
@@ -322,6 +340,21 @@ def test_memory_is_used_again():
     known = {memory.data_ptr() for memory in native.POOL.free}
     call(x)[0].sum().backward()
     assert {memory.data_ptr() for memory in native.POOL.free} <= known
+    large = native.new_memory(native.HUGE_PAGE)
+    assert large.shape == (native.HUGE_PAGE,) and large.dtype == torch.float32 and large.fill_(2).sum() == 2 * len(large)
+
+
+def test_clipping_a_gradient_that_is_not_a_number_gives_weights_that_are_not():
+    model = nn.Linear(3, 2)
+    optimizer = optimizers(nn.Sequential(model, nn.Linear(2, 2)))
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    flat = FlatAdamW(optimizer)
+    model.weight.grad.fill_(float("nan"))
+    flat.clip(1.0)
+    flat.step()
+    assert all(p.isnan().all() for p in flat.parameters)
 
 
 # Compilation
@@ -508,8 +541,9 @@ def optimizers(model: nn.Module):
     return torch.optim.AdamW([{"params": group, "weight_decay": decay} for group, decay in decays], lr=1e-2, fused=True)
 
 
+@pytest.mark.parametrize("largest", [0.1, 1e3])
 @pytest.mark.parametrize("case", ["all used", "one never used", "one used late", "one removed late"])
-def test_flat_optimizer_takes_the_steps_of_adamw(case):
+def test_flat_optimizer_takes_the_steps_of_adamw(case, largest):
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(5, 3))]
     models.append(copy.deepcopy(models[0]))
@@ -526,10 +560,12 @@ def test_flat_optimizer_takes_the_steps_of_adamw(case):
                 model[2].bias.grad = None
         for group in (*plain.param_groups, *joined.param_groups):
             group["lr"] = 1e-2 / (step + 1)
+        nn.utils.clip_grad_norm_(models[0].parameters(), largest)
         plain.step()
         if flat is not None and not flat.intact:
             flat.separate()
             flat = None
+        flat.clip(largest) if flat else nn.utils.clip_grad_norm_(models[1].parameters(), largest)
         (flat or joined).step()
         if flat is None and not (case == "one removed late" and step >= 3):
             flat = FlatAdamW(joined)

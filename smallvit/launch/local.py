@@ -78,8 +78,9 @@ def process_context(device: str) -> Any:
 
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
-    # includes what the first optimizer step, the first digits and the first probe import: two seconds in each worker
+    # includes what the first optimizer step, the first digits, the first probe and the first record import: two seconds
     imported_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
+    imported_once += ["einops._torch_specific", "safetensors.torch", "smallvit.explain", "smallvit.native"]
     forkserver.set_forkserver_preload(["smallvit.launch.worker", *imported_once])
     with ignore_sigint():
         forkserver.ensure_running()

@@ -4,6 +4,7 @@ Importing torch takes as long as training a small run. On Linux a server process
 a fork of that server (see `local.process_context`). So everything that a run needs is imported at the top of this file.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -35,6 +36,7 @@ def prepare(progress: Any, environment: dict[str, str]):
     The parent decides what Ctrl-C does. The worker exits when its parent has exited.
     """
     global PROGRESS
+    gc.freeze()  # what was imported stays: searching it for garbage would take a quarter of a second, and copy its memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=exit_with, args=(parent_process(),), daemon=True).start()
     os.environ.clear()  # a server process has the environment of the moment when it was started

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import inspect
+import mmap
 import os
 import platform
 import shutil
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,23 +26,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
+from smallvit.pooling import ClassToken
 from smallvit.storage import write_atomic
 from smallvit.tokenizers import PatchEmbed
-from smallvit.vit import Block, Blocks, one_after_another
+from smallvit.vit import Block, Blocks, ViT, one_after_another
 
 SOURCE = Path(__file__).with_name("blocks.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
 GROUP_ROWS = 256  # tokens of the images that go through all blocks together
 MOST_TOKENS_KEPT = 128  # with more tokens, the backward pass computes the insides of branches again, instead of keeping them
+MOST_PROBLEMS = 8  # descriptions of a call that are kept for the next one
 MIDDLES = {"attention": 0, nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
 PRECISIONS = {"fp32": 0, "bf16": 1, "bf16 tiles": 2}  # the enum `Precision` of blocks.cpp
+HUGE_PAGE = 2**21  # bytes
 WEIGHTS = 7  # of a branch, as the enum `Weight` of blocks.cpp; the last one is the scale of the logits
 
 
@@ -148,7 +153,7 @@ class Branch(ctypes.Structure):
         ("gradient", ctypes.c_void_p * WEIGHTS),
         ("keep", ctypes.c_void_p),
         ("logit_bias", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("bias_image", "bias_head", "bias_query")),
+        *((name, ctypes.c_long) for name in ("bias_image", "bias_head", "bias_key")),
     ]
 
 
@@ -177,7 +182,7 @@ class Pool:
         fitting = [memory for memory in self.free if floats <= memory.numel() <= 2 * floats]
         memory = min(fitting, key=Tensor.numel, default=None)
         if memory is None:
-            return Loan(self, torch.empty(floats))
+            return Loan(self, new_memory(floats))
         self.free = [other for other in self.free if other is not memory]
         return Loan(self, memory)
 
@@ -190,6 +195,20 @@ class Loan:
 
     def __del__(self):
         self.pool.free = [*self.pool.free, self.memory][-self.pool.most :]
+
+
+def new_memory(floats: int) -> Tensor:
+    """Return a new tensor of so many floats, without values. On Linux a large one lies on pages of 2 MB instead of 4 kB: the
+    processor then looks up fewer addresses, and reads it up to twice as fast if it is larger than the cache.
+    """
+    size = 4 * floats
+    if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(floats)
+    with suppress(OSError):  # a system without such pages, or too little memory, which PyTorch then says
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.float32)
+    return torch.empty(floats)
 
 
 POOL = Pool()
@@ -219,8 +238,39 @@ class Call(NamedTuple):
     half: bool
     gradients: bool  # whether a backward pass may follow
     kept: list[Loan]  # what the forward pass leaves for it, one for each model
-    weights: Sequence[Tensor | None] = ()  # weights that autograd does not see: their gradients are added to `.grad`
+    weights: Sequence[Tensor | None] = ()  # of `NativeFunctionInPlace`
     stacked: bool = False  # whether the tensors have a leading axis: models with weights of their own
+
+
+def compute(call: Call, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+    """Return the output of the blocks for tokens `x`, and keep what a backward pass needs in `call.kept`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
+        problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
+        kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
+        scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
+        library().blocks_forward(problem, pointer(tokens), pointer(result), kept and kept.pointer, scratch.pointer)
+        if kept:
+            call.kept.append(kept)
+    return out
+
+
+def compute_backward(
+    call: Call, x: Tensor, bias: Tensor, d_out: Tensor, weights: Sequence[Tensor | None], targets: Sequence[Tensor | None]
+) -> Tensor:
+    """Return the gradient of the tokens `x`, from the gradient `d_out` of the output. The gradients of `weights` are added to
+    the tensors in `targets`.
+    """
+    if torch.is_grad_enabled():  # with create_graph=True; a result without a graph would count as a constant
+        raise RuntimeError("the native kernel has no second derivative; use another one, such as --numerics kernel=rule")
+    x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
+    for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
+        own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
+        problem = call.blocks.problem(call, tokens, member(bias, call, index), *own)
+        scratch = POOL.lend(library().blocks_scratch_floats(problem, 1, 1))
+        library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
+    return d_x
 
 
 class NativeFunction(torch.autograd.Function):
@@ -228,41 +278,21 @@ class NativeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Tensor:
-        x, own = x.contiguous(), weights or call.weights
-        out = torch.empty_like(x)
-        for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
-            problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in own])
-            kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
-            scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
-            library().blocks_forward(problem, pointer(tokens), pointer(result), kept and kept.pointer, scratch.pointer)
-            if kept:
-                call.kept.append(kept)
-        return out
+        return compute(call, x, bias, weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor):
         call, *tensors = inputs
         ctx.call = call
-        ctx.in_place = IN_PLACE[0] and have_gradients(call.weights or tensors[2:])
+        ctx.in_place = IN_PLACE[0] and have_gradients(tensors[2:])
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():  # with create_graph=True; a result without a graph would count as a constant
-            raise RuntimeError("the native kernel has no second derivative; use another one, such as --numerics kernel=rule")
-        call, (x, bias, *inputs) = ctx.call, ctx.saved_tensors
-        x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
-        weights = inputs or call.weights
-        if ctx.in_place:
-            targets = [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
-        else:
-            targets = new_gradients(weights, ctx.needs_input_grad[3:])
-        for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
-            own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
-            problem = call.blocks.problem(call, tokens, member(bias, call, index), *own)
-            scratch = POOL.lend(library().blocks_scratch_floats(problem, 1, 1))
-            library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
-        return None, d_x, None, *([None] * len(inputs) if ctx.in_place else targets)
+        call, (x, bias, *weights) = ctx.call, ctx.saved_tensors
+        targets = existing_gradients(weights) if ctx.in_place else new_gradients(weights, ctx.needs_input_grad[3:])
+        d_x = compute_backward(call, x, bias, d_out, weights, targets)
+        return None, d_x, None, *([None] * len(weights) if ctx.in_place else targets)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Tensor, int]:
@@ -277,6 +307,28 @@ class NativeFunction(torch.autograd.Function):
 
 # PyTorch asks for the signature in each call; working it out takes as long as a small matrix product
 vars(NativeFunction.forward)["__signature__"] = inspect.signature(NativeFunction.forward)
+
+
+class NativeFunctionInPlace(torch.autograd.Function):
+    """Like `NativeFunction`, but autograd does not see the weights: their gradients are added to their `.grad`. With 56 weights
+    less to look at, a call of a small model takes noticeably less time. It does not work under `torch.vmap`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.call = call
+        ctx.save_for_backward(x, bias)
+        return compute(call, x, bias, call.weights)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call, (x, bias) = ctx.call, ctx.saved_tensors
+        return None, compute_backward(call, x, bias, d_out, call.weights, existing_gradients(call.weights)), None
+
+
+def existing_gradients(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the `.grad` of each weight that needs a gradient, and None for the others."""
+    return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
 
 
 def have_gradients(weights: Sequence[Tensor | None]) -> bool:
@@ -326,6 +378,7 @@ class NativeBlocks:
             self.describe_mlp(block, mlp)
         self.drop_path: list[Any] = [branch[-1] for block in blocks for branch in (block.branch1, block.branch2)]
         self.biases: dict[int, Tensor] = {}  # by number of tokens
+        self.problems: dict[tuple, Any] = {}  # see the method `problem`
 
     def describe_attention(self, block: Any, branch: Branch):
         """Fill in what C++ needs to know about the attention of a block."""
@@ -352,10 +405,13 @@ class NativeBlocks:
         weights = [module.get(name) for module, name in self.weights]
         if self.fallback(x, size, weights, half):
             return one_after_another(self.blocks, x, size, mask)
-        call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [])
+        call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [], weights)
         bias = self.logit_bias(x, size, mask)
-        if IN_PLACE[0] and x.requires_grad and not is_batchedtensor(x) and have_gradients(weights):
-            return NativeFunction.apply(call._replace(weights=weights), x, bias), size  # pyright: ignore
+        plain = peek_interpreter_stack() is None and forward_ad._current_level < 0  # no transform such as `torch.vmap`
+        if plain and not call.gradients:
+            return compute(call, x, bias, weights), size
+        if plain and IN_PLACE[0] and x.requires_grad and have_gradients(weights):
+            return NativeFunctionInPlace.apply(call, x, bias), size
         return NativeFunction.apply(call, x, bias, *weights), size  # pyright: ignore
 
     def fallback(self, x: Tensor, size: Tensor | None, weights: Sequence[Tensor | None], half: bool) -> str | None:
@@ -392,9 +448,10 @@ class NativeBlocks:
         return [drop_path(ones).flatten() if draws else None for drop_path, draws in zip(self.drop_path, drawn)]
 
     def logit_bias(self, x: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Return what is added to the attention logits: log(size), and -inf where the mask is False or no token is.
+        """Return what is added to the attention logits: log(size), and -inf where the mask is False.
 
-        The shape is (b, heads, n, m), where each of the first three may be 1, and m is n rounded up to whole vectors.
+        The shape is (b, heads, keys) if it is the same for all queries, or else (b, heads, keys, m), where m is the number of
+        queries rounded up to whole vectors. The first two may be 1.
         """
         n = x.shape[1]
         plain = size is None and mask is None
@@ -407,7 +464,10 @@ class NativeBlocks:
         bias = bias.reshape(*[1] * (4 - bias.ndim), *bias.shape).float()
         if bias.shape[-1] == 1:
             bias = bias.expand(*bias.shape[:-1], n)
-        bias = F.pad(bias, (0, -n % library().blocks_lanes()), value=float("-inf")).contiguous()
+        if bias.shape[2] == 1:
+            bias = bias[:, :, 0].contiguous()
+        else:
+            bias = F.pad(bias.transpose(2, 3), (0, -n % library().blocks_lanes())).contiguous()
         if plain:
             self.biases[n] = bias
         return bias
@@ -416,22 +476,29 @@ class NativeBlocks:
         self, call: Call, x: Tensor, bias: Tensor, weights: Sequence, gradients: Sequence | None = None
     ) -> Any:
         """Return a reference to the `Problem` for C++. `x` (b, n, d) are the tokens of one model, `gradients` the tensors to
-        which the gradients of `weights` are added.
+        which the gradients of `weights` are added. The last few problems are kept, because most steps repeat them.
         """
+        threads, pointers = torch.get_num_threads(), [0 if w is None else w.data_ptr() for w in weights]
+        targets = pointers if gradients is None else [0 if g is None else g.data_ptr() for g in gradients]
+        key = (x.shape, bias.shape, bias.data_ptr(), call.half, threads, *pointers, *targets)
+        repeats = call.keep.count(None) == len(call.keep)  # without stochastic depth
+        if repeats and (found := self.problems.get(key)):
+            return found
         (images, tokens, width), branches = x.shape, type(self.branches).from_buffer_copy(self.branches)
-        strides = [stride if length > 1 else 0 for stride, length in zip(bias.stride(), bias.shape[:3])]
+        strides = [stride if length > 1 else 0 for stride, length in zip(bias.stride(), bias.shape[:2])]
         for index, (branch, keep) in enumerate(zip(branches, call.keep)):
             own = slice(index * WEIGHTS, (index + 1) * WEIGHTS)
-            branch.weight[:] = [0 if w is None else w.data_ptr() for w in weights[own]]
-            branch.gradient[:] = [0 if g is None else g.data_ptr() for g in (gradients or weights)[own]]
+            branch.weight[:], branch.gradient[:] = pointers[own], targets[own]
             branch.keep = 0 if keep is None else keep.data_ptr()
             branch.logit_bias = bias.data_ptr()
-            branch.bias_image, branch.bias_head, branch.bias_query = strides
+            branch.bias_image, branch.bias_head, branch.bias_key = *strides, bias.stride(2)
         group = max(1, min(images, GROUP_ROWS // tokens))
         precision = PRECISIONS["fp32" if not call.half else "bf16 tiles" if has_tiles() else "bf16"]
         again = tokens > MOST_TOKENS_KEPT or precision == PRECISIONS["bf16 tiles"]  # products take less time than memory
-        threads = torch.get_num_threads()
-        return ctypes.byref(Problem(images, tokens, width, len(branches), group, threads, precision, again, branches))
+        problem = ctypes.byref(Problem(images, tokens, width, len(branches), group, threads, precision, again, branches))
+        if repeats:
+            self.problems = dict([*self.problems.items()][-MOST_PROBLEMS + 1 :]) | {key: problem}
+        return problem
 
 
 def addresses(module: nn.Module) -> list[tuple[dict, str]]:
@@ -502,12 +569,20 @@ def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def convolutions_of_patches(objective: nn.Module) -> list[PatchEmbed]:
-    """Return the tokenizers inside a training objective that can compute their convolution as a matrix product, which is faster
-    and the same function. Nothing is returned if the kernel cannot be used on this machine.
+def shortcuts(objective: nn.Module) -> list[tuple[Any, str]]:
+    """Return pairs of a module inside a training objective and the name of an attribute. If the attribute is True, the module
+    computes the same function in less time. Nothing is returned if the kernel cannot be used on this machine.
+
+    A tokenizer computes its convolution as a matrix product. A ViT that uses only the class token of its last block normalizes
+    only this token.
     """
-    tokenizers = [module for module in objective.modules() if type(module) is PatchEmbed]
-    return [each for each in tokenizers if each.can_be_linear and not each.linear and not reason_against()]
+    if reason_against():
+        return []
+    modules: list[Any] = [*objective.modules()]
+    tokenizers = [m for m in modules if type(m) is PatchEmbed and m.can_be_linear and not m.linear]
+    models = [m for m in modules if isinstance(m, ViT) and type(m).tokens is ViT.tokens]
+    models = [m for m in models if type(m.pool) is ClassToken and type(m.norm) is nn.LayerNorm and not m.norm_after_pool]
+    return [*((m, "linear") for m in tokenizers), *((m, "skips_unused_norms") for m in models)]
 
 
 @functools.cache

@@ -14,6 +14,8 @@
 // products are done in one pass. (4) Gradients are added to where the optimizer reads them. (5) The memory is the caller's, who
 // uses it again: this file allocates nothing, because the first use of each new page of memory costs time. (6) With tile
 // registers, where products are cheap, the backward pass computes the insides of branches again instead of reading them.
+// (7) An attention map has a row for each key, so that softmax works on vectors of queries. (8) The backward pass asks for the
+// numbers of the next head while it computes this one.
 //
 // Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
 // image, e width of one head. All widths are multiples of 16. The results of one thread do not depend on the machine's load:
@@ -95,7 +97,6 @@ static inline Vec combined(Vec v, Combine combine) {
 static inline Vec sum(Vec v) {
   return combined(v, [](Vec a, Vec b) { return a + b; });
 }
-static inline Vec largest(Vec v) { return combined(v, larger); }
 
 static inline Vec exp_of_negative(Vec x) {  // e^x for x <= 0, relative error 2e-7; 0 below -87; NaN stays NaN
   Vec t = x * 1.44269504f;                  // e^x = 2^t
@@ -141,12 +142,15 @@ static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its de
 static inline Vec add_product_of_pairs(Vec sum, Vec a, Vec b) {
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-typedef unsigned short Short __attribute__((vector_size(2 * LANES)));
-static inline Int to_16_bits(Vec v) { return __builtin_convertvector((Short)_mm512_cvtneps_pbh((__m512)v), Int); }
+static inline Vec pair(Vec first, Vec second) {  // one conversion gives all first ones and then all second ones
+  Int order;
+  for (int i = 0; i < LANES; i++) order[i] = i | (LANES + i) << 16;  // number i, followed by number 16 + i; a constant
+  return (Vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
 static inline void store_pairs(float* p, Vec v) { *(__m256i_u*)p = (__m256i)_mm512_cvtneps_pbh((__m512)v); }
 #else
 static inline Vec add_product_of_pairs(Vec sum, Vec, Vec) { return sum; }
-static inline Int to_16_bits(Vec v) { return (Int)v; }
+static inline Vec pair(Vec first, Vec) { return first; }
 static inline void store_pairs(float*, Vec) {}
 #endif
 
@@ -158,9 +162,8 @@ static void pairs_along_rows(long rows, long columns, const float* x, long strid
 static void pairs_of_rows(long rows, long columns, const float* x, long stride, float* out) {  // (rows / 2, columns) pairs
   for (long i = 0; i < rows; i += 2)
     for (long j = 0; j < columns; j += LANES) {
-      Int first = to_16_bits(load(x + i * stride + j)), second = {};
-      if (i + 1 < rows) second = to_16_bits(load(x + (i + 1) * stride + j));
-      store(out + i / 2 * columns + j, (Vec)(first | second << 16));
+      Vec second = i + 1 < rows ? load(x + (i + 1) * stride + j) : (Vec){};
+      store(out + i / 2 * columns + j, pair(load(x + i * stride + j), second));
     }
 }
 
@@ -452,8 +455,8 @@ struct Branch {
   const float* weight[WEIGHTS];  // BIAS1 may be null; SCALE (heads) multiplies the logits of a head
   float* gradient[WEIGHTS];      // to which gradients are added; null for a weight that needs none
   const float* keep;          // (images) factor of the branch, 0 to skip it; null for 1
-  const float* logit_bias;    // added to the logits; its last axis has `padded(tokens)` numbers, -inf after the last token
-  long bias_image, bias_head, bias_query;  // strides of `logit_bias`, 0 where one number serves all
+  const float* logit_bias;    // added to the logits: one number for each key, or `padded(tokens)` numbers (queries) for each key
+  long bias_image, bias_head, bias_key;  // strides of `logit_bias`, 0 where one number serves all; 1 for a number for each key
 };
 
 struct Blocks {
@@ -578,7 +581,7 @@ struct Head {  // where one head of one image finds its numbers; `inner` holds q
   long tokens, e, columns;  // `columns` is tokens, padded to whole vectors
   Matrix q, k, v;
   const float* bias;
-  long bias_query;
+  long bias_key;
   float scale;
 };
 
@@ -586,49 +589,62 @@ static Head head_of(const Blocks& s, const Branch& b, const float* inner, long i
   const long e = b.outer / b.heads, stride = stride_of(b.inner);
   const float* q = inner + row * stride + head * e;
   return {s.tokens, e, padded(s.tokens), {q, stride}, {q + b.outer, stride}, {q + 2 * b.outer, stride},
-          b.logit_bias + image * b.bias_image + head * b.bias_head, b.bias_query, b.weight[SCALE][head]};
+          b.logit_bias + image * b.bias_image + head * b.bias_head, b.bias_key, b.weight[SCALE][head]};
 }
 
-static void attention_map(const Head& h, float* transposed, float* map) {  // softmax(scale q k' + bias), (n, columns)
-  transpose(h.tokens, h.e, h.k, transposed, h.columns);
-  multiply<false, false>(h.tokens, h.columns, h.e, {h.q, {transposed, h.columns}, map, h.columns});
-  for (long i = 0; i < h.tokens; i++, map += h.columns) {
-    const float* bias = h.bias + i * h.bias_query;
+// Ask for numbers that are needed soon, so that they are in the cache by then. The processor foresees by itself what is read in
+// the order of memory; but the numbers of a head lie far apart, so that it would wait for each of them. (Inlined, because
+// compilers drop calls of a function that does nothing else.)
+#define INLINED __attribute__((always_inline)) static inline
+INLINED void prefetch(const float* p, long floats) {
+  for (long i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 2);  // for reading, into the second-level cache
+}
+
+INLINED void prefetch_head(const Head& h, long distance) {  // the one whose numbers have this distance from those of `h`
+  for (const Matrix& x : {h.q, h.k, h.v})
+    for (long i = 0; i < h.tokens; i++) prefetch(x.data + i * x.stride + distance, h.e);
+}
+
+// The attention map softmax(scale q k' + bias), stored with a row for each key and a column for each query. The softmax of a
+// query is then a column, and a vector holds LANES queries: no sums over the lanes of a vector, and no work on padded keys.
+static void attention_map(const Head& h, float* transposed, float* map) {  // (n, columns)
+  const long columns = h.columns, end = h.tokens * columns;
+  transpose(h.tokens, h.e, h.q, transposed, columns);
+  multiply<false, false>(h.tokens, columns, h.e, {h.k, {transposed, columns}, map, columns});
+  for (long j = 0; j < columns; j += LANES) {
     Vec top = fill(-INFINITY), total = {};
-    for (long j = 0; j < h.columns; j += LANES) {
-      Vec logit = load(map + j) * h.scale + load(bias + j);
+    const float* bias = h.bias;
+    for (long at = j; at < end; at += columns, bias += h.bias_key) {
+      Vec logit = load(map + at) * h.scale + (h.bias_key == 1 ? fill(*bias) : load(bias + j));
       top = larger(top, logit);
-      store(map + j, logit);
+      store(map + at, logit);
     }
-    const Vec most = largest(top);
-    for (long j = 0; j < h.columns; j += LANES) {
-      Vec weight = exp_of_negative(load(map + j) - most);
+    for (long at = j; at < end; at += columns) {
+      Vec weight = exp_of_negative(load(map + at) - top);
       total += weight;
-      store(map + j, weight);
+      store(map + at, weight);
     }
-    const Vec inverse = 1.f / sum(total);
-    for (long j = 0; j < h.columns; j += LANES) store(map + j, load(map + j) * inverse);
+    const Vec inverse = 1.f / total;
+    for (long at = j; at < end; at += columns) store(map + at, load(map + at) * inverse);
   }
 }
 
 // From the gradient of the output of a head (n, e): those of its queries, keys and values. The logits are scale q k' + bias.
 static void attention_backward(const Head& h, const float* map, Matrix d_out, Scratch& t, float* d_q, float* d_k, float* d_v,
                                float* d_scale) {
-  const long n = h.tokens, columns = h.columns, stride = h.q.stride;
-  transpose(n, h.e, h.v, t.transposed, columns);
-  multiply<false, false>(n, columns, h.e, {d_out, {t.transposed, columns}, t.d_map, columns});
+  const long n = h.tokens, columns = h.columns, stride = h.q.stride, end = n * columns;
+  float* const d_map = t.d_map;
+  multiply<false, false>(n, h.e, n, {{map, columns}, d_out, d_v, stride});
+  transpose(n, h.e, d_out, t.transposed, columns);
+  multiply<false, false>(n, columns, h.e, {h.v, {t.transposed, columns}, d_map, columns});
   const float factor = d_scale ? 1.f : h.scale;
-  for (long i = 0; i < n; i++) {  // the gradient of the logits, by the derivative of softmax
-    const float* weight = map + i * columns;
-    float* d = t.d_map + i * columns;
-    Vec total = {};
-    for (long j = 0; j < columns; j += LANES) total += load(weight + j) * load(d + j);
-    const Vec mean = sum(total);
-    for (long j = 0; j < columns; j += LANES) store(d + j, load(weight + j) * (load(d + j) - mean) * factor);
+  for (long j = 0; j < columns; j += LANES) {  // the gradient of the logits, by the derivative of softmax
+    Vec mean = {};
+    for (long at = j; at < end; at += columns) mean += load(map + at) * load(d_map + at);
+    for (long at = j; at < end; at += columns) store(d_map + at, load(map + at) * (load(d_map + at) - mean) * factor);
   }
-  multiply<true, false>(n, h.e, n, {{map, columns}, d_out, d_v, stride});
-  multiply<false, false>(n, h.e, n, {{t.d_map, columns}, h.k, d_q, stride});
-  multiply<true, false>(n, h.e, n, {{t.d_map, columns}, h.q, d_k, stride});
+  multiply<true, false>(n, h.e, n, {{d_map, columns}, h.k, d_q, stride});
+  multiply<false, false>(n, h.e, n, {{d_map, columns}, h.q, d_k, stride});
   if (!d_scale) return;
   Vec total = {};  // d_q and d_k still lack the scale; the gradient of the scale is the sum of q * d_q
   for (long i = 0; i < n; i++)
@@ -687,7 +703,7 @@ static void first_half(const Blocks& s, const Branch& b, const float* weight, lo
       Head head = head_of(s, b, in.inner, first + t.image[i], i * n, h);
       float* map = in.maps ? in.maps + (i * b.heads + h) * n * head.columns : t.map;
       attention_map(head, t.transposed, map);
-      multiply<false, false>(n, head.e, n, {{map, head.columns}, head.v, in.outer + i * n * b.outer + h * head.e, b.outer});
+      multiply<true, false>(n, head.e, n, {{map, head.columns}, head.v, in.outer + i * n * b.outer + h * head.e, b.outer});
     }
 }
 
@@ -740,6 +756,8 @@ static void backward(const Blocks& s, const Branch& b, const Packed& w, float* c
         Head head = head_of(s, b, in.inner, first + t.image[i], i * n, h);
         const float* map = in.maps + (i * b.heads + h) * n * head.columns;
         float* d_q = d_inner + i * n * inner + h * head.e;
+        prefetch(map + n * head.columns, n * head.columns);  // what the next head needs, perhaps of the next image
+        prefetch_head(head, h + 1 < b.heads ? head.e : n * inner - h * head.e);
         attention_backward(head, map, {t.d_outer + i * n * b.outer + h * head.e, b.outer}, t, d_q, d_q + b.outer,
                            d_q + 2 * b.outer, gradient[SCALE] ? gradient[SCALE] + h : nullptr);
       }

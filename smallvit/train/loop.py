@@ -19,6 +19,7 @@ from smallvit.data import Dataset, Images, Subset
 from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
+from smallvit.objectives import Objective
 from smallvit.objectives.collapse import Monitor, collapse_statistics
 from smallvit.optim import FlatAdamW, decay_groups, ema_update, lay_apart, lay_in_a_row, learning_rate, tensor_pairs
 from smallvit.optimizers import SAM, AdamW
@@ -258,8 +259,10 @@ class Training:
         if self.flat is not None and not self.flat.intact:
             self.flat.separate()
             self.flat, self.joins_parameters = None, False
-        if self.run.clip:
-            nn.utils.clip_grad_norm_(self.flat.parameters if self.flat else self.parameters, self.run.clip)
+        if self.run.clip and self.flat:
+            self.flat.clip(self.run.clip)
+        elif self.run.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.run.clip)
         (self.flat or self.optimizer).step()
         self.count_step(loss)
         self.objective.after_step(self.progress)
@@ -281,8 +284,9 @@ class Training:
             batch = batch._replace(views=self.unlabelled_views(self.pool))
         normalise = self.spec.normalise
         batch = batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
-        with self.computing():
-            batch = self.objective.prepare(batch)
+        if type(self.objective).prepare is not Objective.prepare:
+            with self.computing():
+                batch = self.objective.prepare(batch)
         self.trace.add_batch(step, batch)
         return batch
 
