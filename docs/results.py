@@ -5,7 +5,8 @@
 writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
 `<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
 `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md` and
-`docs/explanation/negative-results.md`: the differences of these arms to their baseline.
+`docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
+`<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`.
 """
 
 import json
@@ -14,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
+from smallvit.recipe import load_recipe
 from smallvit.record import format_labels, read_records
 from smallvit.report import text as report_text
+from smallvit.tuning import read as read_tuned
 from smallvit.verdicts import Comparison, Row, compare
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +44,8 @@ COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique
 TABLE = re.compile(
     r"(?P<start><!-- results: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )  # fmt: skip
+
+TRIALS = re.compile(r"(?P<start><!-- trials: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 @cache
@@ -244,6 +249,38 @@ def judged(mean: float, low: float, high: float, verdict: str) -> str:
     return f"**{text} {verdict}**" if verdict in ("better", "worse") else text
 
 
+def trials_table(recipe: str, arms: Sequence[str]) -> str:
+    """The Markdown table of a page with the validation accuracy of some arms in the trials of a recipe that was tuned and not
+    run yet, at the best of their learning rates, and a note below it.
+
+    Raises ValueError for an arm without trials.
+    """
+    options, tuned = read_tuned(ROOT / "recipes" / f"{recipe}.tuned.json")
+    found = {(arm.arm, arm.labels): arm for arm in tuned if arm.accuracy is not None}
+    labels = list(dict.fromkeys(count for _, count in found))
+    if missing := [arm for arm in arms if (arm, labels[0]) not in found]:
+        raise ValueError(f"{recipe}.tuned.json has no trials of {missing}; expected tuned arms")
+    lines = [["Arm", *(format_labels(n) for n in labels)], ["---"] * (len(labels) + 1)]
+    lines += [[arm, *(f"{100 * found[arm, n].accuracy:.1f}%" for n in labels)] for arm in arms]
+    (steps,) = {round(options["steps"] * entry.run.steps) for entry in load_recipe(ROOT / "recipes" / f"{recipe}.py").RUNS[:1]}
+    note = (
+        f"These are trials, not a comparison: accuracy on {options['val']:,} validation images after {steps:,} steps, mean of "
+        f"{options['seeds']} seeds, at the best of {options['trials']} learning rates for each arm. The recipe `{recipe}` was "
+        "not run yet."
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}"
+
+
+def with_trials(text: str) -> str:
+    """The text of a page with its tables of trials written again."""
+
+    def block(match: re.Match) -> str:
+        table = trials_table(match["recipe"], [arm.strip() for arm in match["arms"].split(";")])
+        return f"{match['start']}{table}\n{match['end']}"
+
+    return TRIALS.sub(block, text)
+
+
 def written() -> Iterable[tuple[Path, str]]:
     """The files that this script writes, with their contents."""
     for mode in ("light", "dark"):
@@ -256,8 +293,8 @@ def written() -> Iterable[tuple[Path, str]]:
     yield settings, with_block(settings.read_text(encoding="utf-8"), "settings", settings_tables())
     for page in (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md"):
         text = page.read_text(encoding="utf-8")
-        if TABLE.search(text):
-            yield page, with_tables(text)
+        if TABLE.search(text) or TRIALS.search(text):
+            yield page, with_trials(with_tables(text))
 
 
 if __name__ == "__main__":
