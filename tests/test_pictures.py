@@ -159,7 +159,7 @@ def test_position_similarity_for_another_image_size():
 
 
 class Gain(nn.Module):
-    """A user's position module that adds nothing: it multiplies by 2."""
+    """A user's position module whose positions depend on the image: it multiplies by 2."""
 
     def __init__(self, dim, grid, prefix):
         super().__init__()
@@ -175,6 +175,13 @@ class Constant(Gain):
         return x + 1
 
 
+class Nothing(Gain):
+    """A user's position module that adds nothing."""
+
+    def forward(self, x, grid):
+        return x
+
+
 def test_positions_of_a_user_are_what_they_add_to_zeros():
     assert np.nanmin(drawn_array(position_similarity(make_vit(position=Constant)).axes[0])) == pytest.approx(1)
 
@@ -182,7 +189,8 @@ def test_positions_of_a_user_are_what_they_add_to_zeros():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: make_vit(position=Gain), "positions of this ViT are all zero"),
+        (lambda: make_vit(position=Gain), r"positions of this ViT \(Gain\) depend on the image"),
+        (lambda: make_vit(position=Nothing), "positions of this ViT are all zero"),
         (lambda: make_vit(position=None), r"this ViT has no positions \(position=None\)"),
         (lambda: nn.Linear(2, 2), "this Linear has no table of positions"),
     ],
