@@ -262,7 +262,7 @@ def gpu(steps: Sequence[int] = (20, 60)) -> Iterator[Task]:
 
 def seconds(calls: Sequence[Call], repeats: int) -> list[float]:
     """Return the time of each call in seconds, in one repetition after one that is not counted, because it takes minutes."""
-    return [time / 1_000 for time in milliseconds(calls, min(repeats, 1))]
+    return [time / 1_000 for time in milliseconds(calls, repeats=1)]
 
 
 def scale(

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from smallvit.recipe import load_recipe
-from smallvit.record import format_labels, read_records
+from smallvit.record import Record, format_labels, read_records
 from smallvit.report import text as report_text
 from smallvit.tuning import read as read_tuned
 from smallvit.verdicts import Comparison, Row, compare
@@ -41,17 +41,20 @@ TECHNIQUES = {
 }
 COLUMNS = (10, 100, 1_000, 10_000)  # numbers of labels
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
-TABLE = re.compile(
-    r"(?P<start><!-- results: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
-)  # fmt: skip
+BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
+TABLE, TRIALS = (re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials"))
 
-TRIALS = re.compile(r"(?P<start><!-- trials: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+@cache
+def records_of(recipe: str) -> list[Record]:
+    """The committed records of a recipe."""
+    return read_records(ROOT / "recipes" / f"{recipe}.jsonl")
 
 
 @cache
 def comparison(recipe: str) -> Comparison:
     """The comparison that the committed records of a recipe give."""
-    return compare(read_records(ROOT / "recipes" / f"{recipe}.jsonl"))
+    return compare(records_of(recipe))
 
 
 def rows_of(recipe: str, arm: str) -> list[Row]:
@@ -65,12 +68,17 @@ def points(value: float) -> str:
     return "0.0" if text[1:] == "0.0" else text
 
 
+def with_interval(mean: float, low: float, high: float) -> str:
+    """A difference in percentage points and its interval: `+1.2 [+0.3, +2.1]`."""
+    return f"{points(mean)} [{points(low)}, {points(high)}]"
+
+
 def cell(row: Row | None) -> str:
     """A difference with its 95% interval on new test images, bold if the verdict is better or worse; empty without a run."""
     if row is None or row.difference is None:
         return ""
     d = row.difference
-    text = f"{points(d.mean)} [{points(d.low)}, {points(d.high)}]" if d.low is not None else points(d.mean)
+    text = with_interval(d.mean, d.low, d.high) if d.low is not None else points(d.mean)
     return f"**{text}**" if row.verdict in ("better", "worse") else text
 
 
@@ -132,7 +140,7 @@ def picture(dark: bool) -> str:
 
 def quickstart_output() -> str:
     """What `smallvit run quickstart` prints at its end, as a Markdown block, from the committed records."""
-    return f"```text\n{report_text(read_records(ROOT / 'recipes' / 'quickstart.jsonl')).strip()}\n```"
+    return f"```text\n{report_text(records_of('quickstart')).strip()}\n```"
 
 
 def with_block(text: str, name: str, content: str) -> str:
@@ -184,10 +192,15 @@ def times(factors: Sequence[float]) -> str:
     return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
+def arms_in(match: re.Match) -> list[str]:
+    """The names of the arms in the first line of a block."""
+    return [arm.strip() for arm in match["arms"].split(";")]
+
+
 def with_tables(text: str) -> str:
     """The text of a page with its tables written again. A note that fits several tables in a row stands below the last one."""
     matches = list(TABLE.finditer(text))
-    tables = [arms_table(match["recipe"], [arm.strip() for arm in match["arms"].split(";")]) for match in matches]
+    tables = [arms_table(match["recipe"], arms_in(match)) for match in matches]
     following = [note for _, note in tables[1:]] + [""]
     blocks = [table if note == after else f"{table}\n\n{note}" for (table, note), after in zip(tables, following)]
     contents = iter(blocks)
@@ -222,7 +235,7 @@ def settings_tables() -> str:
         rows = [row for row in comparison(recipe).rows if row.difference and row.role == "technique"]
         final = [row for row in rows if row.condition.tuned]
         common = {(row.arm, row.labels): row for row in rows if not row.condition.tuned}  # the longest comes last
-        (now,) = {record["steps"] for record in steps_of(recipe)}
+        now = next(record.run["steps"] for record in records_of(recipe) if record.role == "baseline" and record.tuning)
         lines = [["Arm", "Labels", f"{old['steps']:,} steps", f"{now:,} steps", f"{now:,} steps, tuned"], ["---"] * 5]
         for row in final:
             before = old["arms"].get((row.arm, row.labels, row.baseline))
@@ -238,14 +251,9 @@ def settings_tables() -> str:
     return "\n\n".join([summary, *blocks])
 
 
-def steps_of(recipe: str) -> list[dict]:
-    """The settings of the tuned runs of the baseline of a recipe."""
-    return [r.run for r in read_records(ROOT / "recipes" / f"{recipe}.jsonl") if r.role == "baseline" and r.tuning]
-
-
 def judged(mean: float, low: float, high: float, verdict: str) -> str:
     """A difference in percentage points with its interval and its verdict; bold if it is better or worse."""
-    text = f"{points(mean)} [{points(low)}, {points(high)}]"
+    text = with_interval(mean, low, high)
     return f"**{text} {verdict}**" if verdict in ("better", "worse") else text
 
 
@@ -262,7 +270,7 @@ def trials_table(recipe: str, arms: Sequence[str]) -> str:
         raise ValueError(f"{recipe}.tuned.json has no trials of {missing}; expected tuned arms")
     lines = [["Arm", *(format_labels(n) for n in labels)], ["---"] * (len(labels) + 1)]
     lines += [[arm, *(f"{100 * found[arm, n].accuracy:.1f}%" for n in labels)] for arm in arms]
-    (steps,) = {round(options["steps"] * entry.run.steps) for entry in load_recipe(ROOT / "recipes" / f"{recipe}.py").RUNS[:1]}
+    steps = round(options["steps"] * load_recipe(ROOT / "recipes" / f"{recipe}.py").RUNS[0].run.steps)
     note = (
         f"These are trials, not a comparison: accuracy on {options['val']:,} validation images after {steps:,} steps, mean of "
         f"{options['seeds']} seeds, at the best of {options['trials']} learning rates for each arm. The recipe `{recipe}` was "
@@ -275,7 +283,7 @@ def with_trials(text: str) -> str:
     """The text of a page with its tables of trials written again."""
 
     def block(match: re.Match) -> str:
-        table = trials_table(match["recipe"], [arm.strip() for arm in match["arms"].split(";")])
+        table = trials_table(match["recipe"], arms_in(match))
         return f"{match['start']}{table}\n{match['end']}"
 
     return TRIALS.sub(block, text)

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.reduction.context import runs_before_attention
@@ -120,15 +119,9 @@ def embed_macs(model: ViT, image: Sequence[int]) -> float:
     """Return the number of multiply-adds (MACs) of the tokenizer and the positions of a model for one image, counted by torch.
     `image` is the image size (height, width) in pixels.
     """
-
-    def embed(images: Tensor) -> Tensor:
-        """Return the tokens of images, with positions."""
-        tokens, grid = F.pad(model.tokenizer(images), (0, 0, len(model.prefix), 0)), model.tokenizer.grid(images.shape[-2:])
-        return model.position(tokens, grid) if model.position else tokens
-
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
-    return counted(embed, blank) / 2
+    return counted(model.embed, blank) / 2
 
 
 def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:

@@ -247,14 +247,21 @@ class ViT(nn.Module):
         if mask is not None and any(getattr(block, "reduction", None) is not None for block in self.blocks):
             raise ValueError("got a mask for a model that reduces tokens, which a mask cannot follow; expected mask=None")
         grid = self.tokenizer.grid(x.shape[-2:])
-        x = torch.cat([self.prefix.expand(x.shape[0], -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
-        x = self.dropout(self.position(x, grid) if self.position else x)
+        x = self.dropout(self.embed(x))
         places = places_of(grid, x.device) if any(map(needs_places, self.blocks)) else None
         if keep is not None:
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
             places = None if places is None else places._replace(at=places.at[keep])
         size = None
         return self.blocks(x, size, mask) if places is None else self.blocks(x, size, mask, places)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Return the tokens that enter the first block, without dropout: prefix tokens and patches, with positions. `x` holds
+        the images (batch, channels, height, width).
+        """
+        grid = self.tokenizer.grid(x.shape[-2:])
+        x = torch.cat([self.prefix.expand(x.shape[0], -1, -1).to(x.dtype), self.tokenizer(x)], dim=1)
+        return self.position(x, grid) if self.position else x
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return one feature vector for each image, shape (batch, width). These features enter the classification head. `x`

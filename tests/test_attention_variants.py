@@ -10,7 +10,7 @@ import torch
 from timm.layers.diff_attention import DiffAttention
 from timm.models.cait import TalkingHeadAttn
 from torch import nn
-from toys import TINY_VIT, assert_close, option_id, randomize, tiny_vit
+from toys import TINY_VIT, assert_close, option_id, randomize, tiny_vit, training_of
 
 from smallvit import (
     MAE,
@@ -31,7 +31,6 @@ from smallvit import (
     TalkingHeadsAttention,
     attention_maps,
     describe,
-    digits,
     fingerprint,
     initialize,
     mimetic_start,
@@ -42,7 +41,6 @@ from smallvit import (
 from smallvit.attention_starts import factors
 from smallvit.augment import Batch
 from smallvit.flops import closed_form, counted
-from smallvit.train.loop import Training
 from smallvit.train.stack import Stack
 from smallvit.vit import Block, Blocks, ViT
 
@@ -273,14 +271,9 @@ def test_native_kernel_leaves_them_to_pytorch(make, capsys):
 @pytest.mark.parametrize("make", [*EVERY, mimetic_start], ids=lambda make: make.__name__)
 def test_runs_are_trained_in_a_stack_as_alone(make):
     run = Run(model=partial(TINY_VIT, attention=make), labels=50, val=20, steps=2, batch=8)
-    stack = Stack([training(run, seed) for seed in (0, 1)])  # compares losses and gradients with those of each run alone
+    stack = Stack([training_of(run, seed) for seed in (0, 1)])  # compares losses and gradients with those of each run alone
     stack.train_step()
     assert all(member.step == 1 for member in stack.members)
-
-
-def training(run, seed):
-    data = digits()
-    return Training(run.vary(seed=seed), data, data.subset(labels=run.labels, val=run.val, seed=seed), "cpu")
 
 
 @every

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import GluMlp, SwiGLU, SwiGLUPacked
 from torch import nn
-from toys import TINY_VIT, assert_close, randomize, tiny_vit
+from toys import TINY_VIT, assert_close, randomize, tiny_vit, training_of
 
 from smallvit import (
     DINO,
@@ -29,7 +29,6 @@ from smallvit import (
     Supervised,
     TalkingHeadsAttention,
     describe,
-    digits,
     fingerprint,
     initialize,
     native,
@@ -39,7 +38,6 @@ from smallvit.attention_positions import places_of
 from smallvit.augment import Batch
 from smallvit.flops import closed_form, counted
 from smallvit.optim import decay_groups
-from smallvit.train.loop import Training
 from smallvit.train.stack import Stack
 from smallvit.vit import Blocks
 
@@ -242,13 +240,10 @@ def test_multiply_adds_are_those_that_torch_counts(options):
 
 @pytest.mark.parametrize("make", [ConvShortcutBlock, BATCH_NORM, partial(Block, activation="swiglu")])
 def test_runs_are_trained_in_a_stack_as_alone(make):
-    run, data = Run(model=partial(TINY_VIT, block=make), labels=50, val=20, steps=2, batch=8), digits()
-    members = [
-        Training(run.vary(seed=seed), data, data.subset(labels=50, val=20, seed=seed), "cpu") for seed in (0, 1)
-    ]  # fmt: skip
-    stack = Stack(members)  # compares losses and gradients with those of each run alone
+    run = Run(model=partial(TINY_VIT, block=make), labels=50, val=20, steps=2, batch=8)
+    stack = Stack([training_of(run, seed) for seed in (0, 1)])  # compares losses and gradients with those of each run alone
     stack.train_step()
-    assert all(member.step == 1 for member in members)
+    assert all(member.step == 1 for member in stack.members)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from timm.models.twins import PosConv
-from toys import TINY_VIT, assert_close, option_id, randomize, tiny_vit
+from toys import TINY_VIT, assert_close, option_id, randomize, tiny_vit, training_of
 
 from smallvit import (
     DINO,
@@ -25,7 +25,6 @@ from smallvit import (
     Run,
     Supervised,
     describe,
-    digits,
     fingerprint,
     initialize,
     native,
@@ -37,7 +36,6 @@ from smallvit.attention_positions import places_of
 from smallvit.augment import Batch
 from smallvit.flops import closed_form, counted
 from smallvit.optim import decay_groups
-from smallvit.train.loop import Training
 from smallvit.train.stack import Stack
 
 D = 8
@@ -198,13 +196,10 @@ def test_multiply_adds_are_those_that_torch_counts(slots):
 
 @both
 def test_runs_are_trained_in_a_stack_as_alone(slots):
-    run, data = Run(model=partial(TINY_VIT, **slots), labels=50, val=20, steps=2, batch=8), digits()
-    members = [
-        Training(run.vary(seed=seed), data, data.subset(labels=50, val=20, seed=seed), "cpu") for seed in (0, 1)
-    ]  # fmt: skip
-    stack = Stack(members)  # compares losses and gradients with those of each run alone
+    run = Run(model=partial(TINY_VIT, **slots), labels=50, val=20, steps=2, batch=8)
+    stack = Stack([training_of(run, seed) for seed in (0, 1)])  # compares losses and gradients with those of each run alone
     stack.train_step()
-    assert all(member.step == 1 for member in members)
+    assert all(member.step == 1 for member in stack.members)
 
 
 def test_native_kernel_computes_the_blocks_behind_the_position_slot(capsys):

@@ -10,7 +10,8 @@ from types import ModuleType
 
 import torch
 
-from smallvit import PatchEmbed, ViT
+from smallvit import PatchEmbed, Run, ViT, digits
+from smallvit.train.loop import Training
 
 TINY_VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
 
@@ -18,6 +19,12 @@ TINY_VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2,
 def tiny_vit(image=(12, 12), channels=1, classes=5, **options) -> ViT:
     """A ViT of width 16 with 2 blocks and patches of 2 pixels, unless the options say otherwise."""
     return TINY_VIT(image, channels, classes, **options)
+
+
+def training_of(run: Run, seed: int) -> Training:
+    """The training of a run on the scikit-learn digits, before its first step."""
+    data = digits()
+    return Training(run.vary(seed=seed), data, data.subset(labels=run.labels, val=run.val, seed=seed), "cpu")
 
 
 def load_script(name: str) -> ModuleType:

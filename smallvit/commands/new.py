@@ -110,8 +110,12 @@ def findings(images: Inspection, recipe: bool = True) -> list[str]:
         used = "images of one group stay on one side of a split"
         sentence = used if images.grouped else "the classes have too few groups for a split, so group_by is not used"
         lines.append(f"the file names show {images.groups:,} groups, such as {images.example!r}: {sentence}")
-        wrong = "correct it in the recipe if it is wrong" if images.grouped else "write it into the recipe if you add images"
-        wrong = wrong if recipe else "if it is wrong, use --group-by with another pattern, or with '' for no groups"
+        if not recipe:
+            wrong = "if it is wrong, use --group-by with another pattern, or with '' for no groups"
+        elif images.grouped:
+            wrong = "correct it in the recipe if it is wrong"
+        else:
+            wrong = "write it into the recipe if you add images"
         lines.append(f"    the pattern is group_by={literal(images.group_by)}; {wrong}")
     elif images.folds or images.test:
         how = "set group_by or groups (a table) in the recipe" if recipe else "use --group-by"

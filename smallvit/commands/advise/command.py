@@ -96,8 +96,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
 
     Raises ValueError if the plan there belongs to another folder or other options.
     """
-    share, most = divide(images)
-    folds = possible_folds(images, str(folder.resolve()), share, most) if share and most and images.grouped else most
+    share, folds = divide(images)
     new = Plan(
         folder=str(folder.resolve()),
         minutes=options.minutes,
@@ -111,6 +110,8 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
     )
     found = Plan.read(out / "plan.json")
     if found is None:
+        if share and folds and images.grouped:
+            new.folds = possible_folds(images, new.folder, share, folds)
         out.mkdir(parents=True, exist_ok=True)
         return new
     for name in ("folder", "minutes", "digits", "group_by", "share", "val"):
