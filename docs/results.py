@@ -209,7 +209,7 @@ def with_tables(text: str) -> str:
 
 # recipes that were run again with more steps and tuned learning rates; what they are about
 RUN_AGAIN = {
-    "explain": "Positions, for learned ones",
+    "explain": "Positions, compared with learned ones",
     "hyperparameters": "Sizes and options of the model",
     "regularise": "Regularization",
     "spt_lsa": "Shifted patches, locality attention, stem",
@@ -227,7 +227,7 @@ def earlier() -> dict[str, dict]:
 
 def settings_tables() -> str:
     """For each recipe that was run again, a Markdown table with the differences and verdicts of the short runs at one learning
-    rate, the long ones at this rate, and the long ones at tuned rates. Before the tables: how many verdicts are others now.
+    rate, the long ones at this rate, and the long ones at tuned rates. Before the tables: how many verdicts have changed.
     """
     blocks, changed, counted = [], 0, 0
     for recipe, about in RUN_AGAIN.items():
@@ -247,7 +247,7 @@ def settings_tables() -> str:
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
             lines.append([row.arm + against, f"{row.labels:,}", first, *shown])
         blocks.append(f"### {about}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
-    summary = f"Of {counted} verdicts, {changed} are others in the long, tuned runs than in the short ones at one rate."
+    summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
 
 
