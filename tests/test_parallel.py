@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from toys import TINY_VIT
 
@@ -139,12 +141,30 @@ def test_killed_processes_continue_from_the_checkpoint_and_end_with_equal_weight
 
 @pytest.mark.slow
 def test_torchrun_starts_killed_processes_again(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]  # now and then gloo fails to connect after a restart
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run([*command, __file__, "plain", str(tmp_path / "run"), "20"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 20\n") == 2 and done.stdout.count("step 19\n") == 1, done.stdout
     train("plain", tmp_path / "whole")
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def test_processes_started_again_do_not_read_what_earlier_ones_wrote():
+    def join(rank: int, start: int):
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        own = parallel.store_of_this_start(client, rank, 3)
+        own.set(f"address of {rank}", str(start))
+        read[start, rank] = [int(own.get(f"address of {other}")) for other in range(3)]
+
+    server, read = dist.TCPStore("127.0.0.1", 0, is_master=True), {}
+    server.set("came/1", "a process that was killed before the first one came")
+    for start in (1, 2, 3):
+        processes = [threading.Thread(target=join, args=(rank, start), daemon=True) for rank in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=60)
+    assert read == {(start, rank): [start] * 3 for start in (1, 2, 3) for rank in range(3)}
 
 
 @pytest.mark.slow

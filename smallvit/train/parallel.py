@@ -12,6 +12,8 @@ checkpoints and its devices. Their gain, gradients that are sent while others ar
 
 import io
 import os
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -125,10 +127,36 @@ def joined(device: str) -> Iterator[str]:
         torch.cuda.set_device(own)
     started_here = not dist.is_initialized()
     if started_here:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+        store, rank, processes = next(dist.rendezvous("env://", timeout=PATIENCE))
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        own_store = store_of_this_start(store, rank, processes)
+        dist.init_process_group(backend, store=own_store, rank=rank, world_size=processes, timeout=PATIENCE)
     yield own
     if started_here:  # not after an error: the others could be in the middle of an operation, and torchrun ends them
         dist.destroy_process_group()
+
+
+def store_of_this_start(store: dist.Store, rank: int, processes: int) -> dist.Store:
+    """Return a part of `store` that no process of an earlier start has used.
+
+    `torchrun` keeps its store when it starts killed processes again. In the same part of the store, some of them would read the
+    addresses of processes that have ended (seen with PyTorch 2.14): they cannot connect then, or wait for ever. So the first
+    process invents a name for this start and tells it to each process that is there now. Others answer under this name.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"came/{rank}", own)
+        name = store.get(f"name/{own}").decode()
+        store.set(f"{name}/{rank}", "")
+    else:
+        name, missing = own, set(range(1, processes))
+        while missing:
+            for other in sorted(missing):
+                if store.check([f"came/{other}"]):  # perhaps still by a process of an earlier start
+                    store.set(f"name/{store.get(f'came/{other}').decode()}", name)
+            missing = {other for other in missing if not store.check([f"{name}/{other}"])}
+            time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def lead(prepared: AbstractContextManager, watch: Watch) -> Record:
