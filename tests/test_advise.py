@@ -3,6 +3,7 @@
 import ast
 import random
 import re
+import shutil
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from smallvit.commands.advise.plan import (
     LONGEST,
     MOST_PASSES,
     MOST_STEPS,
+    START,
     Plan,
     divide,
     folds_of_judging,
@@ -138,8 +140,8 @@ def test_trials_fit_into_their_share_of_the_time():
     for minutes, step in ((2, 0.02), (5, 0.005), (15, 0.01), (15, 0.2), (120, 0.01)):
         steps, count = steps_of_trials(groups, minutes, 20.0, step, 2)
         assert 1 <= count <= len(groups) and 50 <= steps <= MOST_STEPS
-        seconds = steps * step * sum(sum(runs_of(group)) for group in groups[:count]) / 2
-        assert seconds <= 60 * minutes * 0.4 or (count == 1 and steps == 200)
+        seconds = START * count + steps * step * sum(sum(runs_of(group)) for group in groups[:count]) / 2
+        assert 20 + seconds <= 60 * minutes * 0.4 or (count == 1 and steps == 200)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +374,16 @@ def test_groups_are_named_by_a_pattern_or_switched_off():
     with pytest.raises(ValueError, match="must match the whole file name"):
         inspect_images(Path("scans"), group_by=r"(Q\d).*")
     assert "use --group-by" in " ".join(findings(inspect_images(Path("scans"), group_by=""), recipe=False))
+
+
+def test_groups_are_refused_for_a_folder_with_a_test_part():
+    shapes()
+    Path("parts").mkdir()
+    for part in ("train", "test"):
+        shutil.copytree("shapes", Path("parts", part))
+    with pytest.raises(ValueError, match=r"got --group-by, but parts is already divided into train/ and test/"):
+        inspect_images(Path("parts"), group_by=r"(\d).*")
+    assert not inspect_images(Path("parts"), group_by="").grouped
 
 
 def test_too_few_groups_are_refused_with_the_way_out():

@@ -91,8 +91,8 @@ def inspect_images(top: Path, digits: bool = False, group_by: str | None = None)
     changes its label. `group_by` is a regular expression for the group of an image in its file name; "" means that there are no
     groups, and None that they are guessed.
 
-    Raises ValueError for a folder without classes, for a class without two images that can be read, and for a `group_by` that
-    does not match the file names.
+    Raises ValueError for a folder without classes, for a class without two images that can be read, for a `group_by` that does
+    not match the file names, and for a `group_by` if the folder has a test part.
     """
     from tqdm import tqdm
 
@@ -100,6 +100,12 @@ def inspect_images(top: Path, digits: bool = False, group_by: str | None = None)
     from smallvit.data.files import find_images, groups_by_name
 
     found = find_images(top)
+    if group_by and "pool" not in found.parts:
+        parts = " and ".join(f"{part}/" for part in found.parts)
+        raise ValueError(
+            f"got --group-by, but {top} is already divided into {parts}; expected no --group-by there, or one folder for each "
+            "class, which smallvit divides by groups"
+        )
     sizes, modes, broken = Counter(), Counter(), {}
     gray, transparent, low, high = True, False, 0.0, 1.0
     for file in tqdm(found.files, "images", leave=False, disable=len(found.files) < LARGE):

@@ -33,6 +33,7 @@ from .plan import (
     FEWEST_PASSES,
     MOST_PASSES,
     SPARE,
+    START,
     WANTED_PASSES,
     Plan,
     folds_of_judging,
@@ -51,7 +52,6 @@ STACK = 8  # runs that are trained as one model
 PROBE_STEPS = 60  # training steps of the runs that measure the machine
 LATEST = 0.55  # no further group of options is started after this share of the time
 LEARNING_SHARE = 0.25  # largest share of the test time for the learning curve
-START = 8.0  # seconds to start the runs of a group and to score them
 CNN_COST, ALONE = 2.0, 1.5  # time of a step, relative to the plain ViT in a stack: small CNN; a run that is not in a stack
 REFERENCE_SECONDS = 1.0  # training time of a classifier on raw pixels
 IMAGENET_SHARE = 0.3  # largest share of the test time for models with weights from ImageNet

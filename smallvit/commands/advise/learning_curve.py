@@ -89,10 +89,10 @@ class LearningCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesOrTechnique:
-    """Whether twice as many images or a technique has the larger gain.
+    """Whether twice as many images would bring more than a technique has brought.
 
     outcome      "images", "technique" or "unknown"
-    difference   the gain from twice as many images minus the gain from the technique
+    difference   the gain from twice as many images, with the technique, minus the gain from the technique
     text         a sentence for the page
     """
 
@@ -143,19 +143,18 @@ def learning_curve(
 def images_or_technique(
     curve: LearningCurve, name: str, mean: float, low: float | None, high: float | None
 ) -> ImagesOrTechnique:
-    """Return whether twice as many images or a technique has the larger gain.
+    """Return whether twice as many images would bring more than a technique has brought.
 
-    The two intervals are combined as if they were independent. Both contain the error of the present arm, so they are
-    positively correlated, and the interval of their difference is wider than necessary.
+    Both gains contain the error of the arm with the technique, with opposite signs. An error that seems too small makes the
+    gain from the technique too large and that from images too small. So the widths of both intervals are added, which is valid
+    for any correlation. For independent gains, the root of the sum of squares would be enough.
 
-    curve: the learning curve of the arm without the technique
+    curve: the learning curve of the arm with the technique
     name: the name of the technique on the page
     mean, low, high: the gain in accuracy from the technique, as a fraction, and its 95% interval. Without an interval (None),
     the outcome is "unknown"
 
     Raises ValueError if the gain is not in its interval.
-
-    Paper  Zou and Donner 2008 (the combination of two intervals).
     """
     if low is None or high is None:
         low, high = -1.0, 1.0
@@ -165,19 +164,19 @@ def images_or_technique(
     middle = gain.mean - mean
     difference = Estimate(
         mean=middle,
-        low=middle - math.hypot(gain.mean - gain.low, high - mean),
-        high=middle + math.hypot(gain.high - gain.mean, mean - low),
+        low=gain.low - high,
+        high=gain.high - low,
     )
     technique = Estimate(mean=mean, low=low, high=high).points.replace("-", "−")
     both = f"{gain.points} against {technique}"
     if curve.outcome == "misfit" or difference.low <= 0 <= difference.high:
-        text = f"Whether {name} or twice as many images would bring more cannot be told from these runs."
+        text = f"Whether twice as many images would bring more than {name} cannot be told from these runs."
         return ImagesOrTechnique(outcome="unknown", difference=difference, text=text)
     if difference.low > 0:
-        text = f"Twice as many images ({2 * curve.now:,}) would bring more than {name}: {both}."
+        text = f"Twice as many images ({2 * curve.now:,}) would bring more than {name} has brought: {both}."
         return ImagesOrTechnique(outcome="images", difference=difference, text=text)
     both = f"{technique} against {gain.points}"
-    text = f"{name[:1].upper()}{name[1:]} brings more than twice as many images ({2 * curve.now:,}) would: {both}."
+    text = f"{name[:1].upper()}{name[1:]} has brought more than twice as many images ({2 * curve.now:,}) would: {both}."
     return ImagesOrTechnique(outcome="technique", difference=difference, text=text)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..inspection import Inspection
 
 SCREENING = 0.40  # share of the time for the trials
+START = 8.0  # seconds to start the runs of a group and to score them
 SEEDS = (2, 4)  # number of seeds in the trials: all options of a group, and the better half
 FEWEST_STEPS, MOST_STEPS = 200, 2_400  # training steps of a trial
 WORTHWHILE_STEPS = 300  # if the trials would have fewer steps, fewer groups are tried
@@ -135,14 +136,15 @@ def runs_of(group: Group) -> list[float]:
 
 
 def steps_of_trials(groups: Sequence[Group], minutes: float, spent: float, step: float, jobs: int) -> tuple[int, int]:
-    """Return the number of training steps of a trial, and how many of `groups` are tried, so that the trials end in time.
+    """Return the number of training steps of a trial, and how many of `groups` are tried, so that the trials end in time. The
+    runs of each group have to be started and scored, too, so with little time there are fewer groups.
 
     minutes, spent  the time for everything, and the seconds that have passed
     step            seconds of a training step of the plain ViT, with all worker processes busy
     jobs            number of worker processes
     """
-    seconds = max(60 * minutes * SCREENING - spent, 0.1 * 60 * minutes) * jobs
     for count in range(len(groups), 0, -1):
+        seconds = max(60 * minutes * SCREENING - spent - START * count, 0.1 * 60 * minutes) * jobs
         steps = seconds / (step * sum(sum(runs_of(group)) for group in groups[:count]))
         if steps >= WORTHWHILE_STEPS or count == 1:
             break
