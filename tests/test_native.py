@@ -26,12 +26,14 @@ from smallvit import (
     Merge,
     PatchEmbed,
     Pixels,
+    Prune,
     Run,
     ViT,
     augment,
     linear_probe,
     native,
 )
+from smallvit.attention_positions import places_of
 from smallvit.numerics import Numerics, NumericsContext, check_numerics
 from smallvit.objectives import SemiSupervised
 from smallvit.optim import FlatAdamW, lay_in_a_row
@@ -250,17 +252,105 @@ def test_unsupported_blocks_are_computed_by_pytorch_with_a_note(case, capsys):
 
 def test_supported_blocks_between_unsupported_ones_are_computed_natively(capsys):
     native.note.cache_clear()
-    merge = Merge(LayerContext(layer=1, depth=4, dim=32, prefix=1, patches=16), r=4)
+    prune = Prune(LayerContext(layer=1, depth=4, dim=32, prefix=1, patches=16), keep=0.75, layers=(1,))
     blocks = make_blocks(4)
-    blocks[1].reduction = merge
+    blocks[1].reduction = prune
     call = native_call(blocks)
     assert [type(part).__name__ for part in call.args[0]] == ["NativeBlocks", "Block", "NativeBlocks"]
-    assert "1 of 4 blocks: it merges or prunes tokens" in capsys.readouterr().err
-    x, direction = torch.randn(3, 17, 32), torch.randn(3, 13, 32)
+    assert "1 of 4 blocks: Prune reduces its tokens in another way than Merge" in capsys.readouterr().err
+    x, direction = torch.randn(3, 17, 32), torch.randn(3, 14, 32)  # one of them is the mean of the dropped ones
     expected = results(blocks, blocks, x, direction)
     assert error(results(blocks, call, x, direction), [each.double() for each in expected]) < 1e-5
-    assert torch.equal(call(x)[1], blocks(x)[1])
+    ones = torch.ones(3, 17)
+    assert torch.equal(call(x, ones)[1], blocks(x, ones)[1])
 
+
+def merging_blocks(depth=3, r: int | tuple = 4, patches=16, **options) -> Blocks:
+    blocks = make_blocks(depth, **options)
+    for layer, block in enumerate(blocks):
+        block.reduction = Merge(LayerContext(layer, depth, block.norm1.normalized_shape[0], 1, True, patches), r=r)
+    return blocks
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["gradients", "gradients in place"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("r", [3, (0, 5, 2)], ids=str)
+def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys):
+    native.note.cache_clear()
+    torch.manual_seed(0)
+    blocks = merging_blocks(r=r, attention=ATTENTIONS[attention])
+    exact, call = copy.deepcopy(blocks).double(), native_call(blocks)
+    (part,) = call.args[0]
+    assert type(part) is native.NativeBlocks and len(part.parts) == 4 and not capsys.readouterr().err
+    left = 17 - (9 if r == 3 else 7)
+    x, direction, inputs = torch.randn(40, 17, 32), torch.randn(40, left, 32), {"size": torch.randint(1, 4, (40, 17)).float()}
+    if in_place:
+        for p in blocks.parameters():
+            p.grad = torch.zeros_like(p)
+        x.requires_grad_()
+        with native.gradients_in_place():
+            out, size = call(x, **inputs)
+        out.backward(direction)
+        found = [out.detach(), x.grad, *(p.grad for p in blocks.parameters())]
+        x = x.detach()
+    else:
+        found, size = results(blocks, call, x, direction, **inputs), call(x, **inputs)[1]
+    doubles = {name: tensor.double() for name, tensor in inputs.items()}
+    assert error(found, results(exact, exact, x.double(), direction.double(), **doubles)) < 1e-5
+    assert torch.equal(size, exact(x.double(), **doubles)[1].float())
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, **inputs)[0], found[0], rtol=0, atol=0)
+
+
+def test_stack_of_models_merges_as_each_of_them_does():
+    torch.manual_seed(0)
+    members = [merging_blocks() for _ in range(3)]
+    weights, _ = torch.func.stack_module_state(members)
+    (part,) = native_call(members[0]).args[0]
+    names, x = [*weights], torch.randn(3, 5, 17, 32)
+
+    def output(own, x):
+        return torch.func.functional_call(Shell(members[0], part), {f"inner.{name}": own[name] for name in names}, (x,))[0]
+
+    found = torch.vmap(output)(weights, x)
+    for each, one, own in zip(members, found, x):
+        torch.testing.assert_close(one, each(own)[0], rtol=0, atol=2e-5)
+
+
+class Shell(nn.Module):
+    """Blocks that are called in another way."""
+
+    def __init__(self, inner: nn.Module, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+def test_blocks_that_merge_and_have_places_or_masks_or_skipped_branches():
+    torch.manual_seed(0)
+    blocks, x = merging_blocks(), torch.randn(6, 17, 32)
+    (part,) = native_call(blocks).args[0]
+    places = places_of((4, 4), x.device)
+    found, size, found_places = part(x, None, None, places)
+    expected = x, None, places
+    for block in blocks:
+        expected = block(expected[0], expected[1], None, expected[2])
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found_places.at, expected[2].at, rtol=0, atol=1e-6)
+    weights = [p for p in blocks.parameters()]
+    assert "mask" in part.fallback(x, None, torch.ones(17, dtype=torch.bool), weights, False)
+    assert part.fallback(x, None, None, weights, False) is None
+    skipping = merging_blocks(drop_path=0.5)
+    (part,) = native_call(skipping).args[0]
+    assert "skips the attention" in part.fallback(x, None, None, weights, False)
+    torch.manual_seed(1)
+    found = part(x)[0]
+    torch.manual_seed(1)
+    assert torch.equal(found, skipping(x)[0])
+    skipping.eval()
+    assert part.fallback(x, None, None, weights, False) is None
 
 
 def test_replaced_linear_map_is_left_to_pytorch():
@@ -477,8 +567,9 @@ def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
         RUN.vary(objective=partial(DINO, freeze=0.5), augment=augment.digit_crops(), clip=0.0, unlabelled=True),
         RUN.vary(objective=partial(SemiSupervised, weak=(), strong=augment.digits(), momentum=0.9, threshold=0.0, hard=0.0)),
         RUN.vary(layer_decay=0.7, weight_decay=0.1, ema=0.0),
+        RUN.vary(reduction=partial(Merge, r=3)),
     ],
-    ids=["dropout", "stochastic depth", "MAE", "DINO", "semi-supervised", "layer decay"],
+    ids=["dropout", "stochastic depth", "MAE", "DINO", "semi-supervised", "layer decay", "merging"],
 )
 def test_objectives_and_options_train_alike(run, tmp_path):
     run = run.vary(steps=8)
@@ -487,8 +578,9 @@ def test_objectives_and_options_train_alike(run, tmp_path):
     assert largest_difference(tmp_path / "None", tmp_path / "native") < 1e-3
 
 
-def test_stack_equals_single_runs(tmp_path):
-    runs = [RUN.vary(seed=seed, attention=LocalityAttention) for seed in range(3)]
+@pytest.mark.parametrize("options", [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}], ids=["LSA", "merging"])
+def test_stack_equals_single_runs(options, tmp_path):
+    runs = [RUN.vary(seed=seed, **options) for seed in range(3)]
     records = fit_stacked(runs, [tmp_path / f"stack{run.seed}" for run in runs], numerics=NATIVE)
     assert [record.stacked for record in records] == [3, 3, 3]
     for run in runs:

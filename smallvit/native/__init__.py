@@ -34,6 +34,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.pooling import ClassToken
+from smallvit.reduction import Merge
+from smallvit.reduction.context import reduce_tokens
 from smallvit.storage import write_atomic
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, Blocks, ViT, one_after_another
@@ -233,27 +235,32 @@ def gradients_in_place() -> Iterator[None]:
 class Call(NamedTuple):
     """What one forward pass hands to its backward pass, besides tensors that may need a gradient."""
 
-    blocks: "NativeBlocks"
+    branches: "NativeBranches"
     keep: list[Tensor | None]  # for each branch: a factor for each image (stochastic depth)
     half: bool
     gradients: bool  # whether a backward pass may follow
     kept: list[Loan]  # what the forward pass leaves for it, one for each model
+    keys: bool = False  # whether the keys of the last branch, an attention, are wanted too
     weights: Sequence[Tensor | None] = ()  # of `NativeFunctionInPlace`
     stacked: bool = False  # whether the tensors have a leading axis: models with weights of their own
 
 
-def compute(call: Call, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
-    """Return the output of the blocks for tokens `x`, and keep what a backward pass needs in `call.kept`."""
+def compute(call: Call, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None]) -> Any:
+    """Return the output of the branches for tokens `x`, and keep what a backward pass needs in `call.kept`. If `call.keys`,
+    return also the mean over heads of the keys of the last branch.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
+    keys = x.new_empty(*x.shape[:-1], call.branches.key_width) if call.keys else None
     for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
-        problem = call.blocks.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
+        problem = call.branches.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
         kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
         scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
-        library().blocks_forward(problem, pointer(tokens), pointer(result), kept and kept.pointer, scratch.pointer)
+        found = pointer(member(keys, call, index))
+        library().blocks_forward(problem, pointer(tokens), pointer(result), found, kept and kept.pointer, scratch.pointer)
         if kept:
             call.kept.append(kept)
-    return out
+    return out if keys is None else (out, keys)
 
 
 def compute_backward(
@@ -267,7 +274,7 @@ def compute_backward(
     x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
     for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
         own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
-        problem = call.blocks.problem(call, tokens, member(bias, call, index), *own)
+        problem = call.branches.problem(call, tokens, member(bias, call, index), *own)
         scratch = POOL.lend(library().blocks_scratch_floats(problem, 1, 1))
         library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
     return d_x
@@ -277,32 +284,34 @@ class NativeFunction(torch.autograd.Function):
     """The blocks as one operation of autograd. Under `torch.vmap` it computes one model after another."""
 
     @staticmethod
-    def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Tensor:
+    def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Any:
         return compute(call, x, bias, weights)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
+    def setup_context(ctx: Any, inputs: tuple, output: Any):
         call, *tensors = inputs
+        if call.keys:
+            ctx.mark_non_differentiable(output[1])
         ctx.call = call
         ctx.in_place = IN_PLACE[0] and have_gradients(tensors[2:])
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call, (x, bias, *weights) = ctx.call, ctx.saved_tensors
         targets = existing_gradients(weights) if ctx.in_place else new_gradients(weights, ctx.needs_input_grad[3:])
         d_x = compute_backward(call, x, bias, d_out, weights, targets)
         return None, d_x, None, *([None] * len(weights) if ctx.in_place else targets)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Any, Any]:
         def leading(tensor: Tensor | None, axis: int | None) -> Tensor | None:
             if tensor is None or axis is None:
                 return tensor if tensor is None else tensor.expand(info.batch_size, *tensor.shape)
             return tensor if axis == 0 else tensor.movedim(axis, 0)  # a view would be no leaf
 
         tensors = [leading(*pair) for pair in zip((x, bias, *weights), in_dims[1:])]
-        return NativeFunction.apply(call._replace(stacked=True), *tensors), 0  # pyright: ignore
+        return NativeFunction.apply(call._replace(stacked=True), *tensors), (0, 0) if call.keys else 0
 
 
 # PyTorch asks for the signature in each call; working it out takes as long as a small matrix product
@@ -315,13 +324,16 @@ class NativeFunctionInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, call: Call, x: Tensor, bias: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call = call
         ctx.save_for_backward(x, bias)
-        return compute(call, x, bias, call.weights)
+        output = compute(call, x, bias, call.weights)
+        if call.keys:
+            ctx.mark_non_differentiable(output[1])
+        return output
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call, (x, bias) = ctx.call, ctx.saved_tensors
         return None, compute_backward(call, x, bias, d_out, call.weights, existing_gradients(call.weights)), None
 
@@ -354,30 +366,19 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
     return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
 
 
-class NativeBlocks:
-    """Consecutive blocks that the kernel can compute. An object of this class is called like `smallvit.vit.Blocks`.
+class NativeBranches:
+    """Consecutive residual branches of blocks (attentions and MLPs), which one call of the kernel computes.
 
-    `blocks` are blocks for which `reason_against_block` gives None, with the same widths and the same kind of attention.
-
-    A call falls back to PyTorch if it asks for what the kernel cannot do: see `fallback`. Results agree with those of PyTorch
-    up to rounding. With stochastic depth, the random numbers are the same ones, and skipped branches take no time.
+    branches   pairs of a block and whether the branch is its attention; otherwise it is its MLP
     """
 
-    def __init__(self, blocks: Sequence[Block]):
-        self.blocks = list(blocks)
-        self.modules: list[Any] = [module for block in blocks for module in block.modules()]
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        self.hooks = [getattr(module, kind) for module in self.modules for kind in hooks]  # PyTorch adds hooks to these dicts
-        self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
-        self.attentions: list[Any] = [block.attention for block in blocks]
-        self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
-        self.branches = (Branch * (2 * len(blocks)))()
+    def __init__(self, branches: Sequence[tuple[Block, bool]]):
+        self.branches = (Branch * len(branches))()
         self.weights: list[tuple[dict, str]] = []  # where the weights are, in the order of the enum `Weight` of blocks.cpp
-        for block, attention, mlp in zip(blocks, self.branches[::2], self.branches[1::2]):
-            self.describe_attention(block, attention)
-            self.describe_mlp(block, mlp)
-        self.drop_path: list[Any] = [branch[-1] for block in blocks for branch in (block.branch1, block.branch2)]
-        self.biases: dict[int, Tensor] = {}  # by number of tokens
+        for (block, is_attention), branch in zip(branches, self.branches):
+            (self.describe_attention if is_attention else self.describe_mlp)(block, branch)
+        self.drop_path: list[Any] = [(block.branch1 if is_attention else block.branch2)[-1] for block, is_attention in branches]
+        self.key_width = self.branches[-1].outer // self.branches[-1].heads
         self.problems: dict[tuple, Any] = {}  # see the method `problem`
 
     def describe_attention(self, block: Any, branch: Branch):
@@ -397,47 +398,20 @@ class NativeBlocks:
         self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({}, "")]
 
     def __call__(
-        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
-    ) -> tuple:
-        if places is not None:  # these blocks need no places, but others after them do
-            return *self(x, size, mask), places
-        half = torch.is_autocast_enabled("cpu")
-        weights = [module.get(name) for module, name in self.weights]
-        if self.fallback(x, size, weights, half):
-            return one_after_another(self.blocks, x, size, mask)
-        call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [], weights)
-        bias = self.logit_bias(x, size, mask)
+        self, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None], half: bool, keys: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens after these branches, and the mean over heads of the keys of the last one, (b, n, e), if `keys`,
+        otherwise None. `bias` is what is added to the attention logits, and `half` says whether to multiply in bf16.
+        """
+        call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [], keys, weights)
         plain = peek_interpreter_stack() is None and forward_ad._current_level < 0  # no transform such as `torch.vmap`
         if plain and not call.gradients:
-            return compute(call, x, bias, weights), size
-        if plain and IN_PLACE[0] and x.requires_grad and have_gradients(weights):
-            return NativeFunctionInPlace.apply(call, x, bias), size
-        return NativeFunction.apply(call, x, bias, *weights), size  # pyright: ignore
-
-    def fallback(self, x: Tensor, size: Tensor | None, weights: Sequence[Tensor | None], half: bool) -> str | None:
-        """Return why PyTorch must compute this call, or None if the kernel can.
-
-        The reasons: tokens or weights that are not 32-bit floats on the CPU, another number format than bf16 or a processor
-        without it, hooks, dropout, sizes that need a gradient, no images at all, and tools of PyTorch that watch each operation
-        or record a graph.
-        """
-        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
-            return "the tokens are not 32-bit floats on the CPU"
-        if any(w is not None and (w.dtype != torch.float32 or not w.is_contiguous()) for w in weights):
-            return "the weights are not 32-bit floats, one after another"
-        if half and (torch.get_autocast_dtype("cpu") != torch.bfloat16 or not library().blocks_has_bf16()):
-            return "this processor does not multiply in bf16"
-        if size is not None and size.requires_grad:
-            return "the sizes need a gradient"
-        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
-            return "PyTorch records or watches its operations"
-        if torch_modules._has_any_global_hook() or any(self.hooks):
-            return "a module has a hook"
-        if any(module.training and module.p for module in self.dropouts):
-            return "there is dropout"
-        if any(attention.training and attention.dropout for attention in self.attentions):
-            return "there is dropout of the attention map"
-        return None
+            out = compute(call, x, bias, weights)
+        elif plain and IN_PLACE[0] and x.requires_grad and have_gradients(weights):
+            out = NativeFunctionInPlace.apply(call, x, bias)
+        else:
+            out = NativeFunction.apply(call, x, bias, *weights)
+        return out if keys else (out, None)  # pyright: ignore[reportReturnType]
 
     def kept_images(self, x: Tensor) -> list[Tensor | None]:
         """Return the factor of each image for each branch, or None for a branch without stochastic depth. The numbers are drawn
@@ -446,31 +420,6 @@ class NativeBlocks:
         drawn = [drop_path.training and drop_path.rate > 0 for drop_path in self.drop_path]
         ones = x.new_ones(len(x), 1, 1) if any(drawn) else x
         return [drop_path(ones).flatten() if draws else None for drop_path, draws in zip(self.drop_path, drawn)]
-
-    def logit_bias(self, x: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Return what is added to the attention logits: log(size), and -inf where the mask is False.
-
-        The shape is (b, heads, keys) if it is the same for all queries, or else (b, heads, keys, m), where m is the number of
-        queries rounded up to whole vectors. The first two may be 1.
-        """
-        n = x.shape[1]
-        plain = size is None and mask is None
-        if plain and n in self.biases:
-            return self.biases[n]
-        if self.masks_self:
-            mask = mask_diagonal(n, size, mask, x.device)
-        bias = logit_bias(None if size is None else size.detach(), mask)
-        bias = torch.zeros(n) if bias is None else bias
-        bias = bias.reshape(*[1] * (4 - bias.ndim), *bias.shape).float()
-        if bias.shape[-1] == 1:
-            bias = bias.expand(*bias.shape[:-1], n)
-        if bias.shape[2] == 1:
-            bias = bias[:, :, 0].contiguous()
-        else:
-            bias = F.pad(bias.transpose(2, 3), (0, -n % library().blocks_lanes())).contiguous()
-        if plain:
-            self.biases[n] = bias
-        return bias
 
     def problem(
         self, call: Call, x: Tensor, bias: Tensor, weights: Sequence, gradients: Sequence | None = None
@@ -501,6 +450,110 @@ class NativeBlocks:
         return problem
 
 
+class NativeBlocks:
+    """Consecutive blocks that the kernel can compute. An object of this class is called like `smallvit.vit.Blocks`.
+
+    `blocks` are blocks for which `reason_against_block` gives None, with the same widths and the same kind of attention.
+
+    One call of the kernel computes all branches up to the attention of the next block that merges tokens. PyTorch merges them
+    between two calls, by the keys that the kernel returns. A call falls back to PyTorch if it asks for what the kernel cannot
+    do: see `fallback`. Results agree with those of PyTorch up to rounding. With stochastic depth, the random numbers are the
+    same ones, and skipped branches take no time.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks = list(blocks)
+        self.modules: list[Any] = [module for block in blocks for module in block.modules()]
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self.hooks = [getattr(module, kind) for module in self.modules for kind in hooks]  # PyTorch adds hooks to these dicts
+        self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
+        self.attentions: list[Any] = [block.attention for block in blocks]
+        self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
+        self.biases: dict[int, Tensor] = {}  # by number of tokens
+        self.parts: list[tuple[NativeBranches, Any]] = []  # branches, and the reduction after them
+        found: list[tuple[Block, bool]] = []
+        for block in blocks:
+            found.append((block, True))
+            if block.reduction is not None:
+                self.parts.append((NativeBranches(found), block.reduction))
+                found = []
+            found.append((block, False))
+        self.parts.append((NativeBranches(found), None))
+
+    def __call__(
+        self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
+    ) -> tuple:
+        half = torch.is_autocast_enabled("cpu")
+        weights = [[module.get(name) for module, name in branches.weights] for branches, _ in self.parts]
+        if self.fallback(x, size, mask, [weight for own in weights for weight in own], half):
+            given = () if places is None else (places,)
+            for block in self.blocks:
+                x, size, *given = block(x, size, mask, *given)
+            return x, size, *given
+        for (branches, reduction), own in zip(self.parts, weights):
+            merges = reduction is not None and reduction.count(x.shape[1]) > 0
+            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, merges)
+            if merges:
+                x, size, places = reduce_tokens(reduction, x, size, places, lambda keys=keys: keys)
+        return (x, size) if places is None else (x, size, places)
+
+    def fallback(
+        self, x: Tensor, size: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None], half: bool
+    ) -> str | None:
+        """Return why PyTorch must compute this call, or None if the kernel can.
+
+        The reasons: tokens or weights that are not 32-bit floats on the CPU, another number format than bf16 or a processor
+        without it, hooks, dropout, sizes that need a gradient, no images at all, merging with a mask or with stochastic depth,
+        and tools of PyTorch that watch each operation or record a graph.
+        """
+        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
+            return "the tokens are not 32-bit floats on the CPU"
+        if any(w is not None and (w.dtype != torch.float32 or not w.is_contiguous()) for w in weights):
+            return "the weights are not 32-bit floats, one after another"
+        if half and (torch.get_autocast_dtype("cpu") != torch.bfloat16 or not library().blocks_has_bf16()):
+            return "this processor does not multiply in bf16"
+        if size is not None and size.requires_grad:
+            return "the sizes need a gradient"
+        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
+            return "PyTorch records or watches its operations"
+        if torch_modules._has_any_global_hook() or any(self.hooks):
+            return "a module has a hook"
+        if any(module.training and module.p for module in self.dropouts):
+            return "there is dropout"
+        if any(attention.training and attention.dropout for attention in self.attentions):
+            return "there is dropout of the attention map"
+        if len(self.parts) > 1 and mask is not None:
+            return "a mask cannot follow merged tokens"
+        if any(each.training and each.rate for branches, merge in self.parts if merge is not None for each in branches.drop_path):
+            return "an image that skips the attention has no keys by which tokens could be merged"
+        return None
+
+    def logit_bias(self, x: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Return what is added to the attention logits: log(size), and -inf where the mask is False.
+
+        The shape is (b, heads, keys) if it is the same for all queries, or else (b, heads, keys, m), where m is the number of
+        queries rounded up to whole vectors. The first two may be 1.
+        """
+        n = x.shape[1]
+        plain = size is None and mask is None
+        if plain and n in self.biases:
+            return self.biases[n]
+        if self.masks_self:
+            mask = mask_diagonal(n, size, mask, x.device)
+        bias = logit_bias(None if size is None else size.detach(), mask)
+        bias = torch.zeros(n) if bias is None else bias
+        bias = bias.reshape(*[1] * (4 - bias.ndim), *bias.shape).float()
+        if bias.shape[-1] == 1:
+            bias = bias.expand(*bias.shape[:-1], n)
+        if bias.shape[2] == 1:
+            bias = bias[:, :, 0].contiguous()
+        else:
+            bias = F.pad(bias.transpose(2, 3), (0, -n % library().blocks_lanes())).contiguous()
+        if plain:
+            self.biases[n] = bias
+        return bias
+
+
 def addresses(module: nn.Module) -> list[tuple[dict, str]]:
     """Return where the weight and the bias of a module are found when they are needed: they may be exchanged until then."""
     return [(module._parameters, name) for name in ("weight", "bias")]
@@ -520,8 +573,8 @@ def reason_against_block(block: Any) -> str | None:
         return "a norm or a linear map has been replaced"
     if not block.norm_first:
         return "its norms follow the branches"
-    if block.reduction is not None:
-        return "it merges or prunes tokens"
+    if type(block.reduction) not in (type(None), Merge):
+        return f"{type(block.reduction).__name__} reduces its tokens in another way than Merge"
     if block.branch1[1].factor is not None:
         return "it has a LayerScale"
     width: Any = block.norm1.normalized_shape[0]

@@ -707,12 +707,25 @@ static void first_half(const Blocks& s, const Branch& b, const float* weight, lo
     }
 }
 
-// out = x + keep * branch(x) for the group of images that begins with `first`. `x` and `out` may be the same memory.
-static void forward(const Blocks& s, const Branch& b, const Packed& w, long first, const float* x, float* out,
+// The mean over heads of the keys of an attention that no image skips, by which blocks merge similar tokens: (rows, e).
+static void mean_keys(const Branch& b, long rows, const float* inner, float* keys) {
+  const long e = b.outer / b.heads, stride = stride_of(b.inner);
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < e; j += LANES) {
+      Vec total = {};
+      for (long h = 0; h < b.heads; h++) total += load(inner + i * stride + b.outer + h * e + j);
+      store(keys + i * e + j, total / (float)b.heads);
+    }
+}
+
+// out = x + keep * branch(x) for the group of images that begins with `first`. `x` and `out` may be the same memory. `keys` is
+// null, or gets the keys of the group.
+static void forward(const Blocks& s, const Branch& b, const Packed& w, long first, const float* x, float* out, float* keys,
                     const Inside& in, Scratch& t) {
   const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
   const long count = images_to_compute(s, b, first, t), rows = count * n, all = std::min(s.group, s.images - first) * n;
   first_half(s, b, w.first, first, count, x, in, t);
+  if (keys) mean_keys(b, rows, in.inner, keys);
   Matrix outer = {in.outer, b.outer};
   if (b.middle != ATTENTION) {
     outer = {t.outer, inner};
@@ -885,17 +898,21 @@ long blocks_scratch_floats(const Blocks* s, int trains, int backward) {
   return Plan(*s, trains, backward, nullptr, nullptr).scratch_floats;
 }
 
-// x and out are (images, tokens, width). `kept` is null if no backward pass follows.
-void blocks_forward(const Blocks* blocks, const float* x, float* out, float* kept, float* scratch) {
+// x and out are (images, tokens, width). `keys` is null, or gets the mean over heads of the keys of the last branch, an
+// attention, (images, tokens, e). `kept` is null if no backward pass follows.
+void blocks_forward(const Blocks* blocks, const float* x, float* out, float* keys, float* kept, float* scratch) {
   const Blocks& s = *blocks;
   Plan plan(s, kept, false, kept, scratch);
   pack_all(s, plan, false);
   const long step = rows_of(s) * s.width, last = s.branches - 1;
+  const long key_step = rows_of(s) * (s.branch[last].outer / s.branch[last].heads);
   in_threads(s, [&](long group, long thread) {
     const float* in = x + group * step;
     for (long i = 0; i < s.branches; i++) {
       float* to = i < last && kept ? plan.inputs[group * s.branches + i + 1] : out + group * step;
-      forward(s, s.branch[i], plan.packed[i], group * s.group, in, to, plan.inside(s, group, thread, i), plan.scratch[thread]);
+      float* to_keys = keys && i == last ? keys + group * key_step : nullptr;
+      forward(s, s.branch[i], plan.packed[i], group * s.group, in, to, to_keys, plan.inside(s, group, thread, i),
+              plan.scratch[thread]);
       in = to;
     }
   });
