@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "components": {"shapes"},
     "trackers": {"record"},
     "numerics": {"native"},
-    "native": {"attention", "pooling", "storage", "tokenizers", "vit"},
+    "native": {"attention", "pooling", "reduction", "storage", "tokenizers", "vit"},
     **{part: set() for part in (*SLOTS, "augment", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.

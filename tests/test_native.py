@@ -257,7 +257,7 @@ def test_supported_blocks_between_unsupported_ones_are_computed_natively(capsys)
     blocks[1].reduction = prune
     call = native_call(blocks)
     assert [type(part).__name__ for part in call.args[0]] == ["NativeBlocks", "Block", "NativeBlocks"]
-    assert "1 of 4 blocks: Prune reduces its tokens in another way than Merge" in capsys.readouterr().err
+    assert "1 of 4 blocks: Prune needs more than the keys of the attention" in capsys.readouterr().err
     x, direction = torch.randn(3, 17, 32), torch.randn(3, 14, 32)  # one of them is the mean of the dropped ones
     expected = results(blocks, blocks, x, direction)
     assert error(results(blocks, call, x, direction), [each.double() for each in expected]) < 1e-5
@@ -333,7 +333,7 @@ def test_blocks_that_merge_and_have_places_or_masks_or_skipped_branches():
     blocks, x = merging_blocks(), torch.randn(6, 17, 32)
     (part,) = native_call(blocks).args[0]
     places = places_of((4, 4), x.device)
-    found, size, found_places = part(x, None, None, places)
+    found, _, found_places = part(x, None, None, places)
     expected = x, None, places
     for block in blocks:
         expected = block(expected[0], expected[1], None, expected[2])

@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.pooling import ClassToken
-from smallvit.reduction import Merge
 from smallvit.reduction.context import reduce_tokens
 from smallvit.storage import write_atomic
 from smallvit.tokenizers import PatchEmbed
@@ -491,9 +490,9 @@ class NativeBlocks:
                 x, size, *given = block(x, size, mask, *given)
             return x, size, *given
         for (branches, reduction), own in zip(self.parts, weights):
-            merges = reduction is not None and reduction.count(x.shape[1]) > 0
-            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, merges)
-            if merges:
+            reduces = reduction is not None and reduction.left(x.shape[1]) < x.shape[1]
+            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduces)
+            if reduction is not None and reduces:
                 x, size, places = reduce_tokens(reduction, x, size, places, lambda keys=keys: keys)
         return (x, size) if places is None else (x, size, places)
 
@@ -524,7 +523,7 @@ class NativeBlocks:
             return "there is dropout of the attention map"
         if len(self.parts) > 1 and mask is not None:
             return "a mask cannot follow merged tokens"
-        if any(each.training and each.rate for branches, merge in self.parts if merge is not None for each in branches.drop_path):
+        if any(each.training and each.rate for branches, _ in self.parts[:-1] for each in branches.drop_path):
             return "an image that skips the attention has no keys by which tokens could be merged"
         return None
 
@@ -573,8 +572,8 @@ def reason_against_block(block: Any) -> str | None:
         return "a norm or a linear map has been replaced"
     if not block.norm_first:
         return "its norms follow the branches"
-    if type(block.reduction) not in (type(None), Merge):
-        return f"{type(block.reduction).__name__} reduces its tokens in another way than Merge"
+    if block.reduction is not None and not vars(type(block.reduction)).get("needs_keys_alone"):
+        return f"{type(block.reduction).__name__} needs more than the keys of the attention"
     if block.branch1[1].factor is not None:
         return "it has a LayerScale"
     width: Any = block.norm1.normalized_shape[0]

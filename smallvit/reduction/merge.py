@@ -33,6 +33,8 @@ class Merge(nn.Module):
              [-1, 1].
     """
 
+    needs_keys_alone = True
+
     def __init__(self, context: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()
         self.prefix = context.prefix

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from smallvit.augment import Batch
 from smallvit.components import function
@@ -127,7 +129,7 @@ def joined(device: str) -> Iterator[str]:
         torch.cuda.set_device(own)
     started_here = not dist.is_initialized()
     if started_here:
-        store, rank, processes = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store, rank, processes = next(rendezvous("env://", timeout=PATIENCE))
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         own_store = store_of_this_start(store, rank, processes)
         dist.init_process_group(backend, store=own_store, rank=rank, world_size=processes, timeout=PATIENCE)
@@ -136,7 +138,7 @@ def joined(device: str) -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def store_of_this_start(store: dist.Store, rank: int, processes: int) -> dist.Store:
+def store_of_this_start(store: Store, rank: int, processes: int) -> Store:
     """Return a part of `store` that no process of an earlier start has used.
 
     `torchrun` keeps its store when it starts killed processes again. In the same part of the store, some of them would read the
@@ -156,7 +158,7 @@ def store_of_this_start(store: dist.Store, rank: int, processes: int) -> dist.St
                     store.set(f"name/{store.get(f'came/{other}').decode()}", name)
             missing = {other for other in missing if not store.check([f"{name}/{other}"])}
             time.sleep(0.01)
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
 def lead(prepared: AbstractContextManager, watch: Watch) -> Record:

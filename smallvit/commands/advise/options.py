@@ -44,6 +44,7 @@ class Group:
 KNOWN = {
     "augmentation": ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
     "first layer": ("spt_lsa", "hybrid stem", {100: 2.95, 1_000: 1.03}),
+    "blocks": ("inductive_bias", "depth-wise convolution", {100: 0.47, 1_000: 0.32}),
     "attention": ("spt_lsa", "+LSA", {100: 0.24, 1_000: 0.13}),
     "pretraining": ("dino", "DINO on the same digits", {10: -11.05, 100: -6.87, 1_000: -6.46}),
 }
