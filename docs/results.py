@@ -31,6 +31,10 @@ TECHNIQUES = {
     "Shifted patches (SPT)": ("spt_lsa", "+SPT", "shifted_patches"),
     "Locality attention (LSA)": ("spt_lsa", "+LSA", "locality_attention"),
     "Convolutional stem": ("spt_lsa", "hybrid stem", "conv_stem"),
+    "Tokenizer of CCT": ("inductive_bias", "CCT tokenizer", "conv_stem"),
+    "Depth-wise convolution in the blocks": ("inductive_bias", "depth-wise convolution", "conv_shortcut"),
+    "Mimetic start of attention": ("inductive_bias", "mimetic start", "mimetic_start"),
+    "Impulse start of attention": ("inductive_bias", "impulse start", "impulse_start"),
     "DINO on unlabelled images": ("dino", "DINO on all digits", "dino"),
     "MAE on unlabelled images": ("mae", "MAE on all digits", "mae"),
     "DINO and label spreading": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
@@ -83,10 +87,12 @@ def cell(row: Row | None) -> str:
 
 
 def table() -> str:
-    """The Markdown table of the README: technique x number of labels."""
+    """The Markdown table of the README: technique x number of labels. Techniques without any verdict are left out."""
     lines = [["Technique", *(format_labels(n) for n in COLUMNS), "Report"], ["---"] * (len(COLUMNS) + 2)]
     for name, (recipe, arm, page) in TECHNIQUES.items():
         rows = {row.labels: row for row in rows_of(recipe, arm)}
+        if not any(row.verdict in ("better", "worse") for row in rows.values()):
+            continue
         linked = f"[{name}](docs/techniques/{page}.md)"
         lines.append([linked, *(cell(rows.get(n)) for n in COLUMNS), f"[{recipe}](recipes/{recipe}.md)"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -104,7 +110,7 @@ def picture(dark: bool) -> str:
     colors = dict(zip(COLUMNS, bright if dark else deep))
     style = {"svg.fonttype": "path", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 5.4), layout="constrained", facecolor=background)
+        figure = Figure(figsize=(9, 6.6), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
         for y, (recipe, arm, _) in enumerate(TECHNIQUES.values()):
             rows = [row for row in rows_of(recipe, arm) if row.labels in COLUMNS and row.difference]
