@@ -16,7 +16,7 @@ from smallvit.commands.advise import command, plan
 from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, join, model_to_keep
 from smallvit.commands.advise.command import opened_plan, shows_characters
-from smallvit.commands.advise.options import KNOWN, Option, groups_of_options
+from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, stem_layers
 from smallvit.commands.advise.page import more_time
 from smallvit.commands.advise.plan import (
     LONGEST,
@@ -122,6 +122,13 @@ def test_groups_are_tried_in_the_order_of_what_is_known():
     assert "pretraining" not in [group.name for group in groups_of_options(images, 5)]
     for group in groups_of_options(images, 30):
         assert not group.options[0].changes and len(group.options) > 1
+    first, of_short = (next(g for g in groups_of_options(images, minutes) if g.name == "first layer") for minutes in (30, 5))
+    assert first.options[:-1] == of_short.options and first.options[-1].name == "tokenizer of CCT"
+
+
+@pytest.mark.parametrize("patch, layers", [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (7, 3), (8, 3), (16, 4)])
+def test_stem_has_about_as_many_tokens_as_patches(patch, layers):
+    assert stem_layers(patch) == layers
 
 
 @pytest.mark.parametrize("group", KNOWN)

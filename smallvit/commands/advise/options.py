@@ -1,12 +1,13 @@
 """The options that `smallvit advise` tries on a folder of images, in groups. Each option has its code for a recipe."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..inspection import Inspection
 
-PRETRAINING_MINUTES = 10  # a shorter search leaves out pretraining, which takes longer than all other options
+EXPENSIVE_MINUTES = 10  # a shorter search leaves out pretraining and the tokenizer of CCT, which take longer than other options
 
 
 class Option(NamedTuple):
@@ -43,7 +44,7 @@ class Group:
 # determines the order of the groups; a test compares it with the records.
 KNOWN = {
     "augmentation": ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
-    "first layer": ("spt_lsa", "hybrid stem", {100: 2.95, 1_000: 1.03}),
+    "first layer": ("inductive_bias", "hybrid stem", {100: 3.01, 1_000: 1.07}),
     "blocks": ("inductive_bias", "depth-wise convolution", {100: 0.47, 1_000: 0.32}),
     "attention": ("spt_lsa", "+LSA", {100: 0.24, 1_000: 0.13}),
     "pretraining": ("dino", "DINO on the same digits", {10: -11.05, 100: -6.87, 1_000: -6.46}),
@@ -56,13 +57,16 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
     largest gain in the recipes of smallvit, with a similar number of labels, comes first. `images` is what was found in the
     folder, and `minutes` is the time for everything.
     """
+    layers = stem_layers(images.patch)
     found = {
         "augmentation": augmentations(images),
         "first layer": (
             Option("patches", {}),
             *[Option("shifted patches (SPT)", {"tokenizer": "partial(sv.ShiftedPatchEmbed, patch=patch)"}, 1.2)]
             * (images.patch > 1),
-            Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={stem_layers(images.patch)})"}, 2.0),
+            Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={layers})"}, 1.5),
+            *[Option("tokenizer of CCT", {"tokenizer": f"partial(sv.ConvTokenizer, layers={layers}, hidden=32)"}, 3.5)]
+            * (minutes >= EXPENSIVE_MINUTES),
         ),
         "blocks": (
             Option("plain blocks", {}),
@@ -77,7 +81,7 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
             Option("plain attention", {}),
             Option("locality attention (LSA)", {"attention": "sv.LocalityAttention"}, 1.1),
         ),
-        "pretraining": pretrainings(images) if minutes >= PRETRAINING_MINUTES else (),
+        "pretraining": pretrainings(images) if minutes >= EXPENSIVE_MINUTES else (),
     }
     labels = images.training
     groups = []
@@ -90,8 +94,10 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
 
 
 def stem_layers(patch: int) -> int:
-    """Return the number of layers of a convolutional stem that gives about as many tokens as patches of `patch` pixels."""
-    return max(patch.bit_length() - 1, 1)
+    """Return the number of layers of a convolutional stem that gives about as many tokens as patches of `patch` pixels. Each
+    layer halves both sides of the image.
+    """
+    return max(round(math.log2(patch)), 1)
 
 
 def augmentations(images: "Inspection") -> tuple[Option, ...]:
