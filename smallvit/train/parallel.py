@@ -141,9 +141,10 @@ def joined(device: str) -> Iterator[str]:
 def store_of_this_start(store: Store, rank: int, processes: int) -> Store:
     """Return a part of `store` that no process of an earlier start has used.
 
-    `torchrun` keeps its store when it starts killed processes again. In the same part of the store, some of them would read the
-    addresses of processes that have ended (seen with PyTorch 2.14): they cannot connect then, or wait for ever. So the first
-    process invents a name for this start and tells it to each process that is there now. Others answer under this name.
+    When `torchrun` starts killed processes again, it keeps its store. In the same part of the store, a new process could read
+    the address of a process that has ended (seen with PyTorch 2.14). Then it fails to connect, or waits forever. So the first
+    process chooses a random name for this start, and sends it to all others. Each of them confirms by a key under this name,
+    and the first process waits until all have confirmed.
     """
     own = uuid.uuid4().hex
     if rank:

@@ -143,10 +143,10 @@ def learning_curve(
 def images_or_technique(
     curve: LearningCurve, name: str, mean: float, low: float | None, high: float | None
 ) -> ImagesOrTechnique:
-    """Return whether twice as many images would bring more than a technique has brought.
+    """Return whether twice as many images would bring more than a technique has brought: "images", "technique" or "unknown".
 
-    Both gains contain the error of the arm with the technique, with opposite signs. An error that seems too small makes the
-    gain from the technique too large and that from images too small. So the widths of both intervals are added, which is valid
+    Both gains are computed from the error rate of the arm with the technique. If this is too low by chance, the gain from the
+    technique looks too large, and that from more images too small. So the widths of both intervals are added, which is valid
     for any correlation. For independent gains, the root of the sum of squares would be enough.
 
     curve: the learning curve of the arm with the technique
