@@ -257,7 +257,7 @@ def test_supported_blocks_between_unsupported_ones_are_computed_natively(capsys)
     blocks[1].reduction = prune
     call = native_call(blocks)
     assert [type(part).__name__ for part in call.args[0]] == ["NativeBlocks", "Block", "NativeBlocks"]
-    assert "1 of 4 blocks: Prune needs more than the keys of the attention" in capsys.readouterr().err
+    assert "1 of 4 blocks: Prune does not say that the keys of the attention are all that it needs" in capsys.readouterr().err
     x, direction = torch.randn(3, 17, 32), torch.randn(3, 14, 32)  # one of them is the mean of the dropped ones
     expected = results(blocks, blocks, x, direction)
     assert error(results(blocks, call, x, direction), [each.double() for each in expected]) < 1e-5
@@ -300,6 +300,69 @@ def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys)
     assert torch.equal(size, exact(x.double(), **doubles)[1].float())
     with torch.no_grad():
         torch.testing.assert_close(call(x, **inputs)[0], found[0], rtol=0, atol=0)
+
+
+class Mirror(nn.Module):
+    """A reduction that leaves all tokens, in another order."""
+
+    needs_keys_alone = True
+
+    def forward(self, x, size, key=None, saliency=None):
+        return x.flip(1), size
+
+
+class MirrorFirst(Mirror):
+    needs_keys_alone = first = True
+
+
+class Unknown(Merge):
+    """A subclass, of which nobody knows what it needs."""
+
+
+def test_reductions_of_a_user_are_called_or_left_to_pytorch(capsys):
+    native.note.cache_clear()
+    torch.manual_seed(0)
+    blocks, x = make_blocks(), torch.randn(3, 17, 32)
+    blocks[0].reduction = Mirror()
+    call = native_call(blocks)
+    assert not capsys.readouterr().err
+    torch.testing.assert_close(call(x)[0], blocks(x)[0], rtol=0, atol=2e-5)
+    blocks[0].reduction = blocks[1].reduction = MirrorFirst()
+    assert native.native_blocks(nn.ModuleList([blocks])) == []
+    assert "MirrorFirst does not say" in capsys.readouterr().err
+    torch.testing.assert_close(call(x)[0], blocks(x)[0], rtol=0, atol=0)  # exchanged after the blocks were looked at
+    assert native.reason_against_block(merging_blocks()[0]) is None
+    blocks[0].reduction = Unknown(LayerContext(0, 2, 32, 1, True, 16), r=1)
+    assert "Unknown does not say" in str(native.reason_against_block(blocks[0]))
+
+
+def test_merging_blocks_use_the_same_memory_in_each_step():
+    def step():
+        out = call(x)[0]
+        out.backward(torch.ones_like(out))
+
+    blocks, x = merging_blocks(12, r=1), torch.randn(16, 17, 32, requires_grad=True)
+    call = native_call(blocks)
+    for _ in range(3):
+        step()
+    before, made = native.new_memory, []
+    native.new_memory = lambda floats: made.append(floats) or before(floats)
+    try:
+        step()
+    finally:
+        native.new_memory = before
+    assert not made
+
+
+def test_call_in_inference_mode_does_not_harm_a_later_training_step():
+    blocks, x = make_blocks(), torch.randn(3, 17, 32)
+    call = native_call(blocks)
+    with torch.inference_mode():
+        call(x)
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda x: call(x)[0].sum())(x)
+    call(x)[0].sum().backward()
+    assert all(p.grad is not None for p in blocks.parameters())
 
 
 def test_stack_of_models_merges_as_each_of_them_does():

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.pooling import ClassToken
-from smallvit.reduction.context import reduce_tokens
+from smallvit.reduction.context import reduce_tokens, runs_before_attention
 from smallvit.storage import write_atomic
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, Blocks, ViT, one_after_another
@@ -456,8 +456,8 @@ class NativeBlocks:
 
     One call of the kernel computes all branches up to the attention of the next block that merges tokens. PyTorch merges them
     between two calls, by the keys that the kernel returns. A call falls back to PyTorch if it asks for what the kernel cannot
-    do: see `fallback`. Results agree with those of PyTorch up to rounding. With stochastic depth, the random numbers are the
-    same ones, and skipped branches take no time.
+    do: see `fallback`. Results agree with those of PyTorch up to rounding, unless rounding decides which of two tokens is more
+    similar to a third one. With stochastic depth, the random numbers are the same ones, and skipped branches take no time.
     """
 
     def __init__(self, blocks: Sequence[Block]):
@@ -478,6 +478,7 @@ class NativeBlocks:
                 found = []
             found.append((block, False))
         self.parts.append((NativeBranches(found), None))
+        POOL.most = max(POOL.most, 2 * len(self.parts) + 4)  # each part needs memory of its own size
 
     def __call__(
         self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
@@ -490,9 +491,8 @@ class NativeBlocks:
                 x, size, *given = block(x, size, mask, *given)
             return x, size, *given
         for (branches, reduction), own in zip(self.parts, weights):
-            reduces = reduction is not None and reduction.left(x.shape[1]) < x.shape[1]
-            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduces)
-            if reduction is not None and reduces:
+            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
+            if reduction is not None:
                 x, size, places = reduce_tokens(reduction, x, size, places, lambda keys=keys: keys)
         return (x, size) if places is None else (x, size, places)
 
@@ -502,8 +502,8 @@ class NativeBlocks:
         """Return why PyTorch must compute this call, or None if the kernel can.
 
         The reasons: tokens or weights that are not 32-bit floats on the CPU, another number format than bf16 or a processor
-        without it, hooks, dropout, sizes that need a gradient, no images at all, merging with a mask or with stochastic depth,
-        and tools of PyTorch that watch each operation or record a graph.
+        without it, hooks, dropout, sizes that need a gradient, no images at all, a reduction that has been exchanged, merging
+        with a mask or with stochastic depth, and tools of PyTorch that watch each operation or record a graph.
         """
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
             return "the tokens are not 32-bit floats on the CPU"
@@ -521,6 +521,8 @@ class NativeBlocks:
             return "there is dropout"
         if any(attention.training and attention.dropout for attention in self.attentions):
             return "there is dropout of the attention map"
+        if [block.reduction for block in self.blocks if block.reduction is not None] != [each for _, each in self.parts[:-1]]:
+            return "a reduction has been exchanged"
         if len(self.parts) > 1 and mask is not None:
             return "a mask cannot follow merged tokens"
         if any(each.training and each.rate for branches, _ in self.parts[:-1] for each in branches.drop_path):
@@ -548,7 +550,7 @@ class NativeBlocks:
             bias = bias[:, :, 0].contiguous()
         else:
             bias = F.pad(bias.transpose(2, 3), (0, -n % library().blocks_lanes())).contiguous()
-        if plain:
+        if plain and not bias.is_inference() and not is_functorch_wrapped_tensor(bias):  # those are of no use in a later call
             self.biases[n] = bias
         return bias
 
@@ -572,8 +574,9 @@ def reason_against_block(block: Any) -> str | None:
         return "a norm or a linear map has been replaced"
     if not block.norm_first:
         return "its norms follow the branches"
-    if block.reduction is not None and not vars(type(block.reduction)).get("needs_keys_alone"):
-        return f"{type(block.reduction).__name__} needs more than the keys of the attention"
+    alone = block.reduction is None or vars(type(block.reduction)).get("needs_keys_alone")
+    if not alone or runs_before_attention(block.reduction):
+        return f"{type(block.reduction).__name__} does not say that the keys of the attention are all that it needs"
     if block.branch1[1].factor is not None:
         return "it has a LayerScale"
     width: Any = block.norm1.normalized_shape[0]

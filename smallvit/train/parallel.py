@@ -139,7 +139,7 @@ def joined(device: str) -> Iterator[str]:
 
 
 def store_of_this_start(store: Store, rank: int, processes: int) -> Store:
-    """Return a part of `store` that no process of an earlier start has used.
+    """Return a part of `store` that no process of an earlier start has used. All earlier processes must have ended.
 
     When `torchrun` starts killed processes again, it keeps its store. In the same part of the store, a new process could read
     the address of a process that has ended (seen with PyTorch 2.14). Then it fails to connect, or waits forever. So the first
