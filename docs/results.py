@@ -40,6 +40,9 @@ TECHNIQUES = {
     "DINO and label spreading": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
     "Distillation from a CNN": ("distill", "taught by a CNN", "distillation"),
     "2-D sines for learned positions": ("explain", "2-D sines", "positions"),
+    "2-D sines with short waves": ("positions", "2-D sines", "positions"),
+    "Rotary for learned positions": ("positions", "rotary, mixed", "attention_positions"),
+    "Rotary and learned positions": ("positions", "learned and rotary, mixed", "attention_positions"),
     "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
 }
@@ -110,7 +113,7 @@ def picture(dark: bool) -> str:
     colors = dict(zip(COLUMNS, bright if dark else deep))
     style = {"svg.fonttype": "path", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 6.6), layout="constrained", facecolor=background)
+        figure = Figure(figsize=(9, 7.5), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
         for y, (recipe, arm, _) in enumerate(TECHNIQUES.values()):
             rows = [row for row in rows_of(recipe, arm) if row.labels in COLUMNS and row.difference]
