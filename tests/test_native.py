@@ -336,7 +336,7 @@ def test_reductions_of_a_user_are_called_or_left_to_pytorch(capsys):
     assert "Unknown does not say" in str(native.reason_against_block(blocks[0]))
 
 
-def test_merging_blocks_use_the_same_memory_in_each_step():
+def test_merging_blocks_use_the_same_memory_in_each_step(monkeypatch):
     def step():
         out = call(x)[0]
         out.backward(torch.ones_like(out))
@@ -345,12 +345,9 @@ def test_merging_blocks_use_the_same_memory_in_each_step():
     call = native_call(blocks)
     for _ in range(3):
         step()
-    before, made = native.new_memory, []
-    native.new_memory = lambda floats: made.append(floats) or before(floats)
-    try:
-        step()
-    finally:
-        native.new_memory = before
+    new_memory, made = native.new_memory, []
+    monkeypatch.setattr(native, "new_memory", lambda floats: made.append(floats) or new_memory(floats))
+    step()
     assert not made
 
 
@@ -402,7 +399,7 @@ def test_blocks_that_merge_and_have_places_or_masks_or_skipped_branches():
         expected = block(expected[0], expected[1], None, expected[2])
     torch.testing.assert_close(found, expected[0], rtol=0, atol=2e-5)
     torch.testing.assert_close(found_places.at, expected[2].at, rtol=0, atol=1e-6)
-    weights = [p for p in blocks.parameters()]
+    weights = [*blocks.parameters()]
     assert "mask" in part.fallback(x, None, torch.ones(17, dtype=torch.bool), weights, False)
     assert part.fallback(x, None, None, weights, False) is None
     skipping = merging_blocks(drop_path=0.5)

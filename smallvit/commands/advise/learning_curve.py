@@ -161,12 +161,7 @@ def images_or_technique(
     if not low <= mean <= high:
         raise ValueError(f"the difference {mean} of {name!r} is outside its interval [{low}, {high}]; expected it inside")
     gain = curve.gain
-    middle = gain.mean - mean
-    difference = Estimate(
-        mean=middle,
-        low=gain.low - high,
-        high=gain.high - low,
-    )
+    difference = Estimate(mean=gain.mean - mean, low=gain.low - high, high=gain.high - low)
     technique = Estimate(mean=mean, low=low, high=high).points.replace("-", "−")
     both = f"{gain.points} against {technique}"
     if curve.outcome == "misfit" or difference.low <= 0 <= difference.high:
