@@ -23,7 +23,7 @@ NAMES = {
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
         "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
-        "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn",
+        "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn", "textured_shapes",
     ),
     "objectives": (
         "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective",

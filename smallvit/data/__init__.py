@@ -7,6 +7,7 @@ repeats.py      identical images: warnings, and groups of them
 preprocess.py   Preprocess: image files, PIL images, arrays or tensors -> normalized model input
 decode.py       one image file -> an array of pixels
 published.py    digits, mnist and related sets, cifar10, svhn: public data sets, read from disk or downloaded
+drawn.py        textured_shapes: color images that are drawn by a program
 own.py          folder, arrays: your own image files and .npz archives
 files.py        finding the image files, classes and groups of a folder
 cache.py        decoding many files, into memory or into a memory-mapped file
@@ -17,6 +18,7 @@ values only, so that a record can store the call.
 """
 
 from .dataset import Dataset, Subset
+from .drawn import textured_shapes
 from .folds import Fold
 from .images import DataSpec, HeldOut, Images, sealed_test_images
 from .own import arrays, folder
@@ -26,5 +28,5 @@ from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qm
 __all__ = [
     "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
     "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images",
-    "svhn",
+    "svhn", "textured_shapes",
 ]  # fmt: skip
