@@ -35,6 +35,8 @@ TECHNIQUES = {
     "Depth-wise convolution in the blocks": ("inductive_bias", "depth-wise convolution", "conv_shortcut"),
     "Mimetic initialization": ("inductive_bias", "mimetic start", "mimetic_start"),
     "Impulse initialization": ("inductive_bias", "impulse start", "impulse_start"),
+    "Muon instead of AdamW": ("optimizers", "Muon", "optimizers"),
+    "Schedule-free AdamW": ("optimizers", "schedule-free AdamW", "optimizers"),
     "DINO on unlabelled images": ("dino", "DINO on all digits", "dino"),
     "MAE on unlabelled images": ("mae", "MAE on all digits", "mae"),
     "DINO and label spreading": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
