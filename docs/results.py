@@ -48,7 +48,7 @@ TECHNIQUES = {
     "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
 }
-COLUMNS = (10, 100, 1_000, 10_000)  # numbers of labels
+LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
 TABLE, TRIALS = (re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials"))
@@ -69,6 +69,12 @@ def comparison(recipe: str) -> Comparison:
 def rows_of(recipe: str, arm: str) -> list[Row]:
     """The results of one arm under the main conditions (tuned, longest training), one row for each number of labels."""
     return [row for row in comparison(recipe).main_rows if row.arm == arm]
+
+
+def shown_labels() -> list[int]:
+    """The numbers of labels for which at least one technique has a result."""
+    found = {row.labels for recipe, arm, _ in TECHNIQUES.values() for row in rows_of(recipe, arm) if row.difference}
+    return [labels for labels in LABELS if labels in found]
 
 
 def points(value: float) -> str:
@@ -93,13 +99,14 @@ def cell(row: Row | None) -> str:
 
 def table() -> str:
     """The Markdown table of the README: technique x number of labels. Techniques without any verdict are left out."""
-    lines = [["Technique", *(format_labels(n) for n in COLUMNS), "Report"], ["---"] * (len(COLUMNS) + 2)]
+    columns = shown_labels()
+    lines = [["Technique", *(format_labels(n) for n in columns), "Report"], ["---"] * (len(columns) + 2)]
     for name, (recipe, arm, page) in TECHNIQUES.items():
         rows = {row.labels: row for row in rows_of(recipe, arm)}
         if not any(row.verdict in ("better", "worse") for row in rows.values()):
             continue
         linked = f"[{name}](docs/techniques/{page}.md)"
-        lines.append([linked, *(cell(rows.get(n)) for n in COLUMNS), f"[{recipe}](recipes/{recipe}.md)"])
+        lines.append([linked, *(cell(rows.get(n)) for n in columns), f"[{recipe}](recipes/{recipe}.md)"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -112,13 +119,13 @@ def picture(dark: bool) -> str:
 
     ink, soft, background = ("#e6edf3", "#8b949e", "#0d1117") if dark else ("#1f2328", "#656d76", "#ffffff")
     bright, deep = ("#ff9f45", "#e05c8a", "#7a74ff", "#35a7c8"), ("#c25700", "#b52a5f", "#4f46d6", "#0e7490")
-    colors = dict(zip(COLUMNS, bright if dark else deep))
+    colors = dict(zip(LABELS, bright if dark else deep))
     style = {"svg.fonttype": "path", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9, 7.5), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
         for y, (recipe, arm, _) in enumerate(TECHNIQUES.values()):
-            rows = [row for row in rows_of(recipe, arm) if row.labels in COLUMNS and row.difference]
+            rows = [row for row in rows_of(recipe, arm) if row.labels in LABELS and row.difference]
             for index, row in enumerate(rows):
                 d, height = row.difference, y + 0.22 * (index - (len(rows) - 1) / 2)
                 found = row.verdict in ("better", "worse")
@@ -126,7 +133,7 @@ def picture(dark: bool) -> str:
                 ax.plot([100 * d.low, 100 * d.high], [height] * 2, color=color, linewidth=2, alpha=1 if found else 0.55)
                 face = color if found else background
                 ax.plot([100 * d.mean], [height], "o", color=color, markersize=5.5, markerfacecolor=face)
-        for labels in COLUMNS:
+        for labels in shown_labels():
             ax.plot([], [], "o-", color=colors[labels], label=format_labels(labels))
         ax.axvline(0, color=ink, linewidth=1)
         ax.set_xscale("symlog", linthresh=2, linscale=1)
@@ -141,7 +148,7 @@ def picture(dark: bool) -> str:
         ax.set_axisbelow(True)
         for side in ax.spines.values():
             side.set_visible(False)
-        figure.legend(loc="outside upper right", ncols=len(COLUMNS), frameon=False, labelcolor=ink)
+        figure.legend(loc="outside upper right", ncols=len(LABELS), frameon=False, labelcolor=ink)
         page = io.StringIO()
         figure.savefig(page, format="svg", metadata={"Date": None}, facecolor=background)
     text = page.getvalue()
