@@ -234,6 +234,18 @@ def test_without_the_weights_from_imagenet_the_command_goes_on_and_says_so(monke
     assert "no comparison with a ViT-S from ImageNet: not here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("load", [1.0, 2.0])
+def test_a_costly_option_is_not_taken_for_a_busy_machine(load):
+    images, tokenizer = inspect_images(shapes()), "tokenizer of CCT"
+    costly = 3.5 * 0.01 * load  # seconds of a step with this tokenizer, on a machine that other programs use
+    made = Plan("shapes", 15, False, 2, 0.4, 2, 6, step=0.01, best_step=costly, slower=3.5 * load, steps=700)
+    made.groups, made.chosen, made.imagenet = ["first layer"], {"first layer": tokenizer}, []
+    advisor = Advisor(images, made, Path("advice"), "cpu", 0.0)
+    assert [option.name for option in advisor.chosen] == [tokenizer] and advisor.slowdown == pytest.approx(load)
+    one_pass, _ = advisor.seconds_of_judging()  # two folds of the chosen ViT, the plain ViT and the CNN, with two processes
+    assert one_pass == pytest.approx(700 * load * (0.035 + 0.01 + 0.02), rel=0.1)
+
+
 def test_nothing_chosen_gives_a_comparison_of_the_plain_vit_and_the_cnn():
     images = inspect_images(shapes())
     made = Plan("shapes", 15, False, 2, 0.4, 5, 6, steps=300, final_steps=600, passes=2)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -219,7 +220,7 @@ class Advisor:
             self.say(f"no comparison with a ViT-S from ImageNet: {error}")
             return []
         for name, seconds in self.imagenet_seconds.items():
-            needed = FEWEST_PASSES * (self.plan.folds or 1) * seconds * self.plan.slower / self.plan.jobs
+            needed = FEWEST_PASSES * (self.plan.folds or 1) * seconds * self.slowdown / self.plan.jobs
             if needed > left:
                 self.say(f"no time for {name}, which would take {needed / 60:.1f} min")
                 break
@@ -243,13 +244,22 @@ class Advisor:
         frozen = PROBE_SECONDS + each * sum(next(iter(self.images.counts.values())).values())
         return {FROZEN: frozen, FINE_TUNED: frozen + 3 * BATCH * FINE_TUNING * each}
 
+    @property
+    def slowdown(self) -> float:
+        """How many times longer a step takes now than when the machine was measured, at least 1. It is the time of a step with
+        all chosen options in the last trials, divided by the time expected of it.
+        """
+        plan, cost = self.plan, prod(option.cost for option in self.chosen)
+        return max(1.0, plan.best_step / (plan.step * cost)) if plan.best_step else plan.slower
+
     def seconds_of_judging(self) -> tuple[float, float]:
         """Return the expected seconds of one pass and of the final training, if both have as many steps as the trials."""
         plan, folds = self.plan, self.plan.folds or 1
-        step = plan.step + (plan.best_step if self.chosen else 0.0) + CNN_COST * plan.step
+        plain = self.slowdown * plan.step
+        step = plain + (plan.best_step if self.chosen else 0.0) + CNN_COST * plain
         others = 2 * REFERENCE_SECONDS + sum(self.imagenet_seconds[name] for name in plan.imagenet or ())
-        one_pass = folds * (plan.steps * step + others) * plan.slower / plan.jobs
-        return one_pass, ALONE * plan.steps * max(plan.best_step, CNN_COST * plan.step)
+        one_pass = folds * (plan.steps * step + self.slowdown * others) / plan.jobs
+        return one_pass, ALONE * plan.steps * max(plan.best_step, CNN_COST * plain)
 
     @property
     def last_seconds(self) -> float:

@@ -45,6 +45,7 @@ class Group:
 KNOWN = {
     "augmentation": ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
     "first layer": ("inductive_bias", "hybrid stem", {100: 3.01, 1_000: 1.07}),
+    "optimizer": ("optimizers", "Muon", {100: 0.90, 1_000: 0.76}),
     "blocks": ("inductive_bias", "depth-wise convolution", {100: 0.47, 1_000: 0.32}),
     "attention": ("spt_lsa", "+LSA", {100: 0.24, 1_000: 0.13}),
     "pretraining": ("dino", "DINO on the same digits", {10: -11.05, 100: -6.87, 1_000: -6.46}),
@@ -67,6 +68,10 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
             Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={layers})"}, 1.5),
             *[Option("tokenizer of CCT", {"tokenizer": f"partial(sv.ConvTokenizer, layers={layers}, hidden=32)"}, 3.5)]
             * (minutes >= EXPENSIVE_MINUTES),
+        ),
+        "optimizer": (
+            Option("AdamW", {}),
+            Option("Muon", {"optimizer": "sv.Muon", "lr": "5e-3"}, 1.3),  # its best learning rate in the recipe
         ),
         "blocks": (
             Option("plain blocks", {}),

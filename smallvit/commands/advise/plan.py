@@ -40,7 +40,7 @@ class Plan:
     val             number of validation images of a trial
     step            seconds of a training step of the plain ViT, with all worker processes busy
     best_step       the same for the ViT with all options that were chosen so far
-    slower          real time of the last trials divided by the planned time; above 1 if other programs use the machine
+    slower          real time of the last trials divided by the planned time, which is that of the plain ViT on a quiet machine
     groups          names of the groups of options, in the order in which they are tried
     steps           training steps of a trial
     chosen          the chosen option of each group that was tried
