@@ -267,7 +267,7 @@ def test_name_of_a_recipe_file_is_compared_with_files_first_and_then_with_recipe
     for name, near in (("leavs.py", "leaves.py"), ("leavs", "leaves.py"), ("quickstar.py", "quickstat.py"), ("classrom.py", "classroom")):
         with pytest.raises(ValueError, match=f"did you mean '{near}'"):
             find_recipe(name)
-    with pytest.raises(ValueError, match=r"expected one of the files leaves.py, mine.py, quickstat.py, or the path .* recipes classroom"):
+    with pytest.raises(ValueError, match=r"expected one of the files leaves.py, mine.py, quickstat.py, or the path .* recipes ablation"):
         find_recipe("xyz.py")
     assert find_recipe("leaves") == Path("leaves.py")
     Path("deeper").mkdir()
@@ -285,7 +285,7 @@ def test_name_of_a_recipe_file_is_compared_with_files_first_and_then_with_recipe
         (["run", "quickstrat"], "did you mean 'quickstart'?"),
         (["run", "quickstrat"], "there is no recipe 'quickstrat'"),
         (["run", "nowhere.py"], "there is no file nowhere.py in /"),
-        (["run", "nowhere.py"], "expected one of the files mine.py, or the path of another .py file, or one of the recipes classroom"),
+        (["run", "nowhere.py"], "expected one of the files mine.py, or the path of another .py file, or one of the recipes ablation"),
         (["run", "minee.py"], "did you mean 'mine.py'?"),
         (["run", "elsewhere/recipes/quickstart.py"], "there is no file elsewhere/recipes/quickstart.py, because there is no folder "),
         (["run", "mine.py", "--only", "pass=0"], "this recipe has no cross-validation (folds=); expected seed=0"),

@@ -770,16 +770,16 @@ def test_missing_file_is_downloaded_and_existing_files_are_kept(tmp_path, offlin
 
 def test_records_can_name_every_loader_and_equal_calls_share_one_copy():
     loaders = [name for name, value in vars(data).items() if hasattr(value, "cache_clear")]
-    assert len(loaders) == 10 and {*loaders} < {*data.__all__}
+    assert len(loaders) == 11 and {*loaders} < {*data.__all__}
     for name in loaders:
-        file = "own" if name in ("arrays", "folder") else "published"
+        file = {"arrays": "own", "folder": "own", "textured_shapes": "drawn"}.get(name, "published")
         assert (getattr(data, name).__module__, getattr(data, name).__qualname__) == (f"smallvit.data.{file}", name)
         assert getattr(data, name).__doc__
     assert data.digits() is data.digits()
 
 
 def test_every_public_name_is_defined_in_its_module():
-    assert len(data.__all__) == 18
+    assert len(data.__all__) == 19
     for name in data.__all__:
         value = getattr(data, name)
         assert vars(sys.modules[value.__module__])[name] is value
