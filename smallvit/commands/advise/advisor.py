@@ -249,8 +249,7 @@ class Advisor:
         """How many times longer a step takes now than when the machine was measured, at least 1. It is the time of a step with
         all chosen options in the last trials, divided by the time expected of it.
         """
-        plan, cost = self.plan, prod(option.cost for option in self.chosen)
-        return max(1.0, plan.best_step / (plan.step * cost)) if plan.best_step else plan.slower
+        return max(1.0, self.plan.best_step / (self.plan.step * prod(option.cost for option in self.chosen)))
 
     def seconds_of_judging(self) -> tuple[float, float]:
         """Return the expected seconds of one pass and of the final training, if both have as many steps as the trials."""
