@@ -22,8 +22,8 @@ NAMES = {
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
-        "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
-        "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn", "textured_shapes",
+        "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10", "digits",
+        "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn", "textured_shapes",
     ),
     "objectives": (
         "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective",
@@ -45,7 +45,7 @@ NAMES = {
     "ablation": ("ArmRun", "ablate"),
     "tuning": ("Tune",),
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
-    "recipe": ("load_recipe",),
+    "recipe": ("carry_over", "load_recipe"),
     "train": ("TrainedModel", "fit", "load"),
     "report": ("html", "markdown", "records"),
     "verdicts": ("compare",),

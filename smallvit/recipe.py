@@ -4,7 +4,8 @@ import ast
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,34 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
         check_comparable(runs, Path(path).name)
     module.RUNS = list(runs)
     return module
+
+
+def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None = None) -> "list[ArmRun]":
+    """Return the list of all runs of the comparison of another recipe, on another data set. Nothing else is changed and
+    nothing is tuned: the arms (variants), their learning rates and other settings, and the seeds stay. So the runs show
+    whether the results of that recipe hold for images for which nobody has chosen a setting.
+
+    recipe  the name or the path of the other recipe. If `smallvit tune` has chosen settings for it, these are used
+    data    the loader of the data set, such as `textured_shapes`, or a `partial` of one. The models of the recipe must accept
+            its images; `at_size` changes their size
+    labels  numbers of labelled images; by default those of the recipe
+
+    Raises ValueError if there is no such recipe, for a number of labels that it does not have, and if `data` is no loader.
+    """
+    from smallvit.components import check
+
+    check(data, "data")
+    runs = load_recipe(find_recipe(recipe)).RUNS
+    tuned = any(entry.tuning is not None for entry in runs)
+    known = list(dict.fromkeys(entry.labels for entry in runs))
+    chosen = known if labels is None else list(labels)
+    if missing := [count for count in chosen if count not in known]:
+        raise ValueError(f"labels has {missing[0]}; expected some of {known}, for which the recipe {recipe} has settings")
+    return [
+        replace(entry, run=entry.run.with_data(data), tuning=None, tune=None)
+        for entry in runs
+        if entry.labels in chosen and (entry.tuning is not None) == tuned
+    ]
 
 
 def import_recipe(path: Path) -> Any:

@@ -191,6 +191,12 @@ class Run:
         dependencies = {name: run.with_steps(change) for name, run in self.dependencies.items()}
         return replace(self, steps=change(self.steps), **dependencies)
 
+    def with_data(self, data: Callable) -> "Run":
+        """Return a copy of this run with another data set, which the function `data` loads. Earlier runs that this run needs,
+        such as pretraining, are changed in the same way.
+        """
+        return replace(self, data=data, **{name: run.with_data(data) for name, run in self.dependencies.items()})
+
     def vary(self, **changes: Any) -> "Run":
         """Return a copy of this run with some settings changed, which are given by name. They are settings of the run, such as
         `lr=1e-3`, options of its model, such as `depth=6`, or options of its optimizer, such as `rho=0.1` with `SAM`.

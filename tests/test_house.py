@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "attention_starts": {"attention", "attention_variants"},
     "block_variants": {"attention_positions", "positions", "reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "train"},
-    "recipe": {"ablation", "tuning"},
+    "recipe": {"ablation", "components", "tuning"},
     "looks": {"ablation", "passes", "record"},
     "trials": {"record", "tuning"},
     "tuning": {"ablation", "components", "record", "run"},

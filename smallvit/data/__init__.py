@@ -8,6 +8,7 @@ preprocess.py   Preprocess: image files, PIL images, arrays or tensors -> normal
 decode.py       one image file -> an array of pixels
 published.py    digits, mnist and related sets, cifar10, svhn: public data sets, read from disk or downloaded
 drawn.py        textured_shapes: color images that are drawn by a program
+resize.py       at_size: another data set in another image size
 own.py          folder, arrays: your own image files and .npz archives
 files.py        finding the image files, classes and groups of a folder
 cache.py        decoding many files, into memory or into a memory-mapped file
@@ -24,9 +25,9 @@ from .images import DataSpec, HeldOut, Images, sealed_test_images
 from .own import arrays, folder
 from .preprocess import Preprocess
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
+from .resize import at_size
 
 __all__ = [
-    "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "cifar10", "digits", "emnist",
-    "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images",
-    "svhn", "textured_shapes",
+    "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10", "digits",
+    "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn", "textured_shapes",
 ]  # fmt: skip

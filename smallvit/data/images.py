@@ -10,7 +10,7 @@ Shapes: n images in a data set, b in a batch, c channels, h x w pixels, k classe
 import copy
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -289,6 +289,12 @@ class HeldOut:
             raise ValueError(f"the test images are sealed: {reason}; use the training or validation images instead")
         self.reads += 1
         return self.__images
+
+    def changed(self, change: Callable[[Images], Images]) -> "HeldOut":
+        """Return held-out test images that `change` has made from these, for example in another size. The function `change`
+        takes and returns `Images`. This does not count as reading the test images.
+        """
+        return HeldOut(change(self.__images), self.__pool and change(self.__pool))
 
     def among(self, *others: Images) -> int:
         """Return the number of test images that also occur, with exactly the same pixels, in other sets of images. The

@@ -1,0 +1,64 @@
+"""at_size: a data set with images of another size, so that one model fits several data sets."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from .dataset import Dataset
+from .images import Images, with_moments
+
+
+def at_size(data: Callable[[], Dataset], size: int | tuple[int, int]) -> Dataset:
+    """Return another data set with all images resized to `size` pixels (one side, or height and width). `data` is the loader of
+    that data set, such as `digits`, or a `partial` of one.
+
+    Images are resized as `folder` resizes them (bicubic, antialiased); the ratio of their sides may change. Pixels are
+    normalized by the mean and standard deviation of the resized training images. A mean of 0, which MNIST and similar data sets
+    have because their background is black, stays 0.
+
+    Raises ValueError for a size that is no positive whole number, for images that are stored as float32 or have more than 4
+    channels, and for a data set with folds: use the option `size` of `folder` there.
+    """
+    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+        raise ValueError(f"size is {size!r}; expected a number of pixels, such as 28, or a pair (height, width)")
+    return _at_size(data(), sides)
+
+
+@functools.cache
+def _at_size(data: Dataset, size: tuple[int, int]) -> Dataset:
+    """Return the data set `data` with images of `size` (height, width). A second call returns the same object."""
+    if data.folds or data.spec.dtype != "uint8" or data.spec.channels not in (1, 3, 4):
+        kind = f"{data.folds} folds" if data.folds else f"{data.spec.channels} channels of {data.spec.dtype}"
+        raise ValueError(
+            f"{data.spec.name} has {kind}, which at_size does not support; expected gray or color images of 8 bits with fixed "
+            "test images; folder(..., size=28) resizes all kinds of images"
+        )
+    spec = replace(data.spec, size=size)
+
+    def resize(images: Images) -> Images:
+        return Images(_resize(images, size), images.labels, spec, images.files)
+
+    train = resize(data.train)
+    moments = with_moments(spec, train)
+    spec = replace(moments, mean=moments.mean if any(data.spec.mean) else data.spec.mean)
+    test = data.test.changed(resize)
+    return replace(data, spec=spec, train=train.with_spec(spec), test=test, val=data.val and resize(data.val))
+
+
+def _resize(images: Images, size: tuple[int, int]) -> torch.Tensor:
+    """Return the pixels of `images` in another size (height, width), uint8 `n c h w`."""
+    from PIL import Image
+
+    def one(pixels: np.ndarray) -> np.ndarray:
+        """Resize one image `c h w`, and return it as `h w c`."""
+        array = pixels.transpose(1, 2, 0)
+        image = Image.fromarray(np.ascontiguousarray(array if array.shape[2] > 1 else array[..., 0]))
+        resized = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+        return np.asarray(resized).reshape(*size, -1)
+
+    arrays = [one(pixels) for part in images.parts() for pixels in part.numpy()]
+    return torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2).copy())
