@@ -37,6 +37,7 @@ MODULES = {  # module -> title of its page in the API reference
     "evaluate": "Evaluators",
     "run": "Runs",
     "ablation": "Comparisons",
+    "recipe": "Recipes",
     "tuning": "Tuning",
     "train": "Training and loading",
     "deploy": "Models in other programs",

@@ -226,7 +226,8 @@ def check(component: Any, name: str):
         return
     called = function(component)
     full_name(called)
-    accepted = arguments if name == "data" else options  # a loader is called without arguments: all of them are options
+    loads_data = name.rpartition(".")[2] == "data"
+    accepted = arguments if loads_data else options  # a loader is called without arguments: all of them are options
     if isinstance(component, partial):
         if component.args:
             raise ValueError(f"{name} binds {component.args!r} by position; expected every option by name")
@@ -236,7 +237,7 @@ def check(component: Any, name: str):
             takes_text = str in get_args(defaults[option].annotation)
             if isinstance(value, str) and isinstance(defaults[option].default, int | float) and not takes_text:
                 raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a number, without quotes")
-            if name == "data" and isinstance(value, list | dict | set):  # loaders cache their result by their options
+            if loads_data and isinstance(value, list | dict | set):  # loaders cache their result by their options
                 raise ValueError(f"{option} of {called.__name__} is {value!r}; expected a tuple, or a plain value")
     for option, p in accepted(component).items():
         if p.default is p.empty:

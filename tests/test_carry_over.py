@@ -69,8 +69,15 @@ def test_carried_run_is_trained_and_written_down(recipe, tmp_path):
     assert record.finished and record.run["data"]["size"] == 8 and rebuild(describe(run)) == run
 
 
+def test_options_of_the_inner_loader_are_checked(recipe):
+    with pytest.raises(ValueError, match="data.data has no 'path', a required option; write partial"):
+        carry_over(str(recipe), partial(at_size, data=folder, size=8))
+    with pytest.raises(ValueError, match="folder has no option 'fold'; did you mean 'folds'"):
+        carry_over(str(recipe), partial(at_size, data=partial(folder, path="images", fold=2), size=8))
+
+
 def test_wrong_requests_are_refused(recipe):
-    with pytest.raises(ValueError, match="labels has 30; expected some of .10, 20., for which the recipe .* has settings"):
+    with pytest.raises(ValueError, match=r"labels has 30; expected some of \[10, 20\], for which the recipe .* has settings"):
         carry_over(str(recipe), shapes, labels=[10, 30])
     with pytest.raises(ValueError, match="data is an object of class Dataset; expected a function"):
         carry_over(str(recipe), digits())
@@ -112,7 +119,7 @@ def test_resizing_does_not_count_as_reading_the_test_images():
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, "28", (28,), (28, 0), True])
 def test_impossible_sizes_are_refused(size):
-    with pytest.raises(ValueError, match="size is .*; expected a number of pixels, such as 28, or a pair"):
+    with pytest.raises(ValueError, match=r"size is .*; expected a number of pixels, such as 28, or a pair"):
         at_size(digits, size)
 
 
@@ -122,5 +129,5 @@ def test_folds_are_refused_with_another_way(tmp_path):
         for number in range(4):
             pixels = np.random.default_rng([ord(label), number]).integers(256, size=(6, 6), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / label / f"{number}.png")
-    with pytest.raises(ValueError, match="has 2 folds, which at_size does not support; .*folder\\(..., size=28\\)"):
+    with pytest.raises(ValueError, match=r"has 2 folds, which at_size does not support; .*folder\(..., size=28\)"):
         at_size(partial(folder, str(tmp_path), folds=2), 3)
