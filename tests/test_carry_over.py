@@ -70,7 +70,7 @@ def test_carried_run_is_trained_and_written_down(recipe, tmp_path):
 
 
 def test_options_of_the_inner_loader_are_checked(recipe):
-    with pytest.raises(ValueError, match="data.data has no 'path', a required option; write partial"):
+    with pytest.raises(ValueError, match=r"data\.data has no 'path', a required option; write partial"):
         carry_over(str(recipe), partial(at_size, data=folder, size=8))
     with pytest.raises(ValueError, match="folder has no option 'fold'; did you mean 'folds'"):
         carry_over(str(recipe), partial(at_size, data=partial(folder, path="images", fold=2), size=8))
