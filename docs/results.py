@@ -4,7 +4,7 @@
 
 writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
 `<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
-`<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md` and
+`<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md`, `docs/report.md` and
 `docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
 `<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`.
 """
@@ -297,6 +297,14 @@ def trials_table(recipe: str, arms: Sequence[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}"
 
 
+def in_report(text: str) -> str:
+    """The text of docs/report.md with links that are right there, and the whole note below the first of its tables only."""
+    text = text.replace("](../recipes/", "](recipes/")
+    note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Bold: [^\n]*?\. (The full report is )")
+    first = note.search(text)
+    return text if first is None else text[: first.end()] + note.sub(r"\1 seeds. \2", text[first.end() :])
+
+
 def with_trials(text: str) -> str:
     """The text of a page with its tables of trials written again."""
 
@@ -317,10 +325,12 @@ def written() -> Iterable[tuple[Path, str]]:
     docs = ROOT / "docs"
     settings = docs / "explanation" / "settings.md"
     yield settings, with_block(settings.read_text(encoding="utf-8"), "settings", settings_tables())
-    for page in (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md"):
+    pages = (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md", docs / "report.md")
+    for page in pages:
         text = page.read_text(encoding="utf-8")
         if TABLE.search(text) or TRIALS.search(text):
-            yield page, with_trials(with_tables(text))
+            text = with_trials(with_tables(text))
+            yield page, in_report(text) if page.name == "report.md" else text
 
 
 if __name__ == "__main__":

@@ -215,6 +215,18 @@ def test_readme_is_short_and_has_a_picture():
     assert len(pictures) == 2 and all((ROOT / picture).exists() for picture in pictures)
 
 
+def test_report_becomes_a_pdf_without_links_that_lead_nowhere(tmp_path):
+    make = load_script("report_pdf")
+    text = make.plain_markdown((DOCS / "report.md").read_text(encoding="utf-8"))
+    assert "<!--" not in text and text.count("| ---") >= 5
+    links = re.findall(r"(!?)\[[^\]]+\]\(([^)]+)\)", text)
+    assert links == [("!", "_static/results-light.svg")] and (DOCS / links[0][1]).exists()
+    pytest.importorskip("pypandoc", reason="pypandoc_binary and typst come with the extra docs")
+    pytest.importorskip("typst", reason="pypandoc_binary and typst come with the extra docs")
+    make.main(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
 def test_both_commands_of_the_readme_are_complete():
     for name in ("quickstart", "tests"):
         (line,) = fenced(marked(README, name)).splitlines()

@@ -7,6 +7,7 @@ are verdicts.
 """
 
 import ast
+import json
 import re
 from pathlib import Path
 from statistics import fmean
@@ -158,3 +159,47 @@ def test_interval_or_verdict_of_another_kind_is_wrong():
     assert wrong_numbers("[-0.13, 1.29] on these test images", results) == ["[-0.13, 1.29] on these test images"]
     assert wrong_numbers("better by 0.58", results) == ["better by 0.58"]
     assert wrong_numbers("worse by 2.85", results) == ["worse by 2.85"]
+
+
+# The report
+
+REPORT = Path(__file__).parents[1] / "docs" / "report.md"
+NOT_RESULTS = re.compile("2.4 million|p < 0.05|between −2 and 2 points")  # a size, a level and an axis
+
+
+def paragraphs(page: str) -> list[str]:
+    """The paragraphs and the list items of a page, without its generated tables."""
+    text = re.sub(r"<!-- results: .*?<!-- end -->", "", page, flags=re.S)
+    return [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=\d+\. |- )", text) if part.strip()]
+
+
+def unfounded(page: str, results) -> list[str]:
+    """The decimal numbers of a page that are no result of the recipes to which their paragraph links."""
+    before = json.loads((REPORT.parent / "earlier.json").read_text(encoding="utf-8"))
+    wrong = []
+    for paragraph in paragraphs(page):
+        linked = re.findall(r"\]\(recipes/(\w+)\.md\)", paragraph)
+        kinds: dict[str, list] = {}
+        for recipe in linked:
+            for kind, values in results(REPORT.parents[1] / "recipes" / f"{recipe}.py").items():
+                kinds.setdefault(kind, []).extend(values)
+        if "(explanation/settings.md)" in paragraph:
+            kinds["difference"] += [abs(100 * arm[3]) for recipe in linked for arm in before[recipe]["arms"]]
+        # losses are written without a sign, "worse by 2.1 points [1.2, 3.0]": their intervals may be turned around
+        kinds["interval"] = [pair for low, high in kinds.get("interval", []) for pair in ((low, high), (-high, -low))]
+        text = NOT_RESULTS.sub("", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph))
+        if re.search(r"\d\.\d", text):
+            wrong += [f"{number}: {text[:60]}" for number in (wrong_numbers(text, kinds) if linked else ["no link"])]
+    return wrong
+
+
+def test_numbers_of_the_report_are_those_of_the_linked_records(results):
+    page = REPORT.read_text(encoding="utf-8")
+    assert sum(len(NUMBER.findall(part)) for part in paragraphs(page)) >= 40
+    assert not unfounded(page, results)
+
+
+def test_changed_number_of_the_report_is_noticed(results):
+    page = REPORT.read_text(encoding="utf-8")
+    for right, other in (("26.9 points", "26.8 points"), ("[2.2, 3.7]", "[2.1, 3.7]"), ("97.3%", "97.1%"), ("17.5 points", "17.2 points")):
+        assert right in page and unfounded(page.replace(right, other), results), right
