@@ -297,9 +297,32 @@ def trials_table(recipe: str, arms: Sequence[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}"
 
 
+# recipes of docs/report.md
+REPORTED = (
+    "regularise", "spt_lsa", "inductive_bias", "positions", "explain", "hyperparameters", "optimizers", "distill", "tokens",
+    "dino", "pseudo_labels", "mae",
+)  # fmt: skip
+
+
+def recipes_table() -> str:
+    """The Markdown table of the settings of the recipes in the report, from their records."""
+    lines = [["Recipe", "Parameters", "Steps", "Batch", "Seeds", "Labels", "Learning rates"], ["---"] * 7]
+    for recipe in REPORTED:
+        rows = [row for row in comparison(recipe).main_rows if row.labels is not None]
+        first = next(row for row in rows if row.role == "baseline")
+        records = [record for record in records_of(recipe) if record.arm == first.arm]
+        longest, batch = max(record.steps or 0 for record in records), records[0].run["batch"]
+        labels = ", ".join(f"{n:,}" for n in dict.fromkeys(row.labels for row in rows))
+        tuned = "tuned" if first.condition.tuned else "not tuned"
+        parameters = f"{round(first.budget['params'], -3):,.0f}"
+        linked = f"[{recipe}](recipes/{recipe}.md)"
+        lines.append([linked, parameters, f"{longest:,}", f"{batch}", f"{len(first.seeds)}", labels, tuned])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def in_report(text: str) -> str:
     """The text of docs/report.md with links that are right there, and the whole note below the first of its tables only."""
-    text = text.replace("](../recipes/", "](recipes/")
+    text = with_block(text, "recipes", recipes_table()).replace("](../recipes/", "](recipes/")
     note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Bold: [^\n]*?\. (The full report is )")
     first = note.search(text)
     return text if first is None else text[: first.end()] + note.sub(r"\1 seeds. \2", text[first.end() :])
