@@ -214,8 +214,11 @@ class Scheduler:
         taken = {*self.alone, *self.stacks}
         equal = [i for i in ready if self.stack_keys[i] == key and i not in taken and self.is_free(i)]
         equal.sort(key=lambda i: self.runs[i].run.lr != rate)  # stable: seeds of one arm first
-        share = self.stack if self.full_stacks else -(-len(ready) // workers)  # leaves enough runs for the other workers
-        return equal[: min(self.stack, share)]
+        if self.full_stacks:
+            return equal[: self.stack]
+        most = min(self.stack, -(-len(ready) // workers))  # leaves enough runs for the other workers
+        groups = -(-len(equal) // most)
+        return equal[: -(-len(equal) // groups)]  # groups of equal size: 5 and 5 instead of 8 and 2
 
     def part(self, group: Sequence[int]):
         """Forget that runs were trained together. `group` are their positions."""
