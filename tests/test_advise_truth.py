@@ -25,11 +25,11 @@ from smallvit.verdicts import Comparison, Row, compare
 
 pytestmark = pytest.mark.long
 KINDS = ("circle", "square", "triangle", "cross")
-MINUTES = 2.0
+MINUTES = 3.0
 SMALLVIT = (sys.executable, "-m", "smallvit")
 
 
-def planted(folder: Path, seed: int, count: int = 40, random_labels: bool = False, size: int = 28):
+def planted(folder: Path, seed: int, count: int = 80, random_labels: bool = False, size: int = 28):
     """Draw `count` images of each of four shapes, at random places in gray noise. Shifting the images helps, because a shape is
     the same at all places. With random labels no technique can help: every model has an accuracy of 25% on new images.
     """
@@ -135,7 +135,7 @@ def test_twenty_kills_change_no_decision_and_lose_no_run(tmp_path):
     (again / "advice").mkdir(parents=True)
     (tmp_path / "images").rename(again / "images")
     killed.folder = str((again / "images").resolve())
-    measured = {name: getattr(killed, name) for name in ("step", "steps", "groups", "final_steps", "passes")}
+    measured = {name: getattr(killed, name) for name in ("step", "cnn_step", "steps", "groups", "final_steps", "passes")}
     fresh = Plan(killed.folder, killed.minutes, killed.digits, killed.jobs, killed.share, killed.folds, killed.val, **measured)
     fresh.write(again / "advice" / "plan.json")
     without_kills = advised(again, MINUTES)

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "__main__": {"__init__", "commands"},
     "commands": {
         "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "flops", "launch", "looks", "native", "numerics", "passes", "pretrained",
-        "recipe", "record", "reference_runs", "report", "run", "trackers", "train", "trials", "tuning", "verdicts",
+        "recipe", "record", "reference_runs", "references", "report", "run", "trackers", "train", "trials", "tuning", "verdicts",
     },
     "launch": {
         "ablation", "components", "data", "flops", "native", "numerics", "passes", "pretrained", "recipe", "record", "run", "storage",

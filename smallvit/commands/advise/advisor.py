@@ -23,6 +23,7 @@ from smallvit.pretrained.weights import Unavailable
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, write_text
 from smallvit.reference_runs import FINE_TUNING, imagenet_vit_s
+from smallvit.references import SmallCNN
 from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts import compare
 
@@ -50,10 +51,11 @@ if TYPE_CHECKING:
 
 MEASURE = "trials_0_measure"  # the recipe whose runs measure the machine
 STACK = 8  # runs that are trained as one model
+CNN_STACK = 2  # runs of the small CNN that measure the machine, for each worker process
 PROBE_STEPS = 60  # training steps of the runs that measure the machine
 LATEST = 0.55  # no further group of options is started after this share of the time
 LEARNING_SHARE = 0.25  # largest share of the test time for the learning curve
-CNN_COST, ALONE = 2.0, 1.5  # time of a step, relative to the plain ViT in a stack: small CNN; a run that is not in a stack
+ALONE = 1.5  # time of a step of a run that is not in a stack, relative to one that is
 REFERENCE_SECONDS = 1.0  # training time of a classifier on raw pixels
 IMAGENET_SHARE = 0.3  # largest share of the test time for models with weights from ImageNet
 PROBE_SECONDS = 3.0  # time to load these weights and to fit a logistic regression on their features
@@ -129,14 +131,25 @@ class Advisor:
         self.plan.steps, self.plan.step = PROBE_STEPS, 0.0
         text = trial_recipe(self.images, self.plan, self.groups[0], [])
         plain = load_recipe(self.write_recipe(MEASURE, text)).RUNS[0]
-        runs = [ArmRun(run=plain.run.vary(seed=FIRST_SEED + i), arm="measure") for i in range(STACK * self.plan.jobs)]
+        counts = {"plain ViT": (plain.run, STACK), "small CNN": (plain.run.vary(model=SmallCNN), CNN_STACK)}
+        runs = [
+            ArmRun(run=run.vary(seed=FIRST_SEED + i), arm=f"measure {name}")
+            for name, (run, count) in counts.items()
+            for i in range(count * self.plan.jobs)
+        ]
         how: dict[str, Any] = {"validation_only": True, "curves": False, "retry": True} | self.options
         records = launch(runs, self.runs / "trials", recipe="measure", **how)
-        finished = [record for record in records if record.finished]
-        if not finished:
-            raise ValueError(f"a run of {PROBE_STEPS} training steps failed: {records[0].error}")
-        self.plan.step = median(record.seconds or 0.0 for record in finished) / PROBE_STEPS
-        steps, count = steps_of_trials(self.groups, self.plan.minutes, self.spent, self.plan.step, self.plan.jobs)
+        if failed := [record for record in records if not record.finished]:
+            raise ValueError(f"a run of {PROBE_STEPS} training steps failed: {failed[0].error}")
+        self.plan.step, self.plan.cnn_step = (
+            median(record.seconds or 0.0 for record in records if record.arm == f"measure {name}") / PROBE_STEPS
+            for name in counts
+        )
+        cnn = self.plan.cnn_step / self.plan.step
+        shortest = FEWEST_PASSES * (self.plan.folds or 1) * (2 + cnn) + ALONE * self.plan.jobs * max(cnn, 1)
+        steps, count = steps_of_trials(
+            self.groups, self.plan.minutes, self.spent, self.plan.step, self.plan.jobs, shortest
+        )
         self.plan.steps, self.plan.groups = steps, [group.name for group in self.groups[:count]]
         self.save()
 
@@ -254,11 +267,11 @@ class Advisor:
     def seconds_of_judging(self) -> tuple[float, float]:
         """Return the expected seconds of one pass and of the final training, if both have as many steps as the trials."""
         plan, folds = self.plan, self.plan.folds or 1
-        plain = self.slowdown * plan.step
-        step = plain + (plan.best_step if self.chosen else 0.0) + CNN_COST * plain
+        plain, cnn = self.slowdown * plan.step, self.slowdown * plan.cnn_step
+        step = plain + (plan.best_step if self.chosen else 0.0) + cnn
         others = 2 * REFERENCE_SECONDS + sum(self.imagenet_seconds[name] for name in plan.imagenet or ())
         one_pass = folds * (plan.steps * step + self.slowdown * others) / plan.jobs
-        return one_pass, ALONE * plan.steps * max(plan.best_step, CNN_COST * plain)
+        return one_pass, ALONE * plan.steps * max(plan.best_step, cnn)
 
     @property
     def last_seconds(self) -> float:
@@ -277,7 +290,7 @@ class Advisor:
         plan = self.plan
         left = self.left - self.last_seconds
         sizes = learning_sizes(self.images, plan)
-        curve = 2 * len(sizes) * each * (plan.best_step or plan.step) / (plan.step * (1 + CNN_COST) + plan.best_step)
+        curve = 2 * len(sizes) * each * (plan.best_step or plan.step) / (plan.step + plan.cnn_step + plan.best_step)
         each = max(each, 0.1)
         fewer = int((left - curve) / each) + 2 < WANTED_PASSES <= int(left / each) + 2  # too few for a verdict with the curve
         plan.sizes = sizes if sizes and curve <= LEARNING_SHARE * left and not fewer else []

@@ -23,7 +23,7 @@ START = 8.0  # seconds to start the runs of a group and to score them
 SEEDS = (2, 4)  # number of seeds in the trials: all options of a group, and the better half
 FEWEST_STEPS, MOST_STEPS = 200, 2_400  # training steps of a trial
 WORTHWHILE_STEPS = 300  # if the trials would have fewer steps, fewer groups are tried
-SHORTEST, LONGEST = 0.5, 4  # number of training steps in the test, divided by those of a trial
+LONGEST = 4  # largest number of training steps in the test, divided by those of a trial
 MOST_PASSES, WANTED_PASSES, FEWEST_PASSES = 8, MIN_PAIRS, 2  # passes over the test images
 MOST_FOLDS = 5
 SPARE = 0.96  # share of the time that may be planned; the rest is a reserve
@@ -39,6 +39,7 @@ class Plan:
                     possible one, and after the trials the one that there is time for; None if the folder has test images
     val             number of validation images of a trial
     step            seconds of a training step of the plain ViT, with all worker processes busy
+    cnn_step        the same for the small CNN
     best_step       the same for the ViT with all options that were chosen so far
     slower          real time of the last trials divided by the planned time, which is that of the plain ViT on a quiet machine
     groups          names of the groups of options, in the order in which they are tried
@@ -62,6 +63,7 @@ class Plan:
     folds: int | None = None
     val: int = 0
     step: float = 0.0
+    cnn_step: float = 0.0
     best_step: float = 0.0
     slower: float = 1.0
     groups: list[str] = field(default_factory=list)
@@ -135,17 +137,25 @@ def runs_of(group: Group) -> list[float]:
     return [cost * (SEEDS[1] if rank >= len(costs) - 2 else SEEDS[0]) for rank, cost in enumerate(costs)]
 
 
-def steps_of_trials(groups: Sequence[Group], minutes: float, spent: float, step: float, jobs: int) -> tuple[int, int]:
-    """Return the number of training steps of a trial, and how many of `groups` are tried, so that the trials end in time. The
-    runs of each group have to be started and scored, too, so with little time there are fewer groups.
+def steps_of_trials(
+    groups: Sequence[Group], minutes: float, spent: float, step: float, jobs: int, test: float
+) -> tuple[int, int]:
+    """Return the number of training steps of a trial, and how many of `groups` are tried. The trials must end in time, and
+    leave enough time for a test and a final training of as many steps: a model that was chosen after long training may not be
+    the best one after a short one. The runs of each group have to be started and scored, too, so with little time there are
+    fewer groups.
 
     minutes, spent  the time for everything, and the seconds that have passed
     step            seconds of a training step of the plain ViT, with all worker processes busy
     jobs            number of worker processes
+    test            time of the shortest test and of the final training, in units of one training run of the plain ViT
     """
+    least = 0.1 * 60 * minutes  # seconds, however much time has passed
     for count in range(len(groups), 0, -1):
-        seconds = max(60 * minutes * SCREENING - spent - START * count, 0.1 * 60 * minutes) * jobs
-        steps = seconds / (step * sum(sum(runs_of(group)) for group in groups[:count]))
+        trials = sum(sum(runs_of(group)) for group in groups[:count])
+        screening = max(60 * minutes * SCREENING - spent - START * count, least)
+        everything = max(60 * minutes * SPARE - spent - START * (count + 2), least)
+        steps = min(screening / trials, everything / (trials + test)) * jobs / step
         if steps >= WORTHWHILE_STEPS or count == 1:
             break
     return rounded(min(max(steps, FEWEST_STEPS), MOST_STEPS)), count
@@ -166,13 +176,13 @@ def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: 
     left          seconds that are left for both
 
     A precise verdict needs six passes. A pass takes longer with more folds, so the result is the largest number of folds for
-    which six passes are possible in time. If there is not even time for two folds and training that is half as long, there are
-    fewer passes. Then the verdict is computed from the single folds, and the result is `most`.
+    which six passes are possible in time. If there is not even time for two folds, there are fewer passes. Then the verdict is
+    computed from the single folds, and the result is `most`.
     """
     for folds in range(most, 1, -1):
         if WANTED_PASSES * folds * fold_seconds + last_seconds <= left:
             return folds
-    return 2 if SHORTEST * (WANTED_PASSES * 2 * fold_seconds + last_seconds) <= left else most
+    return most
 
 
 def length_of_judging(pass_seconds: float, last_seconds: float, left: float, steps: int) -> tuple[int, int]:
@@ -184,11 +194,10 @@ def length_of_judging(pass_seconds: float, last_seconds: float, left: float, ste
     steps         training steps of a trial
 
     The aim is six passes with `steps` training steps. If there is more time, training is longer (at most 4 times), and then
-    there are more passes. If there is too little time, training is shorter (at least half), then there are fewer passes, and
-    then still fewer steps.
+    there are more passes. If there is too little time, there are fewer passes, and then training is shorter.
     """
     wanted = WANTED_PASSES * pass_seconds + last_seconds
-    factor = min(max(left / wanted, SHORTEST), LONGEST)
+    factor = min(max(left / wanted, 1.0), LONGEST)
     passes = int((left / factor - last_seconds) / pass_seconds + 1e-9) if pass_seconds else MOST_PASSES
     if passes >= FEWEST_PASSES:
         return rounded(steps * factor), min(passes, MOST_PASSES)
