@@ -29,9 +29,8 @@ Limits    Only the learning rate was tuned, with trials of 600 steps. So short t
           large for six times the steps, or too small for methods whose targets become useful late. FixMatch was published with
           hundreds of thousands of steps; here it sees the labelled digits only as often as scratch does. Mean teacher and
           FixMatch with alignment were still improving at 100 labels (`smallvit report` prints an alarm). The unlabelled digits
-          are of the same kind as the labelled ones, with nearly equal numbers of each class. The training was interrupted and
-          continued by a later version of the code, in which other parts had changed; `smallvit report` says so. Other programs
-          ran beside it, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test images.
+          are of the same kind as the labelled ones, with nearly equal numbers of each class. Other programs ran beside the
+          training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test images.
 """
 
 from functools import partial
