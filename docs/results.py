@@ -100,6 +100,11 @@ def cell(row: Row | None) -> str:
     return f"**{text}**" if row.verdict in ("better", "worse") else text
 
 
+def markdown_table(lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table from the cells of its lines. The second line has a `---` for each column."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def table() -> str:
     """The Markdown table of the README: technique x number of labels. Techniques that are never better are left out."""
     columns = shown_labels()
@@ -110,7 +115,7 @@ def table() -> str:
             continue
         linked = f"[{name}](docs/techniques/{page}.md)"
         lines.append([linked, *(cell(rows.get(n)) for n in columns), f"[{recipe}](recipes/{recipe}.md)"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def picture(dark: bool) -> str:
@@ -204,7 +209,7 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
         f"95% intervals on new test images, from {seeds} seeds. Bold: the verdict is better or worse. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines), note
+    return markdown_table(lines), note
 
 
 def times(factors: Sequence[float]) -> str:
@@ -267,7 +272,7 @@ def settings_tables() -> str:
             both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
             lines.append([row.arm + against, f"{row.labels:,}", first, *shown])
-        blocks.append(f"### {about}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        blocks.append(f"### {about}\n\n" + markdown_table(lines))
     summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
 
@@ -297,20 +302,13 @@ def trials_table(recipe: str, arms: Sequence[str]) -> str:
         f"{options['seeds']} seeds, at the best of {options['trials']} learning rates for each arm. The recipe `{recipe}` was "
         "not run yet."
     )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}"
+    return markdown_table(lines) + f"\n\n{note}"
 
 
-# recipes of docs/report.md
-REPORTED = (
-    "regularise", "spt_lsa", "inductive_bias", "positions", "explain", "hyperparameters", "optimizers", "distill", "tokens",
-    "dino", "pseudo_labels", "mae",
-)  # fmt: skip
-
-
-def recipes_table() -> str:
-    """The Markdown table of the settings of the recipes in the report, from their records."""
+def recipes_table(recipes: Iterable[str]) -> str:
+    """The Markdown table of the settings of some recipes, from their records."""
     lines = [["Recipe", "Parameters", "Steps", "Batch", "Seeds", "Labels", "Learning rates"], ["---"] * 7]
-    for recipe in REPORTED:
+    for recipe in recipes:
         rows = [row for row in comparison(recipe).main_rows if row.labels is not None]
         first = next(row for row in rows if row.role == "baseline")
         records = [record for record in records_of(recipe) if record.arm == first.arm]
@@ -320,12 +318,14 @@ def recipes_table() -> str:
         parameters = f"{round(first.budget['params'], -3):,.0f}"
         linked = f"[{recipe}](recipes/{recipe}.md)"
         lines.append([linked, parameters, f"{longest:,}", f"{batch}", f"{len(first.seeds)}", labels, tuned])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def in_report(text: str) -> str:
     """The text of docs/report.md with links that are right there, and the whole note below the first of its tables only."""
-    text = with_block(text, "recipes", recipes_table()).replace("](../recipes/", "](recipes/")
+    text = text.replace("](../recipes/", "](recipes/")
+    recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
+    text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
     note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Bold: [^\n]*?\. (The full report is )")
     first = note.search(text)
     return text if first is None else text[: first.end()] + note.sub(r"\1 seeds. \2", text[first.end() :])

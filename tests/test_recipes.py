@@ -17,7 +17,8 @@ from smallvit.trials import trials
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
-MNIST = (Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw").exists()
+DATA = Path(os.environ.get("SMALLVIT_DATA", ""))
+MNIST = (DATA / "MNIST" / "raw").exists()
 loaded = functools.cache(load_recipe)
 records_of = functools.cache(lambda path: read_records(path.with_suffix(".jsonl")))
 
@@ -28,7 +29,6 @@ def each(paths, quick=None):
     return pytest.mark.parametrize("path", [pytest.param(path, marks=marks[path], id=path.stem) for path in paths])
 
 
-DATA = Path(os.environ.get("SMALLVIT_DATA", ""))
 DOWNLOADS = {  # recipes on data sets that must be downloaded, with what is there if that was done
     "ablation_blood": Path("data/bloodmnist.npz").absolute(),
     "ablation_cifar10": DATA / "cifar-10-batches-py",
@@ -37,7 +37,7 @@ DOWNLOADS = {  # recipes on data sets that must be downloaded, with what is ther
 
 
 @pytest.fixture
-def needs_data(path, monkeypatch):
+def needs_data(path):
     """Skip a test of a recipe whose data set is not on this machine."""
     if path.stem in DOWNLOADS and not DOWNLOADS[path.stem].exists():
         pytest.skip(f"{DOWNLOADS[path.stem]} is not on this machine")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from .dataset import Dataset
+from .dataset import Dataset, to_uint8
+from .decode import read_image
 from .images import Images, with_moments
 
 
@@ -53,12 +54,7 @@ def _resize(images: Images, size: tuple[int, int]) -> torch.Tensor:
     """Return the pixels of `images` in another size (height, width), uint8 `n c h w`."""
     from PIL import Image
 
-    def one(pixels: np.ndarray) -> np.ndarray:
-        """Resize one image `c h w`, and return it as `h w c`."""
-        array = pixels.transpose(1, 2, 0)
-        image = Image.fromarray(np.ascontiguousarray(array if array.shape[2] > 1 else array[..., 0]))
-        resized = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
-        return np.asarray(resized).reshape(*size, -1)
-
-    arrays = [one(pixels) for part in images.parts() for pixels in part.numpy()]
-    return torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2).copy())
+    arrays = (np.ascontiguousarray(pixels.transpose(1, 2, 0)) for part in images.parts() for pixels in part.numpy())
+    pictures = (Image.fromarray(array if array.shape[2] > 1 else array[..., 0]) for array in arrays)
+    resized = np.stack([read_image(picture, size, mode=None).pixels for picture in pictures])
+    return to_uint8(resized, images.spec.name)

@@ -147,9 +147,7 @@ class Advisor:
         )
         cnn = self.plan.cnn_step / self.plan.step
         shortest = FEWEST_PASSES * (self.plan.folds or 1) * (2 + cnn) + ALONE * self.plan.jobs * max(cnn, 1)
-        steps, count = steps_of_trials(
-            self.groups, self.plan.minutes, self.spent, self.plan.step, self.plan.jobs, shortest
-        )
+        steps, count = steps_of_trials(self.groups, self.plan.minutes, self.spent, self.plan.step, self.plan.jobs, shortest)
         self.plan.steps, self.plan.groups = steps, [group.name for group in self.groups[:count]]
         self.save()
 
