@@ -87,28 +87,24 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """A list of transformer blocks, each of which takes the tokens of the one before it. It is called like a block, and returns
-    the tokens and their sizes.
-    """
+    """A list of transformer blocks, each of which takes the tokens of the one before it. It is called like a block."""
 
     def forward(
         self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple:
         return one_after_another(self, x, size, mask, places)
 
 
 def one_after_another(
     blocks: Iterable[Any], x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Places | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Call transformer blocks one after another, each with the tokens of the one before it. Return the tokens of the last one,
-    and the number of patches that each of them represents. `places` says where the tokens are, if a block needs it.
+) -> tuple:
+    """Call transformer blocks one after another, each with the tokens of the one before it. Return what the last one returns:
+    its tokens, the number of patches that each of them represents, and the places of the tokens if `places` is not None.
     """
+    given = () if places is None else (places,)
     for block in blocks:
-        if places is None:
-            x, size = block(x, size, mask)
-        else:
-            x, size, places = block(x, size, mask, places)
-    return x, size
+        x, size, *given = block(x, size, mask, *given)
+    return x, size, *given
 
 
 class ViT(nn.Module):
@@ -253,7 +249,7 @@ class ViT(nn.Module):
             x = torch.cat([x[:, : len(self.prefix)], gather_tokens(x[:, len(self.prefix) :], keep)], dim=1)
             places = None if places is None else places._replace(at=places.at[keep])
         size = None
-        return self.blocks(x, size, mask) if places is None else self.blocks(x, size, mask, places)
+        return self.blocks(x, size, mask, places)[:2]
 
     def embed(self, x: Tensor) -> Tensor:
         """Return the tokens that enter the first block, without dropout: prefix tokens and patches, with positions. `x` holds

@@ -356,8 +356,6 @@ def test_call_in_inference_mode_does_not_harm_a_later_training_step():
     call = native_call(blocks)
     with torch.inference_mode():
         call(x)
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: call(x)[0].sum())(x)
     call(x)[0].sum().backward()
     assert all(p.grad is not None for p in blocks.parameters())
 
@@ -411,6 +409,25 @@ def test_blocks_that_merge_and_have_places_or_masks_or_skipped_branches():
     assert torch.equal(found, skipping(x)[0])
     skipping.eval()
     assert part.fallback(x, None, None, weights, False) is None
+
+
+def test_transforms_of_functions_are_left_to_pytorch():
+    blocks, x = make_blocks(), torch.randn(2, 3, 17, 32)
+    call = native_call(blocks)
+
+    def loss(call):
+        return lambda x: call(x)[0].square().sum()
+
+    transforms = {
+        "gradient": lambda f: torch.func.grad(f)(x[0]),
+        "gradient for each of several inputs": lambda f: torch.vmap(torch.func.grad(f))(x),
+        "gradient of a vmap": lambda f: torch.func.grad(lambda x: torch.vmap(f)(x).sum())(x),
+        "vmap of a vmap": lambda f: torch.vmap(torch.vmap(lambda x: f(x[None])))(x),
+        "second derivative": lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum())(x[0]),
+        "directional derivative": lambda f: torch.func.jvp(f, (x[0],), (x[1],))[1],
+    }
+    for name, transform in transforms.items():
+        assert torch.equal(transform(loss(call)), transform(loss(blocks))), name
 
 
 def test_replaced_linear_map_is_left_to_pytorch():

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
@@ -403,7 +403,7 @@ class NativeBranches:
         otherwise None. `bias` is what is added to the attention logits, and `half` says whether to multiply in bf16.
         """
         call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [], keys, weights)
-        plain = peek_interpreter_stack() is None and forward_ad._current_level < 0  # no transform such as `torch.vmap`
+        plain = peek_interpreter_stack() is None  # not under `torch.vmap`
         if plain and not call.gradients:
             out = compute(call, x, bias, weights)
         elif plain and IN_PLACE[0] and x.requires_grad and have_gradients(weights):
@@ -486,10 +486,7 @@ class NativeBlocks:
         half = torch.is_autocast_enabled("cpu")
         weights = [[module.get(name) for module, name in branches.weights] for branches, _ in self.parts]
         if self.fallback(x, size, mask, [weight for own in weights for weight in own], half):
-            given = () if places is None else (places,)
-            for block in self.blocks:
-                x, size, *given = block(x, size, mask, *given)
-            return x, size, *given
+            return one_after_another(self.blocks, x, size, mask, places)
         for (branches, reduction), own in zip(self.parts, weights):
             x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
             if reduction is not None:
@@ -503,7 +500,8 @@ class NativeBlocks:
 
         The reasons: tokens or weights that are not 32-bit floats on the CPU, another number format than bf16 or a processor
         without it, hooks, dropout, sizes that need a gradient, no images at all, a reduction that has been exchanged, merging
-        with a mask or with stochastic depth, and tools of PyTorch that watch each operation or record a graph.
+        with a mask or with stochastic depth, transforms of PyTorch other than one `torch.vmap`, and tools of PyTorch that watch
+        each operation or record a graph.
         """
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
             return "the tokens are not 32-bit floats on the CPU"
@@ -515,6 +513,9 @@ class NativeBlocks:
             return "the sizes need a gradient"
         if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
             return "PyTorch records or watches its operations"
+        transform = peek_interpreter_stack()
+        if forward_ad._current_level >= 0 or (transform and (transform.level(), transform.key()) != (1, TransformType.Vmap)):
+            return "PyTorch transforms its operations by something else than one torch.vmap"
         if torch_modules._has_any_global_hook() or any(self.hooks):
             return "a module has a hook"
         if any(module.training and module.p for module in self.dropouts):
