@@ -31,8 +31,8 @@ NAMES = {
     ),
     "optimizers": ("AdamW", "Muon", "Optimizer", "SAM", "ScheduleFree"),
     "evaluate": (
-        "FeatureExtractor", "Splits", "accuracy", "auc", "balanced_accuracy", "calibration", "cost", "evaluator", "features",
-        "few_shot", "knn", "linear_probe", "log_loss", "macro_f1",
+        "FeatureExtractor", "Splits", "accuracy", "auc", "augmented_accuracy", "balanced_accuracy", "calibration", "cost",
+        "evaluator", "features", "few_shot", "knn", "linear_probe", "log_loss", "macro_f1",
     ),
     "explain": (
         "attention_figure", "attention_maps", "confusion_figure", "feature_view", "gallery", "patch_attention",

@@ -5,7 +5,7 @@ from functools import partial
 
 from smallvit.augment import MultiCrop
 from smallvit.components import function
-from smallvit.evaluate import METRICS, accuracy, declaration, knn, linear_probe, probe_metric
+from smallvit.evaluate import METRICS, accuracy, augmented_accuracy, declaration, knn, linear_probe, probe_metric
 from smallvit.objectives import Supervised
 from smallvit.optimizers import AdamW
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
@@ -51,7 +51,7 @@ def standard_references(arms: list[Run]) -> dict[str, Run]:
     references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbour": pixels}
     if baseline.steps:
         transforms = tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop))
-        evaluators = (judge, accuracy) if function(judge) in METRICS else (accuracy,)
+        evaluators = (judge, accuracy) if function(judge) in (*METRICS, augmented_accuracy) else (accuracy,)
         references["small CNN"] = replace(baseline, model=SmallCNN, augment=transforms, **SUPERVISED, evaluators=evaluators)
     probed = next((run for run in arms if declaration(run.evaluators[0]).probe), None)
     return references if probed is None else references | {RANDOM: replace(probed, **untrained)}

@@ -13,13 +13,14 @@ from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 from toys import TINY_VIT
 
-from smallvit import data, evaluate
+from smallvit import augment, data, evaluate
 from smallvit.data import Images
 from smallvit.evaluate import (
     Declaration,
     PerImage,
     Splits,
     accuracy,
+    augmented_accuracy,
     cost,
     declaration,
     evaluator,
@@ -34,6 +35,7 @@ from smallvit.vit import ViT, initialize
 
 EVALUATORS = {
     "accuracy": accuracy,
+    "augmented accuracy": partial(augmented_accuracy, augment=augment.digits(), copies=2),
     "knn": knn,
     "linear_probe": linear_probe,
     "linear_probe unscaled": partial(linear_probe, standardise=False),
@@ -128,6 +130,41 @@ def test_accuracy_and_nll_are_those_of_sklearn(vit, splits):
     assert found["accuracy"] == accuracy_score(labels, logits.argmax(1).numpy())
     assert found["nll"] == pytest.approx(log_loss(labels, logits.double().softmax(1).numpy(), labels=range(10)), abs=1e-6)
     assert found["nll"] == pytest.approx(nn.functional.cross_entropy(logits.double(), splits.test.labels).item(), abs=1e-6)
+
+
+# Test-time augmentation
+
+
+def test_augmented_accuracy_is_that_of_the_mean_of_the_probabilities(vit, splits):
+    transforms, copies = augment.digits(1.5), 3
+    images, labels = splits.test, splits.test.labels
+    with torch.no_grad():
+        mean = vit.eval()(images.spec.normalise(images.pixels())).double().softmax(1)
+        for seed in range(copies):
+            batch = augment.Batch(images.pixels(), images.targets())
+            changed = augment.apply(transforms, batch, torch.Generator().manual_seed(seed)).images
+            assert not torch.equal(changed, batch.images)
+            mean += vit(images.spec.normalise(changed)).double().softmax(1)
+    found = dict(augmented_accuracy(vit, splits, augment=transforms, copies=copies))
+    assert list(found) == ["augmented_accuracy", "augmented_nll"]
+    assert found["augmented_accuracy"] == accuracy_score(labels.numpy(), mean.argmax(1).numpy())
+    assert found["augmented_nll"] == pytest.approx(log_loss(labels.numpy(), mean.numpy() / 4, labels=range(10)), abs=1e-9)
+    plain = [value for _, value in accuracy(vit, splits)]
+    for off in ({"augment": transforms, "copies": 0}, {"augment": ()}):
+        assert [value for _, value in augmented_accuracy(vit, splits, **off)] == pytest.approx(plain, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"augment": (augment.Mixup(),)}, "changes the targets"),
+        ({"augment": augment.digit_crops()}, "several views"),
+        ({"augment": (), "copies": -1}, "expected a whole number"),
+    ],
+)
+def test_augmented_accuracy_refuses_what_it_cannot_average(options, message, vit, splits):
+    with pytest.raises(ValueError, match=message):
+        list(augmented_accuracy(vit, splits, **options))
 
 
 class ReadsPixel(nn.Module):

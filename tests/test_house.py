@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "pretrained": {"attention", "flops", "pooling", "positions", "shapes", "tokenizers", "vit"},
     "objectives": {"attention", "augment", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
     "pseudo_labels": {"data", "evaluate"},
-    "evaluate": {"data", "flops", "pooling", "rng", "vit"},
+    "evaluate": {"augment", "data", "flops", "pooling", "rng", "vit"},
     "flops": {"reduction", "vit"},
     "references": {"vit"},
     "vit": {*SLOTS, "rng"},

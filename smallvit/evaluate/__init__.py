@@ -1,6 +1,6 @@
 """Evaluators: functions that compute named numbers from a frozen model.
 
-scores.py    accuracy, cost: run the model itself; predictions: its class probabilities
+scores.py    accuracy, augmented_accuracy, cost: run the model itself; predictions: its class probabilities
 metrics.py   balanced_accuracy, macro_f1, auc, log_loss, calibration: other metrics of the model itself
 probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
 hooks.py     features: the features of a model, read at a named place
@@ -46,7 +46,7 @@ from .features import FeatureExtractor
 from .hooks import features, frozen
 from .metrics import METRICS, auc, balanced_accuracy, calibration, confusion, log_loss, macro_f1, probe_metric, reliability
 from .probes import few_shot, knn, linear_probe
-from .scores import accuracy, cost, predictions
+from .scores import accuracy, augmented_accuracy, cost, predictions
 from .splits import NamedScores, PerImage, Splits, require_images
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "Splits",
     "accuracy",
     "auc",
+    "augmented_accuracy",
     "balanced_accuracy",
     "cached_features",
     "calibration",
