@@ -26,8 +26,8 @@ class Numerics(NamedTuple):
                 `smallvit.attention.attend` choose
     compiled    True compiles the transformer blocks with torch.compile, except blocks with a token reduction
 
-    Equal blocks are compiled once and worker processes share the compiled code. Random draws do not change. Evaluation does
-    not use these options.
+    Equal blocks are compiled once and worker processes share the compiled code. Random draws do not change. Evaluation
+    uses the native kernel where it predicts the same classes, and else none of these options.
     """
 
     precision: str | None = None

@@ -1,4 +1,4 @@
-"""smallvit new: images at a folder of images and write a recipe that compares all techniques on them, or three of them."""
+"""smallvit new: look at a folder of images and write a recipe that compares all techniques on them, or three of them."""
 
 import argparse
 import re
