@@ -5,7 +5,8 @@ Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask)
 - `x` is (b, n, d), for any number of tokens n, also 1. No parameter depends on n.
 - `size`, (b, n) or None, is the number of patches that each token stands for. The attention weight of a key is proportional
   to `size * exp(logit)`: a token of size 2 counts as two equal tokens, one of size 0 is ignored. None means that all are 1.
-- `mask`, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column).
+- `mask`, boolean, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column). Each row must allow
+  at least one key of size above 0.
 - An attribute `position` that is not None says that the module needs to know where its tokens are. It is then called
   `(x, size, mask, places)`; see `attention_positions`.
 - A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes the usual attention
@@ -71,6 +72,9 @@ class Attention(nn.Module):
     """Multi-head self-attention, a module. Each new token is a weighted mean of all tokens. The weights are a softmax of the
     products of queries and keys.
 
+    Call it as `attention(x, size, mask)`: tokens (b, n, dim), sizes (b, n) or None, and a boolean mask or None. It returns an
+    `AttentionOutput`; the new tokens (b, n, dim) are its attribute `x`. In a model of timm, use `timm_attention`.
+
     Paper    Vaswani et al. 2017, arXiv:1706.03762, in the form of ViT, arXiv:2010.11929.
     Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); None adds nothing.
 
@@ -114,6 +118,9 @@ class Attention(nn.Module):
 class LocalityAttention(nn.Module):
     """Locality self-attention (LSA), a multi-head attention module. No token attends to itself, and each head learns the
     temperature of its softmax.
+
+    Call it as `attention(x, size, mask)`: tokens (b, n, dim), sizes (b, n) or None, and a boolean mask or None. It returns an
+    `AttentionOutput`; the new tokens (b, n, dim) are its attribute `x`. In a model of timm, use `timm_attention`.
 
     Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. The temperature of a head is stored as the factor `scale` of
              its logits; it starts at 1 / sqrt(e) and is learned. The diagonal of every attention map, also that of the class
@@ -183,7 +190,8 @@ class LocalityAttention(nn.Module):
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     """Return the width of one attention head, an integer. The width is `head_dim` if given, else `dim / heads`. `dim` is the
-    width of the tokens. Raise ValueError if `heads` does not divide `dim`.
+    width of the tokens. Raise ValueError if `heads` does not divide `dim` and no `head_dim` is given, or if one of them is
+    below 1.
     """
     if heads < 1 or (head_dim is not None and head_dim < 1):
         raise ValueError(f"got heads={heads}, head_dim={head_dim}; expected at least one head of width 1 or more")

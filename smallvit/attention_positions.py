@@ -61,7 +61,7 @@ class RelativeBias(nn.Module):
     Paper    Table: Swin, Liu et al. 2021, arXiv:2103.14030. Class token: BEiT, arXiv:2106.08254, as in timm's `RelPosBias`.
              `hidden=512`: Swin v2, Liu et al. 2021, arXiv:2111.09883: 16 sigmoid(network), offsets divided by those of the
              constructor's grid.
-    Off      A bias of 0, as with `std=0` before training, equals attention without positions.
+    Off      A bias of 0, as with `std=0` before training (and without `hidden`), equals attention without positions.
     Departs  On a grid larger than the constructor's, the table is extended by its border; timm resamples it. Each prefix token
              has its own biases; timm supports one class token, and none together with the network. From the output of the
              network, 8 is subtracted, so that the logits of patches do not start above those of prefix tokens. The cosine
@@ -87,10 +87,11 @@ class RelativeBias(nn.Module):
 
     def reset_parameters(self):
         for parameter in self.parameters():
-            if self.std == 0 or parameter is getattr(self, "bias1", None):
+            std = self.std or 0.02 * (parameter is getattr(self, "weight1", None))  # with two layers of zeros, none would learn
+            if std == 0 or parameter is getattr(self, "bias1", None):
                 nn.init.zeros_(parameter)
             else:
-                nn.init.trunc_normal_(parameter, std=self.std, a=-2 * self.std, b=2 * self.std)
+                nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std)
 
     def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         patches = look_up(self.table_for(places.grid), places.at)

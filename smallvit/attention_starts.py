@@ -27,8 +27,8 @@ def mimetic_start(
     the identity matrix. `attention` is the class of the module, which is called with `dim` and `heads`.
 
     `query_key` and `value_proj` are pairs: the strengths of the noise and of the identity matrix. None keeps the usual
-    initialization of these weights. Like all weights of a model, they are drawn by `initialize`. Only the weights of `qkv` and
-    `proj` differ from those of `attention`.
+    initialization of these weights. Only the weights of `qkv` and `proj` differ from those of `attention`. A `ViT` draws them
+    again from its seed. A model of your own that initializes its weights must call `module.reset_parameters()` afterwards.
 
     Paper    Trockman, Kolter 2023, arXiv:2305.09828. For each head the product of the query and key maps is the best
              approximation of its rank to a Z + b I, and the product of the value and output maps is a Z - b I, with a Z of its
@@ -55,6 +55,7 @@ def mimetic_start(
     for option, strength in (("query_key", query_key), ("value_proj", value_proj)):
         check_strength(option, strength)
     module.reset_parameters = partial(draw_mimetic, module, query_key, value_proj)
+    module.reset_parameters()
     return module
 
 
@@ -92,6 +93,7 @@ def draw_mimetic(module: Any, query_key: Strength | None, value_proj: Strength |
         reset(module)
     if module.qkv.weight.is_meta:
         return
+    zero_biases(module)
     dim = module.qkv.in_features
     queries, keys, _ = module.qkv.weight.view(3, module.heads, -1, dim)
     draw_values(module, value_proj)  # drawn first, so that they do not depend on `query_key`
@@ -99,6 +101,13 @@ def draw_mimetic(module: Any, query_key: Strength | None, value_proj: Strength |
         left, right = factors(noisy_identity(*query_key, (module.heads,), dim), queries.shape[1])
         queries.copy_(left.mT)
         keys.copy_(right.mT)
+
+
+def zero_biases(module: Any):
+    """Set the biases of the linear maps `qkv` and `proj` of an attention module to 0, as all biases of a `ViT` are."""
+    for bias in (module.qkv.bias, module.proj.bias):
+        if bias is not None:
+            bias.zero_()
 
 
 @torch.no_grad()
@@ -149,7 +158,9 @@ def impulse_start(
     The query and key weights are computed from the learned position embeddings of the model (`Learned`). `attention` is the
     class of the module, which is called with `dim` and `heads`. `strength` is the norm of the query weights and of the key
     weights of a head; with a larger norm, a head gives its neighbor a larger attention weight. `value_proj` is the same option
-    as in `mimetic_start`. Only the weights of `qkv` and `proj` differ from those of `attention`.
+    as in `mimetic_start`. Only the weights of `qkv` and `proj` differ from those of `attention`. In a model of your own, call
+    `module.reset_parameters()` and then `module.start_from_positions(position)` with a `Learned` module. Until then, the query
+    and key weights are not those of the paper.
 
     It suits models in which the width of a head is at least the number of patches. A narrower head cannot distinguish all
     positions, and attends to the neighbor and to the patches around it.
@@ -186,6 +197,7 @@ def draw_impulse(module: Any, value_proj: Strength | None):
     if reset := getattr(type(module), "reset_parameters", None):
         reset(module)
     if not module.qkv.weight.is_meta:
+        zero_biases(module)
         draw_values(module, value_proj)
         module.noise_seed = int(torch.randint(2**31, ()))
 

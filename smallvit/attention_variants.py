@@ -30,8 +30,9 @@ class DifferentialAttention(nn.Module):
     Each head has two groups of queries and keys of width `dim / (2 heads)`, and values of twice this width. For queries and
     keys of the same width as in `Attention`, use half as many heads.
 
-    `lambda_init` is the initial value of lambda; None means the paper's value, which grows with the index of the block.
-    `dropout` acts on both maps.
+    `lambda_init` is the initial value of lambda. None means the paper's value for the index of the block, which only a `ViT`
+    passes on. In timm or in a model of your own, None means 0.2, the value of the first block; call
+    `module.set_context(LayerContext(layer=i))` for the block with the index i. `dropout` acts on both maps.
 
     Paper    Ye et al. 2024, arXiv:2410.05258: (1 - lambda_init) RMSNorm((softmax(q1 k1) - lambda softmax(q2 k2)) v) for each
              head, lambda = exp(a1 b1) - exp(a2 b2) + lambda_init with vectors a and b that all heads of a block share, and
@@ -151,8 +152,9 @@ class TalkingHeadsAttention(Attention):
     Departs  Both matrices start as the identity, and have no bias. In CaiT they start at random with std 0.02, so all maps are
              almost 0 at first. A bias of the logits would cancel in the softmax, and a bias of the maps would attend to tokens
              that are masked or removed. Sizes and masks act after the logits are mixed. `saliency()` is computed from the maps
-             before they are mixed, which are never negative. The matrices get no weight decay, because it would pull them away
-             from the identity. There is one kernel, so `fused` has no effect.
+             before they are mixed, which are never negative. The matrices get no weight decay in a run of smallvit, because it
+             would pull them away from the identity; other optimizers need a group without decay for them. There is one kernel,
+             so `fused` has no effect.
     Raises   ValueError as `Attention` does.
     """
 

@@ -26,7 +26,7 @@ def decay_groups(
 
     Raises   ValueError for `layer_decay` with a model that has no blocks.
     """
-    no_decay = {id(p) for m in objective.modules() for name in getattr(m, "no_weight_decay", ()) for p in [getattr(m, name)]}
+    no_decay = {id(getattr(m, name, None)) for m in objective.modules() for name in names_without_decay(m)}
     distances = {} if layer_decay is None else distances_to_head(objective.trained_model)
     matrices = hidden_matrices(objective)
     groups, rates = [], []
@@ -41,6 +41,14 @@ def decay_groups(
                 groups.append({"params": chosen, "weight_decay": weight_decay * decays, "decays": decays, "parts": parts})
             rates += [scale_learning_rate(rate, layer_decay**distance) if layer_decay and distance else rate] * 2
     return groups, rates
+
+
+def names_without_decay(module: Any) -> Iterable[str]:
+    """Return the names of the parameters of a module that get no weight decay, as the module says: our modules by an attribute
+    `no_weight_decay`, those of timm by a method of this name.
+    """
+    names = getattr(module, "no_weight_decay", ())
+    return names() if callable(names) else names
 
 
 def hidden_matrices(objective: nn.Module) -> dict[int, int]:

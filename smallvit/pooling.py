@@ -29,8 +29,10 @@ class ClassToken(nn.Module):
 
 
 class MeanTokens(nn.Module):
-    """A pooling module that returns the mean of the patch tokens (global average pooling). Prefix tokens (class token and
-    registers) are left out.
+    """A pooling module that returns the mean of the patch tokens (global average pooling).
+
+    Call it as `pool(x, size, prefix)`. The first `prefix` tokens (class token and registers) are left out. The default is 0, so
+    give their number.
     """
 
     class_tokens = 0
@@ -47,7 +49,7 @@ class MeanTokens(nn.Module):
 
 class SequencePool(nn.Module):
     """A pooling module that returns a weighted mean of the patch tokens. The weights are a softmax over one learned score for
-    each token.
+    each token. Call it as `pool(x, size, prefix)`; the first `prefix` tokens, by default none, are left out.
 
     Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.2.
     Off      A score of zero for all tokens equals `MeanTokens`.

@@ -145,13 +145,11 @@ class Resized(nn.Module):
 
 class ConvStem(nn.Module):
     """A small convolutional network (CNN) that converts images to tokens, as in hybrid ViTs. Each position of the final feature
-    map is one token. The option `layers` is the number of convolutions that halve height and width.
+    map is one token.
 
-    Each of these convolutions is followed by GroupNorm and ReLU. A final 1x1 convolution gives the width of the model.
-
-    Options: `layers` (an integer, at least 1; default 3) is the number of convolutions. Each halves the height and width, so a
-    token covers 2^layers x 2^layers pixels: 8 x 8 by default, 4 x 4 with `layers=2`. The convolutions have 3x3 kernels, and
-    their widths double from layer to layer up to `dim`, with at least 8 channels. There are no other options. An odd side is
+    `layers` (at least 1) is the number of 3x3 convolutions that halve height and width. So a token covers 2^layers x 2^layers
+    pixels: 8 x 8 by default, 4 x 4 with `layers=2`. Their widths double from layer to layer up to `dim`, with at least 8
+    channels, and each is followed by GroupNorm and ReLU. A final 1x1 convolution gives the width of the model. An odd side is
     rounded up, so every image size fits: 28 pixels become 14, 7, 4.
 
     Paper    Xiao et al. 2021, Early Convolutions Help Transformers See Better, arXiv:2106.14881.

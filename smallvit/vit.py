@@ -157,6 +157,8 @@ class ViT(nn.Module):
         norm_after_pool: bool = False,
     ):
         super().__init__()
+        if not isinstance(image, tuple | list) or len(image) != 2:
+            raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
         check_integers(dim=(dim, 1), depth=(depth, 0), heads=(heads, 1), registers=(registers, 0))
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
@@ -209,10 +211,12 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(token, std=0.02)
 
     def patch_std(self) -> float:
-        """Return the standard deviation with which the channels of a patch token start, for patches of normalized pixels. A
-        patch of F values has weights of variance 2 / (F + width), as Xavier-uniform draws them.
+        """Return the standard deviation with which the channels of a patch token start, for normalized pixels. The last layer
+        of the tokenizer, which reads F values for each token, has weights of variance 2 / (F + width), as Xavier-uniform draws
+        them.
         """
-        values = self.channels * prod(self.image) / prod(self.tokenizer.grid(self.image))
+        layers = [m.weight for m in self.tokenizer.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+        values = layers[-1][0].numel() if layers else self.channels * prod(self.image) / prod(self.tokenizer.grid(self.image))
         return (2 * values / (values + self.prefix.shape[1])) ** 0.5
 
     def layer_contexts(self, depth: int, image: tuple[int, int]) -> list[LayerContext]:
@@ -226,10 +230,9 @@ class ViT(nn.Module):
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return all tokens after the last block (batch, tokens, width), and the number of patches that each token represents
-        (batch, tokens); None means 1 for all. `x` holds normalized images. `mask`, a boolean tensor, is True where a token may
-        attend to another. `keep` (batch, k) holds the indices of the patches to use; by default all are used.
-
-        `mask`, broadcastable to (b, heads, n, n), is True where a query (row) may attend to a key (column).
+        (batch, tokens); None means 1 for all. `x` holds normalized images. `mask`, boolean and broadcastable to
+        (batch, heads, tokens, tokens), is True where a token (row) may attend to another (column). `keep` (batch, k) holds the
+        indices of the patches to use; by default all are used.
         """
         x, size = self.tokens_before_norm(x, mask, keep)
         return (x if self.norm_after_pool else self.norm(x)), size

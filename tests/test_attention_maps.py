@@ -263,6 +263,16 @@ def test_patch_attention_has_full_size_and_sums_to_the_attention_to_patches(name
                 assert (pictures[image, head].flatten()[~present] == 0).all()
 
 
+@pytest.mark.parametrize("images", [3, 4])  # 4 is also the number of heads
+def test_maps_times_shares_are_attention_to_patches(images):
+    model, x = make_vit(partial(Merge, r=5), heads=4), torch.cat([pixels(), pixels()])[:images]
+    found, shares = attention_maps(model, x), token_shares(model, x)
+    for block in range(3):
+        product = found[block] @ shares[block][:, None]
+        for image in range(images):
+            torch.testing.assert_close(product[image], found[block][image] @ shares[block][image])
+
+
 def test_patch_can_be_the_query():
     model, x = make_vit(partial(Merge, r=5)), pixels()
     found, shares = attention_maps(model, x), token_shares(model, x)

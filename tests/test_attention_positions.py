@@ -216,6 +216,8 @@ def test_std_of_zero_starts_without_a_bias_and_the_option_keeps_fingerprints():
     assert all((p == 0).all() for p in RelativeBias(2, 8, GRID, P, std=0).parameters())
     at_start = RelativeBias(2, 8, GRID, P, std=0, hidden=4)
     assert (at_start.table_for(GRID) == 0).all()
+    at_start.table_for(GRID).sum().backward()
+    assert at_start.weight2.grad.any()  # so that the network can learn
     for slot in (Attention, LocalityAttention):
         assert fingerprint(Run(model=partial(ViT, attention=partial(slot, position=None)))) == fingerprint(
             Run(model=partial(ViT, attention=slot))

@@ -490,6 +490,14 @@ def test_module_is_the_attention_itself_and_a_copy_starts_again_alone():
         assert ViT((8, 8), 1, 2, dim=16, heads=2, attention=mimetic_start).head.weight.is_meta
 
 
+def test_mimetic_initialization_needs_no_vit():
+    torch.manual_seed(0)
+    module = mimetic_start(64, 4)
+    value, proj = module.qkv.weight[128:], module.proj.weight
+    assert float((proj @ value).trace()) / 64 == pytest.approx(-0.4, abs=0.05)
+    assert not module.qkv.bias.any() and not module.proj.bias.any()
+
+
 def test_mimetic_values_go_with_locality_attention_and_its_queries_do_not():
     values = partial(mimetic_start, attention=LocalityAttention, query_key=None)
     attention = initialize(tiny_vit(attention=values), 0).blocks[0].attention

@@ -164,7 +164,9 @@ def test_resumed_run_ends_with_equal_weights(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: Data2Vec(VIT(), masks=0), "masks is 0; expected a number from 1"),
+        (lambda: Data2Vec(VIT(), masks=0), "masks is 0; expected an integer of at least 1"),
+        (lambda: Data2Vec(VIT(), masks=2.5), "masks is 2.5; expected an integer"),
+        (lambda: Data2Vec(VIT())(Batch(torch.rand(1, 1, 8, 8), torch.ones(1, 5)), 0.0), "got one image; expected a batch of at least two"),
         (lambda: Data2Vec(VIT(), momentum=1.0), "momentum is 1.0; expected a number from 0 to 0.9999"),
         (lambda: Data2Vec(VIT(), layers=3), "layers is 3 for a model of 2 blocks; expected from 1 to 2, or None"),
         (lambda: Data2Vec(VIT(), layers=0), "layers is 0 for a model of 2 blocks"),

@@ -167,6 +167,12 @@ def test_augmented_accuracy_refuses_what_it_cannot_average(options, message, vit
         list(augmented_accuracy(vit, splits, **options))
 
 
+def test_a_tensor_in_the_place_of_images_is_refused(vit):
+    for function in (evaluate.features, evaluate.predictions):
+        with pytest.raises(ValueError, match="got a tensor; expected Images"):
+            function(vit, torch.rand(2, 1, 8, 8))
+
+
 class ReadsPixel(nn.Module):
     """A model for images of one pixel: the logit of the class that the pixel names is 20, all others are 0."""
 

@@ -225,7 +225,7 @@ def test_a_run_has_collapse_statistics_and_probes(tmp_path):
         (lambda: LeJEPA(VIT(pool=DistilledTokens)), "has no features.* one linear head"),
         (lambda: LeJEPA(VIT(), weight=1.5), "weight is 1.5; expected a number from 0 to 1"),
         (lambda: LeJEPA(VIT(), weight=math.nan), "weight is nan"),
-        (lambda: LeJEPA(VIT(), slices=0), "slices is 0; expected a number from 1"),
+        (lambda: LeJEPA(VIT(), slices=0), "slices is 0; expected an integer of at least 1"),
         (lambda: RUN.vary(evaluators=(accuracy,)), "accuracy needs a trained head and LeJEPA trains none"),
     ],
 )

@@ -16,6 +16,8 @@ from smallvit import (
     AdamW,
     Attention,
     LearnedPrune,
+    LearnedThresholds,
+    LearnThresholds,
     LocalityAttention,
     Muon,
     Optimizer,
@@ -23,6 +25,7 @@ from smallvit import (
     Projected,
     Run,
     ScheduleFree,
+    SemiSupervised,
     SmallCNN,
     Supervised,
     Tune,
@@ -286,6 +289,20 @@ def test_sam_keeps_the_statistics_of_dino_from_the_first_pass():
     assert not torch.equal(plain.objective.head.layers[0].weight, sam.objective.head.layers[0].weight)
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["alone", "stacked"])
+def test_teacher_of_semi_supervised_training_moves_once_in_a_step_of_sam(stacked):
+    objective = partial(SemiSupervised, weak=augment.digits(0.3), strong=augment.strong_digits(), ratio=1, momentum=0.5)
+    members = [training_of(SHORT.vary(objective=objective, optimizer=partial(SAM, rho=0.5)), seed) for seed in range(1 + stacked)]
+    training = Stack(members) if stacked else members[0]
+    training.train_step()
+    tensors = training.weights if stacked else dict(members[0].objective.named_parameters())
+    before, student = ({n: t.detach().clone() for n, t in tensors.items() if n.startswith(of)} for of in ("teacher.", "model."))
+    training.train_step()
+    for name, t in before.items():
+        expected = t.lerp(student[name.replace("teacher.", "model.")], 0.5)
+        torch.testing.assert_close(tensors[name].detach(), expected, rtol=0, atol=1e-6, msg=name)
+
+
 # ScheduleFree
 
 
@@ -492,6 +509,12 @@ REFUSED = [
     (lambda: training_of(SHORT.vary(optimizer=Muon, model=SmallCNN)), "Muon is for linear layers inside blocks and SmallCNN has none"),
     (lambda: training_of(FREE.vary(pool=Projected)), "has batch normalization, .* use AdamW, or a model without it"),
     (lambda: training_of(FREE.vary(objective=DINO, unlabelled=True, augment=augment.digit_crops())), "DINO evaluates another model"),
+    (
+        lambda: ScheduleFree([{"params": []}]).check_objective(LearnThresholds(TINY_VIT((8, 8), 1, 10, reduction=LearnedThresholds))),
+        "LearnThresholds limits weights after each step",
+    ),
+    (lambda: Muon(nn.Linear(2, 2).parameters()), "Muon got parameters that are not in groups with 'parts'; expected smallvit.optim"),
+    (lambda: SAM([*nn.Linear(2, 2).parameters()]), "SAM got parameters that are not in groups with 'decays'"),
     (lambda: check_divisible(SHORT.vary(optimizer=SAM), 2), "SAM .* use one process"),
 ]
 

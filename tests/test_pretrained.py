@@ -26,14 +26,18 @@ from smallvit import (
     Resized,
     ShiftedPatchEmbed,
     SinCos2d,
+    Supervised,
     ViT,
     attention,
     from_timm,
+    mimetic_start,
     timm_attention,
     timm_tokenizer,
     to_timm,
     tokenizers,
 )
+from smallvit.attention_starts import draw_mimetic
+from smallvit.optim import decay_groups
 from smallvit.pretrained.convert import rename
 
 TIMM = partial(VisionTransformer, img_size=28, patch_size=7, in_chans=1, num_classes=5, embed_dim=24, depth=2, num_heads=3)
@@ -415,6 +419,22 @@ def test_dropout_of_timm_is_used_unless_an_option_overrides_it(make):
     chosen = TIMM(attn_layer=timm_attention(partial(make, dropout=0.4, qkv_bias=False)), attn_drop_rate=0.2)
     assert chosen.blocks[1].attn.dropout == 0.4 and chosen.blocks[1].attn.qkv.bias is None
     assert (timm_attention(make)(24, 3, proj_drop=1.0)(torch.randn(1, 5, 24)) == 0).all()
+
+
+def test_function_that_makes_attention_is_refused_with_another_way():
+    with pytest.raises(ValueError, match="got 'mimetic_start', which is no class; .* call smallvit.attention_starts.draw_mimetic"):
+        timm_attention(partial(mimetic_start, query_key=None))
+    model = TIMM(attn_layer=timm_attention(Attention), qkv_bias=True)
+    draw_mimetic(model.blocks[0].attn, (0.7, 0.7), (0.4, 0.4))
+    attn = model.blocks[0].attn
+    assert float((attn.proj.weight @ attn.qkv.weight[48:]).trace()) / 24 == pytest.approx(-0.4, abs=0.2)
+
+
+def test_weight_decay_leaves_out_what_a_timm_model_names():
+    model = TIMM()
+    (decayed, others), _ = decay_groups(Supervised(model), 0.05)
+    assert any(p is model.pos_embed for p in others["params"]) and any(p is model.cls_token for p in others["params"])
+    assert any(p is model.head.weight for p in decayed["params"])
 
 
 @pytest.mark.parametrize("make", TOKENIZERS, ids=option_id)

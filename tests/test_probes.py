@@ -202,6 +202,13 @@ def test_the_smaller_of_equally_good_strengths_is_used_in_any_order():
         assert dict(linear_probe(model, splits, strengths=strengths))["linear_probe_c"] == 1.0
 
 
+def test_labelled_images_of_one_class_are_refused():
+    model, splits = table_and_splits(*clusters(), 4)
+    one = splits.train.take(splits.train.labels == 0)
+    with pytest.raises(ValueError, match="all of one class"):
+        dict(linear_probe(model, splits._replace(train=one)))
+
+
 def test_without_validation_images_c_is_1_and_other_probes_are_unchanged():
     rows, labels = clusters()
     model, splits = table_and_splits(rows, labels, 4)
@@ -211,6 +218,7 @@ def test_without_validation_images_c_is_1_and_other_probes_are_unchanged():
     expected = sklearn_logistic(C=1.0).fit(scaler.transform(rows[:60]), labels[:60])
     assert found["linear_probe"] == expected.score(scaler.transform(rows[100:]), labels[100:])
     assert found["linear_probe_c"] == 1 and found["linear_probe_edge"] == 0
+    assert dict(linear_probe(model, without, strengths=(0.1,)))["linear_probe_c"] == 0.1  # nothing to choose
     for name in ("knn", "few_shot"):
         assert dict(PROBES[name](model, without)) == dict(PROBES[name](model, splits))
 

@@ -136,3 +136,8 @@ def test_schedules_equal_the_paper():
 def test_bad_input_is_refused(options, key_words):
     with pytest.raises(ValueError, match=key_words):
         tiny(reduction=partial(Merge, **options))
+
+
+@pytest.mark.parametrize(("r", "merges"), [(0.29, 29), (0.35, 35), (0.5, 50), (0.299, 29)])
+def test_fraction_of_the_patches_is_not_cut_by_rounding(r, merges):
+    assert Merge(LayerContext(patches=100), r=r).count(101) == merges

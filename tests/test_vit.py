@@ -565,6 +565,7 @@ def test_initial_weights_have_the_documented_spread():
         (lambda: small_vit()(torch.randn(1, 8, 8)), r"shape \(1, 8, 8\); .* needs b 1 h w"),
         (lambda: small_vit()(torch.randn(1, 1, 8, 10)), "patches of 4 pixels do not tile .* 8 x 10; .* 8 x 8 or 8 x 12"),
         (lambda: small_vit(tokenizer=partial(PatchEmbed, patch=3)), "patches of 3 pixels do not tile an image of 8 x 8"),
+        (lambda: ViT(28, 1, 10), "image is 28; expected .height, width. in pixels"),
         (lambda: small_vit(heads=3), "3 heads do not divide width 8; use heads="),
         (lambda: small_vit(registers=-1), "registers is -1; expected an integer of at least 0"),
         (lambda: small_vit(dim=0), "dim is 0; expected an integer of at least 1"),

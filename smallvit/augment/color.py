@@ -31,7 +31,8 @@ class Jitter(Transform):
 
     Off       all four at 0, or probability=0.
     Departs   The order is fixed and pixels are clipped once; ColorJitter draws an order and clips after each change.
-              ColorJitter's hue is that of HSV: the angles are nearly the same, but the gray value of a pixel changes.
+              ColorJitter's hue is that of HSV: the angles are nearly the same, but the gray value of a pixel changes. Its
+              contrast is relative to the mean of the gray values, here to the mean of all channels.
     Raises    ValueError for saturation or hue on images that do not have 3 channels.
     """
 

@@ -122,7 +122,8 @@ def linear_probe(
         probes = {c: fit_probe(c) for c in sorted(strengths)}
         best = max(probes, key=lambda c: probe_accuracy(probes[c], val, splits.val.labels))
     else:
-        probes, best = {1.0: fit_probe(1.0)}, 1.0
+        best = strengths[0] if len(strengths) == 1 else 1.0
+        probes = {best: fit_probe(best)}
     probe, edge = probes[best], len(probes) > 1 and best in (min(probes), max(probes))
     if metric is not None:
         yield metric, score_probe(metric, all_probabilities(probe, test, len(splits.train.spec.classes)), splits)
@@ -220,6 +221,8 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    if len(labels.unique()) < 2:
+        raise ValueError("the labelled images are all of one class; a probe tells classes apart, expected at least two")
     scaler = [StandardScaler()] if standardise else []
     probe = make_pipeline(*scaler, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))
     with warnings.catch_warnings():

@@ -1,5 +1,6 @@
 """Evaluators that run the model itself: its class probabilities, its accuracy, and the cost of a forward pass."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -99,11 +100,11 @@ def augmented_accuracy(
     if not isinstance(copies, int) or copies < 0:
         raise ValueError(f"copies is {copies!r}; expected a whole number of at least 0")
     images = splits.test
-    mean = predictions(model, images) / (copies + 1)
+    total = logits(model, images).double().log_softmax(-1)  # logarithm of the sum of the probabilities
     for seed in range(copies):
-        mean += compute_logits(model, images, augment, seed).double().softmax(-1) / (copies + 1)
-    yield "augmented_accuracy", PerImage(mean.argmax(-1) == images.labels)
-    yield "augmented_nll", F.nll_loss(mean.log(), images.labels).item()
+        total = torch.logaddexp(total, compute_logits(model, images, augment, seed).double().log_softmax(-1))
+    yield "augmented_accuracy", PerImage(total.argmax(-1) == images.labels)
+    yield "augmented_nll", F.nll_loss(total - math.log(copies + 1), images.labels).item()
 
 
 @evaluator(judges=False)

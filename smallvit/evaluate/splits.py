@@ -58,7 +58,9 @@ class PerImage(float):
 
 
 def require_images(images: AnyImages) -> AnyImages:
-    """Return a set of images unchanged, or raise ValueError if it is empty."""
+    """Return a set of images unchanged, or raise ValueError if it is empty or a tensor."""
+    if isinstance(images, torch.Tensor):
+        raise ValueError("got a tensor; expected Images. For the features of a tensor, use FeatureExtractor(model, spec=...)")
     if not len(images):
         raise ValueError("there are no images to evaluate; expected at least one")
     return images

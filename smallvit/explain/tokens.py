@@ -95,7 +95,7 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
         if not same or (again[..., :width] - output[0]).abs().max() > 0.01 * output[0].abs().max():
             raise ValueError(
                 f"{type(reduction).__name__} gives other tokens when {patches} channels are added behind the {width} of each "
-                "token; expected it to move added channels with the token and to use only the first place.dim channels"
+                "token; expected it to move added channels with the token and to use only the first context.dim channels"
             )
         marks = again[..., width:]
 
@@ -119,9 +119,7 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
 
 def group_patches(contents: Tensor) -> Tensor:
     """Return a group number for each patch, shape (batch, patches). Patches that were merged into the same token have equal
-    numbers. Pruned patches have -1. `contents` says how much of each patch is in each token.
-
-    `contents` says how much of each patch each token contains, shape (batch, tokens, patches).
+    numbers. Pruned patches have -1. `contents` says how much of each patch is in each token, shape (batch, tokens, patches).
     """
     import torch
 

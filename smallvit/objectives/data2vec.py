@@ -12,7 +12,7 @@ from torch import Tensor
 from smallvit.augment import Batch
 from smallvit.optim import ema_update, tensor_pairs
 from smallvit.reduction.context import gather_tokens
-from smallvit.vit import ViT, initialize
+from smallvit.vit import ViT, check_integers, initialize
 
 from .collapse import Observation
 from .dino import as_float32, set_teacher_mode
@@ -67,7 +67,8 @@ class Data2Vec(Objective):
         decoder = {"decoder_dim": decoder_dim, "decoder_depth": decoder_depth, "decoder_heads": decoder_heads}
         mae = MAE(model, ratio=ratio, normalise=False, **decoder)
         depth = len(model.blocks)
-        check_option_range(masks=(masks, 1, 1e3), momentum=(momentum, 0, LAST_MOMENTUM))
+        check_integers(masks=(masks, 1))
+        check_option_range(momentum=(momentum, 0, LAST_MOMENTUM))
         if depth < 1 or not 1 <= (depth if layers is None else layers) <= depth:
             raise ValueError(f"layers is {layers} for a model of {depth} blocks; expected from 1 to {depth}, or None for all")
         self.student, self.masks, self.momentum, self.layers = model, masks, momentum, layers or depth
@@ -110,6 +111,8 @@ class Data2Vec(Objective):
         with mlp_outputs(self.model, self.layers) as outputs:
             self.observed = Observation(self.model.features(images))
         width, prefix = outputs[0].shape[-1:], len(self.model.prefix)
+        if len(images) < 2:
+            raise ValueError("Data2Vec subtracts the mean over the batch and got one image; expected a batch of at least two")
         mean = torch.stack([F.layer_norm(as_float32(output[:, prefix:]), width) for output in outputs]).mean(0)
         return F.layer_norm(mean - mean.mean(0), width)
 

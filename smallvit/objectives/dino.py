@@ -13,7 +13,7 @@ from smallvit.augment import Batch
 from smallvit.flops import reduces
 from smallvit.optim import ema_update, tensor_pairs
 from smallvit.pooling import Projected
-from smallvit.vit import ViT
+from smallvit.vit import ViT, check_integers
 
 from .collapse import Observation
 from .mae import grid_and_patch, pixels_of_patches
@@ -40,11 +40,13 @@ class DINO(Objective):
              `warmup` of the run; its center follows the teacher's mean with momentum `center_momentum`. The gradient of each
              parameter is clipped to norm `clip` separately (0: no clipping), before the run's own `clip`, which is best set to
              0.
-    Departs  Small: 1,024 prototypes and a head of width 256, where ImageNet had 65,536 and 2,048. BatchNorm in the head, which
-             the paper leaves out for ViTs: without it, a narrow ViT ends in the uniform collapse on digits, because its
+    Departs  Small: 1,024 prototypes, a head of width 256 and a bottleneck of 64, where ImageNet had 65,536, 2,048 and 256.
+             `momentum` starts at 0.99, the paper's at 0.996, because runs are shorter. BatchNorm in the head, which the paper
+             leaves out for ViTs: without it, a narrow ViT ends in the uniform collapse on digits, because its
              untrained features all point in nearly the same direction. Weight decay is the run's and does not rise. The teacher
              starts as a copy, which some public examples forget.
-             `koleo` > 0 adds lightly's `KoLeoLoss` of the student's features of each global view, with that weight. It spreads
+             `koleo` > 0 adds lightly's `KoLeoLoss` of the student's features, the mean over the two global views, with that
+             weight. It spreads
              the features (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
              `neighbours=k` adds targets of similar images after the fraction `settle` of the run. An image's own target then
              has weight 1 - `share`, and the mean of the teacher's outputs for its k nearest images has weight `share`. Nearest
@@ -116,6 +118,8 @@ class DINO(Objective):
             neighbours=(neighbours, 0, bank), share=(share, 0, 1), settle=(settle, 0, 1), patches=(patches, 0, 1e3),
             patch_ratio=(patch_ratio, 0, 1), patch_temp=(patch_temp, 1e-3, 10),
         )  # fmt: skip
+        check_integers(prototypes=(prototypes, 1), hidden=(hidden, 1), bottleneck=(bottleneck, 1), bank=(bank, 0))
+        check_integers(neighbours=(neighbours, 0))
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
         self.student: Any = model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from smallvit.augment import Batch
 from smallvit.flops import reduces
 from smallvit.reduction.context import gather_tokens
-from smallvit.vit import ViT
+from smallvit.vit import ViT, check_integers
 
 from .objective import check_option_range
 from .supervised import Supervised
@@ -43,7 +43,8 @@ class DrLoc(Supervised):
         self, model: ViT, *, weight: float = 1.0, pairs: int = 32, hidden: int = 128, class_weight: str | None = None
     ):
         super().__init__(model, class_weight=class_weight)
-        check_option_range(weight=(weight, 0, 1e6), pairs=(pairs, 1, 1e6), hidden=(hidden, 1, 1e6))
+        check_option_range(weight=(weight, 0, 1e6))
+        check_integers(pairs=(pairs, 1), hidden=(hidden, 1))
         if not isinstance(model, ViT):
             raise ValueError(f"DrLoc compares patches of a ViT, not of a {type(model).__name__}; use model=partial(ViT, ...)")
         if reduces(model):

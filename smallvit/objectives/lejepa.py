@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
+from smallvit.vit import check_integers
 
 from .collapse import Observation
 from .dino import as_float32, feature_width
@@ -55,7 +56,8 @@ class LeJEPA(Objective):
         super().__init__(model)
         from lightly.models.modules.heads import LeJEPAProjectionHead
 
-        check_option_range(weight=(weight, 0, 1), slices=(slices, 1, 1e6), hidden=(hidden, 1, 1e6), dim=(dim, 1, 1e6))
+        check_option_range(weight=(weight, 0, 1))
+        check_integers(slices=(slices, 1), hidden=(hidden, 1), dim=(dim, 1))
         self.weight, self.slices, self.dim = weight, slices, dim
         self.projector = LeJEPAProjectionHead(feature_width(model), hidden, dim)
 

@@ -98,7 +98,8 @@ class MAE(Objective):
         if not isinstance(model, ViT):
             raise ValueError(f"MAE hides patches from a ViT; got a {type(model).__name__}, expected model=partial(ViT, ...)")
         if reduces(model):
-            raise ValueError("MAE needs every visible patch; got a model that reduces its tokens, expected reduction=None")
+            reason = "masked patches need a token for each visible patch"
+            raise ValueError(f"{reason}; got a model that reduces its tokens, expected reduction=None")
         if decoder_depth < 1:
             raise ValueError(f"decoder_depth is {decoder_depth}; expected at least 1, or hidden patches receive no information")
         grid, patch = grid_and_patch(model, (model.image[0], model.image[1]))

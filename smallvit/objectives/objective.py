@@ -40,6 +40,7 @@ class Objective(nn.Module):
     stackable      True if runs that differ only in their seed can be trained together by `torch.func.vmap`. This requires that
                    a step changes only parameters, by their gradients, and buffers, in `forward`. The default is False for a
                    subclass that overrides `before_step` or `after_step`, or that needs no labels.
+    changes_weights  True if `after_step` changes weights that are trained, for example limits them.
     unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
                    training loop then puts views of them into `batch.views`. Their labels cannot be read.
     observed       the features, and the targets of a teacher, of the last batch. An objective without labels sets it in
@@ -51,6 +52,7 @@ class Objective(nn.Module):
     needs_init = False
     needs_teacher = False
     stackable = True
+    changes_weights = False
     unlabelled: Unlabelled | None = None
     observed: Observation | None = None
     model: Any  # an nn.Module; methods such as features(x) depend on the model

@@ -12,7 +12,7 @@ from smallvit.augment import Batch
 from smallvit.flops import block_macs, has_closed_form, unreduced
 from smallvit.reduction import LearnedPrune, LearnedThresholds
 
-from .objective import LearningRate, Objective
+from .objective import LearningRate, Objective, check_option_range
 from .supervised import cross_entropy
 
 
@@ -40,6 +40,8 @@ class LearnToPrune(Objective):
         self, model: nn.Module, *, ratio: float = 2.0, distil: float = 0.5, distil_tokens: float = 0.5, backbone: float = 0.01
     ):
         super().__init__(model)
+        terms = {"ratio": ratio, "distil": distil, "distil_tokens": distil_tokens, "backbone": backbone}
+        check_option_range(**{name: (value, 0.0, float("inf")) for name, value in terms.items()})
         self.pruning = active_reductions(model, LearnedPrune, "predictor")
         self.teacher: Any = unreduced(model).eval().requires_grad_(False)
         self.ratio, self.distil, self.distil_tokens, self.backbone = ratio, distil, distil_tokens, backbone
@@ -112,9 +114,11 @@ class LearnThresholds(Objective):
     """
 
     needs_init = True
+    changes_weights = True
 
     def __init__(self, model: nn.Module, *, budget: float = 0.75, weight: float = 10.0):
         super().__init__(model)
+        check_option_range(weight=(weight, 0.0, float("inf")))
         if not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; expected a fraction of the unreduced compute, above 0 and up to 1")
         self.budget, self.weight = budget, weight
@@ -138,8 +142,6 @@ class LearnThresholds(Objective):
     def compute_share(self, decisions: list[Tensor]) -> Tensor:
         """Return the multiply-adds of all blocks, divided by their multiply-adds without merging and pruning. `decisions` holds
         one tensor (batch, tokens) for each block with learned thresholds: 1 for tokens that are kept, 0 for others.
-
-        The tensors have shape b n: 1 for tokens that are kept, 0 for others.
         """
         kept, tokens = iter(decisions), decisions[0].shape[1]
         present, n = torch.ones_like(decisions[0]), decisions[0].new_tensor(float(tokens))
@@ -170,7 +172,9 @@ def active_reductions(model: nn.Module, reduction_class: type, required: str) ->
     found = [module for module in reductions if isinstance(module, reduction_class) and getattr(module, required) is not None]
     if not found:
         name = reduction_class.__name__
-        raise ValueError(f"this objective teaches {name} and the model has none; expected reduction={name}")
+        raise ValueError(
+            f"this objective trains {name}, which no block of the model has, or which is off; expected reduction={name}"
+        )
     return found
 
 

@@ -45,7 +45,7 @@ class Supervised(Objective):
         The weights are a buffer that no checkpoint contains, so that runs in a stack each use their own.
         """
         if self.class_weight == "balanced":
-            weights = counts.sum() / (len(counts) * counts.clamp(min=1))
+            weights = (counts > 0) * counts.sum() / ((counts > 0).sum() * counts.clamp(min=1))
             self.register_buffer("class_weights", weights.float(), persistent=False)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:

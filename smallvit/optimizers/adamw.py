@@ -22,6 +22,16 @@ class Optimizer:
     """
 
 
+def check_groups(name: str, groups: Any, key: str):
+    """Raise ValueError unless `groups` are parameter groups with the entry `key`, as `smallvit.optim.decay_groups` makes them.
+    A group without parameters does not need it. `name` is that of the optimizer.
+    """
+    fits = isinstance(groups, list) and all(isinstance(g, dict) and (key in g or not g["params"]) for g in groups)
+    if not fits:
+        expected = "smallvit.optim.decay_groups(Supervised(model), weight_decay)[0]"
+        raise ValueError(f"{name} got parameters that are not in groups with {key!r}; expected {expected}")
+
+
 class AdamW(Optimizer, torch.optim.AdamW):
     """The optimizer AdamW of PyTorch: Adam with decoupled weight decay. It is the default of a run.
 

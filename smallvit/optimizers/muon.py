@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adamw import AdamW
+from .adamw import AdamW, check_groups
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that is applied to the singular values
 SCALES = {
@@ -22,6 +22,9 @@ class Muon(AdamW):
 
     Muon trains the weights of linear layers inside the blocks: queries, keys, values, projections and MLPs, also in the decoder
     of MAE. AdamW trains all other parameters: tokenizer, tokens, positions, norms, biases, heads, and layers that score tokens.
+
+    `groups` is `smallvit.optim.decay_groups(Supervised(model), weight_decay)[0]`. Outside of `fit`, set `group["lr"]` of each
+    group before each step.
 
     momentum    decay rate of the moving average of the gradients
     nesterov    True: Nesterov momentum
@@ -48,6 +51,7 @@ class Muon(AdamW):
             raise ValueError(f"momentum of Muon is {momentum}; expected at least 0 and less than 1")
         if not isinstance(iterations, int) or iterations < 1:
             raise ValueError(f"iterations of Muon is {iterations!r}; expected a whole number, at least 1")
+        check_groups("Muon", groups, "parts")
         super().__init__(groups)
         self.momentum, self.nesterov, self.split_qkv = momentum, nesterov, split_qkv
         self.scale, self.iterations = scale, iterations

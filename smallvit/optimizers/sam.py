@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adamw import AdamW, Optimizer
+from .adamw import AdamW, Optimizer, check_groups
 
 
 class SAM(Optimizer):
@@ -17,6 +17,9 @@ class SAM(Optimizer):
     loss too.
 
     A step takes twice as long, and the record counts its images twice. So compare also with a baseline of twice the steps.
+
+    `groups` is `smallvit.optim.decay_groups(Supervised(model), weight_decay)[0]`. Outside of `fit`, set `group["lr"]` of each
+    group before each step, and call `two_passes(backward, objective, changed)` and then `step()`.
 
     rho       distance of the move; 0.05 to 0.2 are usual, and about ten times as much with `adaptive`
     adaptive  True: ASAM, which scales the move by the size of each weight, so that rescaling the weights has no effect. The
@@ -42,6 +45,7 @@ class SAM(Optimizer):
         for name, value in (("rho", rho), ("eta", eta)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{name} of SAM is {value!r}; expected a number, at least 0")
+        check_groups("SAM", groups, "decays")
         self.base = base(groups)
         if not isinstance(self.base, Optimizer) or isinstance(self.base, SAM):
             raise ValueError(f"base of SAM makes {type(self.base).__name__}; expected AdamW, Muon or ScheduleFree")
@@ -55,24 +59,24 @@ class SAM(Optimizer):
         return getattr(self.base, name)
 
     def two_passes(
-        self, backward: Callable[[], Tensor], objective: Any, buffers: Sequence[Tensor], members: bool = False
+        self, backward: Callable[[], Tensor], objective: Any, changed: Sequence[Tensor], members: bool = False
     ) -> Tensor:
         """Compute the gradients of a step at the moved weights, and return the loss at the original weights. The function
-        `backward` computes the gradients at the present weights and returns the loss. `objective` is the training objective and
-        `buffers` are its buffers, which change in the first pass only. With `members`, the first axis of all tensors is the run
-        of a stack.
+        `backward` computes the gradients at the present weights and returns the loss. `objective` is the training objective.
+        `changed` are its tensors that a forward pass may change, such as buffers and the weights of a teacher; they change in
+        the first pass only. With `members`, the first axis of all tensors is the run of a stack.
         """
         if not self.rho:
             return backward()
         device = next(p.device for group in self.param_groups for p in group["params"])
-        buffers_before, draws = [b.clone() for b in buffers], random_states(device)
+        before, draws = [tensor.clone() for tensor in changed], random_states(device)
         loss = backward()
-        buffers_after, observed = [b.clone() for b in buffers], objective.observed
-        copy_all(buffers, buffers_before)
+        after, observed = [tensor.clone() for tensor in changed], objective.observed
+        copy_all(changed, before)
         set_random_states(device, draws)
         with self.moved(members):
             backward()
-        copy_all(buffers, buffers_after)
+        copy_all(changed, after)
         if observed is not None:
             objective.observed = observed
         return loss

@@ -19,6 +19,9 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
     where v is the bias-corrected mean of g² as in Adam, and c is r² (of the largest r so far) divided by its sum over all
     steps.
 
+    `groups` is `smallvit.optim.decay_groups(Supervised(model), weight_decay)[0]`. Outside of `fit`, set `group["lr"]` of each
+    group before each step, and evaluate the values of `averaged(parameter)`, not the parameters.
+
     beta1  share of x in y. 0.9 is usual; 0.95 to 0.98 for long training
     beta2  decay rate of the moving average of the squared gradients
     eps    added to the square root of this average
@@ -31,7 +34,8 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
     Departs  A parameter counts its steps from its first gradient on.
     Raises   ValueError for `beta1` outside (0, 1), `beta2` outside [0, 1) or `eps` not above 0; for a run with another schedule
              or with EMA; for a model with batch normalization, whose statistics would be those of y; and for an objective such
-             as DINO, which evaluates a teacher that is already an average.
+             as DINO, which evaluates a teacher that is already an average, or as `LearnThresholds`, which limits weights after
+             each step.
     """
 
     passes, averages = 1, True
@@ -114,9 +118,14 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
             )
 
     def check_objective(self, objective: Any):
-        """Raise ValueError if the objective does not evaluate the model that it trains, or if this model has batch
-        normalization.
+        """Raise ValueError if the objective does not evaluate the model that it trains or changes its weights after a step, or
+        if this model has batch normalization.
         """
+        if objective.changes_weights:
+            raise ValueError(
+                f"{type(objective).__name__} limits weights after each step, which the average of ScheduleFree does not follow;"
+                " use AdamW"
+            )
         if objective.trained_model is not objective.model:
             raise ValueError(
                 f"{type(objective).__name__} evaluates another model than the one it trains, whose weights ScheduleFree would "

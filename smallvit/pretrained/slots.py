@@ -19,10 +19,17 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
     timm's names, so that pretrained weights of timm load. Parameters that timm does not have, such as a temperature, keep their
     initial value; timm then needs `pretrained_strict=False`.
 
-    Raises   ValueError, when timm builds the model, for options of timm that our attention does not have: `scale_norm`,
-             `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with epsilon 1e-6.
+    Raises   ValueError for a function such as `mimetic_start`; when timm builds the model, for options of timm that our
+             attention does not have: `scale_norm`, `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with
+             epsilon 1e-6.
     """
     slot, options = split_partial(attention)
+    if not isinstance(slot, type):
+        raise ValueError(
+            f"timm_attention got {getattr(slot, '__name__', slot)!r}, which is no class; expected an attention class, such as"
+            " Attention. For mimetic initialization, build the model with timm_attention(Attention), and then call"
+            " smallvit.attention_starts.draw_mimetic(block.attn, (0.7, 0.7), (0.4, 0.4)) for each block"
+        )
     takes_norm = "qk_norm" in inspect.signature(slot).parameters
 
     class TimmAttention(slot):

@@ -19,6 +19,9 @@ class Merge(nn.Module):
     block. `inflect` spreads a whole number over the blocks, from -1 (early) over 0 (constant) to 1 (late), with the authors'
     rounding. A block can merge at most half of its patches; as in the paper, a larger `r` is cut to that.
 
+    Call it between the attention and the MLP as `merge(x, size, key)`. `key` is a function without arguments that returns the
+    keys (b, n, e), such as `AttentionOutput.key`. It returns the new tokens and their sizes.
+
     Paper    Bolya et al. 2022, arXiv:2210.09461, bipartite soft matching. Patches at even indices of the sequence are sources,
              at odd indices destinations. Each source is matched to the destination with the most similar key (mean over heads,
              cosine). The r best matches are merged, weighted by size. The new sequence is the prefix, the remaining sources,
@@ -45,7 +48,7 @@ class Merge(nn.Module):
         token and registers) are counted in `n`, but are never merged.
         """
         patches = n - self.prefix
-        return min(int(self.r * patches) if isinstance(self.r, float) else self.r, patches // 2)
+        return min(int(round(self.r * patches, 6)) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
         """Return the number of tokens after the merging in this block, if `n` tokens enter the block. These numbers include the

@@ -18,6 +18,9 @@ class Prune(nn.Module):
     run goes from the first to the second value of `shrink`, the share kept in training falls from 1 to `keep` along a cosine;
     the authors do so during a third of their epochs.
 
+    Call it between the attention and the MLP as `prune(x, size, key, saliency)`. `saliency(queries)` is a function that returns
+    how much attention each token receives (b, n), such as `AttentionOutput.saliency`; `key` is not used.
+
     Paper    Liang et al. 2022 (EViT), arXiv:2202.07800, in blocks 3, 6 and 9 of 12. The score of a patch is the attention that
              it gets from the class token, the mean over heads. Of n patches, ceil(keep n) stay, best first. The last token is
              the sum of the others, weighted by their scores. The weights are not normalized, so that this token shrinks with

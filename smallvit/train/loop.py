@@ -239,7 +239,8 @@ class Training:
         at moved weights, and the loss at the present ones.
         """
         if isinstance(self.optimizer, SAM):
-            return self.optimizer.two_passes(lambda: self.backward(batch), self.objective, [*self.objective.buffers()])
+            changed = [p for p in self.objective.parameters() if not p.requires_grad] + [*self.objective.buffers()]
+            return self.optimizer.two_passes(lambda: self.backward(batch), self.objective, changed)
         return self.backward(batch)
 
     def backward(self, batch: Batch) -> Tensor:

@@ -176,8 +176,8 @@ class Stack:
 
         if not isinstance(self.optimizer, SAM):
             return backward()
-        buffers = [self.weights[name] for name, _ in self.first.objective.named_buffers()]
-        return self.optimizer.two_passes(backward, self.first.objective, buffers, members=True)
+        changed = [tensor for name, tensor in self.weights.items() if name not in self.parameters]
+        return self.optimizer.two_passes(backward, self.first.objective, changed, members=True)
 
     @torch.no_grad()
     def update_weights(self):
