@@ -184,6 +184,14 @@ class Run:
         """
         return fingerprint(replace(self.at_seed(0), lr=1.0))
 
+    @property
+    def stackable(self) -> bool:
+        """False if runs with these settings cannot be trained together as one model: they have no steps, `early_stop` ends each
+        of them at another step, or their objective changes state outside the gradient step. True is no promise: random numbers
+        inside the model, such as dropout, are found only when the model has been made.
+        """
+        return bool(self.steps) and not self.early_stop and getattr(function(self.objective), "stackable", True)
+
     def with_steps(self, change: Callable[[int], int]) -> "Run":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
         new one. Earlier runs that this run needs, such as pretraining, are changed in the same way.

@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 from toys import TINY_VIT
 
-from smallvit import ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
+from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit.launch import launch, progress
 from smallvit.launch.local import process_context
 from smallvit.launch.plan import parallel
@@ -316,6 +316,14 @@ def test_seeds_are_stacked_in_equal_groups_while_the_other_workers_still_have_ru
     assert [len(group) for group in groups] == [3, 3, 3, 2, 1]
     assert sorted(i for group in groups for i in group) == list(range(12))
     assert schedule.next_group(2) == [] and not schedule.queue
+
+
+def test_runs_that_cannot_be_stacked_are_divided_among_the_workers(tmp_path):
+    dino = SHORT.vary(objective=DINO, unlabelled=True, augment=augment.digit_crops())
+    arms = {"DINO": dino, "stops early": SHORT.vary(early_stop=2), "scratch": SHORT}
+    schedule = scheduler(comparison(4, arms), tmp_path, stack=4)
+    groups = [schedule.next_group(2) for _ in range(9)]
+    assert [len(group) for group in groups] == [1, 1, 4, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

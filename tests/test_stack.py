@@ -204,6 +204,13 @@ def test_run_that_is_further_than_the_others_is_trained_alone(tmp_path):
     assert_equal_weights(tmp_path / "alone", folders[0])
 
 
+def test_steps_of_runs_that_are_trained_one_after_another_are_those_of_the_group(tmp_path):
+    runs, folders = seeds_of(SHORT.vary(dropout=0.1), 3, tmp_path)
+    seen = []
+    fit_stacked(runs, folders, watch=lambda step, accuracy: seen.append(step))
+    assert seen == sorted(seen) and seen[-1] == 12 and len(seen) >= 30
+
+
 def test_checkpoint_of_a_stack_is_as_small_as_those_of_its_runs_alone(tmp_path, monkeypatch):
     runs, folders = seeds_of(SHORT.vary(ema=0.1), 4, tmp_path)
     interrupt(runs, folders, monkeypatch)

@@ -102,7 +102,7 @@ class Scheduler:
         self.alone = set[int]()  # runs that are not stacked any more, because a stack with them has failed
         self.tried = set[int]()  # runs that were interrupted in this launch, and are not tried once more
         self.stacks = self.interrupted_stacks()
-        self.stack_keys = [e.run.stack_key if stack > 1 else index for index, e in enumerate(self.runs)]
+        self.stack_keys = [e.run.stack_key if stack > 1 and e.run.stackable else i for i, e in enumerate(self.runs)]
         with suppress(OSError):
             can_lock(next(place for place in (Path(out), *Path(out).absolute().parents) if place.exists()))
         self.bar = Bar(self.runs, self.records, todo)

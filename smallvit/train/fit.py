@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,9 +134,16 @@ def fit_stacked(
         members = [training for training, _ in opened_runs if training is not None]
         with suppress(NotStackable):
             train_together(members, watch)
-        for member in members:
-            train([member], member.train_step, watch)  # returns at once for runs that the stack has finished
+        for done, member in enumerate(members):  # returns at once for runs that the stack has finished
+            train([member], member.train_step, partial(watch_one, watch, done * member.run.steps, len(members)))
         return [close() for _, close in opened_runs]
+
+
+def watch_one(watch: Watch, before: int, runs: int, step: int, accuracy: float | None):
+    """Call `watch` for a run that is trained after others of its group, with the mean number of steps of all `runs` of the
+    group. `before` are the steps of the others, and `step` that of this run.
+    """
+    watch((before + step) // runs, accuracy)
 
 
 def train_together(members: Sequence[Training], watch: Watch):
