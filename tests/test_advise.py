@@ -12,12 +12,13 @@ import pytest
 from PIL import Image, ImageDraw
 
 from smallvit.__main__ import main
+from smallvit.commands.advise import advisor as phases
 from smallvit.commands.advise import command, plan
 from smallvit.commands.advise.advisor import Advisor
-from smallvit.commands.advise.answer import answer, join, model_to_keep
+from smallvit.commands.advise.answer import answer, model_to_keep, names_of
 from smallvit.commands.advise.command import opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, stem_layers
-from smallvit.commands.advise.page import more_time
+from smallvit.commands.advise.page import division_of_trials, final_training, more_time
 from smallvit.commands.advise.plan import (
     LONGEST,
     MOST_PASSES,
@@ -46,7 +47,7 @@ from smallvit.commands.inspection import inspect_images
 from smallvit.commands.new import findings
 from smallvit.pretrained.weights import Unavailable, Weights
 from smallvit.recipe import find_recipe, load_recipe
-from smallvit.record import Record, read_records
+from smallvit.record import Record, read_record, read_records
 from smallvit.run import describe
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
@@ -110,6 +111,28 @@ def test_images_for_the_judgement_are_a_large_part_of_few_images_and_a_small_one
         divide(of_size(6))
     parts = replace(images, counts={"train": {"circle": 9, "square": 9}, "test": {"circle": 9, "square": 9}})
     assert divide(parts) == (None, None)
+
+
+def in_parts(**counts: int) -> Path:
+    """A folder of circles and squares that is already divided: in each part, this number of images of each class."""
+    for part, count in counts.items():
+        shapes(count, f"parts/{part}")
+    return Path("parts")
+
+
+def test_trials_use_at_most_the_validation_images_of_the_folder():
+    images = replace(inspect_images(in_parts(train=40, test=5, val=4)), patch=4)
+    made = opened_plan(Path("parts"), images, Path("advice"), options(folder="parts"))
+    assert made.val == 8 and made.share is None
+    made.steps = 300
+    Path("trial.py").write_text(trial_recipe(images, made, groups_of_options(images, 15)[0], []))
+    run = load_recipe("trial.py").RUNS[0].run
+    subset = run.data().subset(labels=None, val=run.val, seed=0)
+    assert (len(subset.train), len(subset.val)) == (80, 8)
+    assert validation_images(replace(images, counts=images.counts | {"val": {"circle": 50, "square": 50}}), None) == 20
+    assert "8 images in val/ were validation images" in division_of_trials(made, own_val=True)
+    assert "8 of these images, drawn anew for each seed, were" in division_of_trials(made, own_val=False)
+    assert "images in train/ (8 images in val/ for validation)" in Advisor(images, made, Path("advice"), "cpu", 0.0).describe()
 
 
 # Options and their order
@@ -257,6 +280,70 @@ def test_nothing_chosen_gives_a_comparison_of_the_plain_vit_and_the_cnn():
     assert ADVICE not in arms and arms[CNN].baseline == PLAIN
 
 
+def test_model_is_trained_on_the_images_in_train_if_the_folder_has_test_images(monkeypatch):
+    images = replace(inspect_images(in_parts(train=20, test=5)), patch=4)
+    made = opened_plan(Path("parts"), images, Path("advice"), options(folder="parts"))
+    made.steps, made.final_steps, made.passes = 100, 100, 2
+    Path("last.py").write_text(last_recipe(images, made, [], PLAIN))
+    module = load_recipe("last.py")
+    assert module.__doc__ == "The model of smallvit advise: trained on the images in parts/train, and tested on those in parts/test."
+    data = module.RUNS[0].run.data()
+    assert (len(data.train), data.test.count) == (40, 10)
+    assert "on the images in train/" in final_training(made) and "on all images" in final_training(replace(made, share=0.4))
+    records, options_of_launch = [], {}
+
+    def launch(runs, out, **how):
+        options_of_launch.update(how)
+        return records
+
+    monkeypatch.setattr(phases, "launch", launch)
+    monkeypatch.setattr(phases, "model_to_keep", lambda comparison: PLAIN)
+    advisor = Advisor(images, made, Path("advice"), "cpu", 0.0)
+    with pytest.raises(ValueError, match="1 of 1 runs are being trained by another process; start the command again"):
+        advisor.train_last()
+    assert options_of_launch["validation_only"] is False  # without validation images, the run needs the test images as a score
+
+
+def result_of(entry, status: str = "finished", error: str | None = None) -> Record:
+    """The record of a run that ended with this status."""
+    return Record(
+        recipe="recipe", arm=entry.arm, role=entry.role, labels=None, seed=entry.seed, fingerprint="", run={}, status=status, error=error
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        ("interrupted", r"1 of 10 runs did not finish; .* 'plain ViT', has the status interrupted: killed; start the command again"),
+        ("failed", r"1 of 10 runs did not finish; .* 'plain ViT', has the status failed: killed; start the command again"),
+        ("missing", r"1 of 10 runs are being trained by another process; start the command again"),
+    ],
+)
+def test_test_goes_on_only_if_all_its_runs_have_finished(status, message, monkeypatch):
+    images = replace(inspect_images(shapes()), patch=4)
+    made = opened_plan(Path("shapes"), images, Path("advice"), options(no_imagenet=True))
+    made.steps, made.step, made.final_steps, made.passes, made.folds = 100, 0.01, 100, 2, 2
+    ended, trained = [status], []
+
+    def launch(runs, out, **how):
+        trained.append(len(runs))
+        first = [] if ended[0] == "missing" else [result_of(runs[0], ended[0], "killed" * (ended[0] != "finished"))]
+        return [*first, *map(result_of, runs[1:])]
+
+    monkeypatch.setattr(phases, "launch", launch)
+    monkeypatch.setattr(Advisor, "final_runs", property(lambda self: load_recipe(self.final_recipe).RUNS[:10]))
+    advisor = Advisor(images, made, Path("advice"), "cpu", 0.0)
+    with pytest.raises(ValueError, match=message):
+        advisor.judge()
+    assert made.judged == 0
+    ended[0] = "unavailable"  # such as weights from ImageNet
+    advisor.judge()
+    assert made.judged == 2
+    trained.clear()
+    advisor.judge()  # a restart: a run of the first passes may be damaged
+    assert trained == [10]
+
+
 def test_options_that_change_nothing_are_not_a_part_of_the_choice():
     groups = groups_of_options(inspect_images(shapes()), 15)
     chosen = {group.name: group.options[0].name for group in groups} | {"first layer": "convolutional stem"}
@@ -277,6 +364,21 @@ def test_plan_is_kept_and_belongs_to_one_folder_and_one_time():
     Path("advice/plan.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a plan of this version"):
         opened_plan(Path("shapes"), images, Path("advice"), options())
+
+
+def test_another_number_of_processes_and_no_imagenet_change_a_plan_that_was_found(capsys):
+    images = inspect_images(shapes())
+    kept = opened_plan(Path("shapes"), images, Path("advice"), options())
+    kept.write(Path("advice/plan.json"))
+    assert opened_plan(Path("shapes"), images, Path("advice"), options(jobs=None)) == kept and not capsys.readouterr().err
+    changed = opened_plan(Path("shapes"), images, Path("advice"), options(jobs=3, no_imagenet=True))
+    assert changed == replace(kept, jobs=3, imagenet=[])
+    assert "--jobs is now 3; the time was planned for 2 worker processes" in capsys.readouterr().err
+    changed.write(Path("advice/plan.json"))
+    assert opened_plan(Path("shapes"), images, Path("advice"), options(jobs=3, no_imagenet=True)) == changed
+    replace(kept, imagenet=[FROZEN]).write(Path("advice/plan.json"))
+    with pytest.raises(ValueError, match=r"got --no-imagenet, but .*\(ViT-S from ImageNet-21k \(frozen\)\); leave out --no-imagenet"):
+        opened_plan(Path("shapes"), images, Path("advice"), options(no_imagenet=True))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +405,7 @@ def test_command_without_optuna_says_what_to_install_before_anything_is_read(mon
 
 
 def test_texts_of_the_answer():
-    assert join(["a"]) == "a" and join(["a", "b", "c"]) == "a, b and c"
+    assert names_of([Option("a", {})]) == "a" and names_of([Option(name, {}) for name in "abcd"]) == "a, b, c and d"
     assert Option("x", {}).cost == 1
 
 
@@ -334,6 +436,25 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
     assert model_to_keep(comparison) == kept
     sentences = answer(comparison, [Option("stem", {"dim": "96"})])
     assert sentences[0].startswith(first) and second in sentences[1]
+
+
+@pytest.mark.parametrize(
+    ("advice", "cnn", "pixels", "compared", "warned"),
+    [
+        (("worse", 0.8), ("better", 0.85), 0.82, "A small CNN .*85.0%.* the ViT with stem", False),
+        (("worse", 0.8), ("inconclusive", 0.82), 0.92, "no difference was shown: it is .* the ViT with stem", True),
+        (("worse", 0.8), ("better", 0.95), 0.92, "Use a small CNN .*: it reaches 95.0%.* the ViT with stem", False),
+        (("worse", 0.8), ("better", 0.95), 0.96, "Use a small CNN .*: it reaches 95.0%.* the ViT with stem", True),
+        (("better", 0.95), ("worse", 0.9), 0.92, "A small CNN .*90.0%.* this ViT", False),
+        (("inconclusive", 0.8), ("better", 0.95), 0.82, "Use a small CNN .*: it reaches 95.0%.* the small ViT", False),
+    ],
+)
+def test_other_models_are_compared_by_name_and_raw_pixels_with_the_recommended_model(advice, cnn, pixels, compared, warned):
+    found = judged(advice, cnn)
+    reference = replace(found.rows[0], arm="pixels, nearest neighbour", role="reference", mean=pixels)
+    sentences = answer(replace(found, rows=(*found.rows, reference)), [Option("stem", {"dim": "96"})])
+    assert any(re.search(compared, sentence) for sentence in sentences), sentences
+    assert ("Even nearest neighbour on raw pixels" in sentences[-1]) == warned
 
 
 @pytest.mark.parametrize("score, learned", [(0.52, False), (0.9, True)])
@@ -436,3 +557,15 @@ def test_a_folder_becomes_an_answer_and_a_model_also_after_an_interruption(monke
     assert re.search(r"shapes/circle/0.png,(circle|square),", capsys.readouterr().out)
     assert main(words) == 0  # nothing is trained again
     assert "training" not in capsys.readouterr().err.partition("reading the images")[2].partition("\n")[2]
+
+
+@pytest.mark.slow
+def test_a_folder_with_small_validation_and_test_parts_becomes_an_answer_and_a_model(monkeypatch, capsys):
+    in_parts(train=20, test=8, val=3)
+    monkeypatch.setattr(command, "FEWEST_MINUTES", 0.1)
+    monkeypatch.setattr(plan, "FEWEST_STEPS", 20)
+    assert main(["advise", "parts", "--minutes", "0.2", "--photos", "--jobs", "2", "--no-imagenet"]) == 0
+    record = read_record(Path("advice/model"))
+    assert record and record.finished and record.test_images == 16
+    page = Path("advice/report.html").read_text()
+    assert "trained on the images in train/" in page and "6 images in val/ were validation images" in page

@@ -1,4 +1,4 @@
-"""The phases of `smallvit advise`: trials, a test of the chosen ViT on other images, and the final training on all images."""
+"""The phases of `smallvit advise`: trials, a test of the chosen ViT on other images, and the final training."""
 
 import io
 import shutil
@@ -139,6 +139,7 @@ class Advisor:
         ]
         how: dict[str, Any] = {"validation_only": True, "curves": False, "retry": True} | self.options
         records = launch(runs, self.runs / "trials", recipe="measure", **how)
+        check_not_missing(runs, records)
         if failed := [record for record in records if not record.finished]:
             raise ValueError(f"a run of {PROBE_STEPS} training steps failed: {failed[0].error}")
         self.plan.step, self.plan.cnn_step = (
@@ -160,7 +161,8 @@ class Advisor:
                 f"the chosen ViT is tested on the other {plan.share:.0%}, by cross-validation"
             )
         else:
-            lines.append("trials use the training images of the folder; the chosen ViT is tested on its test images")
+            val = f"{plan.val} images in val/" if "val" in self.images.counts else f"{plan.val} of them"
+            lines.append(f"trials use the images in train/ ({val} for validation); the chosen ViT is tested on those in test/")
         lines.append(f"trials: {plan.steps:,} training steps of {1e3 * plan.step:.1f} ms; options, largest known gain first:")
         for group in self.groups:
             known = f" (up to {group.gain:+.1f} points in the recipe {group.source})" if group.gain is not None else ""
@@ -217,7 +219,7 @@ class Advisor:
             self.train([entry for entry in self.final_runs if entry.labels is not None])
         if plan.passes > 2:
             self.say(f"testing in {plan.passes - 2} more passes")
-            self.train_passes(range(2, plan.passes))
+        self.train_passes(range(plan.passes))
         self.save()
 
     def affordable_imagenet(self) -> list[str]:
@@ -273,7 +275,7 @@ class Advisor:
 
     @property
     def last_seconds(self) -> float:
-        """The expected seconds of the final training on all images."""
+        """The expected seconds of the final training."""
         return self.seconds_of_judging()[1] * self.plan.final_steps / self.plan.steps
 
     @property
@@ -313,33 +315,43 @@ class Advisor:
         self.train([entry for entry in self.final_runs if entry.labels is None and entry.seed // folds in numbers])
 
     def train(self, runs: Sequence[ArmRun]):
-        """Train some runs of the recipe that tests the chosen ViT."""
+        """Train some runs of the recipe that tests the chosen ViT.
+
+        Raises ValueError if some of them do not finish. Runs whose weights from ImageNet are unavailable are left out.
+        """
         everything = self.final_runs
         path = self.final_recipe
         how: dict[str, Any] = {"recipe_runs": everything, "source": path, "retry": True, "show": self.save} | self.options
         records = launch(runs, self.runs, recipe=path.stem, **how)
-        if failed := [record for record in records if record.status == "failed"]:
-            raise ValueError(f"{len(failed)} runs failed; the first is of {failed[0].arm!r}: {failed[0].error}")
+        check_not_missing(runs, records)
+        if left := [record for record in records if record.status not in ("finished", "unavailable")]:
+            raise ValueError(
+                f"{len(left)} of {len(runs)} runs did not finish; the first one, of {left[0].arm!r}, has the status "
+                f"{left[0].status}: {left[0].error}; start the command again to train them"
+            )
 
     # The model
 
     def train_last(self) -> Path:
-        """Train the model that is given to the user, the best one of the test, on all images. Return its folder."""
+        """Train the model that is given to the user, the best one of the test, and return its folder. It is trained on all
+        images. If the folder has test images, it is trained on those in train/ and scored on those in test/.
+        """
         from ..report import collect
 
         model = self.out / "model"
         if model.exists():
             return model
         kept = model_to_keep(compare(collect(self.final_runs, self.runs, self.final_recipe.stem)))
-        self.say(f"training the model on all images: {kept_text(kept, self.chosen)}")
+        which = "on all images" if self.plan.share else "on the images in train/"
+        self.say(f"training the model {which}: {kept_text(kept, self.chosen)}")
         path = self.write_recipe("last_training", last_recipe(self.images, self.plan, self.chosen, kept))
         runs = load_recipe(path).RUNS
-        (record,) = launch(
-            runs, self.runs, recipe=path.stem, source=path, validation_only=True, retry=True, show=self.save, **self.options
-        )
+        how: dict[str, Any] = {"source": path, "validation_only": bool(self.plan.share), "retry": True, "show": self.save}
+        records = launch(runs, self.runs, recipe=path.stem, **how | self.options)
+        check_not_missing(runs, records)
+        (entry,), (record,) = runs, records
         if not record.finished:
             raise ValueError(f"the final training failed: {record.error}; start the command again")
-        (entry,) = runs
         unfinished = model.with_name("model.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(folder_of_run(entry, self.runs, path.stem), unfinished)
@@ -360,6 +372,14 @@ class Advisor:
         sentences = write_page(self.out / "report.html", self.plan, self.tried, self.chosen, runs, records)
         self.save()
         return sentences
+
+
+def check_not_missing(runs: Sequence[ArmRun], records: Sequence[Record]):
+    """Raise ValueError if some of the runs have no record, because another process trains them."""
+    if missing := len(runs) - len(records):
+        raise ValueError(
+            f"{missing} of {len(runs)} runs are being trained by another process; start the command again when it has ended"
+        )
 
 
 def learning_sizes(images: "Inspection", plan: Plan) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from smallvit.record import Record
 from smallvit.report.alarms import nothing_learned
 from smallvit.report.answer import cost_ratio
+from smallvit.report.format import join_names
 from smallvit.report.units import score_of
 from smallvit.verdicts.comparison import Comparison, Row
 
@@ -17,13 +18,25 @@ def main_rows(comparison: Comparison) -> dict[str, Row]:
     return {row.arm: row for row in comparison.rows if row.labels is None}
 
 
+def names_of(chosen: Sequence[Option]) -> str:
+    """Return the names of options as text, such as `flips and shifts, convolutional stem and wide`."""
+    return join_names([option.name for option in chosen], len(chosen))
+
+
+def recommended_vit(rows: dict[str, Row]) -> Row:
+    """Return the results of the small ViT to use: the ViT with the chosen options, or the plain ViT if there are none, or if
+    they were shown to be worse. `rows` are the results of each arm (variant).
+    """
+    return rows[PLAIN] if ADVICE not in rows or rows[ADVICE].verdict == "worse" else rows[ADVICE]
+
+
 def model_to_keep(comparison: Comparison) -> str:
-    """Return the name of the arm (variant) whose model is given to the user. By default this is the ViT with the chosen
-    options, or the plain ViT if the chosen options were shown to be worse. If the small CNN or the fine-tuned ViT-S from
-    ImageNet was shown to be better than this ViT, it is the better one of these, by its mean.
+    """Return the name of the arm (variant) whose model is given to the user. By default this is the recommended small ViT. If
+    the small CNN or the fine-tuned ViT-S from ImageNet was shown to be better than the ViT that it is compared with, it is the
+    one of these models with the highest mean.
     """
     rows = main_rows(comparison)
-    vit = rows[PLAIN] if ADVICE not in rows or rows[ADVICE].verdict == "worse" else rows[ADVICE]
+    vit = recommended_vit(rows)
     others = [rows[arm] for arm in (CNN, FINE_TUNED) if arm in rows and rows[arm].verdict == "better"]
     return max([vit, *others], key=lambda row: row.mean or 0).arm
 
@@ -40,15 +53,17 @@ def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[R
     best in the trials. If no model was shown to be better than guessing, the first sentence says so.
     """
     rows = main_rows(comparison)
-    best = rows.get(ADVICE, rows[PLAIN])
+    control = rows.get(ADVICE, rows[PLAIN])  # the ViT with which the other models are compared
     kept = model_to_keep(comparison)
+    other = "" if recommended_vit(rows) is control else f"the ViT with {names_of(chosen)}"
     if kept in OTHERS:
-        sentences = [better_model(rows[kept], best), technique(rows, chosen, "If you want a small ViT, use")]
+        first = better_model(rows[kept], control, other or "the small ViT")
+        sentences = [first, technique(rows, chosen, "If you want a small ViT, use")]
     else:
         sentences = [technique(rows, chosen)]
-    sentences += [compared(rows[arm], best) for arm in OTHERS if arm in rows and arm != kept]
+    sentences += [compared(rows[arm], control, other or "this ViT") for arm in OTHERS if arm in rows and arm != kept]
     all_labels = [record for record in records if record.labels is None]
-    return [*[NOTHING_LEARNED] * bool(nothing_learned(all_labels)), *sentences, *raw_pixels(rows, best)]
+    return [*[NOTHING_LEARNED] * bool(nothing_learned(all_labels)), *sentences, *raw_pixels(rows, rows[kept])]
 
 
 def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:
@@ -57,7 +72,7 @@ def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") 
     if advice is None:
         tested = "on images that no trial has used"
         return f"{use} the plain ViT: no option was better in the trials. It reaches {value(plain)} {tested}."
-    names = join([option.name for option in chosen])
+    names = names_of(chosen)
     reaches = f"{value(advice)} on images that no trial has used"
     if advice.verdict == "better":
         return f"{use} a ViT with {names}: it reaches {reaches}, {gap(advice, 'the plain ViT')}."
@@ -80,27 +95,29 @@ OTHERS = {
 }
 
 
-def better_model(row: Row, best: Row) -> str:
-    """Return a sentence that recommends another model than the small ViT, because it was shown to be better."""
-    ratio = cost_ratio(row, best)
+def better_model(row: Row, control: Row, name: str) -> str:
+    """Return a sentence that recommends another model than the small ViT, because it was shown to be better than `control`, a
+    small ViT with this `name`.
+    """
+    ratio = cost_ratio(row, control)
     cost = f", with {ratio} times its multiply-adds" * bool(ratio)
     reaches = f"{value(row)} on images that no trial has used"
-    return f"Use a {OTHERS[row.arm].rstrip(',')}: it reaches {reaches}, {gap(row, 'the small ViT')}{cost}."
+    return f"Use a {OTHERS[row.arm].rstrip(',')}: it reaches {reaches}, {gap(row, name)}{cost}."
 
 
-def compared(row: Row, best: Row) -> str:
-    """Return a sentence that compares another model with the recommended small ViT."""
-    ratio = cost_ratio(row, best)
+def compared(row: Row, control: Row, name: str) -> str:
+    """Return a sentence that compares another model with `control`, a small ViT with this `name`."""
+    ratio = cost_ratio(row, control)
     cost = f" with {ratio} times the multiply-adds" * bool(ratio)
-    difference, name = gap(row, "this ViT"), f"A {OTHERS[row.arm]}"
+    reaches, difference = f"A {OTHERS[row.arm]} reaches {value(row)}{cost}", gap(row, name)
     if row.verdict == "inconclusive":
-        return f"{name} reaches {value(row)}{cost}; no difference was shown: it is {difference}."
-    return f"{name} reaches {value(row)}{cost}, {difference}."
+        return f"{reaches}; no difference was shown: it is {difference}."
+    return f"{reaches}, {difference}."
 
 
 def raw_pixels(rows: dict[str, Row], best: Row) -> list[str]:
-    """Return a list with a warning if a classifier on raw pixels is at least as good as the recommended ViT; otherwise an empty
-    list.
+    """Return a list with a warning if a classifier on raw pixels is at least as good as the recommended model; otherwise an
+    empty list. `best` are the results of the recommended model.
     """
     sign = -1 if best.lower_is_better else 1
     found = [row for row in rows.values() if row.role == "reference" and row.mean is not None and best.mean is not None]
@@ -133,8 +150,3 @@ def gap(row: Row, control: str) -> str:
 
     interval = "" if d.low is None or d.high is None else f" (95% interval: {number(d.low)} to {number(d.high)})"
     return f"{number(abs(d.mean))}{score.points} {'above' if d.mean >= 0 else 'below'} {control}{interval}"
-
-
-def join(names: Sequence[str]) -> str:
-    """Return names as text, such as `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -8,6 +8,7 @@ from pathlib import Path
 from smallvit.baselines import fitting_patch
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import cores
+from smallvit.report.format import join_names
 
 from ..inspection import Inspection, inspect_images
 from ..new import findings
@@ -92,7 +93,7 @@ def shows_characters(folder: Path, images: Inspection) -> bool:
 
 def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.Namespace) -> Plan:
     """Return the plan in the folder `out`, or a new one if there is none. `images` is what was found in `folder`, and `options`
-    are the arguments of the command line.
+    are the arguments of the command line. The options `jobs` and `no_imagenet` change a plan that was found.
 
     Raises ValueError if the plan there belongs to another folder or other options.
     """
@@ -120,7 +121,27 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
                 f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"
                 " --into, or delete this folder to start again"
             )
+    change_plan(found, out, options)
     return found
+
+
+def change_plan(plan: Plan, out: Path, options: argparse.Namespace):
+    """Change the plan in the folder `out` by the options of the command line `jobs` and `no_imagenet`. The decisions that were
+    made with another number of worker processes stay, and those that follow use the new one.
+
+    Raises ValueError for `no_imagenet` if the plan already contains models with weights from ImageNet.
+    """
+    if options.no_imagenet and plan.imagenet:
+        raise ValueError(
+            f"got --no-imagenet, but the test in {out} already contains models with weights from ImageNet "
+            f"({join_names(plan.imagenet, len(plan.imagenet))}); leave out --no-imagenet, or use another --into"
+        )
+    if options.no_imagenet:
+        plan.imagenet = []
+    if options.jobs and options.jobs != plan.jobs:
+        text = f"note: --jobs is now {options.jobs}; the time was planned for {plan.jobs} worker processes and may differ"
+        print(text, file=sys.stderr)
+        plan.jobs = options.jobs
 
 
 def possible_folds(images: Inspection, folder: str, share: float, most: int) -> int:

@@ -19,7 +19,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
-from .answer import answer, join, main_rows, model_to_keep
+from .answer import answer, main_rows, model_to_keep, names_of
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
@@ -120,10 +120,11 @@ def write_page(
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
         "kept": kept_text(best, chosen),
+        "trained": final_training(plan),
         "help": [*more_time(plan), *what_would_help(comparison, judged, training_images(entries[0]))],
         "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
-        "division": division_of_trials(plan),
+        "division": division_of_trials(plan, own_val=entries[0].run.data().val is not None),
         "deeper": deeper(path.parent),
     }
     write_text(path, page_template("smallvit.commands.advise", "page.html").render(page))
@@ -157,14 +158,25 @@ def division(plan: Plan, images: int) -> str:
     return f"Mean and standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has used."
 
 
-def division_of_trials(plan: Plan) -> str:
-    """Return sentences that say how the options were tried."""
+def final_training(plan: Plan) -> str:
+    """Return sentences that say on which images the model that is given to the user was trained."""
+    if plan.share:
+        return (
+            "It was trained in the same way, but on all images, so there are no test images for it. The scores above are those "
+            "of models that were not trained on their test images."
+        )
+    return "Like the models that were tested, it was trained on the images in train/, so the scores above also apply to it."
+
+
+def division_of_trials(plan: Plan, own_val: bool) -> str:
+    """Return sentences that say how the options were tried. `own_val` says that the folder has validation images."""
     part = f"{1 - (plan.share or 0):.0%} of the images" if plan.folds else "the training images"
+    val = f"{plan.val:,} images in val/ were" if own_val else f"{plan.val:,} of these images, drawn anew for each seed, were"
     return (
         f"Options were tried in groups, one group after another, on {part}, with {plan.steps:,} training steps. In each run, "
-        f"{plan.val} of these images were validation images, drawn anew for each seed. The best option of a group was kept for "
-        "the following groups. The validation score of the best option is too high, because it is the best of several trials. "
-        "So the chosen ViT was tested on other images. The plain ViT and the small CNN were not tuned."
+        f"{val} validation images. The best option of a group was kept for the following groups. The validation score of the "
+        "best option is too high, because it is the best of several trials. So the chosen ViT was tested on other "
+        "images. The plain ViT and the small CNN were not tuned."
     )
 
 
@@ -211,7 +223,7 @@ def kept_text(arm: str, chosen: Sequence[Option]) -> str:
     """
     if arm != ADVICE:
         return f"a {arm}"
-    return f"a ViT with {join([option.name for option in chosen])}"
+    return f"a ViT with {names_of(chosen)}"
 
 
 def more_time(plan: Plan) -> list[str]:

@@ -122,11 +122,12 @@ def divide(images: "Inspection") -> tuple[float | None, int | None]:
 
 
 def validation_images(images: "Inspection", share: float | None) -> int:
-    """Return the number of validation images of a trial: a quarter of the images that trials may use, at most 1,000. `share`
-    is the share of the images that no trial uses.
+    """Return the number of validation images of a trial: a quarter of the images that trials may use, at most 1,000. If the
+    folder has validation images of its own, there are at most as many. `share` is the share of the images that no trial uses.
     """
     counts = next(iter(images.counts.values()))
-    return min(round(sum(counts.values()) * (1 - (share or 0)) / 4), 1_000)
+    quarter = min(round(sum(counts.values()) * (1 - (share or 0)) / 4), 1_000)
+    return min(quarter, sum(images.counts["val"].values())) if "val" in images.counts else quarter
 
 
 def runs_of(group: Group) -> list[float]:
@@ -172,7 +173,7 @@ def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: 
 
     most          the largest number of folds
     fold_seconds  seconds of one fold, with the training steps of the trials
-    last_seconds  seconds of the final training on all images
+    last_seconds  seconds of the final training
     left          seconds that are left for both
 
     A precise verdict needs six passes. A pass takes longer with more folds, so the result is the largest number of folds for
@@ -189,7 +190,7 @@ def length_of_judging(pass_seconds: float, last_seconds: float, left: float, ste
     """Return the number of training steps of the models that are tested, and the number of passes.
 
     pass_seconds  seconds of one pass with `steps` training steps
-    last_seconds  seconds of the final training on all images, with `steps` training steps
+    last_seconds  seconds of the final training, with `steps` training steps
     left          seconds that are left for both
     steps         training steps of a trial
 

@@ -47,7 +47,7 @@ def scratch_text(images: "Inspection", steps: int, val: int) -> str:
         f"patch = {images.patch}  # side of a patch in pixels",
         "scratch = sv.Run(",
         "    data=data,",
-        f"    val={val}," + "  # no validation images: all others are trained on" * (not val),
+        f"    val={val}," + "  # no training images are set aside for validation" * (not val),
         "    model=partial(",
         "        sv.ViT,",
         "        tokenizer=partial(sv.PatchEmbed, patch=patch),",
@@ -169,9 +169,14 @@ def imagenet_arms(images: "Inspection", names: Sequence[str]) -> list[tuple[str,
 
 
 def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option], kept: str = ADVICE) -> str:
-    """Return the text of the recipe of the model that is given to the user: the arm (variant) `kept`, trained on all images."""
+    """Return the text of the recipe of the model that is given to the user: the arm (variant) `kept`, trained on all images, or
+    on those in train/ if the folder has test images.
+    """
     everything = replace(images, folds=None, test=0.0 if plan.share else None)
-    head = f'"""The model of smallvit advise: trained on all images in {folder_name(plan)}, so there are no test images."""'
+    trained = f"on all images in {folder_name(plan)}, so there are no test images"
+    if not plan.share:
+        trained = f"on the images in {folder_name(plan)}/train, and tested on those in {folder_name(plan)}/test"
+    head = f'"""The model of smallvit advise: trained {trained}."""'
     parts = [head, IMPORTS, data_text(everything, plan.folder), scratch_text(images, plan.final_steps, 0)]
     code = arms_of(chosen).get(kept) or f'{imagenet_code(chosen)}["{kept}"]'
     if kept == ADVICE:
