@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 class AttentionOutput(NamedTuple):
     """The result of an attention module: the new tokens `x`, and three functions that compute more when they are called.
-    `key()` returns the keys and `map()` the attention map. `saliency()` returns how much attention each token receives, as a
-    mean over heads and queries.
 
     `key()` returns the keys, averaged over heads, (b, n, e). `map()` returns the attention map, (b, h, n, n): how each query
     (row) distributes its attention over the keys. `saliency(queries)` returns the attention that each token receives, (b, n):

@@ -154,6 +154,9 @@ class Rotary(nn.Module):
     Off      Frequencies of 0 equal attention without positions.
     Departs  The paper uses the temperature 100 for the axial form and 10 for the mixed form. Here 10 is the default of both,
              because grids are small. The angle of a merged token is that of the mean position of its patches.
+    Outside of a `ViT`: `Attention(dim, heads, position=partial(Rotary, grid=(r, c), prefix=p))`, which is called with
+    `places=places_of((r, c), device)`. The same holds for `RelativeBias`.
+
     Raises   ValueError if the width of a head is not divisible by 4, for a temperature below 1, and for an unknown `origin`.
     """
 

@@ -234,8 +234,11 @@ class ConvTokenizer(nn.Module):
 
 def patch_grid(image: Image, patch: int) -> tuple[int, int]:
     """Return the number of rows and columns of square patches in an image. `image` is the (height, width) of the image and
-    `patch` is the side of a patch, in pixels. Raise ValueError if the patches do not cover the image exactly.
+    `patch` is the side of a patch, in pixels. Raise ValueError if the patches do not cover the image exactly, or if `image` is
+    no pair.
     """
+    if not isinstance(image, tuple | list) or len(image) != 2:
+        raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
     h, w = image
     if patch < 1 or h % patch or w % patch or not h * w:
         raise ValueError(f"patches of {patch} pixels do not tile an image of {h} x {w}; {sizes_that_fit(h, w, patch)}")

@@ -249,6 +249,13 @@ def test_a_class_without_test_images_is_an_error_that_names_it(metric):
     declaration(metric).needs(Splits(splits.test, splits.val, splits.val))  # no validation images
 
 
+def test_one_class_alone_cannot_be_scored_by_class():
+    model, splits = case(k=1)
+    for metric in (balanced_accuracy, macro_f1, auc):
+        with pytest.raises(ValueError, match="there is one class, 'a'; expected at least two"):
+            list(metric(model, splits))
+
+
 def test_a_class_without_test_images_is_found_before_training():
     check = sys.modules["smallvit.train.fit"].check_evaluation
     run, data = Run(data=digits, model=TINY_VIT, labels=50, val=100, evaluators=(macro_f1,)), digits()

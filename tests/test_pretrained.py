@@ -422,7 +422,7 @@ def test_dropout_of_timm_is_used_unless_an_option_overrides_it(make):
 
 
 def test_function_that_makes_attention_is_refused_with_another_way():
-    with pytest.raises(ValueError, match="got 'mimetic_start', which is no class; .* call smallvit.attention_starts.draw_mimetic"):
+    with pytest.raises(ValueError, match=r"got 'mimetic_start', which is no class; .* call smallvit.attention_starts.draw_mimetic"):
         timm_attention(partial(mimetic_start, query_key=None))
     model = TIMM(attn_layer=timm_attention(Attention), qkv_bias=True)
     draw_mimetic(model.blocks[0].attn, (0.7, 0.7), (0.4, 0.4))

@@ -240,8 +240,6 @@ def with_own_storage(state: Any) -> Any:
     """Return a copy of `state` (nested dicts and lists with tensors) in which each tensor has its own memory. Several runs that
     are trained as one model share large tensors, and the tensors of each run are slices of them. Without copies, `torch.save`
     would write these large tensors as a whole.
-
-    Runs that are trained together share such large tensors.
     """
     if isinstance(state, dict):
         return {name: with_own_storage(part) for name, part in state.items()}

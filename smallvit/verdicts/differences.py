@@ -250,12 +250,8 @@ def variance_of(
 def overlap_of(records: Sequence[Record]) -> tuple[float, str]:
     """Return how strongly the training images of two seeds overlap, as a pair (number, word). If each seed draws n of m
     labelled images, the pair is (n / (m - n), "drawn"). If all seeds have the same images, it is (0, "fixed"). In a
-    cross-validation, it is (0, "folds"). If a record does not say it, the word is "unknown". `records` are the results of the
-    runs.
-
-    The first value is n / (m - n) where each seed draws n of m labelled images. The second value is "drawn" in this case. If
-    all seeds have the same training images, it is "fixed" and the overlap is 0. If a record does not say, it is "unknown", and
-    the overlap is the largest one that the other records give, or 0.
+    cross-validation, it is (0, "folds"). If a record does not say it, the word is "unknown", and the number is the largest one
+    that the other records give, or 0. `records` are the results of the runs.
     """
     if any(r.folds for r in records):
         return 0.0, "folds"

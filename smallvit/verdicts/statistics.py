@@ -85,12 +85,9 @@ class Variance:
 def paired_variance(d: Any) -> tuple[float, Variance]:
     """Return the mean of a table of differences between two arms (variants) and its estimated `Variance`. `d` is an array of
     shape (seeds, test images). Its values are 1 where only the arm classifies the image correctly, -1 where only its control
-    (the arm it is compared with) does, and 0 otherwise.
+    (the arm it is compared with) does, and 0 otherwise. Other scores that are means over images are allowed.
 
     The variances are the mean squares of a two-way analysis of variance without replication.
-
-    d: array (seeds, images) of the score of the arm minus the score of the baseline on each test image: 1 if only the arm is
-    right, -1 if only the baseline is right, else 0. Other scores that are means over images are allowed.
 
     Raises ValueError for fewer than two seeds or images.
     """
