@@ -310,7 +310,8 @@ FEATURES = {
         "trains runs that differ in their seed and learning rate as one model. *No*: they are trained one by one.",
     ),
     "native kernel": Feature(
-        reason_against_native, "(`--numerics kernel=native`) computes blocks by C++ code. *No*: PyTorch computes some or all of the blocks."
+        reason_against_native,
+        "(`--numerics kernel=native`) computes blocks by C++ code. *No*: PyTorch computes some or all of the blocks.",
     ),
     "ONNX": Feature(reason_against_export, "(`smallvit export`) writes the trained model to a file. *No*: it is refused."),
     "`to_timm`": Feature(

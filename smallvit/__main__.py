@@ -75,14 +75,16 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line. It has one subparser for each command, such as `smallvit run`."""
+    """Return the parser of the command line. It has one subparser for each command, such as `smallvit run`. Options cannot be
+    abbreviated: in a command with `--seeds`, `--seed` would otherwise mean this one.
+    """
     whole = argparse.ArgumentParser(
         prog="smallvit", description="Train Vision Transformers on little data, and measure whether a technique helps."
     )
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
     for name, (text, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         for option in options.split():
             command.add_argument(option, help=HELP[option], **SETTINGS.get(option, {}))
     return whole

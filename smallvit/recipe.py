@@ -70,7 +70,7 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
     Under this name, records can refer to classes and functions that the recipe defines.
 
     If the recipe asks for tuning, the runs with the settings in `<recipe>.tuned.json`, which `smallvit tune` writes, are added
-    to its list RUNS. `tuned=False` leaves them out.
+    to its list RUNS. `tuned=False` leaves them out. Arms that have not been tuned yet have no tuned runs.
 
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it. Raises
     ValueError if the tuned settings are not those of this recipe.
@@ -96,9 +96,11 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
             its images; `at_size` changes their size
     labels  numbers of labelled images; by default those of the recipe
 
-    Raises ValueError if there is no such recipe, for a number of labels that it does not have, and if `data` is no loader.
+    Raises ValueError if there is no such recipe, for a number of labels that it does not have, if only some of its arms have
+    been tuned, and if `data` is no loader.
     """
     from smallvit.components import check
+    from smallvit.tuning import untuned_cells
 
     check(data, "data")
     runs = load_recipe(find_recipe(recipe)).RUNS
@@ -107,6 +109,12 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
     chosen = known if labels is None else list(labels)
     if missing := [count for count in chosen if count not in known]:
         raise ValueError(f"labels has {missing[0]}; expected some of {known}, for which the recipe {recipe} has settings")
+    if tuned and (left := [cell for cell in untuned_cells(runs) if cell[1] in chosen]):
+        arm, count = left[0]
+        raise ValueError(
+            f"arm {arm!r} with labels={count} of the recipe {recipe} is not tuned, and other arms are; first run smallvit tune"
+            f" {recipe}"
+        )
     return [
         replace(entry, run=entry.run.with_data(data), tuning=None, tune=None)
         for entry in runs

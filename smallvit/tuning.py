@@ -341,13 +341,28 @@ def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:
 
 def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
     """Return the runs of a comparison, followed by copies with tuned settings if the file `R.tuned.json` lies beside the recipe
-    file. With `Tune(common=False)` the copies replace the runs. `runs` are the runs without tuning, and `recipe` is the path of
-    the recipe file. Raises ValueError if the file is damaged or does not fit the recipe.
+    file. With `Tune(common=False)` a copy replaces its run. `runs` are the runs without tuning, and `recipe` is the path of the
+    recipe file. Raises ValueError if the file is damaged or does not fit the recipe.
+
+    Arms (variants) that have not been tuned yet at some number of labels have no copy there: see `untuned_cells`.
     """
     path = tuned_file(recipe)
     if not path.exists():
         return list(runs)
-    return [*(entry for entry in runs if entry.tune is None or entry.tune.common), *apply(runs, path)]
+    copies = apply(runs, path)
+    cells = one_per_cell(copies)
+    kept = [entry for entry in runs if entry.tune is None or entry.tune.common or (entry.arm, entry.labels) not in cells]
+    return [*kept, *copies]
+
+
+def untuned_cells(runs: Iterable["ArmRun"]) -> list[tuple[str, int | None]]:
+    """Return the arms (variants) of a recipe that have not been tuned yet, as a list of pairs (arm, number of labels). `runs`
+    are all runs of the recipe, with the tuned ones. Arms for which the recipe does not ask for tuning are left out.
+    """
+    asked = [entry for entry in runs if entry.tune is not None]
+    longest = max((entry.length for entry in asked if entry.length is not None), default=None)
+    tuned = one_per_cell(entry for entry in asked if entry.tuning is not None)
+    return [cell for cell in one_per_cell(entry for entry in asked if entry.length == longest) if cell not in tuned]
 
 
 def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
@@ -355,10 +370,11 @@ def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
     `R.tuned.json` gives. `runs` are the untuned runs, and `path` is the path of this file.
 
     The copies have the field `tuning`, with the chosen values and the cost of the trials. An arm (variant) with nothing to tune
-    has a copy with unchanged settings and 0 trials.
+    has a copy with unchanged settings and 0 trials. An arm that the file lacks at some number of labels, because
+    `smallvit tune R --only ...` tuned others, has no copy there.
 
-    Raises ValueError if the file is damaged, if a setting, a range or an arm has changed since it was written, if it lacks an
-    arm, and if two arms have equal settings after tuning.
+    Raises ValueError if the file is damaged, if a setting, a range or an arm has changed since it was written, and if two arms
+    have equal settings after tuning.
     """
     path = Path(path)
     again = f"run smallvit tune {path.name.partition('.')[0]} again"
@@ -371,7 +387,7 @@ def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
     for (arm, labels), entry in one_per_cell(common).items():
         found, place = chosen.get((arm, labels)), f"arm {arm!r} at {format_labels(labels)}"
         if found is None:
-            raise ValueError(f"{path.name} has no settings for {place}; {again}")
+            continue
         if found.fingerprint != fingerprint(entry.run.at_seed(0)):
             raise ValueError(f"{path.name}: the settings of {place} have changed since it was tuned; {again}")
         other = fingerprints.setdefault(fingerprint(entry.run.vary(**found.settings).at_seed(0)), arm)
@@ -382,6 +398,6 @@ def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
             )
     copies = []
     for entry in common:
-        found = chosen[entry.arm, entry.labels]
-        copies.append(replace(entry, run=entry.run.vary(**found.settings), tuning=found.tuning()))
+        if found := chosen.get((entry.arm, entry.labels)):
+            copies.append(replace(entry, run=entry.run.vary(**found.settings), tuning=found.tuning()))
     return copies

@@ -197,6 +197,30 @@ def test_step_is_timed_with_its_interruptions_and_for_a_second(monkeypatch):
     assert seconds == pytest.approx(0.014, rel=0.05) and 65 < len(steps) < 80
 
 
+def test_dry_run_compares_each_arm_with_its_own_baseline_also_if_it_is_not_selected(workdir, monkeypatch):
+    for name in ("estimate", "worker_start", "computing_processes"):
+        monkeypatch.setattr(plan, name, lambda *options: 0.0)
+    runs = load_recipe("mine.py").RUNS
+    tuned = [replace(entry, run=entry.run.vary(lr=entry.run.labels / 1000), tuning={}) for entry in runs if entry.role != "reference"]
+    cnn, lsa = only(runs, ["arm=small CNN", "labels=40"]), only(tuned, ["arm=+LSA", "labels=40"])
+    text = plan.plan([*lsa, *cnn], 1, "cpu", recipe_runs=[*runs, *tuned])
+    described = re.search(r"\+LSA, tuned: .*\n((?:    .*\n)*)small CNN: .*\n((?:    .*\n)*)", text)
+    assert described[1].splitlines() == ["    model.attention: Attention -> LocalityAttention"]
+    assert "LocalityAttention" not in described[2] and "SmallCNN" in described[2]
+    assert " -> " not in plan.plan(cnn, 1, "cpu"), "an arm was compared with another one than its baseline"
+
+
+def test_dry_run_for_ray_needs_no_gpu_on_this_machine(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("estimate", "worker_start", "computing_processes"):
+        monkeypatch.setattr(plan, name, lambda *options: 0.0)
+    assert main(["run", "mine.py", "--on", "ray", "--device", "cuda", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert "20 runs, about" in printed.out and "this machine has no cuda device, so the time is measured on its CPU" in printed.err
+    assert main(["run", "mine.py", "--on", "ray", "--device", "cdua", "--dry-run"]) == 2
+    assert "device is 'cdua'; expected" in capsys.readouterr().err
+
+
 # summary
 
 
@@ -340,6 +364,9 @@ def test_exploring_without_validation_images_is_refused_before_anything_is_train
         ([], "smallvit: error: there is no command; expected list, run, status,"),
         (["nonsense"], "smallvit: error: argument COMMAND: invalid choice: 'nonsense'"),
         (["run"], "smallvit run: error: the following arguments are required: recipe"),
+        (["verify", "mine.py", "--seed", "3"], "smallvit verify: error: there is no option --seed here; it belongs to smallvit predict"),
+        (["explore", "mine.py", "--seed", "3"], "smallvit explore: error: there is no option --seed here; it belongs to smallvit predict"),
+        (["report", "mine.py", "--pub"], "smallvit report: error: there is no option --pub"),
         (["run", "mine.py", "--jops", "3"], "smallvit run: error: there is no option --jops; did you mean --jobs?"),
         (["status", "mine.py", "--csv=x"], "smallvit status: error: there is no option --csv here; it belongs to smallvit report"),
         (["report", "mine.py", "extra", "--latex"], "smallvit report: error: there is one argument too many: 'extra'"),
@@ -360,6 +387,12 @@ def test_options_that_exclude_each_other_are_refused_with_advice(first, second, 
     words = [word for option in (first, second) for word in [*option.replace("...", "0").split(), *VALUES.get(option, [])]]
     assert main(["run", "mine.py", "--jobs", "1", *words]) == 2
     assert f"smallvit: {first} cannot be used with {second}: {EXCLUDED[first, second]}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--mistakes", "+LSA"], ["--log", "wandb"], ["--disagreements", "scratch", "+LSA"]])
+def test_publishing_does_nothing_else(option, workdir, capsys):
+    assert main(["report", "mine.py", "--publish", *option]) == 2
+    assert f"smallvit: --publish cannot be used with {option[0]}: it only writes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", NEEDED)
@@ -573,10 +606,10 @@ def test_settings_that_were_scored_after_the_shown_ones_are_counted(workdir, cap
 def test_longer_runs_leave_out_the_tuned_copies(workdir, capsys):
     module = load_recipe(workdir / "mine.py")
     tuned = [replace(entry, tuning={"trials": 2}) for entry in module.RUNS]
-    options = Namespace(scale_steps=2, out="runs")
+    options = Namespace(scale_steps=2, out="runs", recipe="mine.py")
     runs, _ = report.scaled([*module.RUNS, *tuned], options)
     assert len(runs) == len(module.RUNS) and all(entry.tuning is None for entry in runs)
-    assert "--scale-steps leaves out the tuned copies" in capsys.readouterr().out
+    assert "--scale-steps uses the settings of the recipe" in capsys.readouterr().out
     assert report.scaled(module.RUNS, options)[0] == runs and not capsys.readouterr().out
     assert len(report.scaled([*runs, *tuned], Namespace(scale_steps=1, out="runs"))[0]) == 2 * len(runs)
 

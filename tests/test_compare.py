@@ -8,6 +8,7 @@ import pytest
 from smallvit.record import Record, pack_bits
 from smallvit.report import format, remarks
 from smallvit.report.answer import answer
+from smallvit.report.tables import verdict_remarks
 from smallvit.report.units import ACCURACY
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
 from smallvit.verdicts.contrasts import trends, tuned_pairs
@@ -94,15 +95,13 @@ def test_better_on_these_images_only_is_inconclusive_and_says_why():
     row = row_of(rows, "+A")
     assert row.verdict == "inconclusive" and row.difference.low < 0 < row.difference.seeds_low
     assert row.reason == "better on these 200 test images in every retraining; too few images to say so of new ones"
-    assert format.certainty(compare(rows), row)[1] == "More test images would help, not more seeds."
+    assert format.what_helps(compare(rows), row) == "More test images would help, not more seeds."
     few = row_of(records({"scratch": 0, "+A": 0.01}, images=200, noise=0.0005, rng=2), "+A")
     assert few.reason.endswith("on average over retrainings; not shown on new ones") and min(few.difference.values) <= 0
     assert few.difference.needs == "seeds"
     noisy = records({"scratch": 0, "+A": 0}, images=2000, noise=0.03, rng=1)
     assert row_of(noisy, "+A").difference.needs == "seeds"
-    assert (
-        "More seeds would help: smallvit run demo --until-decided" in format.certainty(compare(noisy), row_of(noisy, "+A"))[1]
-    )
+    assert format.what_helps(compare(noisy), row_of(noisy, "+A")) == "More seeds would help: smallvit run demo --until-decided"
     assert "false verdict in about 8 of 100 comparisons" in remarks.notes(compare(noisy), [])
     assert "in about 8 of 100" not in remarks.notes(compare([replace(r, looks=list(LOOKS)) for r in noisy]), [])
 
@@ -149,14 +148,13 @@ def test_a_verdict_that_shared_training_images_undo_says_so():
 
 def test_a_verdict_says_how_often_it_would_come_out_again():
     row = row_of(PLAIN, "+A")
-    first, collapse = format.certainty(compare(PLAIN), row)
-    assert f"in about {round(100 * row.difference.replication)} of 100 repetitions" in first or "more than 99" in first
-    assert collapse == "No collapse in 8 seeds excludes only collapse rates above 31%."
+    assert f"again in {format.often(row.difference)} of 100 repetitions" in format.sentence(compare(PLAIN), row)
+    assert format.collapse(8) == "No collapse in 8 seeds excludes only collapse rates above 31%."
     weak = records({"scratch": 0, "+A": 0.012}, rng=3, noise=0.008)
     row = row_of(weak, "+A")
     assert row.verdict == "better" and row.difference.fragile and row.difference.seeds_for_90 > 8
-    text = " ".join(format.certainty(compare(weak), row))
-    assert f"{row.difference.seeds_for_90} seeds would make it about 90" in text and "It is fragile." in text
+    (remark,) = verdict_remarks(row)
+    assert remark.endswith(f", fragile; {row.difference.seeds_for_90} seeds: in 90")
     assert "but fragile" in answer(compare(weak)) and format.sentence(compare(weak), row).endswith("fragile")
 
 
@@ -181,7 +179,7 @@ def test_more_seeds_do_not_help_where_they_share_their_training_images():
     rows = [replace(r, drawn_share=0.5) for r in records({"scratch": 0, "+A": 0.01}, images=2000, noise=0.03, rng=1)]
     row = row_of(rows, "+A")
     assert row.difference.needs == "pool"
-    assert "More images to draw the labelled ones from would help, not more seeds." in format.certainty(compare(rows), row)
+    assert format.what_helps(compare(rows), row) == "More images to draw the labelled ones from would help, not more seeds."
     assert "more images to draw the labelled ones from would help" in remarks.notes(compare(rows), [])
 
 
@@ -189,7 +187,7 @@ def test_an_inconclusive_verdict_says_what_would_have_been_found():
     rows = records({"scratch": 0, "+A": 0})
     row = row_of(rows, "+A")
     assert (row.difference.high - row.difference.low) / 2 < row.difference.detectable
-    assert f"A difference of {100 * row.difference.detectable:.2f} points" in format.certainty(compare(rows), row)[0]
+    assert f"80% power at {100 * row.difference.detectable:.2f} points" in verdict_remarks(row)
 
 
 # Verdicts that cannot be given
@@ -445,7 +443,7 @@ def test_a_failed_run_after_the_first_look_leaves_no_verdict():
     assert row_of(failed, "+A").verdict == "better", "the arm had stopped before"
     row = row_of(failed, "+B")
     assert row.verdict == "inconclusive" and "no look at 12 seeds is possible (scratch, seed 9: failed)" in row.reason
-    assert "More seeds would help" not in " ".join(format.certainty(compare(failed), row))
+    assert not format.what_helps(compare(failed), row)
 
 
 def test_planning_under_looks_uses_the_level_of_the_last_look():

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -282,6 +283,30 @@ def test_model_that_was_trained_on_all_images_predicts_and_is_not_run_or_lost(wo
     assert not list(Path("runs").rglob("record.json")) and Path("final", WEIGHTS).read_bytes() == weights
     assert main(["predict", "final", str(images)]) == 0 and len(rows(capsys.readouterr().out)) == 10
     assert main(["export", "final", "model.pt2"]) == 0 and Path("model.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "out", "chosen"),
+    [
+        ("", "runs", ""),
+        (", labels=(2, 4)", "runs", " --labels [24]"),
+        (", labels=(2, 4), steps=(1, 2)", "my runs", " --labels [24] --only length=2"),
+    ],
+)
+def test_the_printed_command_predicts(conditions, out, chosen, workdir, images, capsys):
+    """The best arm may have finished under several conditions, in another folder than ./runs, and below another one."""
+    write_pool()
+    Path("below").mkdir()
+    text = FOLDS.replace("folds=2", "test=0.25").replace('path="pool"', f'path="{workdir}/pool"')
+    Path("below/mine.py").write_text(text.replace(", references=False", f"{conditions}, references=False"))
+    assert main(["run", "below/mine.py", "--jobs", "1", "--out", out]) == 0
+    command = re.search(r"^predictions by the arm with the best mean: smallvit (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    where = "" if out == "runs" else f' --out "{out}"'
+    assert re.fullmatch(rf'predict "below/mine.py:[a-z+]+" IMAGES{chosen}{where} --ensemble -o predictions.csv', command)
+    assert main([str(images) if word == "IMAGES" else word for word in shlex.split(command)]) == 0
+    assert len(rows(Path("predictions.csv").read_text())) == 10 and "the mean of 2 models" in capsys.readouterr().err
+    assert main(["run", "below/mine.py", "--jobs", "1", "--out", out, "--scale-steps", "2"]) == 0
+    assert "smallvit predict" not in capsys.readouterr().out, "these models have other numbers of steps"
 
 
 def test_a_model_of_a_cross_validation_says_which_images_it_was_trained_without(workdir, images, capsys):

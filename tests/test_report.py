@@ -11,13 +11,15 @@ from markupsafe import escape
 from scipy import stats
 
 from smallvit.components import describe_value, differences
+from smallvit.packing import pack_bits
 from smallvit.record import RANDOM, Record, user_line
 from smallvit.report import figures, html, markdown, text
 from smallvit.report.alarms import no_better_than_random
 from smallvit.report.answer import answer
 from smallvit.report.page import sections
 from smallvit.report.provenance import provenance, warnings
-from smallvit.report.settings import changes, hyperparameters
+from smallvit.report.remarks import failures
+from smallvit.report.settings import changes, hyperparameters, option_names
 from smallvit.verdicts import Condition, compare, holm, pairs_needed
 
 DOC = "Does it help?\n\nPaper     arXiv:0000.00000.\nExpected  <a gain>\n          of `some` size.\n\nThe end."
@@ -154,8 +156,9 @@ def test_comparisons_removed_from_the_recipe_stay_in_the_family():
     assert found.p_holm == with_more[0] > alone.p_holm and compare(rows, earlier=3).family == 5
     note = "The family counts 3 further comparisons whose arms were removed from the recipe after they had been run"
     for write in (markdown, html):
-        assert note in write(rows, **PAGE, earlier=3) and "removed" not in write(rows, **PAGE)
-    assert "1 further comparison whose" in markdown(rows, **PAGE, earlier=1) and "better" in text(rows, earlier=1)
+        assert note in write(change(rows, None, removed=3), **PAGE) and "removed" not in write(rows, **PAGE)
+    one = change(rows, None, removed=1)
+    assert "1 further comparison whose" in markdown(one, **PAGE) and "better" in text(one)
 
 
 @pytest.mark.parametrize("effect, word", [(0.02, "better"), (-0.02, "worse"), (0.0, "inconclusive")])
@@ -530,6 +533,18 @@ def test_failures_show_the_line_of_the_recipe_and_fold_the_traceback():
     assert "1 of 16 runs have no result; see Failures." in page
 
 
+def test_failed_pass_shows_the_traceback_of_its_own_fold():
+    """Of arm +A, fold 1 of pass 2 has failed. Seed 2 is a fold of pass 1, and must not lend its traceback."""
+    other = TRACEBACK.replace("unsupported operand", "elsewhere")
+    fields = {"folds": 2, "pool_images": 16, "test_images": 8}
+    rows = [replace(r, **fields, test_index=pack_bits([k % 2 == r.seed % 2 for k in range(16)])) for r in PLAIN]
+    rows = fail(fail(rows, "+A", 5, error="TypeError: no", traceback=TRACEBACK), "+A", 2, error="TypeError: elsewhere", traceback=other)
+    rows = fail(rows, "+A", 4, status="missing", error=None)
+    first, second = failures(compare(rows), rows)
+    assert first[0].startswith("+A at 1,000 labels, pass 1: failed: fold 0: TypeError: elsewhere (mine.py, line 12") and first[1] == other
+    assert second[0].startswith("+A at 1,000 labels, pass 2: failed: fold 1: TypeError: no (mine.py, line 12") and second[1] == TRACEBACK
+
+
 def test_unavailable_arms_are_one_line():
     rows = records({"scratch": 0, "+A": 0, "A": 0, "B": 0}, labels=(10, 20), references=("A", "B"))
     rows = fail(fail(rows, "A", status="unavailable", error="no file"), "B", status="unavailable", error="no file")
@@ -621,6 +636,22 @@ def test_a_hyperparameter_is_the_one_number_in_which_arms_differ():
     assert found_in(varied(*shallow[:1])) == {}, "two values are no curve"
     assert found_in(varied(*[(f"{k}", 0, {"model.dim": k}) for k in ("a", None, True)])) == {}
     assert found_in([replace(r, role="reference") if r.arm.startswith("width") else r for r in rows]) == {}
+
+
+def test_options_of_the_same_name_are_different_hyperparameters():
+    """The dropout of the model and that of its tokenizer, with four values each."""
+    model = [(f"dropout {k}", 0, {"model.fused": k / 10}) for k in (1, 2, 3)]
+    rows = varied(*model, *[(f"tokenizer {k}", 0, {"model.tokenizer.fused": k / 10}) for k in (1, 2, 3)])
+    for r in rows:
+        r.run["model"]["fused"] = r.run["model"]["fused"] or 0.0
+        r.run["model"]["tokenizer"].setdefault("fused", 0.0)
+    found = found_in(rows)
+    assert list(found) == ["model fused", "tokenizer fused"]
+    assert all(list(values.values()) == [0.0, 0.1, 0.2, 0.3] for values in found.values())
+    names = option_names(["model.dropout", "model.block.dropout", "model.dim", "model.width", "lr", "a.x.drop_path", "b.x.drop_path"])
+    assert list(names.values()) == [
+        "model dropout", "block dropout", "model.dim", "model.width", "learning rate", "a x drop path", "b x drop path"
+    ]  # fmt: skip
 
 
 def test_tokens_are_a_hyperparameter_if_the_records_have_them():

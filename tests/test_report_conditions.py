@@ -13,7 +13,7 @@ from smallvit.record import Record, pack_bits, write_records
 from smallvit.report import html, markdown, text
 from smallvit.report.figures import by_length, by_tuning, forest
 from smallvit.report.provenance import warnings
-from smallvit.report.settings import tuning_curves
+from smallvit.report.settings import Trial, tuning_curves
 from smallvit.verdicts import compare
 
 PAGE = {"title": "demo", "doc": "Does it help?"}
@@ -189,6 +189,14 @@ def test_the_trials_of_all_arms_are_drawn_with_the_choice(rows, monkeypatch):
     assert joined == [list(RATES[1:])] * 4, "a trial with fewer seeds is not part of the line"
 
 
+def test_tuned_options_with_equal_names_have_a_panel_each(rows, monkeypatch):
+    found = []
+    monkeypatch.setattr("smallvit.report.figures.svg", lambda figure, *_: found.append(figure) or "")
+    curves = {(100, option): {"+A": [Trial(1.0, 0.8, 1, True), Trial(2.0, 0.7, 1, False)]} for option in ("dim", "width")}
+    by_tuning(compare(rows), curves)
+    assert [ax.get_xlabel() for ax in found[0].axes] == ["dim", "width"]
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_large_differences_against_the_length_do_not_hide_small_ones(wide, monkeypatch):
     found = []
@@ -218,5 +226,8 @@ def test_the_command_prints_where_two_arms_disagree(tmp_path, monkeypatch, capsy
         assert "100 labels: test images that “scratch” (first) and “+A” (second)" in seen and "only second" in seen
         assert main(["report", "demo.py", "--disagreements", "scratch", "+B"]) == 2
         assert "unknown arm '+B'" in capsys.readouterr().err
+        write_records(Path("demo.jsonl"), cell({"scratch": 0, "+A": 0.05, "removed": 0.02}))
+        main(["report", "demo.py", "--disagreements", "removed", "+A"])
+        assert "test images that “removed” (first) and “+A” (second)" in capsys.readouterr().out
     finally:
         sys.modules.pop("recipes.demo", None)

@@ -89,6 +89,13 @@ def test_pages_say_that_a_lower_loss_is_better(page):
     assert re.search(r"70\.\d\d ± 0\.\d\d% \(SD, n = 8\)", found)  # the reference has its own unit
 
 
+def test_a_plain_score_has_no_percent_sign_in_a_table_in_percent():
+    """The baseline is judged by its accuracy, and a reference by its log loss; then the other way round."""
+    rows = [replace(r, score="log_loss", test={"log_loss": 0.345}, lower_is_better=True) if r.role == "reference" else r for r in records(ARMS, references=("pixels",))]
+    assert "| pixels | 0.345 ± 0.000 (SD, n = 8) " in markdown(rows, **PAGE)
+    assert re.search(r"\| pixels \| \d\d\.\d\d ± \d\.\d\d% \(SD", markdown(scored("log_loss", lower=True), **PAGE))
+
+
 def test_the_terminal_names_the_score():
     found = text(scored("log_loss", lower=True))
     assert "1,000 labels: test log loss, mean and SD over seeds; lower is better" in found

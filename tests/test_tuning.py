@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from toys import TINY_VIT
 
-from smallvit import Block, LocalityAttention, Run, ablate, digits, imagenet_vit_s
+from smallvit import Block, LocalityAttention, Run, ablate, carry_over, digits, imagenet_vit_s
 from smallvit.__main__ import main
 from smallvit.commands.tune import plan, table
 from smallvit.launch import tune as loop
@@ -35,6 +35,7 @@ from smallvit.tuning import (
     read,
     runs_to_tune,
     tuned_file,
+    untuned_cells,
     with_tuned,
     write,
 )
@@ -426,6 +427,21 @@ def test_untuned_runs_are_left_out_on_request_once_the_settings_are_chosen(tmp_p
     assert "50 labels, tuned" in text and "common" not in text
 
 
+@pytest.mark.parametrize("common", [True, False])
+def test_arm_that_is_not_in_the_file_stays_untuned_and_the_others_keep_their_settings(common, tmp_path):
+    tune = Tune({"lr": (1e-3, 1e-2)}, common=common)
+    path = chosen(tmp_path / "t.tuned.json", comparison(tune, labels=[50, 100]), {"lr": 0.01})
+    write(path, tune, [arm for arm in read(path)[1] if (arm.arm, arm.labels) != ("+LSA", 100)])
+    runs = comparison(tune, ARMS | {"more": BASE.vary(warmup=0.2)}, labels=[50, 100])
+    found = with_tuned(runs, tmp_path / "t.py")
+    tuned, left = {("scratch", 50), ("scratch", 100), ("+LSA", 50)}, [("more", 50), ("+LSA", 100), ("more", 100)]
+    assert {(e.arm, e.labels, e.run.lr) for e in found if e.tuning} == {(*cell, 0.01) for cell in tuned}
+    assert {(e.arm, e.labels) for e in found if not e.tuning} == ({*tuned, *left} if common else {*left})
+    assert sorted(untuned_cells(found)) == sorted(left) and len(untuned_cells(runs)) == 6
+    rows = {(row.arm, row.labels, row.tuned): row for row in compare(records_of(found)).rows}
+    assert rows["more", 50, True].reason == "more, every seed: missing", "an untuned arm counts as tuned"
+
+
 def test_arm_with_nothing_to_tune_has_an_unchanged_copy_with_0_trials(tmp_path):
     runs = comparison(Tune({"lr": (1e-3, 1e-2)}), references=True)
     copies = apply(runs, chosen(tmp_path / "t.tuned.json", runs, {"lr": 0.01}))
@@ -479,8 +495,6 @@ def test_changed_arm_range_or_recipe_is_refused(tmp_path):
     changed = comparison(arms=ARMS | {"+LSA": ARMS["+LSA"].vary(batch=9)})
     with pytest.raises(ValueError, match=r"settings of arm '\+LSA' at 50 labels have changed .* run smallvit tune t again"):
         apply(changed, path)
-    with pytest.raises(ValueError, match="no settings for arm 'more' at 50 labels; run smallvit tune t again"):
-        apply(comparison(arms=ARMS | {"more": BASE.vary(warmup=0.2)}), path)
     with pytest.raises(ValueError, match="other options of Tune"):
         apply(comparison(Tune(RANGES, trials=9, val=100)), path)
     equal = comparison(arms={"scratch": BASE, "deep": BASE.vary(depth=4)})
@@ -613,18 +627,89 @@ def test_command_tunes_all_arms_without_reading_a_test_image(tmp_path, monkeypat
     assert main(["tune", str(path), "--jobs", "2", "--only", "arm=scratch"]) == 0
     first = read(tuned_file(path))[1]
     assert [arm.arm for arm in first] == ["scratch"]
-    with pytest.raises(ValueError, match="no settings for arm 'other'"):
-        load_recipe(path)
+    assert {entry.arm for entry in load_recipe(path).RUNS if entry.tuning} == {"scratch"}
+    output = capsys.readouterr().out
+    assert f"not tuned yet: other at 50 labels; to tune the rest: smallvit tune {path}\n" in output and "now trains" not in output
     assert main(["tune", str(path), "--jobs", "2"]) == 0
     assert read(tuned_file(path))[1][0] == first[0] and not (tmp_path / "reads.txt").exists()
     output = capsys.readouterr().out
-    assert "12 runs," in output and "smallvit run" in output and "other  " in output
+    assert "12 runs," in output and "now trains the tuned runs" in output and "other  " in output
     records = [json.loads(file.read_text()) for file in tmp_path.glob("runs/tuning/tuned_recipe/50/*/*/record.json")]
     assert len(records) == 12 and all(r["test"] is None and r["seed"] >= FIRST_SEED for r in records)
     tuned = [entry for entry in load_recipe(path).RUNS if entry.tuning]
     assert [(e.arm, e.seed, e.tuning["trials"]) for e in tuned] == [(a, s, 4) for s in (0, 1) for a in ("scratch", "other")]
     monkeypatch.setattr("smallvit.commands.tune.tune_arms", lambda todo, *_, **__: pytest.fail("tuned again") if todo else [])
     assert main(["tune", str(path)]) == 0
+
+
+@pytest.fixture
+def fake_tuning(monkeypatch):
+    """Choose the first settings of each arm without any training."""
+
+    def tune_arms(todo, *_, **__):
+        return [
+            TunedArm(
+                arm=arm.entry.arm,
+                labels=arm.entry.labels,
+                fingerprint=fingerprint(arm.entry.run.at_seed(0)),
+                settings=arm.settings[0],
+                accuracy=0.9,
+                trials=[{"settings": each, "scores": [0.9 if each == arm.settings[0] else 0.5]} for each in arm.settings],
+            )
+            for arm in todo
+        ]
+
+    monkeypatch.setattr("smallvit.commands.tune.tune_arms", tune_arms)
+    return tune_arms
+
+
+def test_recipe_that_is_tuned_at_some_labels_only_can_be_used_and_completed(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "partly_tuned")
+    path.write_text(path.read_text().replace("labels=[50]", "labels=[50, 100]"))
+    assert main(["tune", "partly_tuned.py", "--only", "labels=50", "--out", "my runs"]) == 0
+    left = "not tuned yet: scratch at 100 labels and other at 100 labels; to tune the rest: smallvit tune partly_tuned.py"
+    assert f"written: {tuned_file(path).name}; {left} --out 'my runs'" in capsys.readouterr().out
+    assert main(["run", "partly_tuned.py", "--only", "labels=50", "settings=tuned", "--jobs", "1"]) == 0
+    assert f"note: {left}\n" in capsys.readouterr().err
+    assert main(["run", "partly_tuned.py", "--only", "settings=tuned", "labels=100"]) == 2
+    assert "this recipe has no labels '100'; did you mean" in capsys.readouterr().err
+    for command in ("status", "report"):
+        assert main([command, "partly_tuned.py"]) == 1, "8 untuned runs are to be trained"
+    assert "scratch at 100 labels" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="arm 'scratch' with labels=100 of the recipe partly_tuned is not tuned"):
+        carry_over("partly_tuned", digits)
+    assert len(carry_over("partly_tuned", digits, labels=[50])) == 4
+    assert main(["tune", "partly_tuned.py"]) == 0 and "now trains the tuned runs, too" in capsys.readouterr().out
+    assert len(carry_over("partly_tuned", digits)) == 8
+
+
+def test_arms_that_two_processes_tune_at_the_same_time_are_both_in_the_file(tmp_path, monkeypatch, unpatched, fake_tuning):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "tuned_twice")
+
+    def tune_arms(todo, *_, **__):
+        if todo[0].entry.arm == "scratch":  # while this command trains
+            assert main(["tune", str(path), "--only", "arm=other", "--out", "elsewhere"]) == 0
+        return fake_tuning(todo)
+
+    monkeypatch.setattr("smallvit.commands.tune.tune_arms", tune_arms)
+    assert main(["tune", str(path), "--only", "arm=scratch"]) == 0
+    assert [arm.arm for arm in read(tuned_file(path))[1]] == ["scratch", "other"]
+
+
+def test_longer_runs_have_the_settings_of_the_recipe_if_all_its_runs_are_tuned(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "all_tuned")
+    path.write_text(path.read_text().replace("val=40)", "val=40, common=False)"))
+    assert main(["tune", "all_tuned.py"]) == 0
+    assert all(entry.tuning for entry in load_recipe(path).RUNS)
+    assert main(["status", "all_tuned.py", "--scale-steps", "2"]) == 1
+    assert "0 of 4 runs have finished, 4 waiting" in capsys.readouterr().out
+    assert main(["run", "all_tuned.py", "--scale-steps", "2", "--jobs", "1"]) == 0
+    assert "--scale-steps uses the settings of the recipe" in capsys.readouterr().out
+    records = [json.loads(file.read_text()) for file in tmp_path.glob("runs/scale-steps-2/all_tuned/50/*/*/record.json")]
+    assert [(r["steps"], r["tuning"], r["run"]["lr"]) for r in records] == [(6, None, 2e-3)] * 4
 
 
 def test_objective_that_opens_the_test_images_makes_tuning_fail(tmp_path, monkeypatch, capsys, unpatched):

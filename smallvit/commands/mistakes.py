@@ -92,9 +92,12 @@ def image_names(runs: Sequence[ArmRun], records: Sequence[Record], arm: str) -> 
     """Return the names of all test images in the order of the test set, or of all images that are divided into folds in a
     cross-validation, as in the list of the mistakes: the name of the file, or a text with the position. `runs` are the runs of
     a recipe, `records` are their results, and `arm` is one of the arms (variants), whose data set it is. The result is None if
-    the data set cannot be loaded any more, or has other images than the results.
+    the recipe does not list the arm any more, and if the data set cannot be loaded any more or has other images than the
+    results.
     """
-    entry = next(entry for entry in runs if entry.arm == arm)
+    entry = next((entry for entry in runs if entry.arm == arm), None)
+    if entry is None:
+        return None
     try:
         data = entry.run.data()
     except (OSError, ValueError):

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from smallvit.launch.launcher import READS
 from smallvit.launch.progress import error_text
 from smallvit.launch.scheduler import Damaged, folder, recall, tags
 from smallvit.looks import with_looks
-from smallvit.recipe import find_recipe, load_recipe
+from smallvit.recipe import find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records, write_text
 from smallvit.report import csv_table, html, latex_table, markdown, text
-from smallvit.report.page import reported
+from smallvit.report.page import how_to_predict, reported
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.trackers import Followed, followed, send
@@ -29,6 +29,7 @@ from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 from .mistakes import image_names, show_mistakes
 from .stored import known_looks, removed_comparisons, stored_records, unused_seeds
+from .tune import untuned_note
 
 
 def main(options: argparse.Namespace) -> int:
@@ -41,10 +42,27 @@ def main(options: argparse.Namespace) -> int:
     disagree. With `--log T`, also sends curves and results to the tracker T, such as TensorBoard. With `--publish`, writes
     records and report beside the recipe file. If no run has finished, the report is that of the committed records.
     """
+    check_excluded({f"--{name}" for name, value in vars(options).items() if value}, EXCLUDED)
     if "-" in (options.csv, options.latex):  # only the table goes to the standard output
         with redirect_stdout(sys.stderr):
             return report(options)
     return report(options)
+
+
+EXCLUDED = {  # pairs of options that cannot be used together: why, and what to do
+    ("--publish", "--mistakes"): "it only writes the files to be committed; give --mistakes in a second command",
+    ("--publish", "--log"): "it only writes the files to be committed; give --log in a second command",
+    ("--publish", "--disagreements"): "it only writes the files to be committed; give --disagreements in a second command",
+}
+
+
+def check_excluded(given: Set[str], excluded: Mapping[tuple[str, str], str]):
+    """Raise ValueError if two options on the command line cannot be used together. `given` are the options that are used, and
+    `excluded` is a dict from such a pair of options to the reason and what to do.
+    """
+    for (first, second), advice in excluded.items():
+        if {first, second} <= given:
+            raise ValueError(f"{first} cannot be used with {second}: {advice}")
 
 
 def report(options: argparse.Namespace) -> int:
@@ -53,6 +71,8 @@ def report(options: argparse.Namespace) -> int:
     """
     path = find_recipe(options.recipe)
     module = load_recipe(path)
+    if note := untuned_note(module.RUNS, options.recipe):
+        print(note, file=sys.stderr)
     runs, out = scaled(module.RUNS, options)
     runs = with_looks(runs, known_looks(runs, out, path.stem))
     records = collected = collect(runs, out, path.stem)
@@ -68,7 +88,7 @@ def report(options: argparse.Namespace) -> int:
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
         records = one_picture_per_arm(records)
         write_records(published, records)
-        write_report(path, module, records, path.with_suffix(""))
+        write_report(path, module, records, path.with_suffix(""), models=out)
         write_tables(records, path.with_suffix(""), options)
         return 0
     if all(record.status == "missing" for record in records):
@@ -82,7 +102,8 @@ def report(options: argparse.Namespace) -> int:
         current = {fingerprint(run.at_seed(seed)) for run in templates for seed in seeds}
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
-    write_report(path, module, records, out / path.stem / "report", options.scale_steps)
+    trained_here = out if records is collected and options.scale_steps == 1 else None
+    write_report(path, module, records, out / path.stem / "report", options.scale_steps, models=trained_here)
     write_tables(records, out / path.stem / "report", options)
     if options.mistakes:
         print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem))
@@ -97,14 +118,15 @@ def report(options: argparse.Namespace) -> int:
 def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
     """Return a list of runs with more training steps, and the folder in which their results are stored. The number of steps is
     multiplied by the command-line option `--scale-steps`. Runs with tuned settings are left out, because their settings were
-    tuned for another number of steps.
+    tuned for another number of steps. The runs are then those that the recipe file itself lists, also if tuned runs have
+    replaced them in `runs` because of `Tune(common=False)`.
     """
     factor, out = options.scale_steps, Path(options.out)
     if factor == 1:
         return list(runs), out
     if any(entry.tuning is not None for entry in runs):
-        print("note: --scale-steps leaves out the tuned copies: their settings were tuned for another number of steps")
-        runs = [entry for entry in runs if entry.tuning is None]
+        print("note: --scale-steps uses the settings of the recipe; the tuned ones were tuned for another number of steps")
+        runs = [entry for entry in import_recipe(find_recipe(options.recipe).resolve()).DECLARED if entry.tuning is None]
     return [entry.with_steps(lambda steps: steps * factor) for entry in runs], out / f"scale-steps-{factor}"
 
 
@@ -163,16 +185,21 @@ def write_report(
     target: Path,
     scale_steps: int = 1,
     show_warnings: bool = True,
+    models: Path | None = None,
 ):
     """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the
     recipe file, `module` is this file as an imported module, and `records` are the results of its runs. `scale_steps`
     (the command-line option `--scale-steps`) multiplied the training steps, and `show_warnings=False` prints no warnings.
+    `models` is the folder of all results, for the printed command that predicts new images with the trained models. None prints
+    no such command: `smallvit predict` does not find models that are not there, or that have other numbers of steps.
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent)
     for suffix, page in ((".md", markdown), (".html", html)):
         content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried)
         write_text(target.with_suffix(suffix), content)
     print(text(records))
+    if models is not None and (line := how_to_predict(records, path, models)):
+        print(f"\n{line}")
     for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")

@@ -27,8 +27,9 @@ from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import Record
 from smallvit.trackers import TrackerProcess, check_tracker
 
-from .report import collect, runs_to_send, scale_option, scaled, status, write_report
+from .report import check_excluded, collect, runs_to_send, scale_option, scaled, status, write_report
 from .stored import known_looks
+from .tune import untuned_note
 from .until_decided import begin, train_until_decided
 
 
@@ -60,6 +61,8 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
         advice = f"run `smallvit tune {options.recipe}` first; only the common settings are trained now"
         print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
+    if note := untuned_note(module.RUNS, options.recipe):
+        print(note, file=sys.stderr)
     recipe_runs, out = scaled(module.RUNS, options)
     looks = known_looks(recipe_runs, out, path.stem)
     if options.until_decided:
@@ -85,7 +88,8 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
 
     if options.dry_run:
         jobs = len(gpus) or options.jobs
-        print(plan(runs, jobs, options.device, finished, recipe_runs, time.perf_counter() - options.started))
+        device = device_to_measure(options)
+        print(plan(runs, jobs, device, finished, recipe_runs, time.perf_counter() - options.started))
         if faster := [name for name in ("stack", "fast") if getattr(options, name)]:
             print(f"the time is that without --{' and --'.join(faster)}; the runs may be faster with it")
         if options.until_decided and looks:
@@ -114,9 +118,27 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         print("smoke test: every arm was trained for at most two steps to see that it works; the numbers mean nothing")
     records = collect(recipe_runs, out, path.stem)
     target = out / path.stem / "report"
-    write_report(path, module, records, target, options.scale_steps, show_warnings=not options.smoke)
+    models = None if options.smoke or options.scale_steps > 1 else out
+    write_report(path, module, records, target, options.scale_steps, show_warnings=not options.smoke, models=models)
     requested = {(entry.cell, entry.seed) for entry in runs}
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
+
+
+def device_to_measure(options: argparse.Namespace) -> str:
+    """Return the device on which `--dry-run` measures a few training steps: the one that the command line names. With
+    `--on ray`, this machine may lack the GPU that the cluster has. The device is then the CPU, and a note says so. `options`
+    are the command-line arguments.
+
+    Raises ValueError if the device is unknown, or if it is not there and the runs would be trained on this machine.
+    """
+    try:
+        check_device(options.device)
+    except ValueError:
+        if options.on != "ray" or options.device not in ("cuda", "mps"):
+            raise
+        print(f"note: this machine has no {options.device} device, so the time is measured on its CPU", file=sys.stderr)
+        return "cpu"
+    return options.device
 
 
 EXCLUDED = {  # pairs of options that cannot be used together: why, and what to do
@@ -145,9 +167,7 @@ def check_options(options: argparse.Namespace):
     """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say."""
     values = {"--" + name.replace("_", "-"): value for name, value in vars(options).items() if value}
     given = {*values, f"--on {options.on}", *("--only seed=..." for text in options.only if text.startswith("seed="))}
-    for (first, second), advice in EXCLUDED.items():
-        if {first, second} <= given:
-            raise ValueError(f"{first} cannot be used with {second}: {advice}")
+    check_excluded(given, EXCLUDED)
     for flag, others in NEEDED.items():
         if flag in given and given.isdisjoint(others):
             raise ValueError(f"{flag} {values[flag]} needs {' or '.join(others)}; add it, or remove {flag}")

@@ -1,6 +1,7 @@
 """smallvit tune: choose the settings of each arm on validation images, with equally many trials for all arms."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,20 @@ from smallvit.launch.tune import Candidates, candidates, run_count, tune_arms
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import format_labels
+from smallvit.report.format import join_names
 from smallvit.run import fingerprint
-from smallvit.tuning import Tune, TunedArm, apply, one_per_cell, read, runs_to_tune, same_options, tuned_file, write
+from smallvit.tuning import (
+    Tune,
+    TunedArm,
+    apply,
+    one_per_cell,
+    read,
+    runs_to_tune,
+    same_options,
+    tuned_file,
+    untuned_cells,
+    write,
+)
 
 LARGE_LOSS = 0.002  # the page recommends more validation images or seeds above this expected loss
 
@@ -24,8 +37,11 @@ def main(options: argparse.Namespace) -> int:
 
     A recipe file is a Python file that lists the runs of a comparison.
 
-    Arms that this file already contains with unchanged settings are not tuned again.
+    Arms that this file already contains with unchanged settings are not tuned again. Those that another process writes to it
+    in the meantime stay in it.
     """
+    from filelock import FileLock
+
     check_device(options.device)
     check_optuna("tune")
     path = find_recipe(options.recipe)
@@ -34,7 +50,10 @@ def main(options: argparse.Namespace) -> int:
     tune: Tune = common[0].tune  # type: ignore[assignment]
     selected = one_per_cell(only(common, options.only))
     todo, left_out = candidates(common, selected)
-    known = still_valid(tuned_file(path), common, tune, todo)
+    file = tuned_file(path)
+    if file.exists() and not same_options(read(file)[0], tune):
+        print(f"note: Tune has changed since {file.name} was written; all arms are tuned again", file=sys.stderr)
+    known, suggested = still_valid(file, common, tune, todo), todo
     todo = [arm for arm in todo if (arm.entry.arm, arm.entry.labels) not in known]
     if options.dry_run:
         print(plan(todo, left_out, tune, len(known)))
@@ -51,14 +70,36 @@ def main(options: argparse.Namespace) -> int:
         device=options.device,
         numerics=Numerics(**parse_numerics(options.numerics)),
     )
-    found = known | {(arm.arm, arm.labels): arm for arm in (*tuned, *left_out)}
-    in_order = [found[cell] for cell in one_per_cell(common) if cell in found]
-    write(tuned_file(path), tune, in_order)
+    with FileLock(file.with_name(f".{file.stem}.lock")):
+        found = known | still_valid(file, common, tune, suggested) | {(arm.arm, arm.labels): arm for arm in (*tuned, *left_out)}
+        in_order = [found[cell] for cell in one_per_cell(common) if cell in found]
+        write(file, tune, in_order)
     print(table(in_order))
-    print(f"written: {tuned_file(path)}; smallvit run {options.recipe} now trains the tuned runs, too")
-    if len(in_order) == len(one_per_cell(common)):
-        apply(common, tuned_file(path))
+    left = untuned_text([cell for cell in one_per_cell(common) if cell not in found], options.recipe, options.out)
+    print(f"written: {file}; {left or f'smallvit run {options.recipe} now trains the tuned runs, too'}")
+    apply(common, file)
     return 0
+
+
+def untuned_text(cells: Sequence[tuple[str, int | None]], recipe: str, out: str = "runs") -> str:
+    """Return a text that names arms (variants) that have not been tuned, and the command that tunes them. `cells` are pairs
+    (arm, number of labels), `recipe` is the name or path of the recipe, and `out` is the folder of all results. Without `cells`
+    the text is empty.
+    """
+    names = [f"{arm} at {format_labels(labels)}" for arm, labels in cells]
+    if not names:
+        return ""
+    command = shlex.join(["smallvit", "tune", recipe, *(["--out", out] if out != "runs" else [])])
+    return f"not tuned yet: {join_names(names)}; to tune the rest: {command}"
+
+
+def untuned_note(runs: Sequence[ArmRun], recipe: str) -> str:
+    """Return a note about arms (variants) that have not been tuned although others have, and the command that tunes them.
+    `runs` are all runs of the recipe, and `recipe` is its name or path. If all arms have been tuned, or none, the text is
+    empty.
+    """
+    tuned = any(entry.tuning is not None for entry in runs)
+    return "note: " + text if tuned and (text := untuned_text(untuned_cells(runs), recipe)) else ""
 
 
 def check_optuna(command: str):
@@ -83,7 +124,6 @@ def still_valid(
         return {}
     plain, arms = read(path)
     if not same_options(plain, tune):
-        print(f"note: Tune has changed since {path.name} was written; all arms are tuned again", file=sys.stderr)
         return {}
     current = {cell: fingerprint(entry.run.at_seed(0)) for cell, entry in one_per_cell(common).items()}
     settings = {(arm.entry.arm, arm.entry.labels): arm.settings for arm in todo}

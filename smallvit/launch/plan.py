@@ -69,6 +69,8 @@ def plan(
         loaded = load()
         loaded.check_test_images()
         data.append(data_text(loaded))
+    listed = [*runs, *recipe_runs]
+    baselines = {entry.arm for entry in listed if entry.role == "baseline"}
     now: list[float] = []
     after_download: list[float] = []
     lines = []
@@ -88,9 +90,10 @@ def plan(
         runs_text = run_count([e.seed for e in same], run.folds)
         lines.append(f"{arm}{', tuned' * tuned}: {runs_text} of {run.steps} steps, about {seconds:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
-        controls = sorted((e for e in runs if e.arm == entry.baseline), key=lambda e: kind(e)[1:] != (length, tuned))
-        baseline = controls[0] if controls else runs[0]
-        if arm != baseline.arm:
+        control = entry.baseline or (min(baselines) if len(baselines) == 1 else "")
+        same_arm = [e for e in listed if e.arm == control != arm]
+        if same_arm:
+            baseline = min(same_arm, key=lambda e: (kind(e)[1:] != (length, tuned), e.labels != run.labels))
             changes = difference(baseline.run.vary(labels=run.labels, seed=run.seed), run)
             lines += [f"    {name}: {old} -> {new}" for name, (old, new) in changes.items()]
     start, factor = startup + worker_start(device) if left else 0.0, slowdown(others, jobs)

@@ -23,7 +23,7 @@ from .drawing import (
     subplots,
     svg,
 )
-from .settings import Trial, option_name
+from .settings import Trial, option_names
 from .units import ACCURACY, score_in
 
 
@@ -226,7 +226,8 @@ def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Ma
     Trials are joined by a line if only one option was tuned.
     """
     several = len({labels for labels, _ in curves}) > 1
-    cells = {option_name(option) + f", {format_labels(n)}" * several: (n, option) for n, option in curves}
+    names = option_names(dict.fromkeys(option for _, option in curves))
+    cells = {names[option] + f", {format_labels(n)}" * several: (n, option) for n, option in curves}
     figure, panels = subplots(list(cells), height=3.6, columns=3)
     looks, score = styles(comparison), score_in(comparison)
     for title, ax in panels.items():
@@ -243,7 +244,7 @@ def by_tuning(comparison: Comparison, curves: Mapping[tuple[int | None, str], Ma
             for t in found:
                 size = {"markersize": 9, "markeredgecolor": INK} if t.chosen else {"markersize": 5 if t.seeds == most else 3}
                 ax.plot([t.value], [t.accuracy], look["marker"], color=look["color"], zorder=3 if t.chosen else 2, **size)
-        ax.set(xscale="log" if log else "linear", xlabel=option_name(option))
+        ax.set(xscale="log" if log else "linear", xlabel=names[option])
         if log:
             set_log_ticks(ax, min(values), max(values))
         set_score_axis(ax, "y", [trial.accuracy for trial in trials], 7, score)

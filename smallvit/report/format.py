@@ -143,36 +143,6 @@ def often(difference: Difference) -> str:
     return "more than 99" if count >= 99.5 else f"{'at least' if difference.bound else 'about'} {math.floor(count)}"
 
 
-def certainty(comparison: Comparison, row: Row) -> list[str]:
-    """Return sentences about the certainty of the verdict on an arm (variant), as a list. For better and worse: in how many of
-    100 repetitions the verdict would come out again. For inconclusive: the smallest difference that would have been found, and
-    what would help. `row` holds the results of the arm, and `comparison` holds all results.
-
-    For better and worse, they also say how rare a collapse of the training must be if no seed shows one.
-    """
-    d = row.difference
-    if d is None or d.variance is None:
-        return []
-    n = len(d.values)
-    if d.replication is not None:
-        text = f"Run again with {n} fresh seeds and new test images, this verdict would come out again in {often(d)}"
-        text += " of 100 repetitions"
-        if d.replication < 0.9:
-            text += (
-                f"; {d.seeds_for_90} seeds would make it about 90"
-                if d.seeds_for_90
-                else "; more seeds alone would not make it 90"
-            )
-        return [f"{text}." + " It is fragile." * d.fragile, collapse(n)]
-    if d.detectable is None:
-        return []
-    amount = score_of(row).number(d.detectable) + score_of(row).points
-    found = f"A difference of {amount} would have been found with 80% probability."
-    if beyond_reach(row):
-        found = f"Even a score of {score_of(row).number(1.0)} would not have been shown to be better with 80% probability."
-    return [found, *few_units(row), *([advice] if (advice := what_helps(comparison, row)) else [])]
-
-
 def beyond_reach(row: Row) -> bool:
     """Return whether even the best possible score of an arm (variant), 100%, would probably not have been shown to be better
     than its control. `row` holds the results of the arm. The result is False for scores without a largest value.

@@ -5,11 +5,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from smallvit.record import Record
 from smallvit.verdicts.compare import compare
-from smallvit.verdicts.comparison import Comparison
+from smallvit.verdicts.comparison import Comparison, Condition, condition_of
 
 from . import class_figures, figures, format, remarks
 from .alarms import nothing_learned
@@ -48,17 +49,15 @@ def markdown(
     title: str,
     doc: str,
     options: str = "",
-    earlier: int = 0,
     trials: Mapping[str, int] | None = None,
 ) -> str:
     """Return the report of a comparison as Markdown text. `records` are the results of its runs. The options `title` and `doc`
     are the name and the docstring of the recipe file (the Python file that lists the runs).
 
-    `options` are the command-line options of the runs, such as " --scale-steps 2". `earlier` is the number of finished
-    comparisons whose arms were removed from the recipe. `trials` is a dict from the name of an arm (variant) to the number of
-    its settings that were tried on validation images.
+    `options` are the command-line options of the runs, such as " --scale-steps 2". `trials` is a dict from the name of an arm
+    (variant) to the number of its settings that were tried on validation images.
     """
-    page = content(records, title, doc, options, earlier, trials)
+    page = content(records, title, doc, options, trials)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
     if page["comparison"]:
         for heading, found in page["tables"].items():
@@ -87,7 +86,6 @@ def html(
     title: str,
     doc: str,
     options: str = "",
-    earlier: int = 0,
     trials: Mapping[str, int] | None = None,
 ) -> str:
     """Return the report of a comparison as the text of one HTML page, with tables and figures. `records` are the results of its
@@ -98,7 +96,7 @@ def html(
     from markupsafe import Markup
 
     template = page_template("smallvit.report", "page.html")
-    page = content(records, title, doc, options, earlier, trials)
+    page = content(records, title, doc, options, trials)
     page |= {"light": LIGHT, "dark": DARK, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
     page |= {"confusion": CONFUSION, "calibration": CALIBRATION, "units": "seeds"}
     if comparison := page["comparison"]:
@@ -147,14 +145,13 @@ def page_template(package: str, name: str) -> Any:
     return env.get_template(name)
 
 
-def text(records: Sequence[Record], earlier: int = 0) -> str:
+def text(records: Sequence[Record]) -> str:
     """Return a short report for the terminal: the mean score of every arm (variant), then one line for each verdict.
-    `records` are the results of the runs. `earlier` is the number of finished comparisons whose arms were removed from the
-    recipe file; they still count for the Holm correction of the p-values.
+    `records` are the results of the runs.
 
     Only the main conditions are shown: tuned settings if there are any, and the longest training.
     """
-    comparison = compare(records, earlier)
+    comparison = compare(records)
     if not any(row.values for row in comparison.rows):
         return passes_done(comparison, records) or "no run has finished, so there is nothing to compare"
     rows = [row for row in comparison.main_rows if row.values]
@@ -167,34 +164,46 @@ def text(records: Sequence[Record], earlier: int = 0) -> str:
         for row in (row for row in rows if row.condition == condition):
             lines.append(f"  {row.arm:{width}}  {mean_sd(row)}" + f" ({row.score})" * (score_of(row) != score))
     lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
-    lines += how_to_predict(comparison, records)
     if others := len(comparison.conditions) - len(comparison.main):
         lines.append(f"The report also shows {others} other condition{'s' * (others > 1)} (common settings, shorter training).")
     return "\n".join(lines)
 
 
-def how_to_predict(comparison: Comparison, records: Sequence[Record]) -> list[str]:
-    """Return a line with the command that predicts the classes of new images by the arm (variant) with the best mean score, as
-    a list. References count too, if their model is a trained network. The list is empty unless the images are your own files,
-    or if no arm was trained on labels. `comparison` holds all results, and `records` are the results of the runs.
+def how_to_predict(records: Sequence[Record], recipe: Path, out: Path) -> str:
+    """Return a line with the command that predicts the classes of new images by the arm (variant) with the best mean score. If
+    this arm was trained under several conditions, such as numbers of labels, the command names that of the best score.
+    References count too, if their model is a trained network. The text is empty unless the images are your own files, or if no
+    arm was trained on labels. `records` are the results of the runs, `recipe` is the path of the recipe file, and `out` is the
+    folder of all results.
     """
     own = [r for r in records if str((r.run.get("data") or {}).get("call", "")).rpartition(".")[2] == "folder"]
     trained = {r.arm for r in own if r.finished and r.steps and r.confusion is not None}
-    rows = [row for row in comparison.main_rows if row.arm in trained and row.mean is not None]
+    rows = [row for row in compare(records).main_rows if row.arm in trained and row.mean is not None] if trained else []
     if not rows:
-        return []
+        return ""
     best = (min if rows[0].lower_is_better else max)(rows, key=lambda row: row.mean or 0.0)
-    command = f'smallvit predict "{comparison.recipe}.py:{best.arm}" IMAGES --ensemble -o predictions.csv'
-    return ["", f"predictions by the arm with the best mean: {command}"]
+    trained_at = [condition_of(r) for r in own if r.arm == best.arm and r.finished]
+    options = condition_options(best.condition, trained_at) + f' --out "{out}"' * (out != Path("runs"))
+    command = f'smallvit predict "{recipe}:{best.arm}" IMAGES{options} --ensemble -o predictions.csv'
+    return f"predictions by the arm with the best mean: {command}"
+
+
+def condition_options(condition: Condition, others: Iterable[Condition]) -> str:
+    """Return the command-line options that choose the runs of one condition (number of labels, training length, tuned or not),
+    such as ` --labels 100 --only settings=tuned`. Only those in which the conditions `others` differ are named.
+    """
+    labels, lengths, tuned = (len(set(values)) > 1 for values in zip(*others))
+    only = [f"length={condition.length or 'all'}"] * lengths
+    only += [f"settings={'tuned' if condition.tuned else 'common'}"] * tuned
+    return f" --labels {condition.labels or 'all'}" * labels + f" --only {' '.join(only)}" * bool(only)
 
 
 def content(
-    records: Sequence[Record], title: str, doc: str, options: str, earlier: int, trials: Mapping[str, int] | None
+    records: Sequence[Record], title: str, doc: str, options: str, trials: Mapping[str, int] | None
 ) -> dict[str, Any]:
     """Return everything that a report shows as a dict. `records` are the results of the runs, and `options` are their
-    command-line options. `title` and `doc` are the name and the docstring of the recipe file. `earlier` is the number of
-    comparisons whose arms (variants) were removed from this file, but count for Holm's correction. `trials` is a dict from an
-    arm to the number of settings tried on validation images.
+    command-line options. `title` and `doc` are the name and the docstring of the recipe file. `trials` is a dict from an arm
+    (variant) to the number of settings tried on validation images.
 
     The item `comparison` is None if no run has started. The parameters are those of `markdown`.
     """
@@ -204,7 +213,7 @@ def content(
     shown = reported(records)
     if not shown:
         return page
-    comparison, warned = compare(records, earlier), warnings(shown, trials)
+    comparison, warned = compare(records), warnings(shown, trials)
     done = passes_done(comparison, records)
     first = [nothing_learned(shown), *([f"{done[0].upper()}{done[1:]}."] if done else [])]
     if any(row.values for row in comparison.rows) or not done:

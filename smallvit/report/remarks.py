@@ -241,7 +241,10 @@ def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[st
 
     The text also names the line of the recipe that raised the error. Seeds with equal errors share one pair.
     """
-    tracebacks = {(r.arm, condition_of(r), r.seed): r.traceback or "" for r in records}
+    tracebacks: dict[tuple, str] = {}
+    for r in sorted(records, key=lambda r: (r.status != "failed", r.seed)):  # the reason of a pass is its first failed fold
+        if r.traceback:
+            tracebacks.setdefault((r.arm, condition_of(r), r.seed // (r.folds or 1)), r.traceback)
     out = []
     for row in comparison.rows:
         reasons = {} if row.unavailable else row.failures

@@ -1,7 +1,7 @@
 """Settings of the arms: how each differs from its baseline, which hyperparameter was varied, and what was tuned."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from smallvit.components import describe_value, differences
@@ -16,6 +16,20 @@ def option_name(path: str) -> str:
     """Return the name of an option for readers: `lr` becomes "learning rate", and `model.mlp_ratio` becomes "MLP ratio"."""
     last = path.rpartition(".")[2]
     return NAMES.get(last, last.replace("_", " "))
+
+
+def option_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return a dict from the path of each option to a name for readers that no other one has, as short as possible.
+    `model.dropout` alone becomes "dropout". Beside `model.block.dropout`, the two are "model dropout" and "block dropout".
+    """
+    paths = list(paths)
+    names = {path: option_name(path) for path in paths}
+    for outer in range(1, max((path.count(".") for path in paths), default=0) + 1):
+        times = Counter(names.values())
+        longer = {path: path.split(".")[-1 - outer : -1] for path in paths if times[names[path]] > 1}
+        names |= {path: " ".join([*parts, option_name(path)]).replace("_", " ") for path, parts in longer.items()}
+    times = Counter(names.values())
+    return {path: name if times[name] == 1 else path for path, name in names.items()}
 
 
 def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
@@ -91,12 +105,14 @@ def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[s
             continue
         if comparison.arms.get(r.arm) != "technique":
             continue
-        pairs = {option_name(path): numbers[path]}
+        pairs = {path: numbers[path]}
         if base.tokens and r.tokens and base.tokens != r.tokens:
             pairs["tokens"] = base.tokens, r.tokens
-        for name, (before, after) in pairs.items():
-            found.setdefault(name, {baseline: before})[r.arm] = after
-    return {name: values for name, values in found.items() if len(set(values.values())) >= MIN_VALUES}
+        for option, (before, after) in pairs.items():
+            found.setdefault(option, {baseline: before})[r.arm] = after
+    found = {path: values for path, values in found.items() if len(set(values.values())) >= MIN_VALUES}
+    names = option_names(found)
+    return {names[path]: values for path, values in found.items()}
 
 
 class Trial(NamedTuple):

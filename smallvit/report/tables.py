@@ -104,7 +104,7 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
     def cells(row: Row) -> list[Cell]:
         d = row.difference
         return [
-            (mean_sd(row) if score_of(row).percent == score.percent else mean_sd(row, "%"), []),
+            (mean_sd(row, "%" * (score_of(row).percent and not score.percent)), []),
             (f"{score.difference(d.mean)} {interval(d, score)}", difference_remarks(row, d)) if d else ("–", []),
             (p_value(d and d.p_holm), []),
             (row.verdict or row.role, verdict_remarks(row) + judged_by(comparison, row)),
