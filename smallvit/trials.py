@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smallvit.record import write_text
+from smallvit.record import locked, write_text
 
 NEEDED = ("arm", "labels", "fingerprint", "seeds", "val")
 
@@ -64,13 +64,15 @@ def add_trial(path: Path, trial: Mapping[str, Any]) -> bool:
     choice of settings that was scored on validation images. `trial` is a dict with these keys: `arm` (the variant), `labels`
     (number of labelled images), `fingerprint` (hash of the settings), `seeds` (their number) and `val` (the mean score).
 
-    A trial is in the file already if a line has the same arm and fingerprint, and at least as many seeds.
+    A trial is in the file already if a line has the same arm and fingerprint, and at least as many seeds. Several processes may
+    add trials at once: a lock file beside `path` lets one in at a time.
 
     Raises ValueError if the file is damaged or cannot be written.
     """
-    known = read_trials(path)
-    same = [each for each in known if all(each[name] == trial[name] for name in ("arm", "fingerprint"))]
-    if any(each["seeds"] >= trial["seeds"] for each in same):
-        return False
-    write_text(path, "".join(json.dumps(each) + "\n" for each in [*known, dict(trial)]))
+    with locked(path.with_name(f".{path.name}.lock"), timeout=-1):
+        known = read_trials(path)
+        same = [each for each in known if all(each[name] == trial[name] for name in ("arm", "fingerprint"))]
+        if any(each["seeds"] >= trial["seeds"] for each in same):
+            return False
+        write_text(path, "".join(json.dumps(each) + "\n" for each in [*known, dict(trial)]))
     return True

@@ -112,6 +112,19 @@ def test_rows_of_colour_images_of_any_shape():
     assert np.array_equal(fitted.predict_proba(X), fitted.predict_proba(X.reshape(20, 4, 6, 3)))
 
 
+@pytest.mark.parametrize(("shape", "given"), [((1, 8, 8), (8, 8)), ((3, 8, 8), (8, 8, 3)), ((8, 8), (-1, 4))])
+def test_images_of_another_shape_than_image_shape_are_refused(shape, given):
+    X = np.random.default_rng(0).random((12, *shape))
+    with pytest.raises(ValueError, match=rf"image_shape is \({given[0]}, .*\), but X has images of shape \({shape[0]}, .*leave"):
+        classifier(image_shape=given, steps=1).fit(X, np.arange(12) % 2)
+
+
+def test_images_of_the_given_shape_are_accepted(digits):
+    X, y = digits
+    fitted = classifier(image_shape=(8, -1), steps=1).fit(X.reshape(-1, 8, 8, 1), y)
+    assert fitted.image_shape_ == (8, 8, 1) and fitted.predict(X.reshape(-1, 8, 8)).shape == (300,)
+
+
 def test_labels_of_any_type(digits):
     X, y = digits
     names = np.array([f"digit {label}" for label in y], dtype=object)

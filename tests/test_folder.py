@@ -20,6 +20,7 @@ from toys import TINY_VIT
 
 from smallvit import ArmRun, Run, data, fingerprint
 from smallvit.data import Preprocess
+from smallvit.data.images import Rows
 from smallvit.launch import launch
 from smallvit.launch.plan import data_text
 from smallvit.run import describe, rebuild
@@ -526,6 +527,44 @@ def test_disk_is_used_when_the_pixels_take_more_than_a_quarter_of_the_memory(tmp
         monkeypatch.setattr(module, "available_memory", lambda available=available: available)
         data.folder.cache_clear()
         assert type(data.folder(str(top), folds=2).train.images).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "9000", "memory.current": "5000", "memory.stat": "anon 1\ninactive_file 1000\n"}, 5000),
+        ("0::/job/step\n", {"job/memory.max": "800", "job/memory.current": "900", "job/memory.stat": "inactive_file 0",
+                            "job/step/memory.max": "max"}, 0),
+        ("5:cpu:/x\n4:memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "9000", "memory/job/memory.usage_in_bytes": "5000",
+                                              "memory/job/memory.stat": "total_inactive_file 10"}, 4010),
+        ("0::/\n", {"memory.max": "max", "memory.current": "5000", "memory.stat": "inactive_file 0"}, 12_345),
+        ("0::/\n", {}, 12_345),
+        (None, {}, 12_345),
+    ],
+)  # fmt: skip
+def test_available_memory_is_at_most_the_limit_of_the_control_group(groups, files, expected, tmp_path, monkeypatch):
+    from smallvit.data import cache as module
+
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if groups is not None:
+        (tmp_path / "own").write_text(groups)
+    monkeypatch.setattr(module, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(module, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(module, "free_memory", lambda: 12_345)
+    assert module.available_memory() == expected
+
+
+def test_labels_of_test_images_on_disk_are_checked_without_reading_the_images(tmp_path, cache, monkeypatch):
+    top = write_class_folders(tmp_path / "top", count=9)
+    loaded = data.folder(str(top), test=0.3, cache="disk")
+    expected = loaded.test.open().labels
+    monkeypatch.setattr(Rows, "__getitem__", lambda rows, index: pytest.fail("the images were read"))
+    blank = loaded.test.without_pixels()
+    assert torch.equal(blank.labels, expected) and blank.images.shape == (len(expected), 3, 6, 9) and not blank.images.any()
+    assert blank.images.dtype == torch.uint8
 
 
 def test_cached_pixels_are_used_until_a_file_changes_and_errors_leave_no_cache(tmp_path, cache, monkeypatch):

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "optimizers", "pretrained", "vit"},
-    "report": {"components", "explain", "recipe", "record", "verdicts"},
+    "report": {"components", "explain", "recipe", "record", "run", "verdicts"},
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "flops", "pooling", "positions", "shapes", "tokenizers", "vit"},

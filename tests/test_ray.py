@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from toys import TINY_VIT
 
 from smallvit import ArmRun, Run, Weights, describe, digits, fingerprint, fit, folder, load_recipe
 from smallvit.data.images import Rows
-from smallvit.launch import launch, ray_worker
+from smallvit.launch import launch, ray_worker, worker
 from smallvit.launch.engine import Settings
 from smallvit.launch.ray_engine import RayEngine, connect, resources, with_earlier_runs
 from smallvit.launch.ray_server import FolderServer, read_files
@@ -33,7 +35,7 @@ from smallvit.launch.ray_worker import Parcel, data_key, use_sent_files, weights
 from smallvit.launch.scheduler import Scheduler
 from smallvit.launch.status import RecipeState
 from smallvit.numerics import DEFAULT
-from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, read_record, user_line
+from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, code, read_record, user_line
 from smallvit.train.read_log import all_reads
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=4, batch=8)
@@ -131,6 +133,67 @@ def test_first_record_of_a_run_stays_and_counts_its_read_of_the_test_images_once
     server.keep([task.folder], [{CHECKPOINT: b"a late checkpoint"}])
     assert {path.name for path in task.folder.iterdir()} == {CURVE, RECORD, WEIGHTS, ".lock"}
     assert (task.folder / WEIGHTS).read_bytes() == (tmp_path / "worker" / WEIGHTS).read_bytes()
+
+
+def test_worker_removes_the_recipe_and_the_weights_that_it_has_received(tmp_path, monkeypatch):
+    """Ray ends a worker without running functions registered with atexit, so each group of runs cleans up."""
+    monkeypatch.chdir(tmp_path)  # `train_group` changes the working folder
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(ray_worker, "RECEIVED", tmp_path / "temporary" / "received", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
+    monkeypatch.setattr(ray_worker, "sees_folder", lambda folder, server: True)
+    monkeypatch.setattr(ray_worker, "Reporter", lambda parcel, server: None)
+    (tmp_path / "temporary").mkdir()
+    seen = []
+
+    def train(runs, tasks, settings, reporter):
+        weights = ray_worker.sent_weights("tiny.safetensors", b"weights")
+        assert weights == ray_worker.sent_weights("tiny.safetensors", b"weights") and weights.read_bytes() == b"weights"
+        seen.append(sys.modules["recipes.mine"])
+        assert Path(seen[-1].__file__).exists(), "a traceback shows the code of the recipe"
+        raise ValueError("broken")
+
+    monkeypatch.setattr(ray_worker, "fit_group", train)
+    text = RECIPE.replace("STEPS", "1").replace("loop.CHECKPOINT_SECONDS", "SECONDS")
+    task = Scheduler([ArmRun(run=SHORT, arm="scratch")], tmp_path / "out", "t").task(0)
+    sent = parcel([task])._replace(recipe_text=text, code=code()["sha256"], folder=str(tmp_path))
+    sent = sent._replace(settings=sent.settings._replace(source=Path("/only/there/mine.py")))
+    try:
+        for _ in range(2):
+            assert str(ray_worker.train_group(sent, None).error) == "broken"
+    finally:
+        sys.modules.pop("recipes.mine", None)
+    assert not [*(tmp_path / "temporary").iterdir()] and seen[0] is seen[1], "the recipe was imported twice"
+
+
+class MyError(Exception):
+    """An error class that cannot be pickled."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+@pytest.mark.parametrize("error", [ValueError("as it is"), MyError("a text", 2)], ids=["of Python", "of the user"])
+def test_workers_of_all_kinds_train_alike_and_send_errors_that_can_be_pickled(error, tmp_path, monkeypatch):
+    entries = [ArmRun(run=SHORT.at_seed(seed), arm="scratch") for seed in (0, 1)]
+    schedule, settings, steps = Scheduler(entries, tmp_path / "out", "t"), Settings(None, "cpu", DEFAULT), []
+    tasks = [schedule.task(index) for index in (0, 1)]
+    trained = worker.fit_group([SHORT, SHORT.at_seed(1)], tasks, settings, steps.append)
+    assert steps[-1] == 8 and [record.seed for record in trained] == [0, 1]
+    assert ray_worker.fit_group is worker.fit_group, "Ray workers have a training loop of their own"
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(worker, "fit_stacked", fail)
+    expected = error if isinstance(error, ValueError) else RuntimeError("MyError: a text")
+    with pytest.raises(type(expected), match=f"^{expected}$"):
+        worker.work(tasks, settings)
+    monkeypatch.chdir(tmp_path)  # `train_group` changes the working folder
+    monkeypatch.setattr(ray_worker, "sees_folder", lambda folder, server: True)
+    server = type("Server", (), {"report": type("Report", (), {"remote": print})})
+    failure = ray_worker.train_group(parcel(tasks)._replace(code=code()["sha256"], folder=str(tmp_path)), server)
+    assert repr(failure.error) == repr(expected) and type(error).__name__ in failure.traceback
 
 
 # On a cluster

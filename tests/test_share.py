@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from toys import TINY_VIT, write_recipe
 
 from smallvit import MAE, Merge, Run, arrays, digits, fit, load, load_recipe, share
 from smallvit.__main__ import main
-from smallvit.record import file_sha256, read_record
+from smallvit.deploy import onnx
+from smallvit.deploy.hub import result_lines
+from smallvit.record import Record, file_sha256, read_record
 
 SHORT = Run(model=partial(TINY_VIT, reduction=partial(Merge, r=2)), labels=100, val=50, steps=4, batch=16)
 RECIPE = '''"""Is my own model better?"""
@@ -65,6 +68,17 @@ def test_model_card_says_what_a_reader_needs(runs, tmp_path, capsys):
     assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9" in text and "8 x 8" in text and "100 labels" in text and "Limits" in text
 
 
+def test_model_card_of_a_cross_validation_counts_passes_and_not_folds(runs):
+    def fold(seed: int, score: float) -> Record:
+        """One of two folds, with 3 of 4 images, or with 1 of 4."""
+        return replace(read_record(runs / "seed0"), seed=seed, folds=2, test={"accuracy": score}, test_images=1 if seed % 2 else 3)
+
+    complete = [fold(seed, score) for seed, score in enumerate((0.8, 0.4, 0.6, 0.6, 0.4, 0.8))]
+    (line,) = [line for line in result_lines(complete[0], complete) if "interval" in line]
+    assert line.startswith("- accuracy of 3 passes over all images, each with 2 models: 0.6 ± 0.25 (95% interval of the mean over passes")
+    assert "interval" not in "".join(result_lines(complete[0], complete[:-1])), "the third pass is not complete"
+
+
 def test_license_is_unknown_unless_given(shared):
     assert 'license: "unknown"' in (shared / "README.md").read_text()
 
@@ -77,6 +91,18 @@ def test_onnx_file_is_shared_on_request(runs, tmp_path):
     (place / "model.onnx").write_bytes(b"something else")
     with pytest.raises(ValueError, match=r"model.onnx is different from what was shared"):
         load(place)
+
+
+def test_model_that_cannot_be_exported_leaves_no_half_written_folder(runs, tmp_path, monkeypatch):
+    def fail(model, path):
+        raise ValueError("the model cannot be exported")
+
+    monkeypatch.setattr(onnx, "check_packages", lambda: None)
+    monkeypatch.setattr(onnx, "export", fail)
+    with pytest.raises(ValueError, match="cannot be exported"):
+        share(runs / "seed0", tmp_path / "shared", onnx=True)
+    assert not [*(tmp_path / "shared").iterdir()]
+    assert load(share(runs / "seed0", tmp_path / "shared")).record.seed == 0
 
 
 # The hub

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -27,6 +28,9 @@ from .notes import note
 FORMAT = 1  # of the files in the cache; increased when decoding changes
 MANY = 2_000  # files from which a progress bar is shown
 LISTED = 200  # how many unreadable files an error message lists
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # control groups of Linux, and the names of our own
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")  # files with limit and usage, and the cached part in memory.stat
 
 
 class Options(NamedTuple):
@@ -221,8 +225,16 @@ def _key(top: Path, files: Sequence[str], options: Options) -> str:
 
 
 def available_memory() -> int:
-    """Return the number of bytes of memory that are free for a new program, or half of all memory where the operating system
-    does not say.
+    """Return the number of bytes of memory that this process can still take: what is free on the machine, or less if its
+    control group has a limit, as in a container or in a job of SLURM. Where the operating system does not say what is free, it
+    is half of all memory.
+    """
+    return min(free_memory(), group_memory())
+
+
+def free_memory() -> int:
+    """Return the number of bytes of memory that are free on this machine for a new program, or half of all memory where the
+    operating system does not say.
     """
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -233,3 +245,27 @@ def available_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, OSError, ValueError):
         return 8 * 2**30
+
+
+def group_memory() -> int:
+    """Return the number of bytes of memory that the control group of this process (cgroup, version 1 or 2) and the groups
+    around it still allow, or a very large number without a limit. Cached files, which the system drops when memory is needed,
+    count as free.
+    """
+    free = [sys.maxsize]
+    try:
+        lines = OWN_CGROUP.read_text().splitlines()  # such as `0::/system.slice/job` or, in version 1, `5:memory:/slurm/job`
+    except OSError:
+        return sys.maxsize
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = CGROUPS / "memory" if kinds else CGROUPS
+        limit, used, cached = CGROUP_V1 if kinds else CGROUP_V2
+        own = top / path.lstrip("/")
+        for folder in (own, *own.parents):
+            with suppress(OSError, ValueError, KeyError):  # no such file here, or the limit is the word "max"
+                most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free.append(max(0, most - taken + int(stat[cached])))
+    return min(free)

@@ -278,7 +278,8 @@ class HeldOut:
         test image. This does not count as reading the test images.
         """
         images = self.__images
-        return Images(images.images.new_zeros(()).expand(images.images.shape), images.labels, images.spec)
+        blank = torch.zeros((), dtype=images.images.dtype, device=images.images.device)
+        return Images(blank.expand(images.images.shape), images.labels, images.spec)
 
     def open(self) -> Images:
         """Return the test images. Each call adds 1 to the attribute `reads`, which counts how often the test images were read.

@@ -9,7 +9,7 @@ import torch
 
 from .dataset import Dataset, to_uint8
 from .decode import read_image
-from .images import Images, with_moments
+from .images import DataSpec, Images, with_moments
 
 
 def at_size(data: Callable[[], Dataset], size: int | tuple[int, int]) -> Dataset:
@@ -38,19 +38,20 @@ def _at_size(data: Dataset, size: tuple[int, int]) -> Dataset:
             f"{data.spec.name} has {kind}, which at_size does not support; expected gray or color images of 8 bits with fixed "
             "test images; folder(..., size=28) resizes all kinds of images"
         )
-    spec = replace(data.spec, size=size)
-
-    def resize(images: Images) -> Images:
-        return Images(_resize(images, size), images.labels, spec, images.files)
-
-    train = resize(data.train)
-    moments = with_moments(spec, train)
+    sized = replace(data.spec, size=size)
+    train = _resized(data.train, sized)
+    moments = with_moments(sized, train)
     spec = replace(moments, mean=moments.mean if any(data.spec.mean) else data.spec.mean)
-    test = data.test.changed(resize)
-    return replace(data, spec=spec, train=train.with_spec(spec), test=test, val=data.val and resize(data.val))
+    test, val = data.test.changed(lambda images: _resized(images, spec)), data.val and _resized(data.val, spec)
+    return replace(data, spec=spec, train=train.with_spec(spec), test=test, val=val)
 
 
-def _resize(images: Images, size: tuple[int, int]) -> torch.Tensor:
+def _resized(images: Images, spec: DataSpec) -> Images:
+    """Return `images` in the size of the description `spec`, which becomes their description."""
+    return Images(_pixels(images, spec.size), images.labels, spec, images.files)
+
+
+def _pixels(images: Images, size: tuple[int, int]) -> torch.Tensor:
     """Return the pixels of `images` in another size (height, width), uint8 `n c h w`."""
     from PIL import Image
 

@@ -43,7 +43,8 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
     batch         number of images in a training step; None: that of the run
     lr            peak learning rate; None: that of the run
     image_shape   (height, width) or (height, width, channels) to which each row of `X` is reshaped. One number may be -1: it is
-                  computed. None: the shape of the images or, for rows, gray square images
+                  computed. If `X` holds images, it must be their shape. None: the shape of the images or, for rows, gray square
+                  images
     rescale       True: `fit` finds the smallest and the largest value in `X`, and the values between them become pixels from 0
                   to 1. Values outside, in later images, are clipped. False: other values than bytes and [0, 1] are an error
     random_state  the seed of the run: a whole number, a numpy RandomState, or None for the seed that the run has
@@ -171,7 +172,8 @@ def whole_shape(features: int, found: tuple[int, ...] | None, given: tuple[int, 
     """Return the shape of an image as (height, width, channels). `features` is the number of its values, `found` is the shape
     of the images that the user passed (None for rows), and `given` is the parameter `image_shape` of the classifier.
 
-    Raises ValueError if the values do not fill this shape, or if rows without a given shape are no square.
+    Raises ValueError if the values do not fill this shape, if the images have another shape, or if rows without a given shape
+    are no square.
     """
     shape = given or found
     if shape is None:
@@ -189,6 +191,11 @@ def whole_shape(features: int, found: tuple[int, ...] | None, given: tuple[int, 
             f"{source} {tuple(shape)} for {features} values; expected (height, width) or (height, width, channels) with as many"
         )
     height, width, channels = [features // known if size == -1 else int(size) for size in (*shape, 1)][:3]
+    if found and (*found, 1)[:3] != (height, width, channels):
+        raise ValueError(
+            f"image_shape is {tuple(given or ())}, but X has images of shape {found}; expected equal shapes, (height, width) "
+            "or (height, width, channels); leave image_shape out, and move the channels of X to the last axis if they are first"
+        )
     return height, width, channels
 
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,6 +45,8 @@ def share(
     Raises   ValueError for a run that cannot be loaded, for a model without a trained head, for components that are not part of
              smallvit, for a folder that is not empty, if a package for `onnx` is missing, and if the upload fails.
     """
+    if str(run).startswith(HUB):
+        raise ValueError(f"{run} is shared already; expected the folder of a run")
     if onnx:
         from .onnx import check_packages
 
@@ -59,7 +62,11 @@ def share(
         folder = Path(target)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} exists and is not an empty folder; choose another name, or remove it")
-        write_folder(trained, Path(run), folder, records, license, onnx, f"path/to/{folder.name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=folder) as temporary:  # an error leaves the folder empty
+            write_folder(trained, Path(run), Path(temporary), records, license, onnx, f"path/to/{folder.name}")
+            for file in Path(temporary).iterdir():
+                file.replace(folder / file.name)
         return str(folder)
     name = str(target).removeprefix(HUB)
     if name.count("/") != 1 or not all(name.split("/")) or "@" in name:
@@ -96,8 +103,6 @@ def write_folder(
     """
     from smallvit import __version__
 
-    if str(run).startswith(HUB):
-        raise ValueError(f"{run} is shared already; expected the folder of a run")
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / WEIGHTS, folder / WEIGHTS)
     record = replace(trained.record, **dict.fromkeys(LEFT_OUT))
@@ -222,7 +227,7 @@ def initial_weights(record: Record) -> str:
 
 def result_lines(record: Record, records: Sequence[Record]) -> list[str]:
     """Return the results of a model as lines of a Markdown list. With three or more `records` of runs that differ only in the
-    seed, there is also their mean with a 95% interval.
+    seed, there is also their mean with a 95% interval. In a cross-validation, complete passes over all folds count as seeds.
     """
     images = f"{record.test_images:,} test images" if record.test_images else "the test images"
     lines = [f"- {name} of this model on {images}: {value:.4g}" for name, value in (record.test or {}).items()]
@@ -230,17 +235,32 @@ def result_lines(record: Record, records: Sequence[Record]) -> list[str]:
         lines = ["- This model was not scored on test images."]
     if record.test_majority is not None:
         lines.append(f"- Share of the most frequent class: {record.test_majority:.4g}")
-    scores = [other.result for other in records if other.finished and other.test and other.score == record.score]
+    scores = seed_scores([other for other in records if other.finished and other.test and other.score == record.score])
     if len(scores) > 2:
         import numpy as np
         from scipy.stats import t
 
         mean, half = np.mean(scores), t.ppf(0.975, len(scores) - 1) * np.std(scores, ddof=1) / len(scores) ** 0.5
-        lines.append(
-            f"- {record.score} of {len(scores)} models that differ in the seed: {mean:.4g} ± {half:.2g} (95% interval of "
-            "the mean over seeds, for these test images)"
-        )
+        what, unit = f"{len(scores)} models that differ in the seed", "seeds, for these test images"
+        if record.folds:
+            what, unit = f"{len(scores)} passes over all images, each with {record.folds} models", "passes, for these images"
+        lines.append(f"- {record.score} of {what}: {mean:.4g} ± {half:.2g} (95% interval of the mean over {unit})")
     return lines
+
+
+def seed_scores(records: Sequence[Record]) -> list[float]:
+    """Return the score of each of the finished runs `records`, which differ only in the seed. In a cross-validation, return the
+    score of each complete pass over all folds instead: the mean over all images, each of which is a test image once.
+    """
+    passes: dict[int, dict[int, Record]] = {}
+    for record in records:
+        passes.setdefault(record.seed // (record.folds or 1), {})[record.seed] = record
+    scores = []
+    for by_seed in passes.values():
+        runs = list(by_seed.values())
+        if len(runs) == (runs[0].folds or 1):
+            scores.append(fmean([run.result for run in runs], weights=[run.test_images or 1 for run in runs]))
+    return scores
 
 
 def numbers(values: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from glob import glob
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from smallvit.components import differences
 from smallvit.data.files import is_image
-from smallvit.record import RECORD, read_record
+from smallvit.record import RECORD, Record, read_record, settings_of
+from smallvit.run import fingerprint, rebuild
 from smallvit.train.trained_model import ImageClassifier, TrainedModel, load
 
 SHOWN = 20  # how many files an error message lists
@@ -51,8 +54,8 @@ def load_all(folders: str | Path | Iterable[str | Path]) -> Ensemble:
     """Return an `Ensemble` of the trained models of several finished runs. `folders` is a list of folders of runs, or one
     folder that contains them, such as "runs/quickstart/50/SPT".
 
-    Raises ValueError if no run has finished there, if one cannot be loaded (see `load`), and for a folder with the runs of
-    several arms or several numbers of labels.
+    Raises ValueError if no run has finished there, if one cannot be loaded (see `load`), and for one folder whose runs differ
+    in more than the seed.
     """
     found = finished_runs(Path(folders)) if isinstance(folders, str | Path) else list(folders)
     return Ensemble([load(folder) for folder in found])
@@ -62,7 +65,8 @@ def finished_runs(folder: Path) -> list[Path]:
     """Return the folders of the finished runs in `folder`, sorted by seed. These are the folder itself, if it is the folder of
     a run, or all folders in it. Runs that were trained only because another run needs them are left out.
 
-    Raises ValueError if no run has finished there, and for runs of several arms or several numbers of labels.
+    Raises ValueError if no run has finished there, and for runs that differ in more than the seed: in the arm, in the number of
+    labels or in other settings, such as runs of an earlier version of the recipe.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; expected the folder of a finished run, or RECIPE:ARM")
@@ -76,7 +80,24 @@ def finished_runs(folder: Path) -> list[Path]:
     kinds = sorted({f"{record.arm} with {record.labels or 'all'} labels" for record in finished.values()})
     if len(kinds) > 1:
         raise ValueError(f"{folder} contains runs of several arms: {', '.join(kinds)}; give the folder of one of them")
+    first = {settings_key(record): path for path, record in reversed(finished.items())}
+    if len(first) > 1:
+        one, other = sorted(first.values())[:2]
+        changed = differences(*(json.loads(settings_of(finished[path].run, "seed")) for path in (one, other)))
+        names = ", ".join(list(changed)[:3])
+        raise ValueError(
+            f"{folder} contains runs with {len(first)} different settings, such as {one} and {other}, which differ in {names}; "
+            "use RECIPE:ARM for the runs of the recipe as it is now, or name the folder of one run"
+        )
     return sorted(finished, key=lambda path: finished[path].seed)
+
+
+def settings_key(record: Record) -> str:
+    """Return a text that is equal for runs that differ only in the seed. `record` holds the settings of the run."""
+    try:
+        return fingerprint(rebuild(record.run).at_seed(0))
+    except (ValueError, AttributeError, TypeError, KeyError, OverflowError):  # such as a component of a recipe not loaded here
+        return settings_of(record.run, "seed")
 
 
 def find_files(names: Iterable[str]) -> list[str]:

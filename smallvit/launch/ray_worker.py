@@ -5,10 +5,10 @@ runs), it writes into them, as a worker of one machine does. Elsewhere it trains
 the machine of the driver then gives it the files that it needs, and keeps the files that it sends.
 """
 
-import functools
 import json
 import os
-import pickle
+import secrets
+import shutil
 import tempfile
 import time
 import traceback
@@ -27,18 +27,19 @@ from smallvit.pretrained import Weights
 from smallvit.recipe import load_recipe
 from smallvit.record import Record
 from smallvit.run import Run, rebuild
-from smallvit.storage import temporary
-from smallvit.train import fit_stacked
+from smallvit.storage import temporary, write_atomic
 from smallvit.train.read_log import all_reads
 
 from .engine import Settings
 from .ray_server import LOCK_SECONDS, read_files, write_files
 from .scheduler import Task
-from .status import FILE, ProgressFiles
+from .status import FILE
+from .worker import fit_group, picklable
 
 records.code()  # hash the files as they were imported: they may be edited while this process runs
 REPORT_SECONDS = 1.0  # between two messages with the number of training steps
 READS = "test_reads.jsonl"
+RECEIVED = Path(tempfile.gettempdir(), f"smallvit-{secrets.token_hex(8)}")  # with what this process has received, for one group
 
 
 class OtherVersion(RuntimeError):
@@ -90,8 +91,11 @@ def weights_key(plain: dict) -> str:
 def train_group(parcel: Parcel, server: Any) -> list[Record] | Failure:
     """Train a group of runs in this process, and return their records (results) or the error. This function is the task that
     Ray executes. `parcel` has everything that is needed, and `server` is the `FolderServer`.
+
+    Files that were received are removed at the end of each group, because Ray ends a process without any clean-up.
     """
     try:
+        RECEIVED.mkdir(mode=0o700, exist_ok=True)
         if records.code()["sha256"] != parcel.code:
             text = f"the machine {gethostname()} of the Ray cluster has another version of smallvit"
             raise OtherVersion(f"{text}; install the same version on all machines")
@@ -107,12 +111,9 @@ def train_group(parcel: Parcel, server: Any) -> list[Record] | Failure:
         shared = sees_folder(parcel.tasks[0].folder, server)
         return (train_in_place if shared else train_elsewhere)(runs, parcel, server)
     except Exception as error:
-        text = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # an exception class of the user that the driver could not receive
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return Failure(error, text)
+        return Failure(picklable(error), traceback.format_exc())
+    finally:
+        shutil.rmtree(RECEIVED, ignore_errors=True)
 
 
 def train_in_place(runs: list[Run], parcel: Parcel, server: Any) -> list[Record]:
@@ -153,22 +154,6 @@ def train_elsewhere(runs: list[Run], parcel: Parcel, server: Any) -> list[Record
         read = {line["fingerprint"]: line["data"] for line in all_reads(reads)}
         contents = [read_files(place) for place in places]
         return answer(server.finish.remote(parcel.tasks, trained, contents, read))
-
-
-def fit_group(runs: list[Run], tasks: Sequence[Task], settings: Settings, reporter: "Reporter") -> list[Record]:
-    """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
-    `tasks` has their folders, `settings` what is the same for all runs, and `reporter` is called after each step.
-    """
-    _, tags, folders, dependencies = zip(*tasks)
-    options: dict[str, Any] = settings._asdict() | {"tags": tags, "dependencies": dependencies}
-    del options["source"]
-    with ProgressFiles(tasks) as files:
-
-        def watch(step: int, accuracy: float | None):
-            files.watch(step, accuracy)
-            reporter(step * len(runs))
-
-        return fit_stacked(runs, folders, watch=watch, **options)
 
 
 class Reporter:
@@ -234,15 +219,14 @@ def sees_folder(folder: Path, server: Any) -> bool:
             probe.unlink()
 
 
-@functools.cache
 def local_recipe(source: Path, text: str) -> Path:
     """Return the path of a recipe file on this machine. `source` is its path on the machine of the driver, and `text` its
-    source code. If the file is not here, it is written to a temporary folder.
+    source code. If the file is not here, it is written to the folder `RECEIVED`.
     """
     with suppress(OSError):
         if source.read_text(encoding="utf-8") == text:
             return source
-    copy = Path(tempfile.mkdtemp(prefix="smallvit-recipe-")) / source.name
+    copy = RECEIVED / source.name
     copy.write_text(text, encoding="utf-8")
     return copy
 
@@ -299,13 +283,14 @@ def sent_data(key: str, load: Callable[[], Dataset], data: dict[str, Any]) -> Da
     return SENT[key][1]
 
 
-@functools.cache
 def sent_weights(name: str, reference: Any) -> Path:
-    """Return the path of a file with external weights, which the driver has sent and which is written to a temporary folder.
+    """Return the path of a file with external weights, which the driver has sent and which is written to the folder `RECEIVED`.
     `name` is the name of the file, and `reference` the reference to its content.
     """
     import ray  # pyright: ignore
 
-    path = Path(tempfile.mkdtemp(prefix="smallvit-weights-")) / name
-    path.write_bytes(ray.get(reference))
+    path = RECEIVED / reference.hex() / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, lambda new: new.write_bytes(ray.get(reference)))
     return path

@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import signal
+from collections.abc import Callable, Sequence
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 from threading import Thread
@@ -18,7 +19,7 @@ import torch
 from smallvit import record as records
 from smallvit.recipe import load_recipe
 from smallvit.record import Record
-from smallvit.run import rebuild
+from smallvit.run import Run, rebuild
 from smallvit.train import fit_stacked
 
 from .engine import Settings
@@ -63,22 +64,43 @@ def work(tasks: list[Task], settings: Settings) -> list[Record]:
     An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
     """
 
-    def watch(step: int, accuracy: float | None):
-        PROGRESS[0] = step * len(tasks)
-        files.watch(step, accuracy)
+    def report(steps: float):
+        PROGRESS[0] = steps
 
-    PROGRESS[0] = 0
+    report(0)
     if settings.source is not None:
         load_recipe(settings.source, tuned=False)
-    runs, tags, folders, dependencies = zip(*tasks)
-    options = settings._asdict() | {"tags": tags, "watch": watch, "dependencies": dependencies}
-    del options["source"]
     try:
-        with ProgressFiles(tasks) as files:
-            return fit_stacked([rebuild(run) for run in runs], folders, **options)
+        return fit_group([rebuild(task.run) for task in tasks], tasks, settings, report)
     except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # an exception class of the user that the parent could not receive
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        if (sent := picklable(error)) is not error:
+            raise sent from error
         raise
+
+
+def fit_group(runs: Sequence[Run], tasks: Sequence[Task], settings: Settings, report: Callable[[float], Any]) -> list[Record]:
+    """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
+    `tasks` has their folders, and `settings` what is the same for all runs. `report` is called after each step with the number
+    of steps that all runs have taken together.
+    """
+    _, tags, folders, dependencies = zip(*tasks)
+    options: dict[str, Any] = settings._asdict() | {"tags": tags, "dependencies": dependencies}
+    del options["source"]
+    with ProgressFiles(tasks) as files:
+
+        def watch(step: int, accuracy: float | None):
+            files.watch(step, accuracy)
+            report(step * len(runs))
+
+        return fit_stacked(runs, folders, watch=watch, **options)
+
+
+def picklable(error: Exception) -> Exception:
+    """Return an error, or a RuntimeError with its text if its class cannot be pickled. Another process can receive this error,
+    which may be of a class that the user has defined.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,11 +1,13 @@
 """The results of a recipe's runs as a pandas DataFrame."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smallvit.recipe import find_recipe
+from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import RECORD, TYPES, Record, read_record, read_records
+from smallvit.run import fingerprint
 from smallvit.verdicts.comparison import condition_of
 
 if TYPE_CHECKING:
@@ -19,30 +21,54 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     path of a recipe file. The rows are the runs in the folder `out/<recipe>`, and the committed records in the `.jsonl` file
     beside the recipe. A run that both have is taken from the folder.
 
+    If there are several runs of an arm in one condition with one seed, because the recipe was changed, there is a row only for
+    the run with the settings of the recipe as it is now.
+
         frame = smallvit.records("quickstart")
         frame.groupby(["labels", "arm"])["result"].agg(["mean", "std"])
 
     The columns are the fields of `Record` that hold a number or a short text, such as `arm`, `labels`, `seed`, `status` and
     `score`. `result` is the number by which the run is judged. `test_<name>` and `val_<name>` are the numbers measured on
-    the test and validation images. `tuned` says whether the settings were tuned. `source` is "runs" or "committed". A value
-    that does not exist is missing. Scores are not in percent.
+    the test and validation images. `tuned` says whether the settings were tuned. `source` is "runs" or "committed". `current`
+    is True for runs with the settings of the recipe as it is now, and False for runs of an earlier version; seeds may differ. A
+    value that does not exist is missing. Scores are not in percent.
 
-    Raises   ValueError if there is no such recipe, if it has no records, if a file is damaged, or if pandas is not installed.
+    Raises   ValueError if there is no such recipe, if it cannot be loaded or has no records, if a file is damaged, or if pandas
+             is not installed.
     """
     try:
         import pandas
     except ImportError as error:
         raise ValueError("records needs pandas, which is not installed; install it with: pip install pandas") from error
     path = find_recipe(str(recipe))
+    before, now = committed(path), stored(Path(out) / path.stem, path.stem)
+    current = fingerprints(load_recipe(path).RUNS, {record.seed for record, _ in before + now})
+    # a later row replaces an earlier one: a stored run replaces a committed record only if it is a run of the present recipe
+    outdated = [row for row in now + before if row[0].fingerprint not in current]
+    present = [row for row in before + now if row[0].fingerprint in current]
     found: dict[tuple, dict[str, Any]] = {}
-    for record, source in [*committed(path), *stored(Path(out) / path.stem, path.stem)]:
-        found[record.arm, condition_of(record), record.seed] = flat(record) | {"source": source}
+    for record, source in outdated + present:
+        row = flat(record) | {"source": source, "current": record.fingerprint in current}
+        found[record.arm, condition_of(record), record.seed] = row
     if not found:
         raise ValueError(
             f"the recipe {path.stem} has no records, neither in {Path(out) / path.stem} nor in {path.with_suffix('.jsonl')}; "
             f"start its runs with: smallvit run {recipe}"
         )
     return pandas.DataFrame(list(found.values()))
+
+
+def fingerprints(runs: Iterable[Any], seeds: Iterable[int]) -> set[str]:
+    """Return the fingerprints (hashes of the settings) of the runs of a recipe with each of the given seeds, and of the earlier
+    runs that they need, such as pretraining. `runs` are all runs of the recipe, as `ArmRun` objects.
+    """
+    each = {entry.cell: entry.run for entry in runs}.values()
+    left, found = [run.at_seed(seed) for run in each for seed in seeds], set()
+    while left:
+        run = left.pop()
+        found.add(fingerprint(run))
+        left += run.dependencies.values()
+    return found
 
 
 def committed(path: Path) -> list[tuple[Record, str]]:
