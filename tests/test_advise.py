@@ -344,6 +344,31 @@ def test_test_goes_on_only_if_all_its_runs_have_finished(status, message, monkey
     assert trained == [10]
 
 
+@pytest.mark.parametrize(("each", "passes"), [(90, 5), (100, 5), (101, 4), (8, 8)])
+def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, passes, monkeypatch):
+    images = replace(inspect_images(shapes()), patch=4)
+    made = opened_plan(Path("shapes"), images, Path("advice"), options(no_imagenet=True))
+    made.steps, made.step, made.cnn_step, made.final_steps, made.folds = 300, 0.05, 0.1, 300, 2
+    made.passes, made.judged, made.pass_seconds = 4, 2, float(each)
+    advisor = Advisor(images, made, Path("advice"), "cpu", 0.0)
+    assert advisor.last_seconds == pytest.approx(45)
+    clock = [800.0 - 4 * each]  # of 900 seconds; 5% more are allowed
+    monkeypatch.setattr(Advisor, "spent", property(lambda self: clock[0]))
+    trained = []
+
+    def train_passes(self, numbers):
+        clock[0] += each * (len(numbers) - len(trained))
+        trained[:] = numbers
+
+    monkeypatch.setattr(Advisor, "train_passes", train_passes)
+    advisor.judge()
+    assert made.passes == len(trained) == passes
+    Path("advice/model").mkdir(parents=True)
+    made.passes = 2
+    advisor.judge()
+    assert made.passes == 2  # the model has been trained
+
+
 def test_options_that_change_nothing_are_not_a_part_of_the_choice():
     groups = groups_of_options(inspect_images(shapes()), 15)
     chosen = {group.name: group.options[0].name for group in groups} | {"first layer": "convolutional stem"}

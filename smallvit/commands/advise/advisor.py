@@ -53,6 +53,7 @@ MEASURE = "trials_0_measure"  # the recipe whose runs measure the machine
 STACK = 8  # runs that are trained as one model
 CNN_STACK = 2  # runs of the small CNN that measure the machine, for each worker process
 PROBE_STEPS = 60  # training steps of the runs that measure the machine
+LATE = 1.05  # expected end of the command, as a share of the time, up to which one more pass is tested
 LATEST = 0.55  # no further group of options is started after this share of the time
 LEARNING_SHARE = 0.25  # largest share of the test time for the learning curve
 ALONE = 1.5  # time of a step of a run that is not in a stack, relative to one that is
@@ -220,7 +221,19 @@ class Advisor:
         if plan.passes > 2:
             self.say(f"testing in {plan.passes - 2} more passes")
         self.train_passes(range(plan.passes))
+        while plan.pass_seconds and plan.passes < MOST_PASSES and self.has_time_for_a_pass:
+            self.say("testing in one more pass, because there is time")
+            plan.passes += 1
+            self.save()
+            self.train_passes(range(plan.passes))
         self.save()
+
+    @property
+    def has_time_for_a_pass(self) -> bool:
+        """Whether one more pass is expected to end in time, or only a little late. After the final training there is none."""
+        if (self.out / "model").exists():
+            return False
+        return self.spent + self.plan.pass_seconds + self.last_seconds <= LATE * self.total
 
     def affordable_imagenet(self) -> list[str]:
         """Return the names of the models with weights from ImageNet that there is time to test. The list is empty if the
@@ -296,7 +309,7 @@ class Advisor:
         plan.sizes = sizes if sizes and curve <= LEARNING_SHARE * left and not fewer else []
         more = int((left - curve * bool(plan.sizes)) / each)
         plan.passes = 2 + min(max(more, 0), MOST_PASSES - 2)
-        plan.judged = 2
+        plan.judged, plan.pass_seconds = 2, each
         self.save()
 
     @property

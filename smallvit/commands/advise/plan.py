@@ -51,6 +51,7 @@ class Plan:
     passes          number of passes of the test (or of seeds, if the folder has test images)
     judging_from    seconds that had been spent when the test began
     judged          number of passes that were trained before `passes` was decided
+    pass_seconds    seconds of one of these passes
     sizes           numbers of labelled images in the learning curve, besides all of them
     spent           seconds that the command has run so far, including earlier starts
     """
@@ -76,6 +77,7 @@ class Plan:
     passes: int = 0
     judging_from: float = 0.0
     judged: int = 0
+    pass_seconds: float = 0.0
     sizes: list[int] = field(default_factory=list)
     spent: float = 0.0
 
