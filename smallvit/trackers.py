@@ -192,7 +192,9 @@ class Follower:
 
     def __init__(self, tracker: Tracker, name: str, runs: Sequence[Followed]):
         self.tracker, self.done_file = tracker, tracker.folder / f"logged.{name}.json"
-        self.done: set[str] = set(json.loads(self.done_file.read_text())) if self.done_file.exists() else set()
+        self.done: set[str] = set()
+        with suppress(OSError, ValueError, TypeError):  # no file yet, or a damaged one: then runs are sent again
+            self.done = set(json.loads(self.done_file.read_text()))
         self.waiting = {run.fingerprint: run for run in runs if run.fingerprint not in self.done}
         self.handles: dict[str, Any] = {}  # of runs that have begun in the tracker
         self.steps = dict.fromkeys(self.waiting, 0)  # the last step that was sent

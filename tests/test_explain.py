@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -273,6 +274,19 @@ def test_title_gives_the_range_of_token_counts():
     assert titles(figure) == ["image\n2 patches", "block 5\n1–2 tokens"]
 
 
+def test_token_map_of_floats_is_that_of_bytes_and_other_channels_are_refused():
+    images = random_images()
+    floats = Images(images.pixels(), images.labels, replace(images.spec, dtype="float32"))
+    assert explain.token_map_data(make_vit(), floats) == explain.token_map_data(make_vit(), images)
+    with pytest.raises(ValueError, match="the images have 4 channels; only images with 1 or 3 can be drawn"):
+        explain.token_map_data(make_vit(), random_images(channels=4))
+
+
+def test_figures_take_tensors_with_a_gradient():
+    features = torch.rand(5, 3, requires_grad=True)
+    assert explain.feature_view(features, torch.tensor([0, 1, 0, 1, 0])).axes
+
+
 def test_stored_json_gives_an_equal_figure_without_torch(tmp_path):
     data = explain.token_map_data(make_vit(PRUNE), random_images())
     path = tmp_path / "data.json"
@@ -325,7 +339,7 @@ TWO_CHANNELS = partial(ViT, (12, 12), 2, 2, dim=16, depth=1, heads=2)
         (lambda: explain.token_map_data(make_vit(), random_images(), blocks=()), "expected some of this model, from 0 to 2"),
         (lambda: explain.token_map_data(make_vit(), random_images(), blocks=(3,)), "expected some of this model, from 0 to 2"),
         (lambda: explain.token_map_data(make_vit(), random_images(), blocks=(-1, 0)), "expected some of this model, from 0 to 2"),
-        (lambda: explain.token_map(TWO_CHANNELS(), random_images(1, 2)), r"2 channels; expected gray \(1\)"),
+        (lambda: explain.token_map(TWO_CHANNELS(), random_images(1, 2)), r"2 channels; only images with 1 or 3"),
         (lambda: explain.token_map(make_vit(), random_pixels()), "got a Tensor; expected Images"),
         (lambda: explain.trace(Attention(8, 2), random_pixels()), r"got a Attention; .*from_timm"),
         (lambda: explain.trace(make_vit(), random_pixels(0)), "no images to trace"),

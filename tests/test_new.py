@@ -6,6 +6,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,14 @@ def test_recipe_of_gray_images_uses_all_techniques_with_five_folds():
     assert "within reach, with equally many of each class: 10" in Path("gray.py").read_text()
 
 
+@pytest.mark.parametrize(("images", "steps"), [(40, 300), (500, 400), (880, 700), (5_000, 1_000)])
+def test_steps_are_a_whole_number_that_grows_with_the_images(images, steps):
+    gray()
+    found = replace(inspect_images(Path("gray")), counts={"pool": {"circle": images // 2, "square": images // 2}})
+    Path("recipe.py").write_text(recipe_text(found, "gray", False))
+    assert baseline(load_recipe(Path("recipe.py"))).steps == steps
+
+
 def test_recipe_of_photos_has_groups_unequal_classes_and_skips_broken_files():
     photos()
     images = inspect_images(Path("photos"))
@@ -169,6 +178,8 @@ def test_command_prints_what_it_found_and_never_overwrites(capsys, estimates):
     assert main(["new", "--data", "photos"]) == 2
     assert "photos.py exists already and is never overwritten" in capsys.readouterr().err
     assert Path("photos.py").read_text() == before
+    assert main(["new", "photos.py/recipe", "--data", "photos"]) == 2  # a file in the place of a folder
+    assert "recipe.py cannot be written" in capsys.readouterr().err
 
 
 def test_names_and_paths_of_the_recipe(monkeypatch):

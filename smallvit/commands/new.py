@@ -31,15 +31,14 @@ def main(options: argparse.Namespace) -> int:
     file = recipe_file(options.name, folder)
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
     images = inspect_images(folder, options.digits)
-    print("\n".join(findings(images)))
+    print("\n".join(findings(images, arms=QUICK_ARMS if options.quick else None)))
     shown = folder.resolve()
     with_relative = shown.is_relative_to(Path.cwd()) and shown != Path.cwd()
     text = recipe_text(images, str(shown.relative_to(Path.cwd()) if with_relative else shown), options.quick)
-    file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_new(file, text)
+    except (OSError, UnicodeError) as error:
         raise ValueError(f"{file} cannot be written ({error}); choose another name") from error
     print(f"wrote {file}", flush=True)
     print("smallvit: measuring a few steps, to estimate the time", file=sys.stderr, flush=True)
@@ -49,8 +48,20 @@ def main(options: argparse.Namespace) -> int:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         advice = line_to_change(text, error)
         raise ValueError(f"{file} is written, but its runs cannot be planned: {kind}{error}; {advice}") from error
-    print(f"next: read it, write down what you expect, then smallvit run {file} --dry-run")
+    print(f"next: read it, write down what you expect, then {shlex.join(['smallvit', 'run', str(file), '--dry-run'])}")
     return 0
+
+
+def write_new(file: Path, text: str):
+    """Write a text to a new file. If that fails, no file is left. Raises FileExistsError if the file exists."""
+    content = text.encode()
+    with file.open("xb") as stream:
+        try:
+            stream.write(content)
+            stream.flush()
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
 
 
 def line_to_change(text: str, error: Exception) -> str:
@@ -79,10 +90,10 @@ def recipe_file(name: str | None, folder: Path) -> Path:
     return path
 
 
-def findings(images: Inspection, recipe: bool = True) -> list[str]:
+def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None = None) -> list[str]:
     """Return what was found in the folder of images as lines of text: classes with their numbers of images, sizes, color modes,
     files that cannot be read, and groups. A wrong guess of the groups is corrected in the recipe, or without a recipe by the
-    option --group-by.
+    option --group-by. `arms` are the arms (variants) of the recipe; None means all.
     """
     lines = []
     for part, counts in images.counts.items():
@@ -90,7 +101,8 @@ def findings(images: Inspection, recipe: bool = True) -> list[str]:
         each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         lines.append(f"{where}{sum(counts.values()):,} images of {len(counts)} classes: {each}")
     if images.unequal:
-        lines.append("the classes are unequal: balanced accuracy judges, and an arm weights the classes")
+        weights = ", and an arm weights the classes" * (recipe and arms is None)
+        lines.append(f"the classes are unequal: balanced accuracy judges{weights}")
     heights, widths = zip(*images.sizes.elements())
     same = len(images.sizes) == 1
     sizes = f"{heights[0]} x {widths[0]}, all" if same else f"{min(heights)} x {min(widths)} to {max(heights)} x {max(widths)}"

@@ -100,7 +100,7 @@ def literal(value: object) -> str:
 def baseline_text(images: Inspection) -> str:
     """Return the lines of the recipe that define the baseline, the run from scratch."""
     tokens = images.size[0] * images.size[1] // images.patch**2
-    steps = min(max(round(EPOCHS * images.training / BATCH, -2), FEWEST_STEPS), MOST_STEPS)
+    steps = min(max(100 * round(EPOCHS * images.training / BATCH / 100), FEWEST_STEPS), MOST_STEPS)
     lines = [
         f"patch = {images.patch}  # side of a patch in pixels: {tokens} patches in an image",
         "scratch = sv.Run(",

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
-        advice = f"run `smallvit tune {options.recipe}` first; only the common settings are trained now"
+        advice = f"run `{shlex.join(['smallvit', 'tune', options.recipe])}` first; only the common settings are trained now"
         print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
     if note := untuned_note(module.RUNS, options.recipe):
         print(note, file=sys.stderr)

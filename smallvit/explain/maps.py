@@ -116,7 +116,8 @@ def rollout_batch(model: nn.Module, x: Tensor, parts: AttentionParts, query: Que
         """
         combined = {"mean": weights.mean, "max": weights.amax, "min": weights.amin}[heads](1)
         combined = (1 - residual) * combined + residual * torch.eye(combined.shape[-1]).to(combined)
-        return combined / combined.sum(-1, keepdim=True)
+        total = combined.sum(-1, keepdim=True)
+        return combined / total.where(total > 0, 1)  # the minimum over heads can be 0 everywhere
 
     def undo_reduction(weights: Tensor, after: Tensor, before: Tensor) -> Tensor:
         """Convert `weights` of the tokens after a merging or pruning to weights of the tokens before it, shape (batch, tokens).

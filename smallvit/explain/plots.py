@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .sheet import to_array
+
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
@@ -137,7 +139,7 @@ def feature_view(
     """
     import numpy as np
 
-    x, numbers = np.asarray(features, dtype=np.float64), np.asarray(labels)
+    x, numbers = to_array(features).astype(np.float64), to_array(labels)
     if x.ndim != 2 or len(x) < 3 or x.shape[1] < 2 or numbers.shape != x.shape[:1]:
         raise ValueError(f"got features {x.shape} and labels {numbers.shape}; expected n d and n, n at least 3, d at least 2")
     if classes is not None:
@@ -218,7 +220,7 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     """
     import numpy as np
 
-    predicted, true, k = np.asarray(guesses), np.asarray(labels), len(classes)
+    predicted, true, k = to_array(guesses), to_array(labels), len(classes)
     if predicted.ndim != 1 or predicted.shape != true.shape or not len(true):
         raise ValueError(f"got guesses {predicted.shape} and labels {true.shape}; expected as many of each, at least one")
     check_classes("guesses", predicted, classes)

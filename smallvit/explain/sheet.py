@@ -36,6 +36,16 @@ def image_grid(
     return figure, axes
 
 
+def to_array(values: Any) -> np.ndarray:
+    """Return a tensor, an array or a list as a numpy array."""
+    import numpy as np
+
+    if hasattr(values, "detach"):  # numpy accepts neither a tensor that requires a gradient nor bfloat16
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
 def to_rgb(pixels: Any) -> np.ndarray:
     """Return images as an array of RGB floats from 0 to 1 for matplotlib, shape (batch, height, width, 3). `pixels` has the
     shape (batch, channels, height, width), with bytes from 0 to 255 or floats from 0 to 1.
@@ -47,10 +57,7 @@ def to_rgb(pixels: Any) -> np.ndarray:
     """
     import numpy as np
 
-    if hasattr(pixels, "detach"):  # numpy accepts neither a tensor that requires a gradient nor bfloat16
-        pixels = pixels.detach().cpu()
-        pixels = pixels.float() if pixels.is_floating_point() else pixels
-    pixels = np.asarray(pixels)
+    pixels = to_array(pixels)
     if pixels.dtype != np.uint8 and pixels.dtype.kind not in "bf":
         raise ValueError(f"got pixels of {pixels.dtype}; expected bytes (uint8), or floats in [0, 1]")
     if pixels.ndim != 4 or not len(pixels):

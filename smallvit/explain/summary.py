@@ -74,7 +74,8 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     parameters = list(model.parameters())
     noise = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(parameters[0] if parameters else "cpu")
     rows, flops_before, counted = [Step("image", "", size, 0, 0)], {}, set()
-    body: Any = model if parameters else model.features  # `Pixels` has no parameters and gives no logits
+    # `Pixels` has no parameters and gives no logits
+    body: Any = model if parameters or not hasattr(model, "features") else model.features
     counter = FlopCounterMode(display=False)
 
     def before_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):

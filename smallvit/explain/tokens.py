@@ -137,22 +137,27 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
 
     The function `draw_token_map` draws the figure from these data, without the model.
 
-    The dict has these keys: `shape`, (images, height,
-    width, channels) of the pixels; `pixels`, bytes compressed by zlib and written in base64; `grid`, rows and columns of
-    patches; `blocks`; and `groups[image][block][patch]` as in `Trace`.
+    The dict has these keys: `shape`, (images, height, width, channels) of the pixels; `pixels`, bytes compressed by zlib and
+    written in base64; `grid`, rows and columns of patches; `blocks`; and `groups[image][block][patch]` as in `Trace`. Pixels
+    that are floats become bytes.
 
-    Raises   ValueError as `trace` does, for a block number that the model does not have, and for pixels without a `spec`.
+    Raises   ValueError as `trace` does, for a block number that the model does not have, for pixels without a `spec`, and for
+             images with neither 1 nor 3 channels.
     """
     import base64
     import zlib
 
+    import torch
+
     check_spec(images)
+    if images.spec.channels not in (1, 3):
+        raise ValueError(f"the images have {images.spec.channels} channels; only images with 1 or 3 can be drawn")
     groups, grid = trace(model, images.spec.normalise(images.pixels()))
     depth = groups.shape[1]
     blocks = list(range(depth) if blocks is None else blocks)
     if not blocks or not all(0 <= block < depth for block in blocks):
         raise ValueError(f"blocks is {blocks}; expected some of this model, from 0 to {depth - 1}")
-    pixels = images.images.permute(0, 2, 3, 1).contiguous().numpy()
+    pixels = (255 * images.pixels()).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return {
         "shape": list(pixels.shape),
         "pixels": base64.b64encode(zlib.compress(pixels.tobytes(), 9)).decode("ascii"),

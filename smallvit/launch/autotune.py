@@ -66,7 +66,8 @@ def autotune(
     with FileLock(path.with_suffix(".lock")):  # two measurements at once would disturb each other
         with suppress(OSError, ValueError):  # no file yet, or a damaged one
             stored = json.loads(path.read_text(encoding="utf-8"))
-        if key in stored:
+        stored = stored if isinstance(stored, dict) else {}
+        with suppress(KeyError, TypeError, ValueError):  # not measured yet, or an entry that is damaged
             numerics, stack, reason = stored[key]
             return Numerics(*numerics), stack, f"{reason} (measured earlier; delete {path} to measure again)"
         if not (kinds := kinds_of(runs)):

@@ -97,9 +97,10 @@ def chosen_gpus(gpus: str, visible: Sequence[str]) -> list[str]:
         if len(fitting) != 1:
             last = len(visible) - 1
             numbers = "0" if last == 0 else f"numbers from 0 to {last}"
+            wrong = "fits several" if len(fitting) > 1 else "is not one"
             raise ValueError(
-                f"--gpus {gpus}: {text!r} is not one of the GPUs that this process can use ({', '.join(visible)}); expected "
-                f"all, or {numbers}, or names from this list, separated by commas"
+                f"--gpus {gpus}: {text!r} {wrong} of the GPUs that this process can use ({', '.join(visible)}); expected all, "
+                f"or {numbers}, which are positions in this list, or names that are no numbers, separated by commas"
             )
         names += fitting
     if len(set(names)) < len(names):

@@ -43,7 +43,7 @@ SHORT = {  # short options of sbatch with a meaning for this file
 FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")  # environment variables that sbatch itself needs
 SIGNAL = "B:USR1@90"  # SLURM sends USR1 to the script so many seconds before the time limit
 STOPPING = 20  # seconds in which the training must end after the signal
-MOST_RESTARTS = 10  # a job that was started more often, and that saved nothing since its last start, is not started again
+MOST_RESTARTS = 10  # a job that was started more often is not started again if no job of the array has saved anything lately
 
 ARRAY = """\
 # Trains the runs of {recipe}; each job of this array trains one part of them. Written by `smallvit run --on slurm`.
@@ -69,7 +69,7 @@ case "$warned $status" in
 esac
 saved=$(find {results} -newermt "$((SECONDS + 2)) seconds ago" \\( -name {checkpoint} -o -name {record} \\) -print -quit)
 if [ -z "$saved" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {most} ]; then
-    echo "smallvit: $job was started again $SLURM_RESTART_COUNT times, and no run has made progress since the last time;" \\
+    echo "smallvit: $job was started again $SLURM_RESTART_COUNT times, and no job has made progress since the last time;" \\
         "it is not started again; give it a longer time limit" >&2
     exit 1
 fi
@@ -149,6 +149,8 @@ def check(options: argparse.Namespace, given: Sequence[tuple[str, list[str]]]):
     """
     if options.jobs is None:
         raise ValueError("--on slurm needs --jobs N, the number of jobs to submit; more jobs than nodes balance the load")
+    if (options.gpus or options.per_gpu) and options.device != "cuda":
+        raise ValueError(f"--gpus and --per-gpu choose GPUs, and the jobs have --device {options.device}; add --device cuda")
     values = {name: " ".join(found).partition("=")[2] or " ".join(found[1:]) for name, found in given}
     for name, advice in (("array", "--jobs sets it"), ("wrap", "smallvit writes the script"), ("wait", "remove it")):
         if name in values or (name == "wait" and "W" in values):

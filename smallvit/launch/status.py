@@ -298,13 +298,13 @@ class RecipeState:
         """
         steps = seconds = 0.0  # of which the time is known
         times: dict[tuple, list[tuple[float, float]]] = {}
-        waiting: dict[Path, ArmRun] = {}
+        waiting: dict[Path, tuple[ArmRun, float]] = {}  # and the share of its steps that is left
         for entry, place, state in zip(self.entries, self.folders, self.states):
             if state.seconds is not None and entry.run.steps:
                 steps, seconds = steps + entry.run.steps, seconds + state.seconds
                 times.setdefault(entry.cell, []).append((state.ended, state.seconds))
             elif state.state in (WAITING, INTERRUPTED):
-                waiting[place] = entry
+                waiting[place] = entry, 1 - state.progress.step / state.progress.steps if state.progress else 1.0
         alive = [progress for _, progress in self.running if not progress.silent]
         for progress in alive:
             if progress.left:
@@ -317,7 +317,7 @@ class RecipeState:
             workers[progress.host, progress.pid] = left
         busy = list(workers.values())
         heapify(busy)
-        for entry in waiting.values():
+        for entry, share in waiting.values():
             same = [each for _, each in sorted(times.get(entry.cell, ()))[-RECENT_RUNS:]]
-            heappush(busy, heappop(busy) + (sum(same) / len(same) if same else pace * entry.run.steps))
+            heappush(busy, heappop(busy) + share * (sum(same) / len(same) if same else pace * entry.run.steps))
         return max(busy)

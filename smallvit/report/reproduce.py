@@ -328,14 +328,18 @@ def score_tolerance(committed: Sequence[Record], old: Record, new: Record) -> tu
     the new record, and `committed` are the published records of all seeds.
 
     If the mean training losses of the two runs agree within 0.1%, their weights have stayed together, and so have their scores:
-    `FEWEST_IMAGES` test images may differ. A long training at a high learning rate amplifies rounding until the weights have
-    nothing more in common than those of two seeds. Then the scores may differ as much as those of two seeds: 99% of such
-    differences are smaller, by the standard deviation of the committed seeds (t distribution). With fewer than 2 committed
-    seeds this is not known, and nothing more is allowed.
+    `FEWEST_IMAGES` test images may differ. For a score that weights images, these are the images with the largest weights. A
+    long training at a high learning rate amplifies rounding until the weights have nothing more in common than those of two
+    seeds. Then the scores may differ as much as those of two seeds: 99% of such differences are smaller, by the standard
+    deviation of the committed seeds (t distribution). With fewer than 2 committed seeds this is not known, and nothing more is
+    allowed.
     """
     from scipy.stats import t
 
-    images = FEWEST_IMAGES / old.test_images if old.test_images else 0.0
+    largest = 1.0  # change of the score, times the number of test images, if one image is classified in another way
+    if old.contributions is not None:
+        largest = float(abs(old.per_image).max())  # pyright: ignore[reportArgumentType]
+    images = FEWEST_IMAGES * largest / old.test_images if old.test_images else 0.0
     moved = drift(old, new)
     if moved is not None and moved <= DRIFT:
         return images, f"{FEWEST_IMAGES} test images, since the training losses agree"
