@@ -151,7 +151,8 @@ class RayEngine(Engine):
 
         Raises ValueError if a machine has another version of smallvit.
         """
-        del self.busy[reference]
+        for task in self.busy.pop(reference).tasks:
+            remove_progress(task.folder)  # which stays if the runs have failed on another machine
         try:
             result = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:  # what the worker could not catch, such as an argument it cannot read

@@ -186,10 +186,12 @@ class Reporter:
         """
         import ray  # pyright: ignore
 
+        self.sent = now
+        if self.on_the_way is not None and not ray.wait([self.on_the_way], timeout=0)[0]:
+            return
         contents = [read_files(place) for place in self.places]
-        busy = self.on_the_way is not None and not ray.wait([self.on_the_way], timeout=0)[0]
-        if not busy and any(records.CHECKPOINT in files for files in contents):  # a stack has one checkpoint
-            self.on_the_way, self.sent = self.server.keep.remote(self.folders, contents), now
+        if any(records.CHECKPOINT in files for files in contents):  # a stack has one checkpoint
+            self.on_the_way = self.server.keep.remote(self.folders, contents)
 
 
 def answer(reference: Any) -> Any:
