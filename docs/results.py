@@ -205,8 +205,9 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
         lines.append([arm + against, *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     note = (
-        "The first row is the test accuracy of the baseline. The other rows are differences to it in percentage points, with "
-        f"95% intervals on new test images, from {seeds} seeds. Bold: the verdict is better or worse. The full report is "
+        "The first row is the test accuracy of the baseline. The other rows are differences from it, or from the arm after "
+        "*against*, in percentage points, with 95% intervals on new test images, from "
+        f"{seeds} seeds. Costs are relative to the same arm. Bold: the verdict is better or worse. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
     return markdown_table(lines), note
@@ -326,7 +327,7 @@ def in_report(text: str) -> str:
     text = text.replace("](../recipes/", "](recipes/")
     recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
-    note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Bold: [^\n]*?\. (The full report is )")
+    note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Costs [^\n]*?\. (The full report is )")
     first = note.search(text)
     return text if first is None else text[: first.end()] + note.sub(r"\1 seeds. \2", text[first.end() :])
 

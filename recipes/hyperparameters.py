@@ -22,7 +22,7 @@ Expected  Course reports say that width 32 is best, patch 14 is the most stable,
 
 Found     Most differences are much smaller than after 800 steps with one rate. Width 16 is worse by 2.87 points [-3.58, -2.16]
           and width 32 by 1.01 [-1.36, -0.67]; width 128 has the highest mean of all ViTs, 97.19%, but 0.35 points above the
-          center [0.03, 0.68] are inconclusive after the correction for 17 comparisons. Patch 14 is not better, as expected
+          center [0.03, 0.68] are inconclusive after the correction for 34 comparisons. Patch 14 is not better, as expected
           (0.22 points [-0.14, 0.59]). One patch of 28 is worse by 1.03 [-1.39, -0.66]. Patch 4 is inconclusive, with 0.89
           points less [-1.35, -0.43]; patch 2 is worse by 6.42 [-7.59, -5.24], and 196 tokens were still improving. No
           difference between depths is shown, as expected: depth 8 has 0.04 points more [-0.21, 0.29] and depth 2 has 0.66 less
@@ -36,7 +36,7 @@ Limits    Only the learning rate was tuned; the batch size and the initializatio
           `mnist_baseline()`. Seven arms were still improving after 2,400 steps, the plain ViT and patch 2 among them (`smallvit
           report` prints an alarm). The 2-D sines are those of the paper; those that `SinCos2d` has by default now were not
           compared. The width of a head changes with the number of heads, and the number of parameters with width, depth and
-          patch. There are 6 seeds, few for 17 comparisons. The expectation about one rate was written before the runs of the
+          patch. There are 6 seeds, few for 34 comparisons. The expectation about one rate was written before the runs of the
           earlier version, the other one before these. Combinations of two options were not run. Verdicts are about new seeds
           and new test images.
 

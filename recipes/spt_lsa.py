@@ -18,7 +18,7 @@ Expected  SPT gains accuracy at 100 labels, and the gain is gone at 10,000. A co
           parts show no effect. The small CNN stays above every ViT. Written before those runs.
 
 Found     SPT is better by 1.67 points [0.94, 2.41] at 100 labels, more than the point that was expected, but this verdict is
-          fragile; at 1,000 labels 0.22 points [0.03, 0.42] are inconclusive after the correction for 16 comparisons. As
+          fragile; at 1,000 labels 0.22 points [0.03, 0.42] are inconclusive after the correction for 32 comparisons. As
           expected, SPT is not shown to be better than the convolution with the same receptive field: the convolution is 1.21
           points [-2.07, -0.36] and 0.25 points [-0.48, -0.02] below SPT, both inconclusive. Nor is it shown which part of SPT
           matters: its LayerNorm alone is inconclusive, with 1.25 points [0.18, 2.32] and 0.14 [-0.10, 0.37]. SPT and LSA

@@ -8,17 +8,19 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
 from smallvit.__main__ import main
+from smallvit.ablation import ablate
 from smallvit.commands.advise import advisor as phases
 from smallvit.commands.advise import command, plan
 from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, model_to_keep, names_of
 from smallvit.commands.advise.command import opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, stem_layers
-from smallvit.commands.advise.page import division_of_trials, final_training, more_time
+from smallvit.commands.advise.page import Judged, division_of_trials, final_training, independent_images, more_time
 from smallvit.commands.advise.plan import (
     LONGEST,
     MOST_PASSES,
@@ -48,7 +50,7 @@ from smallvit.commands.new import findings
 from smallvit.pretrained.weights import Unavailable, Weights
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import Record, read_record, read_records
-from smallvit.run import describe
+from smallvit.run import Run, describe
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
 
@@ -367,6 +369,17 @@ def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, passes
     made.passes = 2
     advisor.judge()
     assert made.passes == 2  # the model has been trained
+
+
+def test_images_of_groups_and_of_small_classes_count_less():
+    labels = np.array([0] * 90 + [1] * 10)
+    judged = Judged([str(i) for i in range(100)], labels, ("a", "b"), np.zeros((1, 100, 2)), [])
+    (entry, *_) = ablate({"a": Run(steps=1)}, references=False)
+    record = replace(result_of(entry), score="accuracy")
+    groups = [f"patient {i // 10}" for i in range(100)]
+    assert independent_images(judged, [record]) == 100
+    assert independent_images(judged, [replace(record, test_groups=groups)]) == 10
+    assert independent_images(judged, [replace(record, score="balanced_accuracy")]) == 36  # 2² / (1 / 90 + 1 / 10)
 
 
 def test_options_that_change_nothing_are_not_a_part_of_the_choice():

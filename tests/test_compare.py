@@ -411,6 +411,12 @@ def test_next_looks_stop_what_is_decided_and_keep_the_baseline_going():
     }  # fmt: skip
 
 
+def test_arm_that_equals_its_baseline_is_decided_at_the_first_look():
+    rows = [r for r in sequential({"scratch": 0, "+A": 0.08}, noise=0.02) if r.arm == "scratch"]
+    copies = [replace(r, arm="copy", role="technique") for r in rows]
+    assert next_looks(first(rows + copies, scratch=6, copy=6)) == {}
+
+
 def test_the_control_of_an_undecided_arm_goes_on_too():
     rows = first(sequential({"scratch": 0, "+A": 0.08, "+B": 0.08}, noise=0.02), scratch=6, A=6, B=6)
     found = next_looks(change(rows, "+B", baseline="+A"))

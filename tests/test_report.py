@@ -409,6 +409,14 @@ def test_an_arm_not_better_than_an_untrained_model_gives_a_warning():
     assert re.match(r"two at 20 labels, knn_1: not .* untrained model, \+0\.00 points \(95% interval from −", line)
 
 
+def test_folds_are_no_independent_seeds_for_the_warning_about_an_untrained_model():
+    rows = probed(one=[0.55, 0.56, 0.54, 0.55, 0.56, 0.54])
+    assert no_better_than_random(rows) == []
+    gains = [0.56, 0.49, 0.56, 0.5, 0.56, 0.49]
+    seeds, folds = (no_better_than_random([replace(r, folds=k) for r in probed(one=gains)]) for k in (None, 3))
+    assert seeds == [] and "(95% interval over folds from −" in folds[0]
+
+
 def test_probes_are_in_a_table_of_their_own():
     page = markdown(probed(one=[0.9] * 6), **PAGE)
     table = page.partition("## Probes of frozen features")[2].partition("##")[2].partition("##")[0]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from smallvit.record import RANDOM, Record, format_labels, settings_of
 from smallvit.verdicts.comparison import Condition, condition_of
 from smallvit.verdicts.folds import pooled
+from smallvit.verdicts.single_folds import FoldVariance
 from smallvit.verdicts.statistics import FOLDS_FACTOR, MIN_PAIRS, TIE, spread
 
 from .format import join_names
@@ -181,7 +182,7 @@ def guesses(records: Sequence[Record]) -> dict[tuple[Condition, str], Guess]:
     The mean score must exceed that of guesses by more than the chance of the seeds and of the test images explain. The part of
     the seeds is their 95% interval; the part of the test images is 1.96 times the standard error of the score of guesses. In a
     cross-validation, a complete pass over all folds takes the place of a seed, and the variance over images is larger by the
-    same factor as in verdicts.
+    same factor as in verdicts. With fewer than six seeds, the part of the seeds is left out.
     """
     cells: dict[tuple[Condition, str], list[Record]] = {}
     for r in pooled(records):
@@ -271,9 +272,12 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
         ]
         for probe in probes:
             gains = [trained[probe] - random[probe] for trained, random in pairs if probe in trained and probe in random]
-            mean, _, low, _ = spread(gains)
+            mean, sd, low, _ = spread(gains)
+            folds = next(r.folds for (name, c, _), r in finished.items() if (name, c) == (arm, condition))
+            if folds and mean is not None and low is not None and sd:  # folds share training images
+                low = mean - FoldVariance(sd, len(gains), folds).half_width(0.05)
             if mean is not None and (mean if low is None else low) <= 0:
-                bound = "" if low is None else f" (95% interval from {100 * low:+.2f})"
+                bound = "" if low is None else f" (95% interval{' over folds' if folds else ''} from {100 * low:+.2f})"
                 gain = f"{100 * mean:+.2f} points{bound}".replace("-", "−")
                 out.append(f"{arm} at {condition.title}, {probe}: not shown to be better than an untrained model, {gain}")
     return out

@@ -50,8 +50,9 @@ def outcome(rows: Sequence[Row]) -> str:
     "holds": the last verdict is that of the first. "turns": it is the opposite. "fades": the difference has become smaller, and
     the last interval leaves out the first difference; either the last verdict is inconclusive, or it is the same and the
     difference has fallen below half. "is no longer shown": the last verdict is inconclusive, but it is not known whether the
-    difference has become smaller. "appears": only the last one is better or worse. "turns in between" and "appears in between":
-    a length between the first and the last one shows the opposite, or it alone shows a difference.
+    difference has become smaller. "appears": the first verdict is inconclusive, and the last one is better or worse. "turns in
+    between" and "appears in between": a length between the first and the last one shows the opposite, or it alone shows a
+    difference.
     """
     first, last = rows[0], rows[-1]
     ends = {row.verdict for row in (first, last) if row.decided}

@@ -105,7 +105,8 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         differ = d.variance is not None and not d.bound and d.variance.over_images > 0
         more = "the predictions differ" if differ else "check that the technique changes anything"
         unit = "fold" if d.single_folds else "pass" if d.folds else "seed"
-        return Verdict("inconclusive", f"the same {d.metric} as the baseline for every {unit}; {more}", d)
+        stopped = stop_reason(d.mean, d.variance, d.looks[-1], looks, overlap=d.overlap) if d.looks and d.variance else ""
+        return Verdict("inconclusive", f"the same {d.metric} as the baseline for every {unit}; {more}", d, stopped)
     variance = d.variance
     now, final = (nominal_level(n, looks, level) for n in (d.looks[-1], looks[-1])) if d.looks else (level, level)
     d = replace(d, detectable=detectable(variance, level=now, overlap=d.overlap), needs=needs(d, final))
@@ -201,10 +202,12 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
         if d.sd is None:
             return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
         need = pairs_needed(d.sd, level=LEVEL / family)
-        enough = f"about {need} would show a difference of 1 point on these test images with 80% power"
+        size = "0.01" if d.lower_is_better else "1 point"
+        enough = f"about {need} would show a difference of {size} on these test images with 80% power"
         return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
     if d.p is not None:
         return "", ""
     if d.sd is not None and d.sd <= TIE and abs(d.mean) > TIE:
-        return "no verdict", "the same difference for every seed, so no test is possible; check that the seeds differ"
+        unit, units = ("pass", "passes") if d.folds else ("seed", "seeds")
+        return "no verdict", f"the same difference for every {unit}, so no test is possible; check that the {units} differ"
     return "no verdict", "fewer than two test images tell the arms apart, so no test is possible"

@@ -110,7 +110,7 @@ def compared(row: Row, control: Row, name: str) -> str:
     ratio = cost_ratio(row, control)
     cost = f" with {ratio} times the multiply-adds" * bool(ratio)
     reaches, difference = f"A {OTHERS[row.arm]} reaches {value(row)}{cost}", gap(row, name)
-    if row.verdict == "inconclusive":
+    if row.verdict not in ("better", "worse"):
         return f"{reaches}; no difference was shown: it is {difference}."
     return f"{reaches}, {difference}."
 

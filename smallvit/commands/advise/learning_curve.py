@@ -299,7 +299,8 @@ def _average(numbers: Sequence[int], values: Any, noise: _Noise, shown: Sequence
     number of images. The p-value says how well the best curve agrees with the runs.
 
     The variances over passes are drawn from their distribution, given the sums of squares. For each of them, the level of each
-    curve is fitted by weighted least squares. The prior of the level is uniform, and the level is integrated out.
+    curve is fitted by weighted least squares. The prior of the mean error over the measured numbers of images is
+    uniform, and the level is integrated out.
     """
     import numpy as np
     from scipy.stats import f

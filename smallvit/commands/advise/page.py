@@ -3,6 +3,7 @@
 import base64
 import io
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,7 +122,7 @@ def write_page(
         "commands": commands(path.parent),
         "kept": kept_text(best, chosen),
         "trained": final_training(plan),
-        "help": [*more_time(plan), *what_would_help(comparison, judged, training_images(entries[0]))],
+        "help": [*more_time(plan), *what_would_help(comparison, judged, own, training_images(entries[0]))],
         "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan, own_val=entries[0].run.data().val is not None),
@@ -134,7 +135,8 @@ def write_page(
 def row_of(row: Row) -> dict[str, str]:
     """Return the texts of one row of the table of models. `row` holds the results of an arm (variant)."""
     score = score_of(row)
-    verdict = {"better": "better than {}", "worse": "worse than {}", "inconclusive": "no difference from {} was shown"}
+    no_difference = dict.fromkeys(("inconclusive", "not enough seeds", "no verdict"), "no difference from {} was shown")
+    verdict = {"better": "better than {}", "worse": "worse than {}"} | no_difference
     text = verdict.get(row.verdict or "", "").format(row.baseline)
     reason = f" ({row.reason})" * bool(row.reason and text)
     params, macs = row.budget.get("params"), row.budget.get("macs")
@@ -240,10 +242,11 @@ def more_time(plan: Plan) -> list[str]:
     ]
 
 
-def what_would_help(comparison: Comparison, judged: Judged, training: int) -> list[str]:
+def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record], training: int) -> list[str]:
     """Return sentences about what would improve the model: more images, and images of which class. `comparison` holds the
-    results, and `judged` the predictions of the model that is given to the user. `training` is the number of training images of
-    a run.
+    results, `judged` the predictions of the model that is given to the user, and `own` the records of its runs. `training` is
+    the number of training images of a run. If images belong to groups, such as patients, nothing is said about classes, because
+    a few difficult groups can make a class look weak.
     """
     lines = []
     best = ADVICE if ADVICE in comparison.arms else PLAIN  # with fewer images only this arm was trained
@@ -251,15 +254,33 @@ def what_would_help(comparison: Comparison, judged: Judged, training: int) -> li
     passes = min(len(row.values) for row in rows)
     if len(rows) > 1 and passes > 1 and score_of(rows[0]).percent:
         measured = {row.labels or training: row.values[:passes] for row in rows}
-        curve = learning_curve(measured, test_images=len(judged.names), folds=bool(rows[0].folds), now=training)
+        curve = learning_curve(measured, test_images=independent_images(judged, own), folds=bool(rows[0].folds), now=training)
         each = ", ".join(f"{100 * (1 - curve.measured[n].mean):.1f}% with {n:,}" for n in measured if n != training)
         last = f"{100 * (1 - curve.measured[training].mean):.1f}% with {training:,} images"
-        lines.append(f"{curve.text} Measured accuracies: {each}, and {last}.")
+        lines.append(f"{curve.text} Measured: {each}, and {last}.")
         technique = main_rows(comparison).get(ADVICE)
         if technique and technique.difference:
             d = technique.difference
             lines.append(images_or_technique(curve, "the chosen technique", d.mean, d.low, d.high).text)
+    if any(record.test_groups for record in own):
+        return lines
     return [*lines, weak_class(judged.probabilities, judged.labels.tolist(), classes=judged.classes).text]
+
+
+def independent_images(judged: Judged, own: Sequence[Record]) -> int:
+    """Return how many independent test images tell as much about the score as those that were used. `judged` has the
+    predictions of a model, and `own` the records of its runs. Images of one group, such as a patient, count as one image, and for the
+    balanced accuracy a few images of a small class weigh as much as the many of a large one.
+    """
+    images, first = len(judged.names), min(record.seed // (record.folds or 1) for record in own)
+    of_pass = [record for record in own if record.seed // (record.folds or 1) == first]
+    share = 1.0
+    if sizes := Counter(group for record in of_pass for group in record.test_groups or ()).values():
+        share *= sum(sizes) / sum(n**2 for n in sizes)
+    if own[0].score == "balanced_accuracy":
+        counts = [n for n in Counter(judged.labels.tolist()).values() if n]
+        share *= len(counts) ** 2 / sum(1 / n for n in counts) / images
+    return max(2, round(share * images))
 
 
 def training_images(entry: ArmRun) -> int:
