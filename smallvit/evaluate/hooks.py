@@ -17,7 +17,7 @@ from smallvit.pooling import MeanTokens
 from smallvit.vit import ViT
 
 from .cache import cached
-from .splits import require_images
+from .splits import refuse_tensor, require_images
 
 TOKENS = ("class token", "mean", "both")
 Array = Any  # numpy.ndarray; numpy is imported only where it is used
@@ -41,6 +41,7 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
     Raises   ValueError if the model does not have such features, or if its features are not of shape (n, d) and finite.
     """
     read = feature_reader(model, of, layers, norm)
+    refuse_tensor(images)
     batches = (x for x, _ in require_images(images).batches())
     rows = cached(lambda: read_batches(model, batches, read), "features", model, images, of, layers, norm)
     return rows.copy()  # a caller may change its copy

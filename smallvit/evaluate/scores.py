@@ -16,7 +16,7 @@ from smallvit.data import Images
 from .cache import cached
 from .declare import evaluator
 from .hooks import frozen
-from .splits import NamedScores, PerImage, Splits, require_images
+from .splits import NamedScores, PerImage, Splits, refuse_tensor, require_images
 
 BATCH = 1024  # images in a forward pass
 
@@ -37,6 +37,7 @@ def compute_logits(model: nn.Module, images: Images, augment: Sequence[Augmentat
 
     Raises   ValueError if a transform changes the targets or makes several views, and the errors of `logits`.
     """
+    refuse_tensor(images)
     parts, classes, generator = [], len(require_images(images).spec.classes), Generator().manual_seed(seed)
     with frozen(model) as reference:
         for start in range(0, len(images), BATCH):

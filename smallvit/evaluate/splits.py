@@ -57,10 +57,14 @@ class PerImage(float):
         return self.values, float(self)
 
 
-def require_images(images: AnyImages) -> AnyImages:
-    """Return a set of images unchanged, or raise ValueError if it is empty or a tensor."""
+def refuse_tensor(images: Any):
+    """Raise ValueError for a tensor in the place of `Images`."""
     if isinstance(images, torch.Tensor):
         raise ValueError("got a tensor; expected Images. For the features of a tensor, use FeatureExtractor(model, spec=...)")
+
+
+def require_images(images: AnyImages) -> AnyImages:
+    """Return a set of images unchanged, or raise ValueError if it is empty."""
     if not len(images):
         raise ValueError("there are no images to evaluate; expected at least one")
     return images

@@ -269,8 +269,8 @@ def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record
 
 def independent_images(judged: Judged, own: Sequence[Record]) -> int:
     """Return how many independent test images tell as much about the score as those that were used. `judged` has the
-    predictions of a model, and `own` the records of its runs. Images of one group, such as a patient, count as one image, and for the
-    balanced accuracy a few images of a small class weigh as much as the many of a large one.
+    predictions of a model, and `own` the records of its runs. Images of one group, such as a patient, count as one image. For
+    the balanced accuracy, the few images of a small class weigh as much as the many of a large one.
     """
     images, first = len(judged.names), min(record.seed // (record.folds or 1) for record in own)
     of_pass = [record for record in own if record.seed // (record.folds or 1) == first]
