@@ -47,8 +47,9 @@ def names_without_decay(module: Any) -> Iterable[str]:
     """Return the names of the parameters of a module that get no weight decay, as the module says: our modules by an attribute
     `no_weight_decay`, those of timm by a method of this name.
     """
-    names = getattr(module, "no_weight_decay", ())
-    return names() if callable(names) else names
+    names: Any = getattr(module, "no_weight_decay", ())
+    found: Any = names() if callable(names) else names
+    return found
 
 
 def hidden_matrices(objective: nn.Module) -> dict[int, int]:

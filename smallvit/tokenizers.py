@@ -7,6 +7,7 @@ do not tile an image, ValueError names the patch size, the image size and the ne
 
 from collections.abc import Callable, Sequence
 from math import ceil, floor, prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -232,14 +233,19 @@ class ConvTokenizer(nn.Module):
         return rearrange(x, "b d r c -> b (r c) d")
 
 
+def check_pair(image: Any) -> Image:
+    """Return the size of an image unchanged, or raise ValueError if it is not a pair (height, width)."""
+    if not isinstance(image, tuple | list) or len(image) != 2:
+        raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
+    return image
+
+
 def patch_grid(image: Image, patch: int) -> tuple[int, int]:
     """Return the number of rows and columns of square patches in an image. `image` is the (height, width) of the image and
     `patch` is the side of a patch, in pixels. Raise ValueError if the patches do not cover the image exactly, or if `image` is
     no pair.
     """
-    if not isinstance(image, tuple | list) or len(image) != 2:
-        raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
-    h, w = image
+    h, w = check_pair(image)
     if patch < 1 or h % patch or w % patch or not h * w:
         raise ValueError(f"patches of {patch} pixels do not tile an image of {h} x {w}; {sizes_that_fit(h, w, patch)}")
     return h // patch, w // patch

@@ -24,7 +24,7 @@ from smallvit.positions import Learned
 from smallvit.reduction import LayerContext
 from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
 from smallvit.rng import stream
-from smallvit.tokenizers import PatchEmbed
+from smallvit.tokenizers import PatchEmbed, check_pair
 
 
 class Block(nn.Module):
@@ -157,15 +157,13 @@ class ViT(nn.Module):
         norm_after_pool: bool = False,
     ):
         super().__init__()
-        if not isinstance(image, tuple | list) or len(image) != 2:
-            raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
         check_integers(dim=(dim, 1), depth=(depth, 0), heads=(heads, 1), registers=(registers, 0))
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
         if position and acts_inside_attention(position):
             name = name_of(position)
             raise ValueError(f"{name} works inside attention; expected attention=partial(Attention, position={name})")
-        self.image, self.channels = tuple(image), channels
+        self.image, self.channels = tuple(check_pair(image)), channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
         for part, attribute in ((self.tokenizer, "grid"), (self.pool, "class_tokens")):

@@ -24,8 +24,8 @@ CLEAR = "\x1b[H\x1b[J"  # moves the cursor to the upper left corner of the termi
 def main(options: argparse.Namespace) -> int:
     """Print a table with the states of all runs of a recipe file, which lists the runs of a comparison, and the runs that are
     being trained at the moment, also by other processes and machines that share the folder of results. `options` are the
-    arguments of the command line. Return the exit status: 0 if all runs have finished or their weights are
-    unavailable, otherwise 1.
+    arguments of the command line. Return the exit status: 0 if all runs have finished or their weights are unavailable,
+    otherwise 1.
 
     With `--watch`, the table is shown again every 2 seconds, until all runs have ended. If the output is not a terminal, a line
     is printed when something has changed.

@@ -37,7 +37,7 @@ def require_every_class(splits: Splits, **options):
     Before training, this is called with the validation images and with the test images (without their pixels) as `test`.
     """
     images = splits.test
-    if len(images.spec.classes) < 2:
+    if len(images.spec.classes) == 1:
         raise ValueError(f"there is one class, {images.spec.classes[0]!r}; expected at least two, which a score can compare")
     counts = images.labels.bincount(minlength=len(images.spec.classes)).tolist()
     missing = [name for name, count in zip(images.spec.classes, counts) if not count] if len(images) else []

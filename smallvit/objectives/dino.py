@@ -118,8 +118,8 @@ class DINO(Objective):
             neighbours=(neighbours, 0, bank), share=(share, 0, 1), settle=(settle, 0, 1), patches=(patches, 0, 1e3),
             patch_ratio=(patch_ratio, 0, 1), patch_temp=(patch_temp, 1e-3, 10),
         )  # fmt: skip
-        check_integers(prototypes=(prototypes, 1), hidden=(hidden, 1), bottleneck=(bottleneck, 1), bank=(bank, 0))
-        check_integers(neighbours=(neighbours, 0))
+        widths = {"prototypes": prototypes, "hidden": hidden, "bottleneck": bottleneck}
+        check_integers(**{name: (width, 1) for name, width in widths.items()}, bank=(bank, 0), neighbours=(neighbours, 0))
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
         self.student: Any = model

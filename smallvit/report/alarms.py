@@ -258,7 +258,8 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
     """Return a list of warnings, one for each arm (variant) and each probe (a classifier on frozen features) that is not shown
     to be better than the same probe of an untrained model. `records` are the results of the runs.
 
-    Runs with the same condition and the same seed are compared.
+    Runs with the same condition and the same seed are compared. The folds of a cross-validation share training images, so they
+    count for less than independent seeds.
     """
     finished = {(r.arm, condition_of(r), r.seed): r for r in records if r.finished}
     cells = dict.fromkeys((r.arm, condition_of(r)) for r in finished.values() if r.role != "reference")
