@@ -138,7 +138,7 @@ def picture(dark: bool) -> str:
     colors = dict(zip(LABELS, bright if dark else deep))
     style = {"svg.fonttype": "path", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 7.5), layout="constrained", facecolor=background)
+        figure = Figure(figsize=(9, 0.28 * len(TECHNIQUES)), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
         for y, (recipe, arm, _) in enumerate(TECHNIQUES.values()):
             rows = [row for row in rows_of(recipe, arm) if row.labels in LABELS and row.difference]
