@@ -79,7 +79,7 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
         ),
         "size": (
             Option("width 64, 4 blocks", {}),
-            Option("width 96", {"dim": "96", "heads": "6"}, 1.8),  # heads as wide as before, which the native kernel can compute
+            Option("width 96", {"dim": "96", "heads": "6"}, 1.8),  # heads of width 16, which the native kernel computes
             Option("6 blocks", {"depth": "6"}, 1.5),
         ),
         "attention": (
