@@ -170,6 +170,18 @@ def test_the_linear_probe_is_at_the_minimum_of_its_loss():
     assert dict(linear_probe(model, splits))["linear_probe"] == correct
 
 
+@pytest.mark.parametrize("standardise", [True, False])
+def test_the_linear_probe_of_more_features_than_images_is_that_of_sklearn(standardise):
+    rng = np.random.default_rng(0)
+    rows, labels = rng.normal(size=(160, 1_200)) * np.linspace(0.1, 1, 1_200), np.arange(160) % 4
+    rows = (rows + 0.05 * rng.normal(size=(4, 1_200))[labels]).astype(np.float32).astype(float)
+    probe = probes.fit_logistic_regression(rows[:60], torch.from_numpy(labels[:60]), 0.1, standardise)
+    scaled = (rows - rows[:60].mean(0)) / rows[:60].std(0) if standardise else rows
+    expected = sklearn_logistic(C=0.1, tol=1e-7).fit(scaled[:60], labels[:60])
+    assert np.allclose(probe.predict_proba(rows[60:]), expected.predict_proba(scaled[60:]), atol=1e-3)
+    assert 0.3 < expected.score(scaled[60:], labels[60:]) < 1
+
+
 @pytest.mark.parametrize("strengths", [(1e-3, 1e-2, 1e-1), (1e-1, 1.0, 1e-3), (0.1,), (1e-2, 1e-1, 1.0)], ids=str)
 def test_a_c_at_the_edge_of_the_grid_is_reported(strengths):
     """C = 0.1 is best: at the edge of the first grid, inside the second and fourth, and the only value of the third."""

@@ -21,6 +21,7 @@ from .splits import NamedScores, PerImage, Splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
+MANY_FEATURES = 1_000  # from which the solver is slow
 SHOTS = 16
 
 
@@ -212,10 +213,13 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
     is the inverse penalty C. If `standardise` is True, each feature is first scaled to mean 0 and variance 1.
 
     It is fitted in float64 to a tolerance of 1e-5. With scikit-learn's default of 1e-4 the accuracy is up to half a point
-    away from that of the minimum. Raises RuntimeError if the solver does not converge.
+    away from that of the minimum. More than `MANY_FEATURES` features of fewer images are first rotated into their principal
+    components, all of which are kept. This has the same minimum, because the penalty does not depend on the rotation, and is
+    150 times as fast for 240 images with 9,408 pixels. Raises RuntimeError if the solver does not converge.
     """
     import warnings
 
+    from sklearn.decomposition import PCA
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -223,8 +227,10 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
 
     if len(labels.unique()) < 2:
         raise ValueError("the labelled images are all of one class; a probe tells classes apart, expected at least two")
-    scaler = [StandardScaler()] if standardise else []
-    probe = make_pipeline(*scaler, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))
+    before = [StandardScaler()] if standardise else []
+    if len(x) < x.shape[1] > MANY_FEATURES:
+        before.append(PCA(svd_solver="full"))
+    probe = make_pipeline(*before, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:
