@@ -40,11 +40,11 @@ TECHNIQUES = {
     "Six times the steps": ("semi_supervised", "scratch as long", "semi_supervised"),
     "FixMatch, against six times the steps": ("semi_supervised", "FixMatch", "semi_supervised"),
     "Mean teacher, against six times the steps": ("semi_supervised", "mean teacher", "semi_supervised"),
-    "DINO on unlabelled images": ("dino", "DINO on all digits", "dino"),
-    "DINO, tuned": ("self_supervised", "DINO", "dino"),
-    "MAE": ("self_supervised", "MAE", "mae"),
-    "data2vec": ("self_supervised", "data2vec", "data2vec"),
-    "LeJEPA": ("self_supervised", "LeJEPA", "lejepa"),
+    "DINO pretraining": ("dino", "DINO on all digits", "dino"),
+    "DINO pretraining, simpler and tuned": ("self_supervised", "DINO", "dino"),
+    "MAE pretraining": ("self_supervised", "MAE", "mae"),
+    "data2vec pretraining": ("self_supervised", "data2vec", "data2vec"),
+    "LeJEPA pretraining": ("self_supervised", "LeJEPA", "lejepa"),
     "Labels and reconstruction (SSAT)": ("self_supervised", "SSAT", "ssat"),
     "Distances between patches (DrLoc)": ("self_supervised", "DrLoc", "drloc"),
     "DINO and label spreading": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
@@ -93,8 +93,8 @@ def points(value: float) -> str:
 
 
 def with_interval(mean: float, low: float, high: float) -> str:
-    """A difference in percentage points and its interval: `+1.2 [+0.3, +2.1]`."""
-    return f"{points(mean)} [{points(low)}, {points(high)}]"
+    """A difference in percentage points and its interval: `+1.2 [0.3, 2.1]`."""
+    return f"{points(mean)} [{points(low)}, {points(high)}]".replace("[+", "[").replace(", +", ", ")
 
 
 def cell(row: Row | None) -> str:

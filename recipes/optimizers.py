@@ -24,11 +24,11 @@ Found     At 1,000 labels Muon is better than AdamW, by 0.76 points [0.57, 0.96]
           with as many steps and half the cost. Schedule-free AdamW is inconclusive, within 0.26 points of AdamW and below it,
           as expected (-0.26 [-0.81, 0.29] and -0.07 [-0.23, 0.09]). The small CNN has the highest mean, 95.86% and 98.63%.
 
-Limits    Only the learning rate was tuned, with trials of 600 steps; a single strength of SAM (rho 0.05) and the default weight
-          decay of 0.05 were used. SAM was still improving at 1,000 labels (`smallvit report` prints an alarm). Muon and AdamW
-          at twice the steps were not compared with each other. A step of Muon computes more than one of AdamW, but other
-          programs ran beside the training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new
-          test images.
+Limits    Only the learning rate was tuned, with trials of a quarter of the steps; a single strength of SAM (rho 0.05) and the
+          default weight decay of 0.05 were used. SAM was still improving at 1,000 labels (`smallvit report` prints an alarm).
+          Muon and AdamW at twice the steps were not compared with each other. A step of Muon computes more than one of AdamW,
+          but other programs ran beside the training, so the seconds cannot be compared between arms. Verdicts are about new
+          seeds and new test images.
 """
 
 from functools import partial

@@ -25,12 +25,13 @@ Found     At 100 labels FixMatch is better than supervised training for as long,
           are inconclusive there, -0.03 points [-0.11, 0.06]. The largest gain at 1,000 labels comes from training longer: six
           times the steps are better by 1.53 points [1.24, 1.81], and by 2.07 [1.70, 2.43] at 100 labels.
 
-Limits    Only the learning rate was tuned, with trials of 600 steps. So short trials may choose a learning rate that is too
-          large for six times the steps, or too small for methods whose targets become useful late. FixMatch was published with
-          hundreds of thousands of steps; here it sees the labelled digits only as often as scratch does. Mean teacher and
-          FixMatch with alignment were still improving at 100 labels (`smallvit report` prints an alarm). The unlabelled digits
-          are of the same kind as the labelled ones, with nearly equal numbers of each class. Other programs ran beside the
-          training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test images.
+Limits    Only the learning rate was tuned, with trials of a quarter of the steps. So short trials may choose a learning rate
+          that is too large for six times the steps, or too small for methods whose targets become useful late. FixMatch was
+          published with hundreds of thousands of steps; here it sees the labelled digits only as often as scratch does. Mean
+          teacher and FixMatch with alignment were still improving at 100 labels (`smallvit report` prints an alarm). The
+          unlabelled digits are of the same kind as the labelled ones, with nearly equal numbers of each class. Other programs
+          ran beside the training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test
+          images.
 """
 
 from functools import partial
