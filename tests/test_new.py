@@ -352,6 +352,8 @@ def test_large_folders_have_a_fixed_test_part(monkeypatch):
         ([f"{label}/{label}{number // 3}_{number}.png" for label in "ab" for number in range(20)], 14),
         ([f"{label}/patient_{index}{number}.png" for index, label in enumerate("ab", 1) for number in range(20)], 0),
         ([f"{label}/patient_{number}.png" for label in "ab" for number in range(20)], 20),
+        ([f"{label}/scan{number}.png" for label in "ab" for number in range(20)], 0),
+        ([f"{label}/scan{number // 2}_{number % 2}.png" for label in "ab" for number in range(20)], 10),
         ([f"{label}/P{number // 3:02}{label}_img{number % 3}.png" for label in "ab" for number in range(18)], 12),
         ([f"{label}/2024-05-{number:02}_scan.png" for label in "ab" for number in range(18)], 0),
     ],

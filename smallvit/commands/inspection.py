@@ -14,11 +14,9 @@ LARGEST = 64  # pixels of a side that is kept
 PATCH = 8  # pixels of a side of a patch, for images that are resized
 PATCHES = 36  # of such an image
 
-# words before a number that name what several images may be of
-WORDS = (
-    "patient", "subject", "person", "participant", "donor", "case", "animal", "mouse", "plate", "slide", "scan", "video",
-    "session", "plant", "tree",
-)  # fmt: skip
+# words before a number that name what several images may be of: living beings, and things that may also be the image itself
+BEINGS = ("patient", "subject", "person", "participant", "donor", "animal", "mouse")
+THINGS = ("case", "plate", "slide", "scan", "video", "session", "plant", "tree")
 # regular expressions whose first pair of parentheses is the group of an image
 TWO_NUMBERS = r"([^_ -]*\d[^_ -]*)[_ -].*\d.*"  # P07_img3: a word with a number, and another number
 NUMBERED = r"(.*)[_ -]\d+"
@@ -202,19 +200,23 @@ def groups_of(files: dict[str, int]) -> tuple[str, dict[str, str]]:
 
     Names show groups if an expression matches all of them, and a group has 1.5 images or more on average. Names without a word
     such as patient show groups if each class has at least 5, with 20 images or fewer on average: `P07_img3` is an image of
-    `P07`, but `cat_1`, `cat_2` are the first and second cat, and no group.
+    `P07`, but `cat_1`, `cat_2` are the first and second cat, and no group. The names `scan1`, `scan2` in each class, without
+    a second image of a scan in a class, are numbers of the images, too.
     """
     from smallvit.data.files import groups_by_name
 
-    for pattern in (*(rf"(?i)(.*?{word}[_ -]?\d+)(?:\D.*)?" for word in WORDS), TWO_NUMBERS, NUMBERED):
+    named = {rf"(?i)(.*?{word}[_ -]?\d+)(?:\D.*)?": word for word in (*BEINGS, *THINGS)}
+    for pattern in (*named, TWO_NUMBERS, NUMBERED):
         try:
             names = dict(zip(files, groups_by_name([*files], pattern)))
         except ValueError:  # some names do not match
             continue
         count = len({*names.values()})
-        fewest = min(map(len, groups_in_classes(files, names).values()))
-        has_word = pattern not in (TWO_NUMBERS, NUMBERED)
-        shown = count > len({*files.values()}) if has_word else fewest >= 5 and len(files) <= 20 * count
+        in_classes = [len(groups) for groups in groups_in_classes(files, names).values()]
+        if named.get(pattern) in THINGS and sum(in_classes) == len(files):  # the images of each class are numbered
+            continue
+        has_word = pattern in named
+        shown = count > len({*files.values()}) if has_word else min(in_classes) >= 5 and len(files) <= 20 * count
         if shown and count * 1.5 <= len(files):
             return pattern, names
     return "", {}

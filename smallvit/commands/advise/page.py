@@ -173,7 +173,8 @@ def final_training(plan: Plan) -> str:
 def division_of_trials(plan: Plan, own_val: bool) -> str:
     """Return sentences that say how the options were tried. `own_val` says that the folder has validation images."""
     part = f"{1 - (plan.share or 0):.0%} of the images" if plan.folds else "the training images"
-    val = f"{plan.val:,} images in val/ were" if own_val else f"{plan.val:,} of these images, drawn anew for each seed, were"
+    number = "about " * bool(plan.group_by) + f"{plan.val:,}"  # groups stay together
+    val = f"{plan.val:,} images in val/ were" if own_val else f"{number} of these images, drawn anew for each seed, were"
     return (
         f"Options were tried in groups, one group after another, on {part}, with {plan.steps:,} training steps. In each run, "
         f"{val} validation images. The best option of a group was kept for the following groups. The validation score of the "
