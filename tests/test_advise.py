@@ -20,7 +20,14 @@ from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, model_to_keep, names_of
 from smallvit.commands.advise.command import opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, stem_layers
-from smallvit.commands.advise.page import Judged, division_of_trials, final_training, independent_images, more_time
+from smallvit.commands.advise.page import (
+    Judged,
+    division_of_trials,
+    final_training,
+    independent_images,
+    more_time,
+    other_models,
+)
 from smallvit.commands.advise.plan import (
     LONGEST,
     MOST_PASSES,
@@ -346,7 +353,7 @@ def test_test_goes_on_only_if_all_its_runs_have_finished(status, message, monkey
     assert trained == [10]
 
 
-@pytest.mark.parametrize(("each", "passes"), [(90, 5), (100, 5), (101, 4), (8, 8)])
+@pytest.mark.parametrize(("each", "passes"), [(90, 5), (118, 5), (119, 4), (8, 8)])
 def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, passes, monkeypatch):
     images = replace(inspect_images(shapes()), patch=4)
     made = opened_plan(Path("shapes"), images, Path("advice"), options(no_imagenet=True))
@@ -354,7 +361,7 @@ def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, passes
     made.passes, made.judged, made.pass_seconds = 4, 2, float(each)
     advisor = Advisor(images, made, Path("advice"), "cpu", 0.0)
     assert advisor.last_seconds == pytest.approx(45)
-    clock = [800.0 - 4 * each]  # of 900 seconds; 5% more are allowed
+    clock = [800.0 - 4 * each]  # of 900 seconds; 7% more are allowed
     monkeypatch.setattr(Advisor, "spent", property(lambda self: clock[0]))
     trained = []
 
@@ -460,12 +467,12 @@ def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
 @pytest.mark.parametrize(
     ("advice", "cnn", "kept", "first", "second"),
     [
-        (("better", 0.95), ("worse", 0.9), ADVICE, "Use a ViT with stem:", "A small CNN with the same augmentation reaches 90.0%"),
+        (("better", 0.95), ("worse", 0.9), ADVICE, "Use a ViT with stem:", "A small CNN, trained in the same way, reaches 90.0%"),
         (("better", 0.95), ("better", 0.97), CNN, "Use a small CNN", "If you want a small ViT, use a ViT with stem"),
         (("inconclusive", 0.91), ("better", 0.97), CNN, "Use a small CNN", "A ViT with stem was best in the trials"),
         (("inconclusive", 0.91), ("inconclusive", 0.92), ADVICE, "A ViT with stem was best", "no difference was shown"),
         (("worse", 0.8), ("inconclusive", 0.82), PLAIN, "Use the plain ViT", "no difference was shown"),
-        (("worse", 0.8), ("better", 0.85), PLAIN, "Use the plain ViT", "A small CNN with the same augmentation reaches 85.0%"),
+        (("worse", 0.8), ("better", 0.85), PLAIN, "Use the plain ViT", "A small CNN, trained in the same way, reaches 85.0%"),
         (("worse", 0.8), ("better", 0.95), CNN, "Use a small CNN", "If you want a small ViT, use the plain ViT"),
     ],
 )
@@ -474,17 +481,20 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
     assert model_to_keep(comparison) == kept
     sentences = answer(comparison, [Option("stem", {"dim": "96"})])
     assert sentences[0].startswith(first) and second in sentences[1]
+    others = other_models(comparison, kept, Path("my advice"))
+    assert bool(others) == (cnn[1] > {PLAIN: 0.9, ADVICE: advice[1], CNN: cnn[1]}[kept])
+    assert all("'my advice/recipe.py:small CNN' IMAGES --out 'my advice/runs' --ensemble" in line for _, line in others)
 
 
 @pytest.mark.parametrize(
     ("advice", "cnn", "pixels", "compared", "warned"),
     [
-        (("worse", 0.8), ("better", 0.85), 0.82, "A small CNN .*85.0%.* the ViT with stem", False),
+        (("worse", 0.8), ("better", 0.85), 0.82, "A small CNN.*85.0%.* the ViT with stem", False),
         (("worse", 0.8), ("inconclusive", 0.82), 0.92, "no difference was shown: it is .* the ViT with stem", True),
-        (("worse", 0.8), ("better", 0.95), 0.92, "Use a small CNN .*: it reaches 95.0%.* the ViT with stem", False),
-        (("worse", 0.8), ("better", 0.95), 0.96, "Use a small CNN .*: it reaches 95.0%.* the ViT with stem", True),
-        (("better", 0.95), ("worse", 0.9), 0.92, "A small CNN .*90.0%.* this ViT", False),
-        (("inconclusive", 0.8), ("better", 0.95), 0.82, "Use a small CNN .*: it reaches 95.0%.* the small ViT", False),
+        (("worse", 0.8), ("better", 0.95), 0.92, "Use a small CNN.*: it reaches 95.0%.* the ViT with stem", False),
+        (("worse", 0.8), ("better", 0.95), 0.96, "Use a small CNN.*: it reaches 95.0%.* the ViT with stem", True),
+        (("better", 0.95), ("worse", 0.9), 0.92, "A small CNN.*90.0%.* this ViT", False),
+        (("inconclusive", 0.8), ("better", 0.95), 0.82, "Use a small CNN.*: it reaches 95.0%.* the small ViT", False),
     ],
 )
 def test_other_models_are_compared_by_name_and_raw_pixels_with_the_recommended_model(advice, cnn, pixels, compared, warned):
@@ -520,7 +530,7 @@ def test_docstrings_of_the_recipes_name_the_folder_alone():
 
 @pytest.mark.parametrize(("minutes", "passes", "advised"), [(5, 2, "15"), (5, 3, "10"), (7, 5, "10"), (5, 6, None)])
 def test_page_advises_more_time_if_there_are_too_few_passes_for_a_precise_verdict(minutes, passes, advised):
-    found = more_time(Plan("shapes", minutes, False, 2, 0.4, 2, 6, passes=passes))
+    found = more_time(Plan("shapes", minutes, False, 2, 0.4, 2, 6, passes=passes), Path("advice"))
     assert [advised] * bool(advised) == re.findall(r"--minutes (\d+)", " ".join(found))
 
 

@@ -89,7 +89,7 @@ def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") 
 
 # the other models besides the small ViT, as the answer calls them
 OTHERS = {
-    CNN: "small CNN with the same augmentation",
+    CNN: "small CNN, trained in the same way,",
     FINE_TUNED: "ViT-S with weights from ImageNet, fine-tuned on these images,",
     FROZEN: "logistic regression on the features of a ViT-S from ImageNet",
 }

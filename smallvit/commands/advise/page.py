@@ -25,7 +25,7 @@ from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
 from .plan import WANTED_PASSES, Plan
-from .recipes import ADVICE, PLAIN
+from .recipes import ADVICE, CNN, FINE_TUNED, PLAIN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,16 +113,17 @@ def write_page(
         "dark": DARK,
         "sentences": sentences,
         "score": score.capital + score.unit,
-        "rows": [row_of(row) for row in main_rows(comparison).values()],
+        "rows": [row_of(row, chosen) for row in main_rows(comparison).values()],
         "judged": division(plan, len(judged.names)),
         "unit": "pass" if plan.folds else "seed",
         "forest": Markup(forest(with_all)),
         "confusion": Markup(confusion_matrices(with_all, own)),
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
+        "others": other_models(with_all, best, path.parent),
         "kept": kept_text(best, chosen),
         "trained": final_training(plan),
-        "help": [*more_time(plan), *what_would_help(comparison, judged, own, training_images(entries[0]))],
+        "help": [*more_time(plan, path.parent), *what_would_help(comparison, judged, own, training_images(entries[0]))],
         "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan, own_val=entries[0].run.data().val is not None),
@@ -132,8 +133,10 @@ def write_page(
     return sentences
 
 
-def row_of(row: Row) -> dict[str, str]:
-    """Return the texts of one row of the table of models. `row` holds the results of an arm (variant)."""
+def row_of(row: Row, chosen: Sequence[Option]) -> dict[str, str]:
+    """Return the texts of one row of the table of models. `row` holds the results of an arm (variant), and `chosen` are the
+    options that were best in the trials.
+    """
     score = score_of(row)
     no_difference = dict.fromkeys(("inconclusive", "not enough seeds", "no verdict"), "no difference from {} was shown")
     verdict = {"better": "better than {}", "worse": "worse than {}"} | no_difference
@@ -141,7 +144,7 @@ def row_of(row: Row) -> dict[str, str]:
     reason = f" ({row.reason})" * bool(row.reason and text)
     params, macs = row.budget.get("params"), row.budget.get("macs")
     return {
-        "name": row.arm,
+        "name": f"{ADVICE}: a ViT with {names_of(chosen)}" if row.arm == ADVICE else row.arm,
         "value": "–" if row.mean is None else score.number(row.mean) + (f" ± {score.number(row.sd)}" if row.sd else ""),
         "params": f"{params:,.0f}" if params else "–",
         "macs": f"{macs / 1e6:,.2f} M" if macs else "–",
@@ -151,13 +154,19 @@ def row_of(row: Row) -> dict[str, str]:
 
 def division(plan: Plan, images: int) -> str:
     """Return sentences that say on which images the models were tested. `images` is their number."""
+    spread = (
+        "The ± says how much trained models differ. The score on other new images can differ more, if the test images are few."
+    )
     if plan.folds:
         return (
-            f"Mean and standard deviation over {plan.passes} passes, on {images:,} test images that no trial has used. A pass "
-            f"is a cross-validation with {plan.folds} folds: it tests each of these images once, with a model that was trained "
-            "on all images outside its fold."
+            f"Mean ± standard deviation over {plan.passes} passes, on {images:,} test images that no trial has used. {spread} "
+            f"A pass is a cross-validation with {plan.folds} folds: it tests each of these images once, with a model that was "
+            f"trained for {plan.final_steps:,} steps on all images outside its fold."
         )
-    return f"Mean and standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has used."
+    return (
+        f"Mean ± standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has used, after "
+        f"{plan.final_steps:,} training steps. {spread}"
+    )
 
 
 def final_training(plan: Plan) -> str:
@@ -210,6 +219,22 @@ def commands(out: Path) -> list[str]:
     ]
 
 
+def other_models(comparison: Comparison, kept: str, out: Path) -> list[tuple[str, str]]:
+    """Return a sentence and a command for each model with a better mean than the one that is given to the user: how to predict
+    with the models of the test. `comparison` holds the results with all images, `kept` is the name of the arm (variant) of the
+    model that is given to the user, and `out` is the folder with the advice.
+    """
+    rows = main_rows(comparison)
+    sign = -1 if rows[kept].lower_is_better else 1
+    found = []
+    for arm in (CNN, FINE_TUNED):
+        if arm in rows and sign * (rows[arm].mean or 0.0) > sign * (rows[kept].mean or 0.0):
+            source, runs = shlex.quote(f"{out / 'recipe.py'}:{arm}"), shlex.quote(str(out / "runs"))
+            command = f"smallvit predict {source} IMAGES --out {runs} --ensemble -o predictions.csv"
+            found.append((f"“{arm}” has a better mean in the table. To predict with its models of the test:", command))
+    return found
+
+
 def deeper(out: Path) -> list[str]:
     """Return sentences that list the files with the evidence in the folder `out`."""
     return [
@@ -229,17 +254,18 @@ def kept_text(arm: str, chosen: Sequence[Option]) -> str:
     return f"a ViT with {names_of(chosen)}"
 
 
-def more_time(plan: Plan) -> list[str]:
+def more_time(plan: Plan, out: Path) -> list[str]:
     """Return a list with the advice to use more time, if there were too few passes or seeds for a precise verdict; otherwise an
-    empty list.
+    empty list. `out` is the folder with the advice.
     """
     if plan.passes >= WANTED_PASSES:
         return []
     unit = "passes" if plan.folds else "seeds"
     minutes = 5 * -(-plan.minutes * WANTED_PASSES // (5 * plan.passes))
     return [
-        f"More time: there was time for {plan.passes} {unit}, but {WANTED_PASSES} give a much more precise verdict. Use about "
-        f"--minutes {minutes:.0f} and another --into."
+        f"More time, for a more certain verdict and longer training: there was time for {plan.passes} {unit}, but "
+        f"{WANTED_PASSES} give narrower intervals. Use the same command with --minutes {minutes:.0f} and another folder for "
+        f"the result, such as --into {shlex.quote(f'{out}-{minutes:.0f}')}."
     ]
 
 
