@@ -227,7 +227,7 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
 
     if len(labels.unique()) < 2:
         raise ValueError("the labelled images are all of one class; a probe tells classes apart, expected at least two")
-    before = [StandardScaler()] if standardise else []
+    before: list[Any] = [StandardScaler()] if standardise else []
     if len(x) < x.shape[1] > MANY_FEATURES:
         before.append(PCA(svd_solver="full"))
     probe = make_pipeline(*before, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))
