@@ -353,8 +353,10 @@ def test_test_goes_on_only_if_all_its_runs_have_finished(status, message, monkey
     assert trained == [10]
 
 
-@pytest.mark.parametrize(("each", "passes"), [(90, 5), (118, 5), (119, 4), (8, 8)])
-def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, passes, monkeypatch):
+@pytest.mark.parametrize(
+    ("each", "kept", "passes"), [(90, CNN, 5), (118, CNN, 5), (119, CNN, 4), (140, PLAIN, 5), (141, PLAIN, 4), (8, CNN, 8)]
+)
+def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, kept, passes, monkeypatch):
     images = replace(inspect_images(shapes()), patch=4)
     made = opened_plan(Path("shapes"), images, Path("advice"), options(no_imagenet=True))
     made.steps, made.step, made.cnn_step, made.final_steps, made.folds = 300, 0.05, 0.1, 300, 2
@@ -370,6 +372,7 @@ def test_another_pass_is_tested_if_it_ends_in_time_or_a_little_late(each, passes
         trained[:] = numbers
 
     monkeypatch.setattr(Advisor, "train_passes", train_passes)
+    monkeypatch.setattr(Advisor, "kept", kept)
     advisor.judge()
     assert made.passes == len(trained) == passes
     Path("advice/model").mkdir(parents=True)

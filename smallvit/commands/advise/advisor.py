@@ -43,7 +43,18 @@ from .plan import (
     runs_of,
     steps_of_trials,
 )
-from .recipes import FINE_TUNED, FROZEN, IMAGES_TO_LEARN, final_recipe, last_recipe, options_of, trial_recipe
+from .recipes import (
+    ADVICE,
+    CNN,
+    FINE_TUNED,
+    FROZEN,
+    IMAGES_TO_LEARN,
+    PLAIN,
+    final_recipe,
+    last_recipe,
+    options_of,
+    trial_recipe,
+)
 from .screening import try_options
 
 if TYPE_CHECKING:
@@ -233,7 +244,11 @@ class Advisor:
         """Whether one more pass is expected to end in time, or only a little late. After the final training there is none."""
         if (self.out / "model").exists():
             return False
-        return self.spent + self.plan.pass_seconds + self.last_seconds <= LATE * self.total
+        plan = self.plan
+        steps = {PLAIN: self.slowdown * plan.step, ADVICE: plan.best_step, CNN: self.slowdown * plan.cnn_step}
+        kept = self.kept
+        last = ALONE * plan.final_steps * steps[kept] if kept in steps else self.last_seconds
+        return self.spent + plan.pass_seconds + last <= LATE * self.total
 
     def affordable_imagenet(self) -> list[str]:
         """Return the names of the models with weights from ImageNet that there is time to test. The list is empty if the
@@ -345,16 +360,21 @@ class Advisor:
 
     # The model
 
+    @property
+    def kept(self) -> str:
+        """The name of the arm (variant) that is best in the test so far. Its model is given to the user."""
+        from ..report import collect
+
+        return model_to_keep(compare(collect(self.final_runs, self.runs, self.final_recipe.stem)))
+
     def train_last(self) -> Path:
         """Train the model that is given to the user, the best one of the test, and return its folder. It is trained on all
         images. If the folder has test images, it is trained on those in train/ and scored on those in test/.
         """
-        from ..report import collect
-
         model = self.out / "model"
         if model.exists():
             return model
-        kept = model_to_keep(compare(collect(self.final_runs, self.runs, self.final_recipe.stem)))
+        kept = self.kept
         which = "on all images" if self.plan.share else "on the images in train/"
         self.say(f"training the model {which}: {kept_text(kept, self.chosen)}")
         path = self.write_recipe("last_training", last_recipe(self.images, self.plan, self.chosen, kept))
