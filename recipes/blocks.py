@@ -1,8 +1,8 @@
 """Do other kinds of attention, gated MLPs, registers or conditional positions help a small ViT with few labels?
 
-Paper     Ramapuram et al. 2024 (sigmoid attention), arXiv:2409.04431. Ye et al. 2024 (differential attention), arXiv:2410.05258.
-          Shazeer et al. 2020 (talking heads), arXiv:2003.02436. Shazeer 2020 (SwiGLU, GEGLU), arXiv:2002.05202. Darcet et al.
-          2023 (registers), arXiv:2309.16588. Chu et al. 2021 (PEG), arXiv:2102.10882.
+Paper     Ramapuram et al. 2024 (sigmoid attention), arXiv:2409.04431. Ye et al. 2024 (differential attention),
+          arXiv:2410.05258. Shazeer et al. 2020 (talking heads), arXiv:2003.02436. Shazeer 2020 (SwiGLU, GEGLU),
+          arXiv:2002.05202. Darcet et al. 2023 (registers), arXiv:2309.16588. Chu et al. 2021 (PEG), arXiv:2102.10882.
 
 Setup     Data: MNIST with 100 and 1,000 labelled digits, 10,000 test images, 8 seeds; 16 patches of 7 pixels, 139,000
           parameters, deformed digits, 2,400 steps of 32 digits. Each arm is the baseline with one change. The hidden width of
