@@ -492,12 +492,12 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
 @pytest.mark.parametrize(
     ("advice", "cnn", "pixels", "compared", "warned"),
     [
-        (("worse", 0.8), ("better", 0.85), 0.82, "A small CNN.*85.0%.* the ViT with stem", False),
+        (("worse", 0.8), ("better", 0.85), 0.82, "A small CNN, .*85.0%.* the ViT with stem", False),
         (("worse", 0.8), ("inconclusive", 0.82), 0.92, "no difference was shown: it is .* the ViT with stem", True),
-        (("worse", 0.8), ("better", 0.95), 0.92, "Use a small CNN.*: it reaches 95.0%.* the ViT with stem", False),
-        (("worse", 0.8), ("better", 0.95), 0.96, "Use a small CNN.*: it reaches 95.0%.* the ViT with stem", True),
-        (("better", 0.95), ("worse", 0.9), 0.92, "A small CNN.*90.0%.* this ViT", False),
-        (("inconclusive", 0.8), ("better", 0.95), 0.82, "Use a small CNN.*: it reaches 95.0%.* the small ViT", False),
+        (("worse", 0.8), ("better", 0.95), 0.92, "Use a small CNN, .*: it reaches 95.0%.* the ViT with stem", False),
+        (("worse", 0.8), ("better", 0.95), 0.96, "Use a small CNN, .*: it reaches 95.0%.* the ViT with stem", True),
+        (("better", 0.95), ("worse", 0.9), 0.92, "A small CNN, .*90.0%.* this ViT", False),
+        (("inconclusive", 0.8), ("better", 0.95), 0.82, "Use a small CNN, .*: it reaches 95.0%.* the small ViT", False),
     ],
 )
 def test_other_models_are_compared_by_name_and_raw_pixels_with_the_recommended_model(advice, cnn, pixels, compared, warned):

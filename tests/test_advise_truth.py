@@ -94,7 +94,7 @@ def test_technique_that_helps_is_found_and_none_is_claimed_where_none_helps(tmp_
 def test_interval_covers_the_truth_although_the_best_of_many_options_was_chosen(tmp_path, monkeypatch):
     """The interval of two passes has to be valid for every model, so it is too wide for some. It covers the truth in 96 to 99%
     of the simulations in test_verdict_folds.py, with four other classifiers. Models that are trained briefly on random labels
-    predict anew in each pass, so that their mean over two passes varies less: 173 of 173 intervals were right here.
+    predict anew in each pass, so that their mean over two passes varies less: 173 of 173 intervals were right here, and the upper bound was not met.
     """
     monkeypatch.setattr(command, "FEWEST_MINUTES", 0.1)
     monkeypatch.setattr(plan, "FEWEST_STEPS", 20)
@@ -110,7 +110,7 @@ def test_interval_covers_the_truth_although_the_best_of_many_options_was_chosen(
                 covered.append((arm, d.low <= 0 <= d.high))
     shares = {arm: np.mean([inside for name, inside in covered if name == arm]) for arm in (ADVICE, CNN)}
     print(shares, len(covered))
-    assert all(share >= 0.9 for share in shares.values())
+    assert all(0.9 <= share <= 0.99 for share in shares.values())
 
 
 def test_twenty_kills_change_no_decision_and_lose_no_run(tmp_path):
