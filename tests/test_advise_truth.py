@@ -94,7 +94,8 @@ def test_technique_that_helps_is_found_and_none_is_claimed_where_none_helps(tmp_
 def test_interval_covers_the_truth_although_the_best_of_many_options_was_chosen(tmp_path, monkeypatch):
     """The interval of two passes has to be valid for every model, so it is too wide for some. It covers the truth in 96 to 99%
     of the simulations in test_verdict_folds.py, with four other classifiers. Models that are trained briefly on random labels
-    predict anew in each pass, so that their mean over two passes varies less: 173 of 173 intervals were right here, and the upper bound was not met.
+    predict anew in each pass, so that their mean over two passes varies less: 173 of 173 intervals were right here. So the
+    upper bound was not met.
     """
     monkeypatch.setattr(command, "FEWEST_MINUTES", 0.1)
     monkeypatch.setattr(plan, "FEWEST_STEPS", 20)
