@@ -1,13 +1,16 @@
 """Comparisons: conditions, controls, two intervals, looks while seeds are added, training lengths and disagreements."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from smallvit.recipe import find_recipe
 from smallvit.record import Record, pack_bits
 from smallvit.report import format, remarks
 from smallvit.report.answer import answer
+from smallvit.report.page import markdown, run_command
 from smallvit.report.tables import verdict_remarks
 from smallvit.report.units import ACCURACY
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
@@ -102,6 +105,10 @@ def test_better_on_these_images_only_is_inconclusive_and_says_why():
     noisy = records({"scratch": 0, "+A": 0}, images=2000, noise=0.03, rng=1)
     assert row_of(noisy, "+A").difference.needs == "seeds"
     assert format.what_helps(compare(noisy), row_of(noisy, "+A")) == "More seeds would help: smallvit run demo --until-decided"
+    command = run_command(Path("my advice/recipe.py"), Path("my advice/runs"))
+    assert command == "smallvit run 'my advice/recipe.py' --out 'my advice/runs'"
+    assert f"{command} --until-decided" in markdown(noisy, title="demo", doc="", command=command)
+    assert run_command(find_recipe("quickstart"), Path("runs")) == "smallvit run quickstart"
     assert "false verdict in about 8 of 100 comparisons" in remarks.notes(compare(noisy), [])
     assert "in about 8 of 100" not in remarks.notes(compare([replace(r, looks=list(LOOKS)) for r in noisy]), [])
 

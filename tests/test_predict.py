@@ -301,8 +301,8 @@ def test_the_printed_command_predicts(conditions, out, chosen, workdir, images, 
     Path("below/mine.py").write_text(text.replace(", references=False", f"{conditions}, references=False"))
     assert main(["run", "below/mine.py", "--jobs", "1", "--out", out]) == 0
     command = re.search(r"^predictions by the arm with the best mean: smallvit (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
-    where = "" if out == "runs" else f' --out "{out}"'
-    assert re.fullmatch(rf'predict "below/mine.py:[a-z+]+" IMAGES{chosen}{where} --ensemble -o predictions.csv', command)
+    where = "" if out == "runs" else f" --out '{out}'"
+    assert re.fullmatch(rf"predict below/mine.py:[a-z+]+ IMAGES{chosen}{where} --ensemble -o predictions.csv", command)
     assert main([str(images) if word == "IMAGES" else word for word in shlex.split(command)]) == 0
     assert len(rows(Path("predictions.csv").read_text())) == 10 and "the mean of 2 models" in capsys.readouterr().err
     assert main(["run", "below/mine.py", "--jobs", "1", "--out", out, "--scale-steps", "2"]) == 0

@@ -8,7 +8,7 @@ from .inspection import Inspection
 BATCH = 32
 FEWEST_STEPS, MOST_STEPS, EPOCHS = 300, 1_000, 30
 QUICK_ARMS = ("scratch", "+augmentation", "+SPT", "+LSA")  # of a quick recipe
-QUICK_FOLDS = 10  # runs of each arm in a quick cross-validation: a test over single folds needs about so many
+QUICK_FOLDS = 10  # runs of each arm in a quick cross-validation: fewer do not allow a test over passes and images
 
 
 def recipe_text(images: Inspection, path: str, quick: bool = False) -> str:
@@ -255,8 +255,7 @@ def possible_verdicts(images: Inspection, quick: bool) -> str:
     count = seeds_of(images, quick)
     if images.folds and quick:
         return (
-            f"{count} passes of {images.folds} folds are enough for a verdict on a large difference: fewer than 6 passes are "
-            "tested over single folds, which finds about half as many real differences"
+            f"{count} passes of {images.folds} folds are enough for a verdict on a large difference; 6 passes find smaller ones"
         )
     if quick:
         return f"{count} seeds are the fewest with which a verdict is possible, on a large difference"

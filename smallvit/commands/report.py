@@ -17,7 +17,7 @@ from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records, write_text
 from smallvit.report import csv_table, html, latex_table, markdown, text
-from smallvit.report.page import how_to_predict, reported
+from smallvit.report.page import how_to_predict, reported, run_command
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.trackers import Followed, followed, send
@@ -103,7 +103,8 @@ def report(options: argparse.Namespace) -> int:
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
     trained_here = out if records is collected and options.scale_steps == 1 else None
-    write_report(path, module, records, out / path.stem / "report", options.scale_steps, models=trained_here)
+    command = run_command(path, Path(options.out), scale_option(options.scale_steps))
+    write_report(path, module, records, out / path.stem / "report", options.scale_steps, models=trained_here, command=command)
     write_tables(records, out / path.stem / "report", options)
     if options.mistakes:
         print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem))
@@ -186,16 +187,20 @@ def write_report(
     scale_steps: int = 1,
     show_warnings: bool = True,
     models: Path | None = None,
+    command: str = "",
 ):
     """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the
     recipe file, `module` is this file as an imported module, and `records` are the results of its runs. `scale_steps`
     (the command-line option `--scale-steps`) multiplied the training steps, and `show_warnings=False` prints no warnings.
     `models` is the folder of all results, for the printed command that predicts new images with the trained models. None prints
-    no such command: `smallvit predict` does not find models that are not there, or that have other numbers of steps.
+    no such command: `smallvit predict` does not find models that are not there, or that have other numbers of steps. `command`
+    runs the recipe again, and is empty for `smallvit run` with the name of the recipe.
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent)
     for suffix, page in ((".md", markdown), (".html", html)):
-        content = page(records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried)
+        content = page(
+            records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried, command=command
+        )
         write_text(target.with_suffix(suffix), content)
     print(text(records))
     if models is not None and (line := how_to_predict(records, path, models)):

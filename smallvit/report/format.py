@@ -193,9 +193,9 @@ def what_helps(comparison: Comparison, row: Row) -> str:
 
 def until_decided(comparison: Comparison) -> str:
     """Return the command that trains more seeds until the verdicts are decided, as text: `smallvit run R --until-decided`.
-    `comparison` holds the results and the name R of the recipe (the file that lists the runs).
+    `comparison` holds the results, and the name R of the recipe (the file that lists the runs) or a command that runs it.
     """
-    return f"smallvit run {comparison.recipe} --until-decided"
+    return f"{comparison.command or f'smallvit run {comparison.recipe}'} --until-decided"
 
 
 def trends(comparison: Comparison) -> dict[tuple[int | None, str], str]:

@@ -3,11 +3,14 @@
 import html as entities
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from smallvit.recipe import recipe_files
 from smallvit.record import Record
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Condition, condition_of
@@ -50,14 +53,16 @@ def markdown(
     doc: str,
     options: str = "",
     trials: Mapping[str, int] | None = None,
+    command: str = "",
 ) -> str:
     """Return the report of a comparison as Markdown text. `records` are the results of its runs. The options `title` and `doc`
     are the name and the docstring of the recipe file (the Python file that lists the runs).
 
     `options` are the command-line options of the runs, such as " --scale-steps 2". `trials` is a dict from the name of an arm
-    (variant) to the number of its settings that were tried on validation images.
+    (variant) to the number of its settings that were tried on validation images. `command` runs the recipe again; the report
+    names it where more seeds would help. The default is `smallvit run` with the name of the recipe.
     """
-    page = content(records, title, doc, options, trials)
+    page = content(records, title, doc, options, trials, command)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
     if page["comparison"]:
         for heading, found in page["tables"].items():
@@ -87,6 +92,7 @@ def html(
     doc: str,
     options: str = "",
     trials: Mapping[str, int] | None = None,
+    command: str = "",
 ) -> str:
     """Return the report of a comparison as the text of one HTML page, with tables and figures. `records` are the results of its
     runs. The page needs no scripts and no other files.
@@ -96,7 +102,7 @@ def html(
     from markupsafe import Markup
 
     template = page_template("smallvit.report", "page.html")
-    page = content(records, title, doc, options, trials)
+    page = content(records, title, doc, options, trials, command)
     page |= {"light": LIGHT, "dark": DARK, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
     page |= {"confusion": CONFUSION, "calibration": CALIBRATION, "units": "seeds"}
     if comparison := page["comparison"]:
@@ -183,9 +189,31 @@ def how_to_predict(records: Sequence[Record], recipe: Path, out: Path) -> str:
         return ""
     best = (min if rows[0].lower_is_better else max)(rows, key=lambda row: row.mean or 0.0)
     trained_at = [condition_of(r) for r in own if r.arm == best.arm and r.finished]
-    options = condition_options(best.condition, trained_at) + f' --out "{out}"' * (out != Path("runs"))
-    command = f'smallvit predict "{recipe}:{best.arm}" IMAGES{options} --ensemble -o predictions.csv'
+    command = predict_command(recipe, best.arm, out, condition_options(best.condition, trained_at))
     return f"predictions by the arm with the best mean: {command}"
+
+
+def predict_command(recipe: Path, arm: str, out: Path, options: str = "") -> str:
+    """Return the command that predicts the classes of new images with all models of an arm (variant in the comparison).
+    `recipe` is the recipe file, `arm` is the name of the arm, `out` is the folder of all results, and `options` are further
+    command-line options, such as ` --labels 100`.
+    """
+    source = shlex.quote(f"{recipe}:{arm}")
+    return f"smallvit predict {source} IMAGES{options}{out_option(out)} --ensemble -o predictions.csv"
+
+
+def run_command(recipe: Path, out: Path, scale: str = "") -> str:
+    """Return the command that trains the missing runs of a recipe. `recipe` is the recipe file, `out` is the folder of all
+    results, and `scale` is the option ` --scale-steps` or an empty text. A recipe of the package is called by its name.
+    """
+    known = {path.resolve() for path in recipe_files()}
+    name = recipe.stem if recipe.resolve() in known else shlex.quote(str(recipe))
+    return f"smallvit run {name}{scale}{out_option(out)}"
+
+
+def out_option(out: Path) -> str:
+    """Return the option `--out` for the folder of all results as text. It is empty for the default, `runs`."""
+    return f" --out {shlex.quote(str(out))}" * (out != Path("runs"))
 
 
 def condition_options(condition: Condition, others: Iterable[Condition]) -> str:
@@ -199,11 +227,11 @@ def condition_options(condition: Condition, others: Iterable[Condition]) -> str:
 
 
 def content(
-    records: Sequence[Record], title: str, doc: str, options: str, trials: Mapping[str, int] | None
+    records: Sequence[Record], title: str, doc: str, options: str, trials: Mapping[str, int] | None, command: str
 ) -> dict[str, Any]:
     """Return everything that a report shows as a dict. `records` are the results of the runs, and `options` are their
     command-line options. `title` and `doc` are the name and the docstring of the recipe file. `trials` is a dict from an arm
-    (variant) to the number of settings tried on validation images.
+    (variant) to the number of settings tried on validation images. `command` runs the recipe again.
 
     The item `comparison` is None if no run has started. The parameters are those of `markdown`.
     """
@@ -213,7 +241,7 @@ def content(
     shown = reported(records)
     if not shown:
         return page
-    comparison, warned = compare(records), warnings(shown, trials)
+    comparison, warned = replace(compare(records), command=command), warnings(shown, trials)
     done = passes_done(comparison, records)
     first = [nothing_learned(shown), *([f"{done[0].upper()}{done[1:]}."] if done else [])]
     if any(row.values for row in comparison.rows) or not done:

@@ -136,11 +136,12 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
         else "If each seed draws its training images from the same pool, two seeds share some of them. The first interval is "
         "widened for this share."
     )
-    needed = f", at least {MIN_PAIRS} {units} and no missing run"
+    needed = " and no missing run" if folds else f", at least {MIN_PAIRS} {units} and no missing run"
     if single:
         intervals = f"""
     Each difference has a 95% interval, {unit}, that is about new test images. It is computed from the differences of the single
-    folds, because there are fewer than {MIN_PAIRS} passes. It is not corrected for the number of comparisons.
+    folds, because there are too few passes for an interval over passes and images. It is not corrected for the number of
+    comparisons.
     """
         shared, needed = "", " and no missing run"
     text = f"""
@@ -181,11 +182,17 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     group that it was trained on. For intervals and verdicts, a group counts as one unit.
     """
     if single:
+        text += """
+    With one pass, the verdict is about the differences of the single folds. The models of two folds share training images, so
+    their scores are alike, and a usual t-test would be too sure. Nadeau and Bengio's correction makes the variance of the mean
+    difference larger by the share of test images, and the interval wider. With more complete passes, the test is over passes
+    and images: from 2 passes of 5 folds, 3 of 3 or 4 folds, or 4 of 2 folds on.
+    """
+    elif any(row.difference.variance and row.difference.variance.df is not None for row in comparison.rows if row.difference):
         text += f"""
-    With fewer than {MIN_PAIRS} passes, the verdict is about the differences of the single folds. The models of two folds share
-    training images, so their scores are alike, and a usual t-test would be too sure. Nadeau and Bengio's correction makes the
-    variance of the mean difference larger by the share of test images, and the interval wider. From {MIN_PAIRS} complete passes
-    on, the test is over passes and images.
+    With fewer than {MIN_PAIRS} passes, the means of the passes say little about the chance in training again. The difference of
+    each fold says more: from the differences of its images, their means over all passes are subtracted. Without chance in
+    training, nothing would be left, so the rest shows how much training again changes.
     """
     if any("nll" in (r.test or {}) for r in records):
         text += """

@@ -82,8 +82,8 @@ class Difference:
     metric       "accuracy", or the name of the score if it is no accuracy
     lower_is_better  whether a negative difference is better, as for a loss
     folds        number of folds of a cross-validation; None: there is a fixed test part
-    single_folds the variance over single folds, if there are fewer than 6 passes; `low`, `high` and `p` are then those of
-                 Nadeau and Bengio's test, and there is no interval over the seeds
+    single_folds the variance over single folds, if there is one pass, or too few folds for another test; `low`, `high` and `p`
+                 are then those of Nadeau and Bengio's test, and there is no interval over the seeds
     images       number of test images; in a cross-validation, of the images of all folds; None if unknown
     groups       number of groups of test images, such as patients, if the images have groups: then a group counts as one image
     """
@@ -142,13 +142,15 @@ class Difference:
         if self.single_folds:
             parts.append(
                 f"tested over the {self.single_folds.runs} single folds with Nadeau and Bengio's correction, because the "
-                f"test over passes needs at least {MIN_PAIRS} passes"
+                f"test over passes and images needs at least 2 passes, and {MIN_PAIRS} if there are few folds"
             )
         elif self.folds:
             parts.append(
                 f"tested over {len(self.values)} passes of {self.folds} folds and {images}images; the variance over images is "
                 f"multiplied by {FOLDS_FACTOR:g}, because all folds share the same images"
             )
+            if self.variance and self.variance.df is not None:
+                parts.append("the variance over passes comes from the single folds, because there are few passes")
         if self.groups and not self.single_folds:  # then single folds count
             parts.append(f"the {self.groups:,} groups count and not the {images}images, because images of a group are alike")
         return "; ".join(parts)
@@ -261,6 +263,7 @@ class Comparison:
     arms       arm -> role
     family     number of comparisons for which the p-values are Holm-corrected
     earlier    how many of them belong to arms that were removed from the recipe after they had been run
+    command    the command that runs the recipe, for texts that say how to go on; empty: `smallvit run` and its name
     """
 
     recipe: str = ""
@@ -270,6 +273,7 @@ class Comparison:
     rows: tuple[Row, ...]
     family: int
     earlier: int = 0
+    command: str = ""
 
     @property
     def labels(self) -> tuple[int | None, ...]:

@@ -20,6 +20,7 @@ from .statistics import (
     critical_t,
     half_width,
     in_groups,
+    of_few_passes,
     of_folds,
     paired_variance,
     seeds_half_width,
@@ -142,8 +143,9 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     The p-value is None if no test is possible, as `two_part_p` says, or if the score is neither an accuracy nor recorded for
     each test image. Then only the interval over the seeds is given.
 
-    In a cross-validation, a seed is a complete pass over all folds. With fewer than 6 of them, the differences of the single
-    folds are tested with Nadeau and Bengio's correction.
+    In a cross-validation, a seed is a complete pass over all folds. With 2 to 5 of them, the part over seeds comes from the
+    single folds. With one, or with too few folds for this, the differences of the single folds are tested with Nadeau and
+    Bengio's correction.
     """
     pairs = [(run, other) for s in seeds if (run := runs[s]) and (other := control[s])]
     values = tuple(run.result - other.result for run, other in pairs)
@@ -170,9 +172,9 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
         groups=None if groups is None else len(set(groups)),
     )
     table = differences_of_images(pairs)
-    if found.folds and len(pairs) < MIN_PAIRS and table is not None:
-        return over_folds(found, pairs)
     variance = variance_of(pairs, values, table, groups)
+    if found.folds and len(pairs) < MIN_PAIRS and table is not None and no_test(mean, variance):
+        return over_folds(found, pairs)
     if variance is None:
         score = "" if table is not None or found.metric == "accuracy" else found.metric
         each_half = 0.0 if sd is None else critical_t(level, len(values) - 1) * sd / math.sqrt(len(values))
@@ -192,8 +194,15 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     )
 
 
+def no_test(mean: float, variance: Variance | None) -> bool:
+    """Return whether the mean difference `mean` cannot be tested over passes and images, because there is one pass, there are
+    too few folds, or the differences do not vary. `variance` is its `Variance`, or None.
+    """
+    return variance is None or two_part_p(mean, variance) is None
+
+
 def over_folds(found: Difference, pairs: Sequence[tuple[Record, Record]]) -> Difference:
-    """Return the `Difference` of a cross-validation with few passes over all images, tested over its single folds. `found`
+    """Return the `Difference` of a cross-validation with one pass, or with few folds, tested over its single folds. `found`
     holds the differences of the passes. `pairs` holds for each pass the results of both arms (variants), as a tuple (arm,
     control).
     """
@@ -236,15 +245,33 @@ def variance_of(
     if len(values) < 2 or images < 2:
         return None
     if table is not None:
-        table = table if groups is None else in_groups(table, groups)
-        if table.shape[1] < 2:
+        units = table if groups is None else in_groups(table, groups)
+        if units.shape[1] < 2:
             return None
-        variance = paired_variance(table)[1]
-        return of_folds(variance) if pairs[0][0].folds else variance
+        variance = paired_variance(units)[1]
+        if not pairs[0][0].folds:
+            return variance
+        folds = folds_of_units([run for run, _ in pairs], groups)
+        few = len(values) < MIN_PAIRS and folds is not None
+        return of_few_passes(of_folds(variance), units, folds) if few else of_folds(variance)
     if groups is not None or pairs[0][0].folds or not all(is_accuracy(r) for pair in pairs for r in pair):
         return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)
     return variance_bound(values, errors, images)
+
+
+def folds_of_units(runs: Sequence[Record], groups: Sequence[int] | None) -> Any:
+    """Return the number of the fold in which each image was tested, as an array (passes, images), or (passes, groups) if the
+    images have `groups`: a group is never divided. `runs` are the passes of a cross-validation. The result is None if a pass is
+    not complete.
+    """
+    import numpy as np
+
+    folds = [run.fold_of_image for run in runs if isinstance(run, Pass) and run.fold_of_image]
+    if len(folds) < len(runs):
+        return None
+    table = np.array(folds)
+    return table if groups is None else table[:, np.unique(groups, return_index=True)[1]]
 
 
 def overlap_of(records: Sequence[Record]) -> tuple[float, str]:

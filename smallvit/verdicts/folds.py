@@ -25,10 +25,12 @@ class Pass(Record):
     once. The seed is the number of the pass.
 
     fold_scores  the score of each fold, by which the run of this fold is judged; empty if the pass is not complete
+    fold_of_image  the number of the fold in which each image was tested; empty if the pass is not complete
     gap          which folds are missing or failed, such as `failed in fold 3`; empty if no fold or every fold is missing
     """
 
     fold_scores: tuple[float, ...] = ()
+    fold_of_image: tuple[int, ...] = ()
     gap: str = ""
 
 
@@ -81,6 +83,7 @@ def pool(runs: Sequence[Record]) -> Pass:
         first,
         seed=number,
         fold_scores=tuple(r.result for r in runs),
+        fold_of_image=tuple(np.stack(masks).argmax(0).tolist()),
         test=weighted([r.test or {} for r in runs], weights),
         val=weighted([r.val or {} for r in runs], [r.val_images or 0 for r in runs]),
         test_images=sum(weights),

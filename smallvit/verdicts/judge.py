@@ -198,15 +198,15 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
     if d.single_folds:
         same = "the same difference for every fold, so no test is possible; check that the folds differ"
         return ("no verdict", same) if d.p is None else ("", "")
-    if n < MIN_PAIRS:
+    if d.p is not None:
+        return "", ""
+    if n < MIN_PAIRS and not d.folds:
         if d.sd is None:
             return "not enough seeds", f"1 of at least {MIN_PAIRS} pairs; a single pair does not tell how many more are needed"
         need = pairs_needed(d.sd, level=LEVEL / family)
         size = "0.01" if d.lower_is_better else "1 point"
         enough = f"about {need} would show a difference of {size} on these test images with 80% power"
         return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
-    if d.p is not None:
-        return "", ""
     if d.sd is not None and d.sd <= TIE and abs(d.mean) > TIE:
         unit, units = ("pass", "passes") if d.folds else ("seed", "seeds")
         return "no verdict", f"the same difference for every {unit}, so no test is possible; check that the {units} differ"

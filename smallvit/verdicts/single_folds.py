@@ -9,7 +9,7 @@ from .statistics import TIE, critical_t
 @dataclass(frozen=True)
 class FoldVariance:
     """The variance of the mean of paired differences over single folds of a cross-validation, and functions of it. It is used
-    for fewer passes over all images than the two-part interval needs.
+    for one pass over all images, and for few passes of 2 or 3 folds: too few for the interval over passes and images.
 
     The runs of different folds share training images, so their differences vary less than those of independent runs. Nadeau and
     Bengio's correction replaces the factor 1/J of the variance by 1/J + 1/(k - 1). The t distribution has J - 1 degrees of

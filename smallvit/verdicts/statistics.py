@@ -71,6 +71,7 @@ class Variance:
     rest: the part that both of them contain, from what seeds and images do to each other
     n_eff: effective number of test images, which is small if few images tell the arms apart
     bound: True if `over_images` is an upper bound because it is not recorded which images each run classified correctly
+    df: degrees of freedom of `over_seeds`; None: `seeds` - 1
     """
 
     seeds: int
@@ -80,6 +81,12 @@ class Variance:
     rest: float
     n_eff: float
     bound: bool = False
+    df: float | None = None
+
+    @property
+    def freedom(self) -> float:
+        """The degrees of freedom of the t distribution of the part over seeds: `df`, or `seeds` - 1."""
+        return self.seeds - 1 if self.df is None else self.df
 
 
 def paired_variance(d: Any) -> tuple[float, Variance]:
@@ -138,6 +145,39 @@ def of_folds(v: Variance) -> Variance:
     return replace(v, over_images=FOLDS_FACTOR * v.over_images)
 
 
+def of_few_passes(v: Variance, d: Any, folds: Any) -> Variance:
+    """Return the `Variance` of a mean difference in a cross-validation with few passes over all images, with a part over seeds
+    that is estimated from the single folds. `d` is the array (passes, images) of paired differences, `folds` has the same shape
+    and says in which fold each image was tested, and `v` is the estimate from the means of the passes.
+
+    Two or three passes say little about the chance in training again, but of k folds there are k times as many. From the
+    differences of each image, their mean over all passes is subtracted. Without chance in training, nothing would be left. What
+    is left in a fold has the mean z, and with n images in this fold, n z² estimates the variance of one training run. It is
+    averaged over all folds, with (passes - 1) k degrees of freedom.
+
+    The mean over all passes contains some of the chance, too. If single images vary independently, the degrees of freedom count
+    this exactly. If all images of a fold vary together, with their model, too much is subtracted: only the share 1 - 1/passes +
+    c/passes of the variance is left, where c is the sum of the squared shares that a fold has in the folds of another pass. So
+    what exceeds the variance of single images (`rest`) is divided by this share.
+
+    The part over images stays. With images in groups, the columns of `d` are groups, as `in_groups` returns them.
+    """
+    import numpy as np
+
+    d, folds = np.asarray(d, dtype=float), np.asarray(folds)
+    passes, k = len(d), int(folds.max()) + 1
+    member = (folds[:, None, :] == np.arange(k)[:, None]).astype(float)  # (passes, folds, images)
+    counts = np.maximum(member.sum(2), 1)
+    sums = np.einsum("pfi,pi->pf", member, d - d.mean(0))
+    df = (passes - 1) * k
+    over_seeds = float((sums**2 / counts).sum()) / df / d.size
+    shares = np.einsum("pfi,qgi->pfqg", member, member) / counts[:, :, None, None]
+    squares = (shares**2).sum(3).mean(1)  # (passes, passes)
+    c = (squares.sum() - np.trace(squares)) / (passes * (passes - 1))
+    left = 1 - 1 / passes + c / passes
+    return replace(v, over_seeds=over_seeds + (1 / left - 1) * max(0.0, over_seeds - v.rest), df=df)
+
+
 def variance_bound(values: Sequence[float], errors: float, images: int) -> Variance:
     """Return the estimated `Variance` of the mean difference in accuracy between two arms (variants). `values` are the
     differences of the seeds, `errors` is the sum of the mean error rates of both arms, and `images` is the number of test
@@ -176,7 +216,7 @@ def half_width(v: Variance, level: float, *, overlap: float = 0.0) -> float:
     Paper     Zou and Donner 2008 (the combination of two intervals, "MOVER"); Nadeau and Bengio 2003 (overlap).
     """
     t_images = critical_t(level, max(0.5, v.n_eff - 1))
-    seeds_part = critical_t(level, v.seeds - 1) ** 2 * v.over_seeds * (1 + v.seeds * overlap)
+    seeds_part = critical_t(level, v.freedom) ** 2 * v.over_seeds * (1 + v.seeds * overlap)
     images_part = t_images**2 * max(0.0, v.over_images - v.rest)
     return math.sqrt(max(seeds_part + images_part, t_images**2 * v.over_images))
 
@@ -186,11 +226,11 @@ def two_part_p(mean: float, v: Variance, *, overlap: float = 0.0) -> float | Non
     at which one end of the confidence interval is zero. `mean` is the difference, and `v` is its `Variance` (estimated
     variances). `overlap` says how strongly the training images of two seeds overlap, as in `half_width`.
 
-    The result is None if no verdict is possible: fewer than six seeds or six test images, fewer than two effective test images,
-    or the same difference, other than zero, for every seed.
+    The result is None if no verdict is possible: fewer than six seeds (five degrees of freedom) or six test images, fewer than
+    two effective test images, or the same difference, other than zero, for every seed.
     """
     constant = math.sqrt(v.seeds * v.over_seeds) <= TIE
-    if v.seeds < MIN_PAIRS or v.images < MIN_IMAGES or v.n_eff < 2 or (constant and abs(mean) > TIE):
+    if v.freedom < MIN_PAIRS - 1 or v.images < MIN_IMAGES or v.n_eff < 2 or (constant and abs(mean) > TIE):
         return None
     if constant:
         return 1.0
@@ -202,7 +242,7 @@ def seeds_half_width(v: Variance, level: float) -> float:
     seeds, and not the chance in the choice of the test images. `v` is the `Variance` (estimated variances) of the difference,
     and `level` is 1 minus the confidence.
     """
-    return critical_t(level, v.seeds - 1) * math.sqrt(v.over_seeds)
+    return critical_t(level, v.freedom) * math.sqrt(v.over_seeds)
 
 
 def seeds_p(mean: float, v: Variance) -> float | None:
@@ -214,7 +254,7 @@ def seeds_p(mean: float, v: Variance) -> float | None:
 
     if math.sqrt(v.seeds * v.over_seeds) <= TIE:
         return None if abs(mean) > TIE else 1.0
-    return float(2 * stdtr(v.seeds - 1, -abs(mean) / math.sqrt(v.over_seeds)))
+    return float(2 * stdtr(v.freedom, -abs(mean) / math.sqrt(v.over_seeds)))
 
 
 def critical_t(level: float, df: float) -> float:
@@ -257,6 +297,7 @@ def planned(v: Variance, seeds: int, images: int | None = None) -> Variance:
         rest=rest,
         n_eff=v.n_eff / more_images,
         bound=v.bound,
+        df=None if v.df is None else v.df * (seeds - 1) / (v.seeds - 1),
     )
 
 
@@ -296,7 +337,7 @@ def replication(mean: float, v: Variance, *, level: float = LEVEL, seeds: int | 
     missing = half_width(again, level, overlap=overlap) - abs(mean)
     if spread_of_both <= TIE:
         return float(missing <= 0)
-    return float(stdtr(v.seeds - 1, -missing / spread_of_both))
+    return float(stdtr(v.freedom, -missing / spread_of_both))
 
 
 def seeds_to_replicate(
@@ -329,7 +370,7 @@ def detectable(v: Variance, *, level: float = LEVEL, power: float = 0.8, overlap
 
     It is an approximation: half the interval plus a quantile of the t distribution times the standard error.
     """
-    return half_width(v, level, overlap=overlap) + critical_t(2 * (1 - power), v.seeds - 1) * standard_error(v, overlap)
+    return half_width(v, level, overlap=overlap) + critical_t(2 * (1 - power), v.freedom) * standard_error(v, overlap)
 
 
 def limit_of_seeds(v: Variance, effect: float, *, level: float = LEVEL, overlap: float = 0.0) -> str:

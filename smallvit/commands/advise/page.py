@@ -15,7 +15,7 @@ from smallvit.record import Record, write_text
 from smallvit.report.class_figures import confusion_matrices
 from smallvit.report.drawing import DARK, LIGHT
 from smallvit.report.figures import forest
-from smallvit.report.page import page_template, reported
+from smallvit.report.page import page_template, predict_command, reported, run_command
 from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
@@ -229,8 +229,7 @@ def other_models(comparison: Comparison, kept: str, out: Path) -> list[tuple[str
     found = []
     for arm in (CNN, FINE_TUNED):
         if arm in rows and sign * (rows[arm].mean or 0.0) > sign * (rows[kept].mean or 0.0):
-            source, runs = shlex.quote(f"{out / 'recipe.py'}:{arm}"), shlex.quote(str(out / "runs"))
-            command = f"smallvit predict {source} IMAGES --out {runs} --ensemble -o predictions.csv"
+            command = predict_command(out / "recipe.py", arm, out / "runs")
             found.append((f"“{arm}” has a better mean in the table. To predict with its models of the test:", command))
     return found
 
@@ -239,7 +238,7 @@ def deeper(out: Path) -> list[str]:
     """Return sentences that list the files with the evidence in the folder `out`."""
     return [
         "`recipe.py`: the comparison above as a recipe. You can change it and run it with "
-        f"`smallvit run {shlex.quote(str(out / 'recipe.py'))} --out {shlex.quote(str(out / 'runs'))}`.",
+        f"`{run_command(out / 'recipe.py', out / 'runs')}`.",
         "`runs/recipe/report.html`: the full report of this comparison, with all tables and figures.",
         "`trials_*.py`: the trials as recipes. `plan.json`: every decision.",
     ]

@@ -179,8 +179,8 @@ def folds_of_judging(most: int, fold_seconds: float, last_seconds: float, left: 
     left          seconds that are left for both
 
     A precise verdict needs six passes. A pass takes longer with more folds, so the result is the largest number of folds for
-    which six passes are possible in time. If there is not even time for two folds, there are fewer passes. Then the verdict is
-    computed from the single folds, and the result is `most`.
+    which six passes are possible in time. If there is not even time for two folds, there are fewer passes, and the result is
+    `most`.
     """
     for folds in range(most, 1, -1):
         if WANTED_PASSES * folds * fold_seconds + last_seconds <= left:
