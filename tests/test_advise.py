@@ -27,6 +27,7 @@ from smallvit.commands.advise.page import (
     independent_images,
     more_time,
     other_models,
+    row_of,
 )
 from smallvit.commands.advise.plan import (
     LONGEST,
@@ -463,7 +464,8 @@ def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
     row = next(row for row in found.main_rows if row.arm == "mixup")
     arms = {PLAIN: (None, 0.9), ADVICE: advice, CNN: cnn}
     condition = row.condition._replace(labels=None)
-    rows = [replace(row, condition=condition, arm=arm, verdict=verdict, mean=mean) for arm, (verdict, mean) in arms.items()]
+    row = replace(row, condition=condition, new_images=(0.85, 0.985))
+    rows = [replace(row, arm=arm, verdict=verdict, mean=mean) for arm, (verdict, mean) in arms.items()]
     return replace(found, rows=tuple(rows))
 
 
@@ -484,6 +486,8 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
     assert model_to_keep(comparison) == kept
     sentences = answer(comparison, [Option("stem", {"dim": "96"})])
     assert sentences[0].startswith(first) and second in sentences[1]
+    assert re.search(r"\d\d\.\d% accuracy \(95% interval: 85\.0 to 98\.5\)", " ".join(sentences))
+    assert row_of(comparison.rows[1], [Option("stem", {})])["interval"] == "85.00, 98.50"
     others = other_models(comparison, kept, Path("my advice"))
     assert bool(others) == (cnn[1] > {PLAIN: 0.9, ADVICE: advice[1], CNN: cnn[1]}[kept])
     assert all("'my advice/recipe.py:small CNN' IMAGES --out 'my advice/runs' --ensemble" in line for _, line in others)

@@ -260,6 +260,17 @@ def test_one_pass_is_judged_over_single_folds():
         assert d.replication == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("passes", [2, 8])
+def test_score_of_an_arm_has_an_interval_for_new_images(passes):
+    row = row_of([r for r in RECORDS if r.seed < passes * K])
+    right = VALUES[1, :passes].astype(float)
+    v = of_folds(paired_variance(right)[1])
+    half = half_width(of_few_passes(v, right, FOLDS[:passes]) if passes < 6 else v, 0.05)
+    assert row.new_images == pytest.approx((right.mean() - half, min(1.0, right.mean() + half)))
+    assert row_of([replace(r, correct=None) for r in RECORDS if r.arm == "b"] + RECORDS[:40]).new_images is None
+    assert row_of([r for r in RECORDS if r.seed < K]).new_images is None, "one pass does not say how much models vary"
+
+
 def test_equal_predictions_in_few_passes_are_inconclusive():
     same = [replace(r, correct=VALUES_OF[r.seed], test=TEST_OF[r.seed]) if r.arm == "b" else r for r in RECORDS if r.seed < K]
     row = row_of(same)
@@ -643,6 +654,16 @@ def null_of_groups_in_folds(rng, train_and_score, groups=75, size=4, passes=6) -
     }
 
 
+def covered(rng, train_and_score, images=300, passes=2) -> tuple[float, float, float]:
+    """The accuracy of one arm in one cross-validation, and its interval for new images."""
+    pixels, labels = digit_images()
+    chosen = rng.choice(len(labels), images, replace=False)
+    folds = fold_of_images(labels[chosen], passes)
+    right = out_of_fold(train_and_score, [pixels[chosen].reshape(images, -1)], labels[chosen], folds)
+    row = row_of(records(right[:1], folds), "a")
+    return row.mean, *row.new_images
+
+
 USED = ("two-part", "Nadeau-Bengio", "two passes")  # the others show what would be wrong
 CLASSIFIERS = {"random features": random_features, "1-NN": nearest}
 
@@ -653,6 +674,15 @@ def test_cross_validation_errs_in_at_most_five_percent(name):
     shares = rates(name, partial(null_of_folds, train_and_score=CLASSIFIERS[name]), 120, 0)
     assert all(shares[test] <= 0.05 for test in USED)
     assert shares["plain t, passes"] > 0.3, "the plain t-test takes the luck of the images for an effect"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_interval_of_an_accuracy_contains_the_mean_accuracy(name):
+    rng = np.random.default_rng(0)
+    mean, low, high = np.array([covered(rng, CLASSIFIERS[name]) for _ in range(200)]).T
+    assert ((low <= mean.mean()) & (mean.mean() <= high)).mean() >= 0.93
+    assert (high - low).mean() < 0.1
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from smallvit.record import Record
 
 from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
 from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
-from .differences import Runs, difference, images_of, obstacle, same_test_images
+from .differences import Runs, difference, images_of, interval_on_new_images, obstacle, same_test_images
 from .folds import Pass, pooled
 from .judge import Verdict, judge
 from .sequential import LOOKS
@@ -90,6 +90,7 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
                 sd=sd,
                 low=low,
                 high=high,
+                new_images=interval_on_new_images(list(done.values())),
                 failures=failures_of(each, bool(looks)),
                 difference=found.difference if found else tests.get(cell),
                 verdict=found.verdict if found else None,

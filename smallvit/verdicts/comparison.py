@@ -178,6 +178,8 @@ class Row:
     values     the score of each seed in `seeds`, with `mean`, `sd` and the 95% t interval `low` to `high`
     seeds      the seeds with a result; in a cross-validation (`folds` is not None), the numbers of complete passes
     failures   seed -> status and error, for each seed without a result
+    new_images  95% interval of the mean score for new seeds and new test images, as a tuple (low, high), and None where it is
+               not known, as `interval_on_new_images` says
     lower_is_better  whether a lower score is better, as for a loss
     folds      number of folds of a cross-validation; None: there is a fixed test part
     verdict    better, worse, inconclusive, not enough seeds or no verdict; `reason` says why where that is not obvious
@@ -213,6 +215,7 @@ class Row:
     budget: dict[str, float | None]
     unequal: dict[str, float]
     forward: dict[str, float | None]
+    new_images: tuple[float, float] | None = None
     lower_is_better: bool = False
     folds: int | None = None
 

@@ -14,6 +14,7 @@ from .sequential import nominal_level, sequential_p
 from .single_folds import FoldVariance
 from .statistics import (
     LEVEL,
+    MIN_IMAGES,
     MIN_PAIRS,
     TIE,
     Variance,
@@ -245,19 +246,45 @@ def variance_of(
     if len(values) < 2 or images < 2:
         return None
     if table is not None:
-        units = table if groups is None else in_groups(table, groups)
-        if units.shape[1] < 2:
-            return None
-        variance = paired_variance(units)[1]
-        if not pairs[0][0].folds:
-            return variance
-        folds = folds_of_units([run for run, _ in pairs], groups)
-        few = len(values) < MIN_PAIRS and folds is not None
-        return of_few_passes(of_folds(variance), units, folds) if few else of_folds(variance)
+        return variance_of_table(table, [run for run, _ in pairs], groups)
     if groups is not None or pairs[0][0].folds or not all(is_accuracy(r) for pair in pairs for r in pair):
         return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)
     return variance_bound(values, errors, images)
+
+
+def variance_of_table(table: Any, runs: Sequence[Record], groups: Sequence[int] | None) -> Variance | None:
+    """Return the estimated `Variance` of the mean of a table of differences or of scores, of shape (seeds, test images). `runs`
+    are the results of the runs of these seeds, and `groups` is the group of each image or None. The result is None for a single
+    unit: test image or group of images.
+    """
+    units = table if groups is None else in_groups(table, groups)
+    if units.shape[1] < 2:
+        return None
+    variance = paired_variance(units)[1]
+    if not runs[0].folds:
+        return variance
+    folds = folds_of_units(runs, groups)
+    few = len(table) < MIN_PAIRS and folds is not None
+    return of_few_passes(of_folds(variance), units, folds) if few else of_folds(variance)
+
+
+def interval_on_new_images(runs: Sequence[Record]) -> tuple[float, float] | None:
+    """Return the 95% interval of the mean score of an arm (variant) for new seeds and new test images, as a tuple (low, high).
+    `runs` are the results of its finished runs, one for each seed or each pass of a cross-validation. The result is None if the
+    records do not have a value for each test image, or with too few seeds or images for a test.
+    """
+    import numpy as np
+
+    known = [values for r in runs if (values := r.per_image) is not None]
+    if len(known) < max(2, len(runs)) or len({len(values) for values in known}) > 1:
+        return None
+    groups = next((r.test_groups for r in runs if r.test_groups is not None), None)
+    variance = variance_of_table(np.stack(known), runs, groups)
+    if variance is None or variance.freedom < MIN_PAIRS - 1 or variance.images < MIN_IMAGES:
+        return None
+    mean, half = fmean(r.result for r in runs), half_width(variance, LEVEL, overlap=overlap_of(runs)[0])
+    return (max(0.0, mean - half), min(1.0, mean + half)) if all(map(is_accuracy, runs)) else (mean - half, mean + half)
 
 
 def folds_of_units(runs: Sequence[Record], groups: Sequence[int] | None) -> Any:

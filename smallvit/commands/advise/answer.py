@@ -130,11 +130,22 @@ def raw_pixels(rows: dict[str, Row], best: Row) -> list[str]:
 
 
 def value(row: Row) -> str:
-    """Return the mean score of an arm (variant) as text, such as `93.1% accuracy`."""
+    """Return the mean score of an arm (variant) as text with its interval for new images, such as
+    `93.1% accuracy (95% interval: 90.9 to 95.3)`.
+    """
     score = score_of(row)
     if row.mean is None:
         return "no score"
-    return f"{100 * row.mean:.1f}% {score.title}" if score.percent else f"a {score.title} of {row.mean:.3f}"
+    text = f"{100 * row.mean:.1f}% {score.title}" if score.percent else f"a {score.title} of {row.mean:.3f}"
+    return text + (f" ({interval(*row.new_images, percent=score.percent)})" if row.new_images else "")
+
+
+def interval(low: float, high: float, percent: bool) -> str:
+    """Return a 95% interval from `low` to `high` as text, such as `95% interval: 90.9 to 95.3`. `percent` says whether the
+    numbers are shown in percent.
+    """
+    first, last = (f"{100 * x:.1f}" if percent else f"{x:.3f}" for x in (low, high))
+    return f"95% interval: {first} to {last}".replace("-", "−")
 
 
 def gap(row: Row, control: str) -> str:
@@ -144,9 +155,6 @@ def gap(row: Row, control: str) -> str:
     d, score = row.difference, score_of(row)
     if d is None:
         return f"an unknown difference from {control}"
-
-    def number(x: float) -> str:
-        return (f"{100 * x:.1f}" if score.percent else f"{x:.3f}").replace("-", "−")
-
-    interval = "" if d.low is None or d.high is None else f" (95% interval: {number(d.low)} to {number(d.high)})"
-    return f"{number(abs(d.mean))}{score.points} {'above' if d.mean >= 0 else 'below'} {control}{interval}"
+    size = f"{100 * abs(d.mean):.1f}" if score.percent else f"{abs(d.mean):.3f}"
+    bounds = "" if d.low is None or d.high is None else f" ({interval(d.low, d.high, score.percent)})"
+    return f"{size}{score.points} {'above' if d.mean >= 0 else 'below'} {control}{bounds}"

@@ -145,7 +145,8 @@ def row_of(row: Row, chosen: Sequence[Option]) -> dict[str, str]:
     params, macs = row.budget.get("params"), row.budget.get("macs")
     return {
         "name": f"{ADVICE}: a ViT with {names_of(chosen)}" if row.arm == ADVICE else row.arm,
-        "value": "–" if row.mean is None else score.number(row.mean) + (f" ± {score.number(row.sd)}" if row.sd else ""),
+        "value": "–" if row.mean is None else score.number(row.mean),
+        "interval": score.interval(*row.new_images).strip("[]") if row.new_images else "–",
         "params": f"{params:,.0f}" if params else "–",
         "macs": f"{macs / 1e6:,.2f} M" if macs else "–",
         "verdict": text + reason,
@@ -155,16 +156,17 @@ def row_of(row: Row, chosen: Sequence[Option]) -> dict[str, str]:
 def division(plan: Plan, images: int) -> str:
     """Return sentences that say on which images the models were tested. `images` is their number."""
     spread = (
-        "The ± says how much trained models differ. The score on other new images can differ more, if the test images are few."
+        "The interval contains, with 95% confidence, the mean score on many new images of the same kind, of models that are "
+        "trained in the same way."
     )
     if plan.folds:
         return (
-            f"Mean ± standard deviation over {plan.passes} passes, on {images:,} test images that no trial has used. {spread} "
+            f"Means over {plan.passes} passes, on {images:,} test images that no trial has used. {spread} "
             f"A pass is a cross-validation with {plan.folds} folds: it tests each of these images once, with a model that was "
             f"trained for {plan.final_steps:,} steps on all images outside its fold."
         )
     return (
-        f"Mean ± standard deviation over {plan.passes} seeds, on the {images:,} test images, which no trial has used, after "
+        f"Means over {plan.passes} seeds, on the {images:,} test images, which no trial has used, after "
         f"{plan.final_steps:,} training steps. {spread}"
     )
 
