@@ -22,6 +22,7 @@ from smallvit.commands.advise.command import opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, stem_layers
 from smallvit.commands.advise.page import (
     Judged,
+    division,
     division_of_trials,
     final_training,
     independent_images,
@@ -533,6 +534,13 @@ def test_docstrings_of_the_recipes_name_the_folder_alone():
     for text in (final_recipe(images, made, []), last_recipe(images, made, [], PLAIN)):
         doc = ast.get_docstring(ast.parse(text))
         assert "images in sh'apes" in doc and "a place" not in doc
+
+
+def test_page_says_which_images_were_kept_together():
+    made = Plan("shapes", 5, False, 2, 0.4, 2, 6, passes=3)
+    assert "with --group-by" in division(made, 100)
+    made.group_by = "(P.*)_"
+    assert "--group-by" not in division(made, 100) and "Images of one group were never on both sides" in division(made, 100)
 
 
 @pytest.mark.parametrize(("minutes", "passes", "advised"), [(5, 2, "15"), (5, 3, "10"), (7, 5, "10"), (5, 6, None)])

@@ -157,8 +157,8 @@ def division(plan: Plan, images: int) -> str:
     """Return sentences that say on which images the models were tested. `images` is their number."""
     spread = (
         "The interval contains, with 95% confidence, the mean score on many new images of the same kind, of models that are "
-        "trained in the same way."
-    )
+        "trained in the same way. "
+    ) + independence(plan)
     if plan.folds:
         return (
             f"Means over {plan.passes} passes, on {images:,} test images that no trial has used. {spread} "
@@ -168,6 +168,18 @@ def division(plan: Plan, images: int) -> str:
     return (
         f"Means over {plan.passes} seeds, on the {images:,} test images, which no trial has used, after "
         f"{plan.final_steps:,} training steps. {spread}"
+    )
+
+
+def independence(plan: Plan) -> str:
+    """Return a sentence that says which images were kept together, such as those of one patient, or what to do if some should
+    have been.
+    """
+    if plan.group_by:
+        return "Images of one group were never on both sides: in training and in the test."
+    return (
+        "All images were taken to be independent. If several images show the same thing, such as one patient or one plant, the "
+        "scores are too high: start again with --group-by."
     )
 
 
