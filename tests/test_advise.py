@@ -488,7 +488,7 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
     sentences = answer(comparison, [Option("stem", {"dim": "96"})])
     assert sentences[0].startswith(first) and second in sentences[1]
     assert re.search(r"\d\d\.\d% accuracy \(95% interval: 85\.0 to 98\.5\)", " ".join(sentences))
-    assert row_of(comparison.rows[1], [Option("stem", {})])["interval"] == "85.00, 98.50"
+    assert row_of(comparison.rows[1], [Option("stem", {})])["interval"] == "85.0 to 98.5"
     others = other_models(comparison, kept, Path("my advice"))
     assert bool(others) == (cnn[1] > {PLAIN: 0.9, ADVICE: advice[1], CNN: cnn[1]}[kept])
     assert all("'my advice/recipe.py:small CNN' IMAGES --out 'my advice/runs' --ensemble" in line for _, line in others)

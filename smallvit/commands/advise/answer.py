@@ -136,16 +136,19 @@ def value(row: Row) -> str:
     score = score_of(row)
     if row.mean is None:
         return "no score"
-    text = f"{100 * row.mean:.1f}% {score.title}" if score.percent else f"a {score.title} of {row.mean:.3f}"
-    return text + (f" ({interval(*row.new_images, percent=score.percent)})" if row.new_images else "")
+    mean = number(row.mean, score.percent)
+    text = f"{mean}% {score.title}" if score.percent else f"a {score.title} of {mean}"
+    return text + (f" (95% interval: {interval(*row.new_images, score.percent)})" if row.new_images else "")
+
+
+def number(x: float, percent: bool) -> str:
+    """Return a score or a difference as text: `93.1` if it is shown in percent, otherwise `0.931`."""
+    return (f"{100 * x:.1f}" if percent else f"{x:.3f}").replace("-", "−")
 
 
 def interval(low: float, high: float, percent: bool) -> str:
-    """Return a 95% interval from `low` to `high` as text, such as `95% interval: 90.9 to 95.3`. `percent` says whether the
-    numbers are shown in percent.
-    """
-    first, last = (f"{100 * x:.1f}" if percent else f"{x:.3f}" for x in (low, high))
-    return f"95% interval: {first} to {last}".replace("-", "−")
+    """Return an interval from `low` to `high` as text, such as `90.9 to 95.3` if it is shown in percent."""
+    return f"{number(low, percent)} to {number(high, percent)}"
 
 
 def gap(row: Row, control: str) -> str:
@@ -155,6 +158,5 @@ def gap(row: Row, control: str) -> str:
     d, score = row.difference, score_of(row)
     if d is None:
         return f"an unknown difference from {control}"
-    size = f"{100 * abs(d.mean):.1f}" if score.percent else f"{abs(d.mean):.3f}"
-    bounds = "" if d.low is None or d.high is None else f" ({interval(d.low, d.high, score.percent)})"
-    return f"{size}{score.points} {'above' if d.mean >= 0 else 'below'} {control}{bounds}"
+    bounds = "" if d.low is None or d.high is None else f" (95% interval: {interval(d.low, d.high, score.percent)})"
+    return f"{number(abs(d.mean), score.percent)}{score.points} {'above' if d.mean >= 0 else 'below'} {control}{bounds}"

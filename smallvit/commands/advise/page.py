@@ -20,7 +20,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
-from .answer import answer, main_rows, model_to_keep, names_of
+from .answer import answer, interval, main_rows, model_to_keep, names_of, number
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
@@ -145,8 +145,8 @@ def row_of(row: Row, chosen: Sequence[Option]) -> dict[str, str]:
     params, macs = row.budget.get("params"), row.budget.get("macs")
     return {
         "name": f"{ADVICE}: a ViT with {names_of(chosen)}" if row.arm == ADVICE else row.arm,
-        "value": "–" if row.mean is None else score.number(row.mean),
-        "interval": score.interval(*row.new_images).strip("[]") if row.new_images else "–",
+        "value": "–" if row.mean is None else number(row.mean, score.percent),
+        "interval": interval(*row.new_images, score.percent) if row.new_images else "–",
         "params": f"{params:,.0f}" if params else "–",
         "macs": f"{macs / 1e6:,.2f} M" if macs else "–",
         "verdict": text + reason,
