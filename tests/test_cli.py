@@ -101,6 +101,25 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert "FAILED, the same weights score" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_a_comparison_is_published_in_parts(workdir, capsys):
+    small = RECIPE.replace("seeds=range(2)", "seeds=[0], references=False")
+    write_recipe(small.replace("labels=[20, 40]", "labels=[20]"))
+    assert main(["run", "mine.py", "--jobs", "1"]) == main(["report", "mine.py", "--publish"]) == 0
+    first = read_records(workdir / "mine.jsonl")
+    shutil.rmtree(workdir / "runs")
+    write_recipe(small)
+    assert main(["run", "mine.py", "--jobs", "1", "--only", "labels=40"]) == 0
+    capsys.readouterr()
+    assert main(["report", "mine.py", "--publish"]) == 0
+    assert f"{len(first)} of {2 * len(first)} runs have no result here" in capsys.readouterr().out
+    both = read_records(workdir / "mine.jsonl")
+    assert [r for r in both if r.labels == 20] == first and len(both) == 2 * len(first)
+    assert "40 labels" in (workdir / "mine.md").read_text()
+    write_recipe(small.replace("steps=6", "steps=7"))
+    assert main(["report", "mine.py", "--publish"]) == 2, "records of other settings were published"
+
+
 # --dry-run
 
 

@@ -83,6 +83,7 @@ def report(options: argparse.Namespace) -> int:
                 f"--publish got --scale-steps {options.scale_steps}, but the two cannot be combined: the recipe file"
                 f" {path.name} sets other numbers of steps; remove --scale-steps"
             )
+        records = with_published(records, published)
         left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
         if left:
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
@@ -114,6 +115,18 @@ def report(options: argparse.Namespace) -> int:
         found = disagreements(records, *options.disagreements)
         print("\n" + disagreement_text(found, image_names(runs, records, options.disagreements[0])))
     return status(records)
+
+
+def with_published(records: Sequence[Record], path: Path) -> list[Record]:
+    """Return the records of a recipe, where runs that have no result here are replaced by the committed records in the file
+    `path`, if these have the same settings. So the runs of a long comparison can be trained on several machines, or on several
+    days. `records` are the results of the runs on this machine.
+    """
+    committed = {(r.arm, r.role, r.fingerprint): r for r in read_records(path) if r.finished} if path.exists() else {}
+    found = [r if r.finished else committed.get((r.arm, r.role, r.fingerprint), r) for r in records]
+    if count := sum(new is not old for new, old in zip(found, records)):
+        print(f"{count} of {len(records)} runs have no result here; their committed records in {path.name} stay")
+    return found
 
 
 def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
