@@ -406,7 +406,7 @@ def test_options_that_change_nothing_are_not_a_part_of_the_choice():
 def test_plan_is_kept_and_belongs_to_one_folder_and_one_time():
     images = inspect_images(shapes())
     kept = opened_plan(Path("shapes"), images, Path("advice"), options())
-    kept.steps, kept.chosen = 300, {"augmentation": "flips and shifts"}
+    kept.steps, kept.chosen = 300, {"augmentation": "flips + shifts"}
     kept.write(Path("advice/plan.json"))
     assert opened_plan(Path("shapes"), images, Path("advice"), options()) == kept
     with pytest.raises(ValueError, match=r"advice with minutes 15.0, and now it is 30.0; use another --into"):

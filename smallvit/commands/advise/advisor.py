@@ -180,7 +180,7 @@ class Advisor:
         for group in self.groups:
             known = f" (up to {group.gain:+.1f} points in the recipe {group.source})" if group.gain is not None else ""
             left_out = "" if group.name in plan.groups else "; no time for it"
-            lines.append(f"    {group.name}{known}: {', '.join(option.name for option in group.options)}{left_out}")
+            lines.append(f"    {group.name}{known}: {'; '.join(option.name for option in group.options)}{left_out}")
         return "\n".join(lines)
 
     def try_groups(self):
@@ -193,7 +193,7 @@ class Advisor:
                 self.say(f"no time left to try {group.name}")
                 self.plan.groups = [name for name in self.plan.groups if name in self.plan.chosen]
                 break
-            self.say(f"trying {group.name}: {', '.join(option.name for option in group.options)}")
+            self.say(f"trying {group.name}: {'; '.join(option.name for option in group.options)}")
             name = f"trials_{number}_{group.name.replace(' ', '_')}"
             recipe = self.write_recipe(name, trial_recipe(self.images, self.plan, group, self.chosen))
             began = self.spent

@@ -19,7 +19,7 @@ def main_rows(comparison: Comparison) -> dict[str, Row]:
 
 
 def names_of(chosen: Sequence[Option]) -> str:
-    """Return the names of options as text, such as `flips and shifts, convolutional stem and wide`."""
+    """Return the names of options as text, such as `flips + shifts, convolutional stem and wide`."""
     return join_names([option.name for option in chosen], len(chosen))
 
 

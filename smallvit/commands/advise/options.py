@@ -13,7 +13,7 @@ EXPENSIVE_MINUTES = 10  # a shorter search leaves out pretraining and the tokeni
 class Option(NamedTuple):
     """One choice in a group of options.
 
-    name      its name on the page, such as "flips and shifts"
+    name      its name on the page, such as "flips + shifts"
     changes   the settings of a run that it changes: a dict from name to code, for `Run.vary`. Empty for the plain ViT
     cost      approximate time of a training step, divided by that of the plain ViT
     """
@@ -118,15 +118,15 @@ def augmentations(images: "Inspection") -> tuple[Option, ...]:
         moves = "(sv.augment.Flip(), sv.augment.Warp(shift={shift}, scale={scale}))"
         return (
             Option("no augmentation", {}),
-            Option("flips and small shifts", {"augment": moves.format(shift=0.06, scale=0.05)}),
-            Option("flips and shifts", {"augment": moves.format(shift=0.125, scale=0.1)}),
+            Option("flips + small shifts", {"augment": moves.format(shift=0.06, scale=0.05)}),
+            Option("flips + shifts", {"augment": moves.format(shift=0.125, scale=0.1)}),
         )
     geometry = "sv.augment.Flip(), sv.augment.Warp(shift=0.125, scale=0.1)"
     return (
         Option("no augmentation", {}),
-        Option("flips and shifts", {"augment": f"({geometry})"}),
-        Option("flips, shifts, light and erasing", {"augment": "sv.augment.photos()[:4]"}),
-        Option("the same, mixup and CutMix", {"augment": "sv.augment.photos()"}),
+        Option("flips + shifts", {"augment": f"({geometry})"}),
+        Option("flips + shifts + light + erasing", {"augment": "sv.augment.photos()[:4]"}),
+        Option("flips + shifts + light + erasing + mixup + CutMix", {"augment": "sv.augment.photos()"}),
     )
 
 

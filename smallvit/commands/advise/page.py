@@ -259,7 +259,7 @@ def deeper(out: Path) -> list[str]:
 
 
 def kept_text(arm: str, chosen: Sequence[Option]) -> str:
-    """Return a description of the model that is given to the user, such as `a ViT with flips and shifts`. `arm` is the name of
+    """Return a description of the model that is given to the user, such as `a ViT with flips + shifts`. `arm` is the name of
     the arm (variant).
     """
     if arm != ADVICE:
