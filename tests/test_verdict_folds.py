@@ -475,6 +475,19 @@ def random_features(train, labels, test, seed, width=100) -> np.ndarray:
     return b @ np.linalg.solve(a.T @ a + 3.0 * np.eye(width), a.T @ target)
 
 
+def moody(train, labels, test, seed) -> np.ndarray:
+    """The same, with a random preference for some classes in each training."""
+    draw = np.random.default_rng(seed + int(1e6 * train.sum()) % 10_000)
+    return random_features(train, labels, test, seed) + 0.25 * draw.normal(size=labels.max() + 1)
+
+
+def failing(train, labels, test, seed) -> np.ndarray:
+    """The same, but one of ten trainings fails: the model names the first class for every image."""
+    draw = np.random.default_rng(seed + int(1e6 * train.sum()) % 10_000)
+    scores = random_features(train, labels, test, seed)
+    return scores if draw.random() > 0.1 else np.eye(labels.max() + 1)[np.zeros(len(test), int)]
+
+
 def out_of_fold(train_and_score, arms, labels, folds) -> np.ndarray:
     """Whether each arm classifies each image correctly when it is a test image, (arms, passes, images)."""
     right = np.zeros((2, *folds.shape), bool)
@@ -482,17 +495,17 @@ def out_of_fold(train_and_score, arms, labels, folds) -> np.ndarray:
         for f in range(fold.max() + 1):
             out = fold == f
             for arm, x in enumerate(arms):
-                found = train_and_score(x[~out], labels[~out], x[out], number * K + f)
+                found = train_and_score(x[~out], labels[~out], x[out], number * (fold.max() + 1) + f)
                 right[arm, number, out] = found.argmax(1) == labels[out]
     return right
 
 
-def fold_of_images(labels, passes, groups=None) -> np.ndarray:
+def fold_of_images(labels, passes, groups=None, k=K) -> np.ndarray:
     """The fold of each image in each pass, drawn as a data set draws them: (passes, images)."""
     table = np.empty((passes, len(labels)), int)
     groups = None if groups is None else torch.from_numpy(groups)
     for number in range(passes):
-        for f, index in enumerate(draw_folds(torch.from_numpy(labels), groups, K, number, int(labels.max()) + 1)):
+        for f, index in enumerate(draw_folds(torch.from_numpy(labels), groups, k, number, int(labels.max()) + 1)):
             table[number, index.numpy()] = f
     return table
 
@@ -698,6 +711,21 @@ def test_folds_of_a_part_err_in_at_most_five_percent(name):
 def test_cross_validation_errs_in_at_most_five_percent_often(name):
     shares = rates(name, partial(null_of_folds, train_and_score=CLASSIFIERS[name]), 1000, 0)
     assert all(shares[test] <= 0.05 for test in USED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train_and_score", [random_features, nearest, moody, failing])
+@pytest.mark.parametrize(("passes", "k"), [(2, 5), (4, 5), (3, 3), (5, 3), (2, 10), (5, 10), (4, 2)])
+def test_few_passes_err_in_at_most_five_percent(passes, k, train_and_score):
+    rng, false = np.random.default_rng(0), 0
+    pixels, labels = digit_images()
+    for _ in range(200):
+        chosen = rng.choice(len(labels), 300, replace=False)
+        folds = fold_of_images(labels[chosen], passes, k=k)
+        row = row_of(records(out_of_fold(train_and_score, halves(rng, pixels[chosen]), labels[chosen], folds), folds))
+        assert row.difference.single_folds is None
+        false += row.decided
+    assert stats.binomtest(false, 200, 0.05, alternative="greater").pvalue > 0.01
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from smallvit.record import Record, format_labels
 
 from .single_folds import FoldVariance
-from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, MIN_PAIRS, Variance
+from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, Variance
 
 
 class Condition(NamedTuple):
@@ -142,7 +142,7 @@ class Difference:
         if self.single_folds:
             parts.append(
                 f"tested over the {self.single_folds.runs} single folds with Nadeau and Bengio's correction, because the "
-                f"test over passes and images needs at least 2 passes, and {MIN_PAIRS} if there are few folds"
+                "test over passes and images needs at least 2 passes, or up to 4 if there are fewer than 5 folds"
             )
         elif self.folds:
             parts.append(

@@ -152,8 +152,8 @@ def of_few_passes(v: Variance, d: Any, folds: Any) -> Variance:
 
     Two or three passes say little about the chance in training again, but of k folds there are k times as many. From the
     differences of each image, their mean over all passes is subtracted. Without chance in training, nothing would be left. What
-    is left in a fold has the mean z, and with n images in this fold, n z² estimates the variance of one training run. It is
-    averaged over all folds, with (passes - 1) k degrees of freedom.
+    is left in a fold of n images has the mean z, and n z² estimates how much the difference of one image varies by chance in
+    training. The sum over all folds is divided by its (passes - 1) k degrees of freedom, and then by passes times images.
 
     The mean over all passes contains some of the chance, too. If single images vary independently, the degrees of freedom count
     this exactly. If all images of a fold vary together, with their model, too much is subtracted: only the share 1 - 1/passes +
