@@ -201,7 +201,7 @@ def weak_class(predictions: Any, labels: Any, *, classes: Sequence[str] | None =
         outstanding = [rows[c] for c in rows if usable[c] and (rates[c] - errors.mean()) / scale[c] > limit]
     weakest = outstanding[0] if outstanding else None
     if weakest is None:
-        text = "No class stands out: the differences between the errors of the classes can be chance."
+        text = "No class was shown to be more difficult than the others."
     else:
         interval = f"{weakest.error:.0%} of predictions [{weakest.low:.0%}, {weakest.high:.0%}]"
         text = (

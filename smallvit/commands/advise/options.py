@@ -16,11 +16,13 @@ class Option(NamedTuple):
     name      its name on the page, such as "flips + shifts"
     changes   the settings of a run that it changes: a dict from name to code, for `Run.vary`. Empty for the plain ViT
     cost      approximate time of a training step, divided by that of the plain ViT
+    means     what it is, in plain words, for somebody who does not know the term; empty for the plain ViT
     """
 
     name: str
     changes: dict[str, str]
     cost: float = 1.0
+    means: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,13 @@ KNOWN = {
     "augmentation": ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
     "first layer": ("inductive_bias", "hybrid stem", {100: 3.01, 1_000: 1.07}),
     "optimizer": ("optimizers", "Muon", {100: 0.90, 1_000: 0.76}),
-    "blocks": ("inductive_bias", "depth-wise convolution", {100: 0.47, 1_000: 0.32}),
+    "blocks": ("blocks", "SwiGLU", {100: 0.62, 1_000: 0.58}),
     "attention": ("spt_lsa", "+LSA", {100: 0.24, 1_000: 0.13}),
     "pretraining": ("dino", "DINO on the same digits", {10: -11.05, 100: -6.87, 1_000: -6.46}),
 }
+SPT = "partial(sv.ShiftedPatchEmbed, patch=patch)"
+SWIGLU, CONVOLUTION = 'partial(sv.Block, mlp_ratio=2.0, activation="swiglu")', "partial(sv.ConvShortcutBlock, mlp_ratio=2.0)"
+FILTERS = "convolutions, the small filters of a CNN,"
 UNKNOWN = 0.5  # the assumed gain of groups that no recipe has measured
 
 
@@ -59,32 +64,34 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
     folder, and `minutes` is the time for everything.
     """
     layers = stem_layers(images.patch)
+    cct = f"partial(sv.ConvTokenizer, layers={layers}, hidden=32)"
     found = {
         "augmentation": augmentations(images),
         "first layer": (
             Option("patches", {}),
-            *[Option("shifted patches (SPT)", {"tokenizer": "partial(sv.ShiftedPatchEmbed, patch=patch)"}, 1.2)]
+            *[Option("shifted patches (SPT)", {"tokenizer": SPT}, 1.2, "each piece of the image also sees what is around it")]
             * (images.patch > 1),
-            Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={layers})"}, 1.5),
-            *[Option("tokenizer of CCT", {"tokenizer": f"partial(sv.ConvTokenizer, layers={layers}, hidden=32)"}, 3.5)]
+            Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={layers})"}, 1.5, f"{FILTERS} in front"),
+            *[Option("tokenizer of CCT", {"tokenizer": cct}, 3.5, f"{FILTERS} in front, more than in the convolutional stem")]
             * (minutes >= EXPENSIVE_MINUTES),
         ),
         "optimizer": (
-            Option("AdamW", {}),
-            Option("Muon", {"optimizer": "sv.Muon", "lr": "5e-3"}, 1.3),  # its best learning rate in the recipe
+            Option("AdamW", {}),  # the learning rate of Muon is the best one in the recipe
+            Option("Muon", {"optimizer": "sv.Muon", "lr": "5e-3"}, 1.3, "another rule by which training changes the weights"),
         ),
         "blocks": (
             Option("plain blocks", {}),
-            Option("convolution in the blocks", {"block": "partial(sv.ConvShortcutBlock, mlp_ratio=2.0)"}, 2.3),
+            Option("gated MLP (SwiGLU)", {"block": SWIGLU}, 2.0, "another form of the layers that follow each attention"),
+            Option("convolution in the blocks", {"block": CONVOLUTION}, 2.3, f"{FILTERS} beside each attention"),
         ),
         "size": (
-            Option("width 64, 4 blocks", {}),
-            Option("width 96", {"dim": "96", "heads": "6"}, 1.8),  # heads of width 16, which the native kernel computes
-            Option("6 blocks", {"depth": "6"}, 1.5),
+            Option("width 64, 4 blocks", {}),  # below: heads of width 16, which the native kernel computes
+            Option("width 96", {"dim": "96", "heads": "6"}, 1.8, "a larger model: more numbers for each piece of the image"),
+            Option("6 blocks", {"depth": "6"}, 1.5, "a larger model, with more layers"),
         ),
         "attention": (
             Option("plain attention", {}),
-            Option("locality attention (LSA)", {"attention": "sv.LocalityAttention"}, 1.1),
+            Option("locality attention (LSA)", {"attention": "sv.LocalityAttention"}, 1.1, "no piece of an image reads itself"),
         ),
         "pretraining": pretrainings(images) if minutes >= EXPENSIVE_MINUTES else (),
     }
@@ -105,28 +112,34 @@ def stem_layers(patch: int) -> int:
     return max(round(math.log2(patch)), 1)
 
 
+MOVED = "training images are mirrored and moved at random"
+BENT = "training images are turned, moved, scaled and bent"
+
+
 def augmentations(images: "Inspection") -> tuple[Option, ...]:
     """Return the options for augmentation. `images` is what was found in the folder of images."""
     if images.digits:
         return (
             Option("no augmentation", {}),
-            Option("mild deformations", {"augment": "sv.augment.digits(0.5)"}),
-            Option("deformations", {"augment": "sv.augment.digits()"}),
-            Option("strong deformations", {"augment": "sv.augment.digits(1.5)"}),
+            Option("mild deformations", {"augment": "sv.augment.digits(0.5)"}, means=f"{BENT} a little at random"),
+            Option("deformations", {"augment": "sv.augment.digits()"}, means=f"{BENT} at random"),
+            Option("strong deformations", {"augment": "sv.augment.digits(1.5)"}, means=f"{BENT} strongly at random"),
         )
     if not images.unit:  # transforms of color expect pixels in [0, 1]
         moves = "(sv.augment.Flip(), sv.augment.Warp(shift={shift}, scale={scale}))"
         return (
             Option("no augmentation", {}),
-            Option("flips + small shifts", {"augment": moves.format(shift=0.06, scale=0.05)}),
-            Option("flips + shifts", {"augment": moves.format(shift=0.125, scale=0.1)}),
+            Option("flips + small shifts", {"augment": moves.format(shift=0.06, scale=0.05)}, means=MOVED),
+            Option("flips + shifts", {"augment": moves.format(shift=0.125, scale=0.1)}, means=MOVED),
         )
     geometry = "sv.augment.Flip(), sv.augment.Warp(shift=0.125, scale=0.1)"
+    more = f"{MOVED}, their light changes, and a part is erased"
+    photos = "sv.augment.photos()"
     return (
         Option("no augmentation", {}),
-        Option("flips + shifts", {"augment": f"({geometry})"}),
-        Option("flips + shifts + light + erasing", {"augment": "sv.augment.photos()[:4]"}),
-        Option("flips + shifts + light + erasing + mixup + CutMix", {"augment": "sv.augment.photos()"}),
+        Option("flips + shifts", {"augment": f"({geometry})"}, means=MOVED),
+        Option("flips + shifts + light + erasing", {"augment": f"{photos}[:4]"}, means=more),
+        Option("flips + shifts + light + erasing + mixup + CutMix", {"augment": photos}, means=f"{more}; two images are mixed"),
     )
 
 
@@ -141,7 +154,8 @@ def pretrainings(images: "Inspection") -> tuple[Option, ...]:
         "{run}.vary(objective=partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97), "
         f"augment={crops}, unlabelled=True, batch=64, clip=0.0, ema=0.0, evaluators=(sv.knn,))"
     )
+    first = "the model first learns from the images without labels"
     return (
         Option("random weights", {}),
-        *[Option("DINO on the same images", {"init": dino}, 6.0)] * views,
+        *[Option("DINO on the same images", {"init": dino}, 6.0, first)] * views,
     )

@@ -112,6 +112,7 @@ def write_page(
         "light": LIGHT,
         "dark": DARK,
         "sentences": sentences,
+        "means": "; ".join(f"{option.name}: {option.means}" for option in chosen if option.means),
         "score": score.capital + score.unit,
         "rows": [row_of(row, chosen) for row in main_rows(comparison).values()],
         "judged": division(plan, len(judged.names)),
@@ -156,14 +157,14 @@ def row_of(row: Row, chosen: Sequence[Option]) -> dict[str, str]:
 def division(plan: Plan, images: int) -> str:
     """Return sentences that say on which images the models were tested. `images` is their number."""
     spread = (
-        "The interval contains, with 95% confidence, the mean score on many new images of the same kind, of models that are "
-        "trained in the same way. "
+        "With 95% confidence, the interval contains the mean score on many new images of the same kind. It is about models "
+        "that are trained in the same way. "
     ) + independence(plan)
     if plan.folds:
         return (
             f"Means over {plan.passes} passes, on {images:,} test images that no trial has used. {spread} "
-            f"A pass is a cross-validation with {plan.folds} folds: it tests each of these images once, with a model that was "
-            f"trained for {plan.final_steps:,} steps on all images outside its fold."
+            f"A pass divides these images into {plan.folds} parts, and tests each part with a model that was trained for "
+            f"{plan.final_steps:,} steps on all other images, also on those of the trials."
         )
     return (
         f"Means over {plan.passes} seeds, on the {images:,} test images, which no trial has used, after "
@@ -187,8 +188,8 @@ def final_training(plan: Plan) -> str:
     """Return sentences that say on which images the model that is given to the user was trained."""
     if plan.share:
         return (
-            "It was trained in the same way, but on all images, so there are no test images for it. The scores above are those "
-            "of models that were not trained on their test images."
+            "It was trained like the models of the test, but on all images, so no images are left to test it. The scores above "
+            "are those of models that were not trained on their test images."
         )
     return "Like the models that were tested, it was trained on the images in train/, so the scores above also apply to it."
 
@@ -202,7 +203,7 @@ def division_of_trials(plan: Plan, own_val: bool) -> str:
         f"Options were tried in groups, one group after another, on {part}, with {plan.steps:,} training steps. In each run, "
         f"{val} validation images. The best option of a group was kept for the following groups. The validation score of the "
         "best option is too high, because it is the best of several trials. So the chosen ViT was tested on other "
-        "images. The plain ViT and the small CNN were not tuned."
+        "images. Of options with equal scores, the first one was chosen. The plain ViT and the small CNN were not tuned."
     )
 
 
@@ -244,7 +245,9 @@ def other_models(comparison: Comparison, kept: str, out: Path) -> list[tuple[str
     for arm in (CNN, FINE_TUNED):
         if arm in rows and sign * (rows[arm].mean or 0.0) > sign * (rows[kept].mean or 0.0):
             command = predict_command(out / "recipe.py", arm, out / "runs")
-            found.append((f"“{arm}” has a better mean in the table. To predict with its models of the test:", command))
+            text = f"“{arm}” has a better mean in the table, but was not shown to be better, and a ViT is kept unless another "
+            text += "model is. If you prefer it, this command predicts with the mean of all its models that were tested:"
+            found.append((text, command))
     return found
 
 
@@ -276,9 +279,9 @@ def more_time(plan: Plan, out: Path) -> list[str]:
     unit = "passes" if plan.folds else "seeds"
     minutes = 5 * -(-plan.minutes * WANTED_PASSES // (5 * plan.passes))
     return [
-        f"More time, for a more certain verdict and longer training: there was time for {plan.passes} {unit}, but "
-        f"{WANTED_PASSES} give narrower intervals. Use the same command with --minutes {minutes:.0f} and another folder for "
-        f"the result, such as --into {shlex.quote(f'{out}-{minutes:.0f}')}."
+        f"More time: there was time for {plan.passes} {unit}; {WANTED_PASSES} would give narrower intervals. Training is then "
+        f"longer, too, which often gives a better model. Use the same command with --minutes {minutes:.0f} and another folder "
+        f"for the result, such as --into {shlex.quote(f'{out}-{minutes:.0f}')}."
     ]
 
 
@@ -302,6 +305,8 @@ def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record
         if technique and technique.difference:
             d = technique.difference
             lines.append(images_or_technique(curve, "the chosen technique", d.mean, d.low, d.high).text)
+    else:
+        lines.append("More labelled images probably help. By how much was not measured, because this takes more time.")
     if any(record.test_groups for record in own):
         return lines
     return [*lines, weak_class(judged.probabilities, judged.labels.tolist(), classes=judged.classes).text]
