@@ -271,6 +271,18 @@ def test_score_of_an_arm_has_an_interval_for_new_images(passes):
     assert row_of([r for r in RECORDS if r.seed < K]).new_images is None, "one pass does not say how much models vary"
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_score_with_few_errors_has_an_interval_that_allows_for_more(wrong):
+    right = np.ones((1, 6, 60), bool)
+    right[0, :, :wrong] = False
+    low, high = row_of(records(right, FOLDS[:6]), arm="a").new_images
+    expected = stats.binomtest(wrong, 60).proportion_ci(method="wilson")
+    assert low < 1 - expected.high and low > 1 - 1.6 * expected.high and high >= 1 - wrong / 60
+    plain = row_of([replace(r, folds=None, test_index=None, drawn_share=0.0, labels=10)
+                    for r in pooled(records(right, FOLDS[:6]))], arm="a")  # fmt: skip
+    assert plain.new_images == pytest.approx((1 - expected.high, 1 - expected.low))
+
+
 def test_equal_predictions_in_few_passes_are_inconclusive():
     same = [replace(r, correct=VALUES_OF[r.seed], test=TEST_OF[r.seed]) if r.arm == "b" else r for r in RECORDS if r.seed < K]
     row = row_of(same)

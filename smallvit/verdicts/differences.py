@@ -13,6 +13,7 @@ from .folds import Pass
 from .sequential import nominal_level, sequential_p
 from .single_folds import FoldVariance
 from .statistics import (
+    FOLDS_FACTOR,
     LEVEL,
     MIN_IMAGES,
     MIN_PAIRS,
@@ -29,6 +30,7 @@ from .statistics import (
     spread,
     two_part_p,
     variance_bound,
+    wilson,
 )
 
 IMAGES = 10_000  # test images that are supposed where an old record does not say their number
@@ -273,6 +275,9 @@ def interval_on_new_images(runs: Sequence[Record]) -> tuple[float, float] | None
     """Return the 95% interval of the mean score of an arm (variant) for new seeds and new test images, as a tuple (low, high).
     `runs` are the results of its finished runs, one for each seed or each pass of a cross-validation. The result is None if the
     records do not have a value for each test image, or with too few seeds or images for a test.
+
+    An accuracy near 1 with errors on few images, or on none, says little about the variance over images. Its part over images
+    is then Wilson's interval of a share.
     """
     import numpy as np
 
@@ -283,8 +288,15 @@ def interval_on_new_images(runs: Sequence[Record]) -> tuple[float, float] | None
     variance = variance_of_table(np.stack(known), runs, groups)
     if variance is None or variance.freedom < MIN_PAIRS - 1 or variance.images < MIN_IMAGES:
         return None
-    mean, half = fmean(r.result for r in runs), half_width(variance, LEVEL, overlap=overlap_of(runs)[0])
-    return (max(0.0, mean - half), min(1.0, mean + half)) if all(map(is_accuracy, runs)) else (mean - half, mean + half)
+    mean, overlap, share = fmean(r.result for r in runs), overlap_of(runs)[0], all(map(is_accuracy, runs))
+    if variance.over_images > 0 and variance.n_eff >= MIN_IMAGES:
+        half = half_width(variance, LEVEL, overlap=overlap)
+        return (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
+    if not share:
+        return None
+    over_seeds = math.sqrt(1 + variance.seeds * overlap) * seeds_half_width(variance, LEVEL)
+    low, high = wilson(mean, variance.images / (FOLDS_FACTOR if runs[0].folds else 1))
+    return max(0.0, mean - math.hypot(mean - low, over_seeds)), min(1.0, mean + math.hypot(high - mean, over_seeds))
 
 
 def folds_of_units(runs: Sequence[Record], groups: Sequence[int] | None) -> Any:

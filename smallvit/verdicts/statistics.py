@@ -257,6 +257,19 @@ def seeds_p(mean: float, v: Variance) -> float | None:
     return float(2 * stdtr(v.freedom, -abs(mean) / math.sqrt(v.over_seeds)))
 
 
+def wilson(share: float, count: float, level: float = LEVEL) -> tuple[float, float]:
+    """Return Wilson's confidence interval of a share, as a tuple (low, high). `share` is the observed share of `count`
+    independent units, such as test images, and `level` is 1 minus the confidence. Also an observed share of 0 or 1 has an
+    interval of more than one point.
+
+    Paper     Wilson 1927.
+    """
+    z = critical_t(level, math.inf)
+    middle, scale = share + z**2 / (2 * count), 1 + z**2 / count
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return (middle - half) / scale, (middle + half) / scale
+
+
 def critical_t(level: float, df: float) -> float:
     """Return the critical value of a two-sided t-test: |t| exceeds it with probability `level` by chance."""
     from scipy.special import stdtrit
