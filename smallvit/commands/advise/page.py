@@ -20,7 +20,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
-from .answer import answer, interval, main_rows, model_to_keep, names_of, number
+from .answer import NOTHING_LEARNED, answer, interval, main_rows, model_to_keep, names_of, number
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
@@ -106,7 +106,8 @@ def write_page(
     found = doubts(judged.probabilities, labels, classes=judged.classes, names=judged.names, shown=SHOWN)
     with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))
     own = [record for record in reported(records) if record.arm == best and record.labels is None]
-    score = score_in(comparison)
+    score, learned = score_in(comparison), sentences[0] != NOTHING_LEARNED
+    groups_of_images = len({group for record in own for group in record.test_groups or ()})
     page = {
         "title": f"Advice for {Path(plan.folder).name}",
         "light": LIGHT,
@@ -115,17 +116,17 @@ def write_page(
         "means": "; ".join(f"{option.name}: {option.means}" for option in chosen if option.means),
         "score": score.capital + score.unit,
         "rows": [row_of(row, chosen) for row in main_rows(comparison).values()],
-        "judged": division(plan, len(judged.names)),
+        "judged": division(plan, len(judged.names), groups_of_images),
         "unit": "pass" if plan.folds else "seed",
         "forest": Markup(forest(with_all)),
         "confusion": Markup(confusion_matrices(with_all, own)),
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
-        "others": other_models(with_all, best, path.parent),
+        "others": other_models(with_all, best, path.parent) if learned else [],
         "kept": kept_text(best, chosen),
         "trained": final_training(plan),
         "help": [*more_time(plan, path.parent), *what_would_help(comparison, judged, own, training_images(entries[0]))],
-        "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
+        "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images] if learned else [],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan, own_val=entries[0].run.data().val is not None),
         "deeper": deeper(path.parent),
@@ -154,12 +155,14 @@ def row_of(row: Row, chosen: Sequence[Option]) -> dict[str, str]:
     }
 
 
-def division(plan: Plan, images: int) -> str:
-    """Return sentences that say on which images the models were tested. `images` is their number."""
+def division(plan: Plan, images: int, groups: int = 0) -> str:
+    """Return sentences that say on which images the models were tested. `images` is their number, and `groups` is the number
+    of groups, such as patients, to which they belong.
+    """
     spread = (
         "With 95% confidence, the interval contains the mean score on many new images of the same kind. It is about models "
         "that are trained in the same way. "
-    ) + independence(plan)
+    ) + independence(groups)
     if plan.folds:
         return (
             f"Means over {plan.passes} passes, on {images:,} test images that no trial has used. {spread} "
@@ -172,12 +175,15 @@ def division(plan: Plan, images: int) -> str:
     )
 
 
-def independence(plan: Plan) -> str:
+def independence(groups: int) -> str:
     """Return a sentence that says which images were kept together, such as those of one patient, or what to do if some should
-    have been.
+    have been. `groups` is the number of groups to which the test images belong.
     """
-    if plan.group_by:
-        return "Images of one group were never on both sides: in training and in the test."
+    if groups:
+        return (
+            f"These images belong to {groups:,} groups, such as patients. Images of one group were never both in training and "
+            "in the test, and a group counts as one image for the intervals."
+        )
     return (
         "All images were taken to be independent. If several images show the same thing, such as one patient or one plant, the "
         "scores are too high: start again with --group-by."
