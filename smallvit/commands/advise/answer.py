@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from smallvit.record import Record
-from smallvit.report.alarms import nothing_learned
+from smallvit.report.alarms import guesses, nothing_learned
 from smallvit.report.answer import cost_ratio
 from smallvit.report.format import join_names
 from smallvit.report.units import score_of
@@ -41,19 +41,28 @@ def model_to_keep(comparison: Comparison) -> str:
     return max([vit, *others], key=lambda row: row.mean or 0).arm
 
 
-NOTHING_LEARNED = (
-    "No model was shown to be better than guessing, so do not rely on what follows: give the command more time (--minutes) or "
-    "more images."
+NOTHING_LEARNED = "No model was shown to be better than guessing{}, so do not use these models."
+WHAT_TO_TRY = (
+    "Give the command more time (--minutes), or more images. If this does not help, check the labels, and whether a person can "
+    "see the classes in images of this size."
 )
 
 
 def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[Record] = ()) -> list[str]:
     """Return the answer as a list of sentences: which model and which technique to use, and how they compare with a small CNN
     and a ViT-S from ImageNet. `comparison` holds the results of the runs in `records`, and `chosen` are the options that were
-    best in the trials. If no model was shown to be better than guessing, the first sentence says so.
+    best in the trials. If no model was shown to be better than guessing, the answer says only this, the highest mean, and what to try.
     """
     rows = main_rows(comparison)
-    control = rows.get(ADVICE, rows[PLAIN])  # the ViT with which the other models are compared
+    all_labels = [record for record in records if record.labels is None]
+    if nothing_learned(all_labels):
+        levels = {guess.chance for guess in guesses(all_labels).values()}
+        level = f" ({100 * levels.pop():.1f}%)" if len(levels) == 1 else ""
+        sign = -1 if control_of(rows).lower_is_better else 1
+        best = max((row for row in rows.values() if row.mean is not None), key=lambda row: sign * (row.mean or 0))
+        reached = f"The highest mean is {value(best)}, on images that no trial has used."
+        return [NOTHING_LEARNED.format(level), reached, WHAT_TO_TRY]
+    control = control_of(rows)
     kept = model_to_keep(comparison)
     other = "" if recommended_vit(rows) is control else f"the ViT with {names_of(chosen)}"
     if kept in OTHERS:
@@ -62,8 +71,12 @@ def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[R
     else:
         sentences = [technique(rows, chosen)]
     sentences += [compared(rows[arm], control, other or "this ViT") for arm in OTHERS if arm in rows and arm != kept]
-    all_labels = [record for record in records if record.labels is None]
-    return [*[NOTHING_LEARNED] * bool(nothing_learned(all_labels)), *sentences, *raw_pixels(rows, rows[kept])]
+    return [*sentences, *raw_pixels(rows, rows[kept])]
+
+
+def control_of(rows: dict[str, Row]) -> Row:
+    """Return the results of the ViT with which the other models are compared. `rows` are the results of each arm (variant)."""
+    return rows.get(ADVICE, rows[PLAIN])
 
 
 def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:

@@ -20,7 +20,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
-from .answer import NOTHING_LEARNED, answer, interval, main_rows, model_to_keep, names_of, number
+from .answer import WHAT_TO_TRY, answer, interval, main_rows, model_to_keep, names_of, number
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
@@ -106,20 +106,21 @@ def write_page(
     found = doubts(judged.probabilities, labels, classes=judged.classes, names=judged.names, shown=SHOWN)
     with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))
     own = [record for record in reported(records) if record.arm == best and record.labels is None]
-    score, learned = score_in(comparison), sentences[0] != NOTHING_LEARNED
+    score, learned = score_in(comparison), WHAT_TO_TRY not in sentences
     groups_of_images = len({group for record in own for group in record.test_groups or ()})
     page = {
         "title": f"Advice for {Path(plan.folder).name}",
         "light": LIGHT,
         "dark": DARK,
         "sentences": sentences,
-        "means": "; ".join(f"{option.name}: {option.means}" for option in chosen if option.means),
+        "learned": learned,
+        "means": "; ".join(f"{option.name}: {option.means}" for option in chosen if option.means and learned),
         "score": score.capital + score.unit,
         "rows": [row_of(row, chosen) for row in main_rows(comparison).values()],
         "judged": division(plan, len(judged.names), groups_of_images),
         "unit": "pass" if plan.folds else "seed",
         "forest": Markup(forest(with_all)),
-        "confusion": Markup(confusion_matrices(with_all, own)),
+        "confusion": Markup(confusion_matrices(with_all, own)) if learned else "",
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
         "others": other_models(with_all, best, path.parent) if learned else [],
@@ -312,7 +313,8 @@ def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record
             d = technique.difference
             lines.append(images_or_technique(curve, "the chosen technique", d.mean, d.low, d.high).text)
     else:
-        lines.append("More labelled images probably help. By how much was not measured, because this takes more time.")
+        new = ", best of new groups (such as patients)" if any(record.test_groups for record in own) else ""
+        lines.append(f"More labelled images probably help{new}. By how much was not measured, because this takes more time.")
     if any(record.test_groups for record in own):
         return lines
     return [*lines, weak_class(judged.probabilities, judged.labels.tolist(), classes=judged.classes).text]
