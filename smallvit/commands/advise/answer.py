@@ -51,7 +51,8 @@ WHAT_TO_TRY = (
 def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[Record] = ()) -> list[str]:
     """Return the answer as a list of sentences: which model and which technique to use, and how they compare with a small CNN
     and a ViT-S from ImageNet. `comparison` holds the results of the runs in `records`, and `chosen` are the options that were
-    best in the trials. If no model was shown to be better than guessing, the answer says only this, the highest mean, and what to try.
+    best in the trials. If no model was shown to be better than guessing, the answer says only this, the highest mean, and what
+    to try.
     """
     rows = main_rows(comparison)
     all_labels = [record for record in records if record.labels is None]
