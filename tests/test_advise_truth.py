@@ -92,6 +92,10 @@ def test_technique_that_helps_is_found_and_none_is_claimed_where_none_helps(tmp_
 
 
 def test_interval_covers_the_truth_although_the_best_of_many_options_was_chosen(tmp_path, monkeypatch):
+    """The upper bound was not met: 156 of 156 intervals were right. Models that are trained for 10 steps name few classes, and
+    each fold has equally many images of each class, so their accuracy varies less than that of independent images. In
+    simulations with six other kinds of classifiers, the interval covers the truth in 94 to 99.7%.
+    """
     monkeypatch.setattr(command, "FEWEST_MINUTES", 0.1)
     monkeypatch.setattr(plan, "FEWEST_STEPS", 20)
     covered, accuracies = [], []
@@ -109,13 +113,8 @@ def test_interval_covers_the_truth_although_the_best_of_many_options_was_chosen(
                 accuracies.append(low <= 1 / len(KINDS) <= high)
     shares = {arm: np.mean([inside for name, inside in covered if name == arm]) for arm in (ADVICE, CNN)}
     print(shares, len(covered), np.mean(accuracies))
-    assert np.mean(accuracies) >= 0.9 and all(share >= 0.9 for share in shares.values())
-    if any(share > 0.99 for share in shares.values()):
-        pytest.xfail(
-            "the intervals are too wide here: models that are trained for 10 steps name few classes, and each fold has equally "
-            "many images of each class, so their accuracy varies less than that of independent images. In "
-            "simulations with six other kinds of classifiers, the interval covers the truth in 94 to 99.7%."
-        )
+    assert np.mean(accuracies) >= 0.9
+    assert all(0.9 <= share <= 0.99 for share in shares.values())
 
 
 def test_twenty_kills_change_no_decision_and_lose_no_run(tmp_path):

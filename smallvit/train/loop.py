@@ -412,7 +412,7 @@ class Training:
             "steps": self.step,
             "images_seen": self.step * in_a_step * (self.optimizer.passes if self.optimizer else 1),
             "unlabelled": None if without_labels is None else len(without_labels),
-            "seconds": round(self.seconds, 2) if self.run.steps or self.run.init else None,
+            "seconds": round(self.seconds, 2) if self.run.steps else 0.0 if self.run.init else None,
             "curve": self.curve,
             "health": self.health or None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
