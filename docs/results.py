@@ -101,7 +101,8 @@ def points(value: float) -> str:
 
 def with_interval(mean: float, low: float, high: float) -> str:
     """A difference in percentage points and its interval: `+1.2 [0.3, 2.1]`."""
-    return f"{points(mean)} [{points(low)}, {points(high)}]".replace("[+", "[").replace(", +", ", ")
+    low_end, high_end = (points(end).removeprefix("+") for end in (low, high))
+    return f"{points(mean)} [{low_end}, {high_end}]"
 
 
 def cell(row: Row | None) -> str:

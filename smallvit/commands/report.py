@@ -104,9 +104,9 @@ def report(options: argparse.Namespace) -> int:
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
     trained_here = out if records is collected and options.scale_steps == 1 else None
-    command = run_command(path, Path(options.out), scale_option(options.scale_steps))
-    write_report(path, module, records, out / path.stem / "report", options.scale_steps, models=trained_here, command=command)
-    write_tables(records, out / path.stem / "report", options)
+    target, all_results = out / path.stem / "report", Path(options.out)
+    write_report(path, module, records, target, options.scale_steps, models=trained_here, out=all_results)
+    write_tables(records, target, options)
     if options.mistakes:
         print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem))
     if options.log:
@@ -200,16 +200,17 @@ def write_report(
     scale_steps: int = 1,
     show_warnings: bool = True,
     models: Path | None = None,
-    command: str = "",
+    out: Path | None = None,
 ):
     """Write the report of a comparison to `target.md` and `target.html`, and print its verdicts and warnings. `path` is the
     recipe file, `module` is this file as an imported module, and `records` are the results of its runs. `scale_steps`
     (the command-line option `--scale-steps`) multiplied the training steps, and `show_warnings=False` prints no warnings.
     `models` is the folder of all results, for the printed command that predicts new images with the trained models. None prints
-    no such command: `smallvit predict` does not find models that are not there, or that have other numbers of steps. `command`
-    runs the recipe again, and is empty for `smallvit run` with the name of the recipe.
+    no such command: `smallvit predict` does not find models that are not there, or that have other numbers of steps. `out`
+    is the folder of all results, for commands in the report that run the recipe again; None: they have only its name.
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent)
+    command = "" if out is None else run_command(path, out, options)
     for suffix, page in ((".md", markdown), (".html", html)):
         content = page(
             records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried, command=command

@@ -25,7 +25,6 @@ from smallvit.looks import with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import Record
-from smallvit.report.page import run_command
 from smallvit.trackers import TrackerProcess, check_tracker
 
 from .report import check_excluded, collect, runs_to_send, scale_option, scaled, status, write_report
@@ -120,9 +119,8 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     records = collect(recipe_runs, out, path.stem)
     target = out / path.stem / "report"
     models = None if options.smoke or options.scale_steps > 1 else out
-    command = run_command(path, Path(options.out), scale_option(options.scale_steps))
-    shown = not options.smoke
-    write_report(path, module, records, target, options.scale_steps, show_warnings=shown, models=models, command=command)
+    shown, all_results = not options.smoke, Path(options.out)
+    write_report(path, module, records, target, options.scale_steps, show_warnings=shown, models=models, out=all_results)
     requested = {(entry.cell, entry.seed) for entry in runs}
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
 

@@ -240,6 +240,14 @@ def no_better_than_guessing(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def level_of(found: Iterable[Guess], digits: int = 2) -> str:
+    """Return the score of guesses as text with a space before it, such as ` (10.00%)`. It is empty if the arms (variants) that
+    were `found` to be no better than guessing have different ones.
+    """
+    chances = {f"{100 * guess.chance:.{digits}f}%" for guess in found}
+    return f" ({chances.pop()})" if len(chances) == 1 else ""
+
+
 def nothing_learned(records: Sequence[Record]) -> str:
     """Return a sentence that says that no arm (variant) was shown to be better than guessing, and what to do. The text is empty
     if an arm was, or if this is unknown for an arm. `records` are the results of the runs. Only the main conditions count: the
@@ -248,8 +256,7 @@ def nothing_learned(records: Sequence[Record]) -> str:
     found, cells = guesses(records), main_cells(records)
     if not found or any(cell not in found for cell in cells):
         return ""
-    chances = {f"{100 * found[cell].chance:.2f}%" for cell in cells}
-    level = f" ({chances.pop()})" if len(chances) == 1 else ""
+    level = level_of(found[cell] for cell in cells)
     units = "passes" if any(r.folds for runs in cells.values() for r in runs) else "seeds"
     return f"No arm was shown to be better than guessing{level}: train longer or change the settings before adding {units}."
 

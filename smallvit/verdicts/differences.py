@@ -176,7 +176,8 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     )
     table = differences_of_images(pairs)
     variance = variance_of(pairs, values, table, groups)
-    if found.folds and len(pairs) < MIN_PAIRS and table is not None and no_test(mean, variance):
+    p = None if variance is None else two_part_p(mean, variance, overlap=overlap)
+    if found.folds and len(pairs) < MIN_PAIRS and table is not None and p is None:
         return over_folds(found, pairs)
     if variance is None:
         score = "" if table is not None or found.metric == "accuracy" else found.metric
@@ -189,19 +190,12 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
         high=mean + half,
         seeds_low=mean - seeds_half,
         seeds_high=mean + seeds_half,
-        p=two_part_p(mean, variance, overlap=overlap),
+        p=p,
         p_seeds=seeds_p(mean, variance) if len(seeds) >= MIN_PAIRS and sd is not None and sd > TIE else None,
         variance=variance,
         bound=variance.bound,
         renewable=variance.bound and all(f"{r.score}_sd" not in (r.test or {}) for pair in pairs for r in pair),
     )
-
-
-def no_test(mean: float, variance: Variance | None) -> bool:
-    """Return whether the mean difference `mean` cannot be tested over passes and images, because there is one pass, there are
-    too few folds, or the differences do not vary. `variance` is its `Variance`, or None.
-    """
-    return variance is None or two_part_p(mean, variance) is None
 
 
 def over_folds(found: Difference, pairs: Sequence[tuple[Record, Record]]) -> Difference:

@@ -150,7 +150,7 @@ def of_few_passes(v: Variance, d: Any, folds: Any) -> Variance:
     that is estimated from the single folds. `d` is the array (passes, images) of paired differences, `folds` has the same shape
     and says in which fold each image was tested, and `v` is the estimate from the means of the passes.
 
-    Two or three passes say little about the chance in training again, but of k folds there are k times as many. From the
+    Two or three passes say little about the chance in training again, but there are k times as many folds as passes. From the
     differences of each image, their mean over all passes is subtracted. Without chance in training, nothing would be left. What
     is left in a fold of n images has the mean z, and n z² estimates how much the difference of one image varies by chance in
     training. The sum over all folds is divided by its (passes - 1) k degrees of freedom, and then by passes times images.

@@ -24,7 +24,6 @@ from smallvit.recipe import load_recipe
 from smallvit.record import Record, write_text
 from smallvit.reference_runs import FINE_TUNING, imagenet_vit_s
 from smallvit.references import SmallCNN
-from smallvit.report.page import run_command
 from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts import compare
 
@@ -402,8 +401,7 @@ class Advisor:
         path, runs = self.final_recipe, self.final_runs
         records = collect(runs, self.runs, path.stem)
         with redirect_stdout(io.StringIO()):
-            target, command = self.runs / path.stem / "report", run_command(path, self.runs)
-            write_report(path, load_recipe(path), records, target, command=command)
+            write_report(path, load_recipe(path), records, self.runs / path.stem / "report", out=self.runs)
         sentences = write_page(self.out / "report.html", self.plan, self.tried, self.chosen, runs, records)
         self.save()
         return sentences

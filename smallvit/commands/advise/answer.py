@@ -1,9 +1,10 @@
 """The answer of `smallvit advise` in a few sentences, from the records of the models that were tested."""
 
+import math
 from collections.abc import Sequence
 
 from smallvit.record import Record
-from smallvit.report.alarms import guesses, nothing_learned
+from smallvit.report.alarms import guesses, level_of, nothing_learned
 from smallvit.report.answer import cost_ratio
 from smallvit.report.format import join_names
 from smallvit.report.units import score_of
@@ -38,7 +39,7 @@ def model_to_keep(comparison: Comparison) -> str:
     rows = main_rows(comparison)
     vit = recommended_vit(rows)
     others = [rows[arm] for arm in (CNN, FINE_TUNED) if arm in rows and rows[arm].verdict == "better"]
-    return max([vit, *others], key=lambda row: row.mean or 0).arm
+    return max([vit, *others], key=goodness).arm
 
 
 NOTHING_LEARNED = "No model was shown to be better than guessing{}, so do not use these models."
@@ -55,15 +56,11 @@ def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[R
     to try.
     """
     rows = main_rows(comparison)
-    all_labels = [record for record in records if record.labels is None]
-    if nothing_learned(all_labels):
-        levels = {guess.chance for guess in guesses(all_labels).values()}
-        level = f" ({100 * levels.pop():.1f}%)" if len(levels) == 1 else ""
-        sign = -1 if control_of(rows).lower_is_better else 1
-        best = max((row for row in rows.values() if row.mean is not None), key=lambda row: sign * (row.mean or 0))
-        reached = f"The highest mean is {value(best)}, on images that no trial has used."
+    if not any_learned(records):
+        level = level_of(guesses(with_all_labels(records)).values(), digits=1)
+        reached = f"The highest mean is {value(max(rows.values(), key=goodness))}, on images that no trial has used."
         return [NOTHING_LEARNED.format(level), reached, WHAT_TO_TRY]
-    control = control_of(rows)
+    control = rows.get(ADVICE, rows[PLAIN])  # the ViT with which the other models are compared
     kept = model_to_keep(comparison)
     other = "" if recommended_vit(rows) is control else f"the ViT with {names_of(chosen)}"
     if kept in OTHERS:
@@ -75,9 +72,25 @@ def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[R
     return [*sentences, *raw_pixels(rows, rows[kept])]
 
 
-def control_of(rows: dict[str, Row]) -> Row:
-    """Return the results of the ViT with which the other models are compared. `rows` are the results of each arm (variant)."""
-    return rows.get(ADVICE, rows[PLAIN])
+def any_learned(records: Sequence[Record]) -> bool:
+    """Return whether some model was shown to be better than guessing, or whether this is unknown. `records` are the results of
+    the runs; only those with all images count.
+    """
+    return not nothing_learned(with_all_labels(records))
+
+
+def with_all_labels(records: Sequence[Record]) -> list[Record]:
+    """Return the records of the runs that were trained with all images, without those of the learning curve."""
+    return [record for record in records if record.labels is None]
+
+
+def goodness(row: Row) -> float:
+    """Return the mean score of an arm (variant), with its sign changed if a lower score is better. Without a score it is minus
+    infinity.
+    """
+    if row.mean is None:
+        return -math.inf
+    return -row.mean if row.lower_is_better else row.mean
 
 
 def technique(rows: dict[str, Row], chosen: Sequence[Option], use: str = "Use") -> str:
@@ -133,12 +146,11 @@ def raw_pixels(rows: dict[str, Row], best: Row) -> list[str]:
     """Return a list with a warning if a classifier on raw pixels is at least as good as the recommended model; otherwise an
     empty list. `best` are the results of the recommended model.
     """
-    sign = -1 if best.lower_is_better else 1
     found = [row for row in rows.values() if row.role == "reference" and row.mean is not None and best.mean is not None]
-    above = [row for row in found if sign * (row.mean or 0) >= sign * (best.mean or 0)]
+    above = [row for row in found if goodness(row) >= goodness(best)]
     if not above:
         return []
-    top = max(above, key=lambda row: sign * (row.mean or 0))
+    top = max(above, key=goodness)
     name = top.arm.removeprefix("pixels, ")
     return [f"Even {name} on raw pixels reaches {value(top)}: the images are too few, or the training is too short, for a ViT."]
 

@@ -76,7 +76,8 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
             * (minutes >= EXPENSIVE_MINUTES),
         ),
         "optimizer": (
-            Option("AdamW", {}),  # the learning rate of Muon is the best one in the recipe
+            Option("AdamW", {}),
+            # its best learning rate in the recipe
             Option("Muon", {"optimizer": "sv.Muon", "lr": "5e-3"}, 1.3, "another rule by which training changes the weights"),
         ),
         "blocks": (
@@ -85,7 +86,8 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
             Option("convolution in the blocks", {"block": CONVOLUTION}, 2.3, f"{FILTERS} beside each attention"),
         ),
         "size": (
-            Option("width 64, 4 blocks", {}),  # below: heads of width 16, which the native kernel computes
+            Option("width 64, 4 blocks", {}),
+            # heads of width 16, which the native kernel computes
             Option("width 96", {"dim": "96", "heads": "6"}, 1.8, "a larger model: more numbers for each piece of the image"),
             Option("6 blocks", {"depth": "6"}, 1.5, "a larger model, with more layers"),
         ),

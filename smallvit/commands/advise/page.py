@@ -20,7 +20,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
-from .answer import WHAT_TO_TRY, answer, interval, main_rows, model_to_keep, names_of, number
+from .answer import answer, any_learned, goodness, interval, main_rows, model_to_keep, names_of, number
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
@@ -106,28 +106,28 @@ def write_page(
     found = doubts(judged.probabilities, labels, classes=judged.classes, names=judged.names, shown=SHOWN)
     with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))
     own = [record for record in reported(records) if record.arm == best and record.labels is None]
-    score, learned = score_in(comparison), WHAT_TO_TRY not in sentences
+    score = score_in(comparison)
     groups_of_images = len({group for record in own for group in record.test_groups or ()})
     page = {
         "title": f"Advice for {Path(plan.folder).name}",
         "light": LIGHT,
         "dark": DARK,
         "sentences": sentences,
-        "learned": learned,
-        "means": "; ".join(f"{option.name}: {option.means}" for option in chosen if option.means and learned),
+        "learned": any_learned(records),
+        "means": "; ".join(f"{option.name}: {option.means}" for option in chosen if option.means),
         "score": score.capital + score.unit,
         "rows": [row_of(row, chosen) for row in main_rows(comparison).values()],
         "judged": division(plan, len(judged.names), groups_of_images),
         "unit": "pass" if plan.folds else "seed",
         "forest": Markup(forest(with_all)),
-        "confusion": Markup(confusion_matrices(with_all, own)) if learned else "",
+        "confusion": Markup(confusion_matrices(with_all, own)),
         "trials": trial_tables(plan, groups),
         "commands": commands(path.parent),
-        "others": other_models(with_all, best, path.parent) if learned else [],
+        "others": other_models(with_all, best, path.parent),
         "kept": kept_text(best, chosen),
         "trained": final_training(plan),
         "help": [*more_time(plan, path.parent), *what_would_help(comparison, judged, own, training_images(entries[0]))],
-        "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images] if learned else [],
+        "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan, own_val=entries[0].run.data().val is not None),
         "deeper": deeper(path.parent),
@@ -247,15 +247,15 @@ def other_models(comparison: Comparison, kept: str, out: Path) -> list[tuple[str
     model that is given to the user, and `out` is the folder with the advice.
     """
     rows = main_rows(comparison)
-    sign = -1 if rows[kept].lower_is_better else 1
-    found = []
-    for arm in (CNN, FINE_TUNED):
-        if arm in rows and sign * (rows[arm].mean or 0.0) > sign * (rows[kept].mean or 0.0):
-            command = predict_command(out / "recipe.py", arm, out / "runs")
-            text = f"“{arm}” has a better mean in the table, but was not shown to be better, and a ViT is kept unless another "
-            text += "model is. If you prefer it, this command predicts with the mean of all its models that were tested:"
-            found.append((text, command))
-    return found
+    better = [arm for arm in (CNN, FINE_TUNED) if arm in rows and goodness(rows[arm]) > goodness(rows[kept])]
+    return [
+        (
+            f"“{arm}” has a better mean in the table, but was not shown to be better, and a ViT is kept unless another model "
+            "is. If you prefer it, this command predicts with the mean of all its models that were tested:",
+            predict_command(out / "recipe.py", arm, out / "runs"),
+        )
+        for arm in better
+    ]
 
 
 def deeper(out: Path) -> list[str]:
@@ -313,7 +313,7 @@ def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record
             d = technique.difference
             lines.append(images_or_technique(curve, "the chosen technique", d.mean, d.low, d.high).text)
     else:
-        new = ", best of new groups (such as patients)" if any(record.test_groups for record in own) else ""
+        new = ", above all those of new groups (such as patients)" if any(record.test_groups for record in own) else ""
         lines.append(f"More labelled images probably help{new}. By how much was not measured, because this takes more time.")
     if any(record.test_groups for record in own):
         return lines
