@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smallvit.convolution import BatchNorm2d, Conv2d, MaxPool2d
 from smallvit.vit import initialize
 
 
@@ -45,9 +46,9 @@ class SmallCNN(nn.Module):
         layers, inputs = nn.Sequential(), channels
         for outputs in (width, 2 * width):
             for _ in range(2):
-                layers.extend([nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()])
+                layers.extend([Conv2d(inputs, outputs, 3, padding=1, bias=False), BatchNorm2d(outputs), nn.ReLU()])
                 inputs = outputs
-            layers.append(nn.MaxPool2d(2))
+            layers.insert(-1, MaxPool2d(2))  # before the ReLU: the same result with fewer values to compute
         size = 2 * width * (image[0] // 4) * (image[1] // 4)
         self.body = layers.extend([nn.Flatten(), nn.Linear(size, hidden), nn.ReLU()])
         self.head = nn.Linear(hidden, classes)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from smallvit.convolution import Conv2d, MaxPool2d
+
 Image = Sequence[int]  # height and width in pixels
 
 
@@ -206,9 +208,10 @@ class ConvTokenizer(nn.Module):
         self.kernel, self.padding = kernel, max(1, kernel // 2)
         widths = [channels] + [hidden] * (layers - 1) + [dim]
         self.convs = nn.ModuleList(
-            nn.Conv2d(inputs, outputs, kernel, self.stride, self.padding, bias=False)
+            Conv2d(inputs, outputs, kernel, self.stride, self.padding, bias=False)
             for inputs, outputs in zip(widths[:-1], widths[1:])
         )
+        self.pool = MaxPool2d(3, stride=2, padding=1)
         self.grid(image)
         self.reset_parameters()
 
@@ -229,7 +232,7 @@ class ConvTokenizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.grid(x.shape[-2:])
         for conv in self.convs:
-            x = F.max_pool2d(F.relu(conv(x)), kernel_size=3, stride=2, padding=1)
+            x = F.relu(self.pool(conv(x)))  # as max-pooling of the ReLU, which has more values to compute
         return rearrange(x, "b d r c -> b (r c) d")
 
 

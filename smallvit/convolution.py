@@ -1,0 +1,136 @@
+"""Convolution, max-pooling and batch normalization that are faster on CPUs, also for several models that are trained together.
+
+PyTorch computes them faster on CPUs if the channels of a pixel lie side by side in memory ("channels last"). The layers here
+arrange their images like this. They have the parameters of PyTorch's layers of the same name, and the same results up to
+rounding.
+
+For models that are trained together by `torch.vmap`, the channels of all models lie side by side. The convolutions of the
+models become one convolution with groups.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.autograd import forward_ad
+
+
+class Conv2d(nn.Conv2d):
+    """`torch.nn.Conv2d`, faster on CPUs. Padding must be with zeros."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if in_vmap(input):
+            return Convolution.apply(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)  # pyright: ignore[reportReturnType]
+        return super().forward(channels_last(input))
+
+
+class MaxPool2d(nn.MaxPool2d):
+    """`torch.nn.MaxPool2d`, faster on CPUs."""
+
+    def forward(self, input: Tensor) -> Any:
+        if in_vmap(input):
+            return Pooling.apply(input, self.kernel_size, self.stride, self.padding)
+        return super().forward(channels_last(input))
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d`, faster in training on CPUs if several models are trained together."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.affine and self.running_mean is not None and self.momentum is not None and in_vmap(input):
+            self.num_batches_tracked.add_(1)  # pyright: ignore[reportOptionalMemberAccess]
+            tensors = self.weight, self.bias, self.running_mean, self.running_var
+            return Normalization.apply(input, *tensors, self.momentum, self.eps)  # pyright: ignore[reportReturnType]
+        return super().forward(input)
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """Return the same images (batch, channels, height, width); on CPUs with the channels of a pixel side by side in memory.
+
+    Nothing changes if PyTorch compiles the model or transforms its operations, for example by `torch.func.grad`.
+    """
+    if images.device.type != "cpu" or torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+        return images
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def in_vmap(images: Tensor) -> bool:
+    """Return whether a single `torch.vmap`, and no other transform of PyTorch, computes with these images on a CPU."""
+    if images.device.type != "cpu" or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    transform = peek_interpreter_stack()
+    return transform is not None and (transform.level(), transform.key()) == (1, TransformType.Vmap)
+
+
+class Convolution(torch.autograd.Function):
+    """A convolution that `torch.vmap` computes as one convolution with groups."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        return F.conv2d(x, weight, bias, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
+        raise NotImplementedError("only torch.vmap computes this function")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, int]:
+        models, (stride, padding, dilation, groups) = info.batch_size, options
+        x = side_by_side(x, in_dims[0], models)
+        weight = leading(weight, in_dims[1], models).flatten(0, 1)
+        if bias is not None:
+            bias = leading(bias, in_dims[2], models).flatten()
+        out = F.conv2d(x, weight, bias, stride, padding, dilation, models * groups)
+        return out.unflatten(1, (models, -1)), 1
+
+
+class Pooling(torch.autograd.Function):
+    """A max-pooling that `torch.vmap` computes for the channels of all models at once."""
+
+    @staticmethod
+    def forward(x: Tensor, *options: Any) -> Tensor:
+        return F.max_pool2d(x, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
+        raise NotImplementedError("only torch.vmap computes this function")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, *options: Any) -> tuple[Tensor, int]:
+        out = F.max_pool2d(side_by_side(x, in_dims[0], info.batch_size), *options)
+        return out.unflatten(1, (info.batch_size, -1)), 1
+
+
+class Normalization(torch.autograd.Function):
+    """A batch normalization in training that `torch.vmap` computes for the channels of all models at once."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *options: float) -> Tensor:
+        return F.batch_norm(x, mean, variance, weight, bias, True, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
+        raise NotImplementedError("only torch.vmap computes this function")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, *inputs: Any) -> tuple[Tensor, int]:
+        *tensors, momentum, eps = inputs
+        folded = side_by_side(x, in_dims[0], info.batch_size)
+        weight, bias, mean, variance = (leading(t, axis, info.batch_size).flatten() for t, axis in zip(tensors, in_dims[1:]))
+        out = F.batch_norm(folded, mean, variance, weight, bias, True, momentum, eps)
+        return out.unflatten(1, (info.batch_size, -1)), 1
+
+
+def leading(tensor: Tensor, axis: int | None, models: int) -> Tensor:
+    """Return a tensor with the axis of the models first; it has the number `axis`, or is missing if all models share it."""
+    return tensor.expand(models, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+
+
+def side_by_side(x: Tensor, axis: int | None, models: int) -> Tensor:
+    """Return the images of all models as images with more channels, (batch, models * channels, height, width), channels last.
+    `axis` is the axis of the models in `x`, or None if they have the same images.
+    """
+    folded = leading(x, axis, models).movedim(0, 1).flatten(1, 2)
+    return folded.contiguous(memory_format=torch.channels_last)
