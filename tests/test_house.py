@@ -61,7 +61,8 @@ MAY_IMPORT = {
     "pseudo_labels": {"data", "evaluate"},
     "evaluate": {"augment", "data", "flops", "pooling", "rng", "vit"},
     "flops": {"reduction", "vit"},
-    "references": {"vit"},
+    "references": {"convolution", "vit"},
+    "tokenizers": {"convolution"},
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
     "record": {"packing", "shapes", "storage"},
@@ -69,7 +70,7 @@ MAY_IMPORT = {
     "trackers": {"record"},
     "numerics": {"native"},
     "native": {"attention", "pooling", "reduction", "storage", "tokenizers", "vit"},
-    **{part: set() for part in (*SLOTS, "augment", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
+    **{part: set() for part in (*(slot for slot in SLOTS if slot != "tokenizers"), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})

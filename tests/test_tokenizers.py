@@ -247,19 +247,19 @@ def test_shifted_patch_embed_has_the_published_number_of_parameters(patch, more)
 @pytest.mark.parametrize("kernel", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_conv_tokenizer_equals_the_layers_of_cct(kernel, layers):
-    module = ConvTokenizer((28, 20), 3, D, kernel=kernel, layers=layers, hidden=5)
+    module = ConvTokenizer((28, 20), 3, D, kernel=kernel, layers=layers, hidden=5).double()
     stride, padding = max(1, kernel // 2 - 1), max(1, kernel // 2)
     composed = nn.Sequential()
     for conv in module.convs:
-        layer = nn.Conv2d(conv.in_channels, conv.out_channels, kernel, stride, padding, bias=False)
+        layer = nn.Conv2d(conv.in_channels, conv.out_channels, kernel, stride, padding, bias=False).double()
         layer.load_state_dict(conv.state_dict())
         composed.extend([layer, nn.ReLU(), nn.MaxPool2d(3, 2, 1)])
     assert [conv.out_channels for conv in module.convs] == [5] * (layers - 1) + [D]
     for image in ((28, 20), (9, 30)):
-        x = torch.randn(2, 3, *image)
+        x = images(image, channels=3)
         expected = composed(x)
         assert module.grid(image) == tuple(expected.shape[-2:])
-        assert torch.equal(module(x), rearrange(expected, "b d r c -> b (r c) d"))
+        assert_close(module(x), rearrange(expected, "b d r c -> b (r c) d"), atol=1e-12)
 
 
 @pytest.mark.parametrize(("layers", "side", "tokens"), [(1, 32, 256), (1, 28, 196), (2, 28, 49)])
