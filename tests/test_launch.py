@@ -20,9 +20,11 @@ from toys import TINY_VIT
 
 from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit.launch import launch, progress
-from smallvit.launch.local import process_context
+from smallvit.launch.engine import Settings
+from smallvit.launch.local import HUGE_PAGES, LocalEngine, process_context
 from smallvit.launch.plan import parallel
 from smallvit.launch.scheduler import Damaged, Killed, Scheduler, dependencies_first, folder, recall, record_failure, tags
+from smallvit.numerics import DEFAULT
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
 from smallvit.train.fit import new_record
 
@@ -222,6 +224,15 @@ def test_worker_ends_with_its_parent(tmp_path):
         assert time.monotonic() < deadline, "a worker went on without its parent"
         time.sleep(0.1)
     assert len(orphans) >= 1
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
+def test_workers_get_large_pages_of_memory_unless_the_user_has_settings(own, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    LocalEngine(Settings(None, "cpu", DEFAULT), 1).close()
+    assert os.environ["GLIBC_TUNABLES"] == (own or HUGE_PAGES)
 
 
 # Damaged files
