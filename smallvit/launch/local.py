@@ -23,7 +23,6 @@ from .gpus import VISIBLE
 from .scheduler import Task
 from .status import remove_progress
 
-
 # Linux then gives large tensors memory in pages of 2 MB instead of 4 kB. New pages are a large part of the time that a
 # convolution takes: a training step with the tokenizer of CCT takes three quarters of the time. Other systems ignore it.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
