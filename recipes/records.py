@@ -2,16 +2,16 @@
 
 Paper     Hassani et al. 2021 (CCT), arXiv:2104.05704. Jordan et al. 2024 (Muon), kellerjordan.github.io/posts/muon.
 
-Setup     Data: MNIST with 100, 500, 1,000, 5,000 and 10,000 labelled digits, 10,000 test images, 8 seeds. One small ViT with
-          the tokenizer of CCT (three convolutions, hidden width 32): 16 tokens, width 64, 4 blocks, 4 heads, 164,000 parameters. It
-          is trained with Muon for 9,600 steps of 32 deformed digits. The settings are the same at every number of labels. They
-          were chosen on 5,000 validation images with other seeds, in four recorded trials at 1,000 labels and two at 100
-          (`records.trials.jsonl`), and one at 1,000 whose record was lost. `augmented_accuracy` classifies each test image
-          together with 16 deformed copies of it.
+Setup     Data: MNIST with 100, 500, 1,000, 5,000 and 10,000 labelled digits, 10,000 test images, 8 seeds. One small ViT
+          with the tokenizer of CCT (three convolutions, hidden width 32): 16 tokens, width 64, 4 blocks, 4 heads, 164,000
+          parameters. It is trained with Muon for 9,600 steps of 32 deformed digits. The settings are the same at every
+          number of labels. They were chosen on 5,000 validation images with other seeds, in four recorded trials at 1,000
+          labels and two at 100 (`records.trials.jsonl`), and one at 1,000 whose record was lost. `augmented_accuracy`
+          classifies each test image together with 16 deformed copies of it.
 
 Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.2% at 5,000 and 99.3% at 10,000. The goals,
-          which are above the best results that we know from any method, were 96.8, 98.3, 98.7, 99.3 and 99.45%; none of them is
-          reached. The deformed copies bring 0.1 to 0.2 points. Written before the runs.
+          which are above the best results that we know from any method, were 96.8, 98.3, 98.7, 99.3 and 99.45%; none of
+          them is reached. The deformed copies bring 0.1 to 0.2 points. Written before the runs.
 """
 
 from functools import partial
