@@ -124,14 +124,20 @@ def table() -> str:
     `WORTH_A_ROW` for one of these numbers.
     """
     columns = shown_labels()
-    lines = [["Technique", *(format_labels(n) for n in columns), "Report"], ["---"] * (len(columns) + 2)]
+    lines = [["Technique", *(format_labels(n) for n in columns), "Baseline"], ["---"] * (len(columns) + 2)]
     for name, (recipe, arm, page) in TECHNIQUES.items():
         rows = {row.labels: row for row in rows_of(recipe, arm)}
         if not any(row.verdict == "better" and row.difference.mean >= WORTH_A_ROW for row in rows.values()):
             continue
         linked = f"[{name}](docs/techniques/{page}.md)"
-        lines.append([linked, *(cell(rows.get(n)) for n in columns), f"[{recipe}](recipes/{recipe}.md)"])
+        accuracies = ", ".join(f"{100 * baseline_of(recipe, rows[n]).mean:.1f}" for n in columns if n in rows)
+        lines.append([linked, *(cell(rows.get(n)) for n in columns), f"[{accuracies}%](recipes/{recipe}.md)"])
     return markdown_table(lines)
+
+
+def baseline_of(recipe: str, row: Row) -> Row:
+    """The results of the arm with which an arm is compared, with as many labels."""
+    return next(other for other in rows_of(recipe, row.baseline) if other.labels == row.labels)
 
 
 def picture(dark: bool) -> str:
