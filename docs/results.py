@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from smallvit.recipe import load_recipe
 from smallvit.record import Record, format_labels, read_records
@@ -63,6 +64,16 @@ TECHNIQUES = {
     "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
 }
+# lines of the figure of accuracy against labels -> recipe and arm
+MODELS = {
+    "small ViT, convolutional tokenizer, Muon, 9,600 steps": ("records", "small ViT"),
+    "plain ViT, 2,400 steps": ("inductive_bias", "scratch"),
+    "small CNN, 2,400 steps": ("inductive_bias", "small CNN"),
+    "nearest neighbor on pixels": ("inductive_bias", "pixels, nearest neighbour"),
+    "ViT, DINO and label spreading, 59,000 unlabelled digits": ("pseudo_labels", "DINO, labels spread"),
+    "plain ViT, FixMatch, 59,000 unlabelled digits": ("semi_supervised", "FixMatch"),
+}
+INKS = (("#1f2328", "#656d76", "#ffffff"), ("#e6edf3", "#8b949e", "#0d1117"))  # text, lines and background: light, dark
 LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
 WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the table of the README
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
@@ -142,12 +153,10 @@ def baseline_of(recipe: str, row: Row) -> Row:
 
 def picture(dark: bool) -> str:
     """The results as an SVG: for each technique and number of labels the mean difference and its 95% interval."""
-    import io
-
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink, soft, background = ("#e6edf3", "#8b949e", "#0d1117") if dark else ("#1f2328", "#656d76", "#ffffff")
+    ink, soft, background = INKS[dark]
     bright, deep = ("#ff9f45", "#e05c8a", "#7a74ff", "#35a7c8"), ("#c25700", "#b52a5f", "#4f46d6", "#0e7490")
     colors = dict(zip(LABELS, bright if dark else deep))
     style = {"svg.fonttype": "path", "svg.hashsalt": "results", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
@@ -179,11 +188,57 @@ def picture(dark: bool) -> str:
         for side in ax.spines.values():
             side.set_visible(False)
         figure.legend(loc="outside upper right", ncols=len(LABELS), frameon=False, labelcolor=ink)
-        page = io.StringIO()
-        figure.savefig(page, format="svg", metadata={"Date": None}, facecolor=background)
+        return as_svg(figure)
+
+
+def as_svg(figure: Any) -> str:
+    """A figure as the text of an SVG file that is the same each time it is drawn."""
+    import io
+
+    import matplotlib
+
+    page = io.StringIO()
+    figure.savefig(page, format="svg", metadata={"Date": None}, facecolor=figure.get_facecolor())
     text = page.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
     return f"<!-- drawn by matplotlib {matplotlib.__version__} -->\n{text}"
+
+
+def accuracy_picture(dark: bool) -> str:
+    """Test error against the number of labels as an SVG, with 95% intervals for new seeds and new test images."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    ink, soft, background = INKS[dark]
+    colors = ("#ff9f45", "#9aa4ae", "#35a7c8", "#6e7681", "#e05c8a", "#7a74ff")
+    colors = colors if dark else ("#c25700", "#57606a", "#0e7490", "#8c959f", "#b52a5f", "#4f46d6")
+    style = {"svg.fonttype": "path", "svg.hashsalt": "accuracy", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7.5, 5.4), layout="constrained", facecolor=background)
+        ax = figure.add_subplot(facecolor=background)
+        for (name, (recipe, arm)), color, marker in zip(MODELS.items(), colors, "osD^vP"):
+            rows = sorted(rows_of(recipe, arm), key=lambda row: row.labels)
+            labels, errors = [row.labels for row in rows], [100 * (1 - row.mean) for row in rows]
+            ax.plot(labels, errors, marker=marker, color=color, linewidth=1.6, markersize=5.5, label=name)
+            for row in rows:
+                low, high = row.new_images or (row.mean, row.mean)  # older records do not say which images were right
+                ax.plot([row.labels] * 2, [100 * (1 - low), 100 * (1 - high)], color=color, linewidth=3, alpha=0.35)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        shown = [10, 100, 500, 1_000, 5_000, 10_000]
+        ax.set_xticks(shown, [f"{n:,}" for n in shown])
+        ticks = [0.5, 1, 2, 5, 10, 20, 50]
+        ax.set_yticks(ticks, [f"{t:g}%" for t in ticks])
+        ax.minorticks_off()
+        ax.set_xlabel("labelled digits")
+        ax.set_ylabel("wrong test images (lower is better)")
+        ax.tick_params(colors=ink, length=0)
+        ax.grid(color=soft, alpha=0.25, linewidth=0.7)
+        ax.set_axisbelow(True)
+        for side in ax.spines.values():
+            side.set_visible(False)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=ink, fontsize=9)
+        return as_svg(figure)
 
 
 def quickstart_output() -> str:
@@ -368,6 +423,7 @@ def written() -> Iterable[tuple[Path, str]]:
     """The files that this script writes, with their contents."""
     for mode in ("light", "dark"):
         yield ROOT / "docs" / "_static" / f"results-{mode}.svg", picture(mode == "dark")
+        yield ROOT / "docs" / "_static" / f"accuracy-{mode}.svg", accuracy_picture(mode == "dark")
     readme = ROOT / "README.md"
     output = with_block(readme.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
     yield readme, with_block(output, "results", table())
