@@ -27,6 +27,7 @@ MODULES = {  # module -> title of its page in the API reference
     "block_variants": "Other blocks",
     "reduction": "Token reduction",
     "pooling": "Pooling",
+    "ensemble": "Deep ensembles",
     "references": "Reference models",
     "baselines": "Baselines",
     "augment": "Augmentation",

@@ -20,6 +20,7 @@ NAMES = {
     "block_variants": ("ConvShortcutBlock", "PEGBlock"),
     "reduction": ("LearnedPrune", "LearnedThresholds", "Merge", "LayerContext", "Prune"),
     "pooling": ("ClassToken", "DistilledTokens", "MeanTokens", "Projected", "SequencePool"),
+    "ensemble": ("DeepEnsemble",),
     "references": ("LeNet", "Pixels", "ResNet", "SmallCNN"),
     "data": (
         "DataSpec", "Dataset", "Fold", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10", "digits",

@@ -21,7 +21,7 @@ from smallvit.shapes import printable
 # modules of smallvit that define components
 MODULES = (
     "attention", "attention_positions", "attention_starts", "attention_variants", "augment", "block_variants", "data",
-    "evaluate", "objectives", "optimizers", "pooling", "positions", "pretrained", "pseudo_labels", "reduction",
+    "ensemble", "evaluate", "objectives", "optimizers", "pooling", "positions", "pretrained", "pseudo_labels", "reduction",
     "references", "tokenizers", "vit",
 )  # fmt: skip
 VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (weights to load), but call no function

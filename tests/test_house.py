@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "evaluate": {"augment", "data", "flops", "pooling", "rng", "vit"},
     "flops": {"reduction", "vit"},
     "references": {"convolution", "vit"},
+    "ensemble": {"vit"},
     "tokenizers": {"convolution"},
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
