@@ -6,7 +6,8 @@ writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the bl
 `<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
 `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md`, `docs/report.md` and
 `docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
-`<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`.
+`<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`, and those that
+begin with `<!-- accuracies: RECIPE | ARM -->` the test accuracy of one arm.
 """
 
 import json
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from smallvit.recipe import load_recipe
@@ -78,7 +80,7 @@ LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
 WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the table of the README
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
-TABLE, TRIALS = (re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials"))
+TABLE, TRIALS, ACCURACIES = (re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials", "accuracies"))
 
 
 @cache
@@ -290,6 +292,24 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
     return markdown_table(lines), note
 
 
+def accuracies_table(recipe: str, arm: str) -> str:
+    """A Markdown table of the test accuracy of one arm at each number of labels, with its 95% interval for new seeds and new
+    test images, and with test-time augmentation if it was measured.
+    """
+    lines = [["Labelled digits", "Accuracy", "95% interval", "Lowest and highest seed"], ["---"] * 4]
+    augmented = any("augmented_accuracy" in (record.test or {}) for record in records_of(recipe))
+    lines = [[*line, *more] for line, more in zip(lines, (["With test-time augmentation"] * augmented, ["---"] * augmented))]
+    for row in rows_of(recipe, arm):
+        low, high = row.new_images
+        line = [f"{row.labels:,}", f"{100 * row.mean:.2f}%", f"{100 * low:.2f}% to {100 * high:.2f}%"]
+        line.append(f"{100 * min(row.values):.2f}%, {100 * max(row.values):.2f}%")
+        if augmented:
+            tests = [r.test for r in records_of(recipe) if (r.arm, r.labels) == (arm, row.labels) and r.finished]
+            line.append(f"{100 * fmean(test['augmented_accuracy'] for test in tests):.2f}%")
+        lines.append(line)
+    return markdown_table(lines)
+
+
 def times(factors: Sequence[float]) -> str:
     """Cost as a multiple of the baseline's: `1.1x`, or `0.5x to 1x` where it depends on the number of labels."""
     texts = list(dict.fromkeys(f"{factor:.2g}x" for factor in sorted(factors)))
@@ -419,6 +439,11 @@ def with_trials(text: str) -> str:
     return TRIALS.sub(block, text)
 
 
+def with_accuracies(text: str) -> str:
+    """The text of a page with its tables of accuracies written again."""
+    return ACCURACIES.sub(lambda m: f"{m['start']}{accuracies_table(m['recipe'], m['arms'])}\n{m['end']}", text)
+
+
 def written() -> Iterable[tuple[Path, str]]:
     """The files that this script writes, with their contents."""
     for mode in ("light", "dark"):
@@ -433,8 +458,8 @@ def written() -> Iterable[tuple[Path, str]]:
     pages = (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md", docs / "report.md")
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        if TABLE.search(text) or TRIALS.search(text):
-            text = with_trials(with_tables(text))
+        if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES)):
+            text = with_accuracies(with_trials(with_tables(text)))
             yield page, in_report(text) if page.name == "report.md" else text
 
 

@@ -1,7 +1,7 @@
 """The docstring of every recipe: its sections are present, and the numbers under "Found" agree with the committed records.
 
 Conventions for "Found": `95.82%` is an accuracy (the mean of an arm or of one of its probes, or its lowest or highest seed),
-`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval for new seeds and new test images, `[0.29, 1.71] on these test images`
+`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval (of a difference or an accuracy) for new seeds and new test images, `[0.29, 1.71] on these test images`
 one for new seeds alone, and any other decimal number a difference to the baseline in points. `better by 1.00` and `worse by 1.00`
 are verdicts.
 """
@@ -59,14 +59,14 @@ def results():
             differences = [row.difference for row in rows if row.difference]
             probes: dict[tuple, list[float]] = {}
             for record in records:
-                for name in record.probes or ():
+                for name in (*(record.probes or ()), "augmented_accuracy"):
                     if record.finished and record.test and name in record.test:
                         probes.setdefault((record.labels, record.arm, name), []).append(record.test[name])
             known[path] = {
                 "accuracy": [100 * x for row in rows for x in (fmean(row.values), min(row.values), max(row.values))]
                 + [100 * fmean(values) for values in probes.values()],
                 "SD": [100 * row.sd for row in rows if row.sd is not None],
-                "interval": percent((d.low, d.high) for d in differences),
+                "interval": percent([*((d.low, d.high) for d in differences), *(row.new_images for row in rows if row.new_images)]),
                 "interval on these test images": percent((d.seeds_low, d.seeds_high) for d in differences),
                 "difference": [abs(100 * d.mean) for d in differences],
                 "better": [100 * row.difference.mean for row in rows if row.difference and row.verdict == "better"],
@@ -169,7 +169,7 @@ NOT_RESULTS = re.compile(r"2.4 million|p < 0.05|above 0.05|between −2 and 2 po
 
 def paragraphs(page: str) -> list[str]:
     """The paragraphs and the list items of a page, without its generated tables."""
-    text = re.sub(r"<!-- (results: |recipes ).*?<!-- end -->", "", page, flags=re.S)
+    text = re.sub(r"<!-- (results: |accuracies: |recipes ).*?<!-- end -->", "", page, flags=re.S)
     return [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=\d+\. |- )", text) if part.strip()]
 
 
