@@ -221,7 +221,8 @@ def test_report_becomes_a_pdf_without_links_that_lead_nowhere(tmp_path):
     text = make.plain_markdown((DOCS / "report.md").read_text(encoding="utf-8"))
     assert "<!--" not in text and text.count("| ---") >= 5
     links = re.findall(r"(!?)\[[^\]]+\]\(([^)]+)\)", text)
-    assert links == [("!", "_static/results-light.svg")] and (DOCS / links[0][1]).exists()
+    assert links == [("!", "_static/results-light.svg"), ("!", "_static/accuracy-light.svg")]
+    assert all((DOCS / path).exists() for _, path in links)
     pytest.importorskip("pypandoc", reason="pypandoc_binary and typst come with the extra docs")
     pytest.importorskip("typst", reason="pypandoc_binary and typst come with the extra docs")
     make.main(tmp_path / "report.pdf")
