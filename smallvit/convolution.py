@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 
 
 class Conv2d(nn.Conv2d):
-    """`torch.nn.Conv2d`, faster on CPUs. Padding must be with zeros."""
+    """`torch.nn.Conv2d`, faster on CPUs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if in_vmap(input):
+        if in_vmap(input) and self.padding_mode == "zeros":
             return Convolution.apply(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)  # pyright: ignore[reportReturnType]
         return super().forward(channels_last(input))
 
@@ -30,8 +30,8 @@ class MaxPool2d(nn.MaxPool2d):
     """`torch.nn.MaxPool2d`, faster on CPUs."""
 
     def forward(self, input: Tensor) -> Any:
-        if in_vmap(input):
-            return Pooling.apply(input, self.kernel_size, self.stride, self.padding)
+        if in_vmap(input) and not self.return_indices:
+            return Pooling.apply(input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
         return super().forward(channels_last(input))
 
 

@@ -18,7 +18,9 @@ LAYERS = {
     "stride, bias": (Conv2d, nn.Conv2d, (4, 6, 5), {"stride": 2, "padding": 2}),
     "groups, dilation": (Conv2d, nn.Conv2d, (4, 8, 3), {"groups": 2, "dilation": 2}),
     "pool 2": (MaxPool2d, nn.MaxPool2d, (2,), {}),
+    "reflected": (Conv2d, nn.Conv2d, (4, 6, 3), {"padding": 1, "padding_mode": "reflect"}),
     "pool 3": (MaxPool2d, nn.MaxPool2d, (3,), {"stride": 2, "padding": 1}),
+    "pool with options": (MaxPool2d, nn.MaxPool2d, (2,), {"stride": 2, "dilation": 2, "ceil_mode": True}),
     "norm": (BatchNorm2d, nn.BatchNorm2d, (4,), {}),
 }
 every = pytest.mark.parametrize("name", LAYERS)
