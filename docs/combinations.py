@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Block(norm_first=False)": {"norm_first": False},
     "ConvStem": {"layers": 2},
     "ConvTokenizer": {"hidden": 8},
-    "DeepEnsemble": {"of": partial(ViT, dim=16, depth=1, heads=2), "count": 2},
+    "DeepEnsemble": {"of": partial(ViT, dim=32, depth=1, heads=2), "count": 2},
     "DINO": {"prototypes": 16, "hidden": 16, "bottleneck": 8},
     "DINO(patches=1)": {"prototypes": 16, "hidden": 16, "bottleneck": 8, "patches": 1.0},
     "Distill(token=True)": {"token": True},

@@ -2,8 +2,8 @@
 
     python docs/results.py
 
-writes `docs/_static/results-light.svg`, `docs/_static/results-dark.svg`, the block between `<!-- results -->` and
-`<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
+writes `docs/_static/results-light.svg` and `accuracy-light.svg`, both also for a dark screen, the block between
+`<!-- results -->` and `<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
 `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md`, `docs/report.md` and
 `docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
 `<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`, and those that
@@ -297,15 +297,15 @@ def accuracies_table(recipe: str, arm: str) -> str:
     test images, and with test-time augmentation if it was measured.
     """
     lines = [["Labelled digits", "Accuracy", "95% interval", "Lowest and highest seed"], ["---"] * 4]
-    augmented = any("augmented_accuracy" in (record.test or {}) for record in records_of(recipe))
+    of_arm = [record for record in records_of(recipe) if record.arm == arm and record.finished]
+    augmented = all("augmented_accuracy" in (record.test or {}) for record in of_arm)
     lines = [[*line, *more] for line, more in zip(lines, (["With test-time augmentation"] * augmented, ["---"] * augmented))]
     for row in rows_of(recipe, arm):
-        low, high = row.new_images
-        line = [f"{row.labels:,}", f"{100 * row.mean:.2f}%", f"{100 * low:.2f}% to {100 * high:.2f}%"]
+        ends = [f"{100 * end:.2f}%" for end in row.new_images or ()]
+        line = [f"{row.labels:,}", f"{100 * row.mean:.2f}%", " to ".join(ends) or "–"]
         line.append(f"{100 * min(row.values):.2f}%, {100 * max(row.values):.2f}%")
         if augmented:
-            tests = [r.test for r in records_of(recipe) if (r.arm, r.labels) == (arm, row.labels) and r.finished]
-            line.append(f"{100 * fmean(test['augmented_accuracy'] for test in tests):.2f}%")
+            line.append(f"{100 * fmean(r.test['augmented_accuracy'] for r in of_arm if r.labels == row.labels):.2f}%")
         lines.append(line)
     return markdown_table(lines)
 

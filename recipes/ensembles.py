@@ -7,9 +7,10 @@ Setup     Data: MNIST with 100 and 1,000 labelled digits, 10,000 test images, 8 
           parameters, deformed digits, 2,400 steps of 32 digits. The ensemble has 4 such ViTs, each with its own 32 digits
           in each step. It costs four times as much, so it is compared with one ViT that is trained for four times the
           steps. The students are one ViT that learns the mean probabilities of the ensemble, on digits that are deformed
-          more (1.3 times) and mixed, for as many steps as the baseline and for four times as many; these are compared with
-          a ViT that is trained with the labels for as long. Each arm and the small CNN get 8 trials to choose a learning
-          rate, on 3,000 validation images.
+          more (1.3 times) and mixed, for as many steps as the baseline and for four times as many. Each is compared with
+          one ViT that is trained with the labels for as many steps. Their teacher has the learning rate 0.002, so it is
+          another ensemble than the arm. Each arm and the small CNN get 8 trials to choose a learning rate, on 3,000
+          validation images.
 
 Expected  The ensemble is better than the baseline by one point at 100 labels and by half a point at 1,000, but not better
           than one ViT with four times the steps. A student with 2,400 steps shows no difference from the baseline. One with

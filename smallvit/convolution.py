@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 
@@ -21,7 +21,7 @@ class Conv2d(nn.Conv2d):
     """`torch.nn.Conv2d`, faster on CPUs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if in_vmap(input) and self.padding_mode == "zeros":
+        if in_vmap(input, self.weight) and self.padding_mode == "zeros":
             return Convolution.apply(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)  # pyright: ignore[reportReturnType]
         return super().forward(channels_last(input))
 
@@ -39,9 +39,9 @@ class BatchNorm2d(nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d`, faster in training on CPUs if several models are trained together."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and self.affine and self.running_mean is not None and self.momentum is not None and in_vmap(input):
+        tensors = self.weight, self.bias, self.running_mean, self.running_var
+        if self.training and self.momentum is not None and None not in tensors and in_vmap(input, *tensors, all_batched=True):
             self.num_batches_tracked.add_(1)  # pyright: ignore[reportOptionalMemberAccess]
-            tensors = self.weight, self.bias, self.running_mean, self.running_var
             return Normalization.apply(input, *tensors, self.momentum, self.eps)  # pyright: ignore[reportReturnType]
         return super().forward(input)
 
@@ -51,17 +51,23 @@ def channels_last(images: Tensor) -> Tensor:
 
     Nothing changes if PyTorch compiles the model or transforms its operations, for example by `torch.func.grad`.
     """
-    if images.device.type != "cpu" or torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+    if images.ndim != 4 or images.device.type != "cpu" or torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return images
+    if images.shape[1] == 1:  # arranged in both ways at once; PyTorch goes by the strides, which are set here
+        return images.reshape(images.shape[0], *images.shape[2:], 1).permute(0, 3, 1, 2)
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def in_vmap(images: Tensor) -> bool:
-    """Return whether a single `torch.vmap`, and no other transform of PyTorch, computes with these images on a CPU."""
-    if images.device.type != "cpu" or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+def in_vmap(images: Tensor, *weights: Any, all_batched: bool = False) -> bool:
+    """Return whether a single `torch.vmap`, and no other transform of PyTorch, computes with these images on a CPU, and has
+    several of the images or of the weights; with `all_batched`, several of each.
+    """
+    if images.ndim != 4 or images.device.type != "cpu" or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
     transform = peek_interpreter_stack()
-    return transform is not None and (transform.level(), transform.key()) == (1, TransformType.Vmap)
+    if transform is None or (transform.level(), transform.key()) != (1, TransformType.Vmap):
+        return False
+    return (all if all_batched else any)(is_batchedtensor(tensor) for tensor in (images, *weights))
 
 
 class Convolution(torch.autograd.Function):
@@ -118,8 +124,12 @@ class Normalization(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple, x: Tensor, *inputs: Any) -> tuple[Tensor, int]:
         *tensors, momentum, eps = inputs
         folded = side_by_side(x, in_dims[0], info.batch_size)
-        weight, bias, mean, variance = (leading(t, axis, info.batch_size).flatten() for t, axis in zip(tensors, in_dims[1:]))
+        stacked = [leading(t, axis, info.batch_size) for t, axis in zip(tensors, in_dims[1:])]
+        weight, bias, mean, variance = (t.flatten() for t in stacked)
         out = F.batch_norm(folded, mean, variance, weight, bias, True, momentum, eps)
+        for statistics, changed in ((stacked[2], mean), (stacked[3], variance)):
+            if changed.data_ptr() != statistics.data_ptr():  # a copy, if the axis of the models was not the first
+                statistics.copy_(changed.view(statistics.shape))
         return out.unflatten(1, (info.batch_size, -1)), 1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from smallvit.vit import check_slots
+from smallvit.vit import check_integers, check_slots
 
 
 class DeepEnsemble(nn.Module):
@@ -17,40 +17,47 @@ class DeepEnsemble(nn.Module):
     count  the number of members
 
     Each member has its own initial weights, and learns from its own part of each training batch: with `count=4`, a run with
-    `batch=128` trains four models with 32 images each. So the members learn from other images, in another order and with other
-    augmentation, as if they had been trained one after another. Only the limit of the gradient's norm (`Run.clip`) is common.
-    The cost is that of `count` models.
+    `batch=128` trains four models with 32 images each. So the members see other images, in another order and with other
+    augmentation. The cost is that of `count` models.
 
     In evaluation, each member sees all images. The logits are the logarithms of the mean probabilities. The features are those
     of all members, side by side.
 
     Paper    Lakshminarayanan et al. 2017, arXiv:1612.01474, without adversarial training.
     Off      `count=1`: the probabilities are those of the model.
+    Departs  The members are not entirely independent. The limit of the gradient's norm (`Run.clip`), the step of `SAM`, early
+             stopping and the partners of `Mixup` and `CutMix` are common to them. The loss is a mean over the batch, so the
+             gradient of a member is smaller by the factor `count`, which matters only for `clip` and `SAM`.
     Raises   ValueError for a `count` below 1, and for a training batch that cannot be divided among the members.
     """
+
+    divides_batches = True  # in training, each image is seen by one member only
 
     def __init__(
         self, image: tuple[int, int], channels: int, classes: int, *, of: Callable[..., nn.Module], count: int = 4
     ):
         super().__init__()
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"count of the ensemble is {count!r}; expected a whole number, at least 1")
+        check_integers(count=(count, 1))
         check_slots(of=of)
         self.members = nn.ModuleList(of(image, channels, classes) for _ in range(count))
+
+    def check_batch(self, size: int):
+        """Raise ValueError if a training batch of `size` images cannot be divided among the members."""
+        count = len(self.members)
+        if size % count:
+            raise ValueError(
+                f"a batch of {size} images cannot be divided among {count} members; expected a multiple of {count}, such as "
+                f"batch={count * max(size // count, 1)}"
+            )
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """Return the images (batch, channels, height, width) that each member sees: in training its part of the batch, and in
         evaluation all images.
         """
-        count = len(self.members)
         if not self.training:
-            return [x] * count
-        if len(x) % count:
-            raise ValueError(
-                f"a batch of {len(x)} images cannot be divided among {count} members; expected a multiple, such as "
-                f"batch={count * max(len(x) // count, 1)}"
-            )
-        return list(x.chunk(count))
+            return [x] * len(self.members)
+        self.check_batch(len(x))
+        return list(x.chunk(len(self.members)))
 
     def features(self, x: Tensor) -> Tensor:
         features = [member.features(part) for member, part in zip(self.members, self.parts(x))]  # pyright: ignore[reportCallIssue]

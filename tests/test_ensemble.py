@@ -11,17 +11,21 @@ from smallvit import (
     DeepEnsemble,
     Distill,
     Run,
+    SemiSupervised,
     SmallCNN,
     Splits,
     augment,
     digits,
+    export,
     fit,
     initialize,
     linear_probe,
     load,
 )
+from smallvit.native import native_blocks, reason_against
 from smallvit.numerics import Numerics
 from smallvit.train.fit import fit_stacked
+from smallvit.train.trained_model import too_large
 
 SHORT = Run(model=partial(DeepEnsemble, of=TINY_VIT, count=3), labels=30, val=10, steps=2, batch=12, augment=augment.digits())
 
@@ -72,8 +76,8 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_one_that_can():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"of": TINY_VIT, "count": 0}, "count of the ensemble is 0; expected a whole number, at least 1"),
-        ({"of": TINY_VIT, "count": 2.0}, "count of the ensemble is 2.0"),
+        ({"of": TINY_VIT, "count": 0}, "count is 0; expected an integer of at least 1"),
+        ({"of": TINY_VIT, "count": 2.0}, "count is 2.0"),
         ({"of": TINY_VIT((8, 8), 1, 10)}, "of is a finished ViT; expected a class"),
     ],
 )
@@ -82,13 +86,35 @@ def test_bad_options_are_refused(options, words):
         DeepEnsemble((8, 8), 1, 10, **options)
 
 
-def test_training_loading_and_predicting_give_the_same_model(tmp_path):
+def test_a_trained_ensemble_is_loaded_predicts_and_is_exported(tmp_path):
     record = fit(SHORT, tmp_path / "run")
-    trained = load(tmp_path / "run")
-    assert record.finished and len(trained.model.members) == 3
+    trained, test = load(tmp_path / "run"), digits().test.open()
     assert record.params == 3 * sum(p.numel() for p in trained.model.members[0].parameters())
-    x = torch.rand(4, 1, 8, 8)
-    assert_close(trained.model(x), load(tmp_path / "run").model(x))
+    x = test.spec.normalise(test.pixels(slice(None)))
+    members = sum(F.softmax(member(x), -1) for member in trained.model.members) / 3
+    assert (members.argmax(1) == test.labels).float().mean().item() == pytest.approx(record.test["accuracy"], abs=1e-6)
+    assert_close(torch.as_tensor(trained.predict_proba(test.images[:9])), members[:9], atol=1e-5)
+    pytest.importorskip("onnxruntime", reason="comes with the extra export")
+    assert export(trained, tmp_path / "model.onnx") < 1e-4  # the largest difference of a probability
+
+
+def test_a_batch_size_that_cannot_be_divided_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"a batch of 10 images cannot be divided among 3 members; .*batch=9"):
+        fit(SHORT.vary(batch=10), tmp_path / "run")
+
+
+def test_labelled_and_unlabelled_images_in_one_batch_are_refused():
+    with pytest.raises(ValueError, match="a DeepEnsemble divides a batch among its members, and SemiSupervised has labelled"):
+        SemiSupervised(made(), weak=(), strong=augment.digits())
+
+
+def test_a_record_that_asks_for_a_huge_ensemble_is_refused_before_it_is_made(tmp_path):
+    fit(SHORT, tmp_path / "run")
+    trained = load(tmp_path / "run")
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.model.state_dict().items()}
+    assert not too_large(SHORT, trained.preprocess, shapes)
+    for change in ({"count": 10**6}, {"of": partial(TINY_VIT, depth=10**6)}):
+        assert too_large(SHORT.vary(**change), trained.preprocess, shapes)
 
 
 def test_options_of_the_ensemble_can_be_varied_and_other_models_be_members():
@@ -98,7 +124,8 @@ def test_options_of_the_ensemble_can_be_varied_and_other_models_be_members():
 
 
 def test_seeds_of_ensembles_can_be_stacked_with_the_native_kernel(tmp_path):
-    runs = [SHORT.at_seed(seed) for seed in (0, 1)]
+    runs = [SHORT.vary(of=partial(TINY_VIT, dim=32)).at_seed(seed) for seed in (0, 1)]
+    assert len(native_blocks(runs[0].model((8, 8), 1, 10))) == (0 if reason_against() else 3)
     records = fit_stacked(runs, [tmp_path / "0", tmp_path / "1"], numerics=Numerics(kernel="native"))
     assert [record.stacked for record in records] == [2, 2]
     alone = fit(runs[1], tmp_path / "alone")

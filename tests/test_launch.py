@@ -12,6 +12,7 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,9 @@ from toys import TINY_VIT
 
 from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit.launch import launch, progress
-from smallvit.launch.engine import Settings
-from smallvit.launch.local import HUGE_PAGES, LocalEngine, process_context
+from smallvit.launch.local import HUGE_PAGES, process_context
 from smallvit.launch.plan import parallel
 from smallvit.launch.scheduler import Damaged, Killed, Scheduler, dependencies_first, folder, recall, record_failure, tags
-from smallvit.numerics import DEFAULT
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
 from smallvit.train.fit import new_record
 
@@ -226,13 +225,23 @@ def test_worker_ends_with_its_parent(tmp_path):
     assert len(orphans) >= 1
 
 
+def environment_of_a_server(found: Any):
+    process_context("cpu")
+    found.put(Path(f"/proc/{forkserver._forkserver._forkserver_pid}/environ").read_bytes())  # pyright: ignore
+
+
+@needs_proc
 @pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
-def test_workers_get_large_pages_of_memory_unless_the_user_has_settings(own, monkeypatch):
+def test_server_of_the_workers_starts_with_large_pages_of_memory_unless_the_user_has_settings(own, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if own:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
-    LocalEngine(Settings(None, "cpu", DEFAULT), 1).close()
-    assert os.environ["GLIBC_TUNABLES"] == (own or HUGE_PAGES)
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    process = context.Process(target=environment_of_a_server, args=(found,))
+    process.start()
+    assert f"GLIBC_TUNABLES={own or HUGE_PAGES}".encode() in found.get(timeout=120).split(b"\0")
+    process.join()
 
 
 # Damaged files

@@ -38,7 +38,6 @@ class LocalEngine(Engine):
     def __init__(self, settings: Settings, groups: int, jobs: int | None = None, gpus: Sequence[str] = ()):
         for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; torch.set_num_threads does not reach them all
             os.environ[f"{library}_NUM_THREADS"] = "1"
-        os.environ.setdefault("GLIBC_TUNABLES", HUGE_PAGES)
         self.slots = max(1, min(len(gpus) or jobs or cores(), groups))
         context = get_context("spawn") if gpus else process_context(settings.device)
         variables = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
@@ -81,6 +80,7 @@ def process_context(device: str) -> Any:
     """
     from multiprocessing import forkserver
 
+    os.environ.setdefault("GLIBC_TUNABLES", HUGE_PAGES)  # read when a process starts, so before the server does
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
     # includes what the first optimizer step, the first digits, the first probe and the first record import: two seconds

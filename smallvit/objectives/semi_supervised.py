@@ -107,6 +107,11 @@ class SemiSupervised(Objective):
                 "with strong=None and hard=0 the model learns its own prediction for the same view, which has no gradient; set "
                 "strong to the transforms of another view, or hard=1.0 for pseudo-labels"
             )
+        if weight and getattr(model, "divides_batches", False):
+            raise ValueError(
+                f"a {type(model).__name__} divides a batch among its members, and {type(self).__name__} has labelled and "
+                "unlabelled images in one batch; expected a single model"
+            )
         if weight:
             self.unlabelled = Unlabelled(ratio, (weak,) if strong is None else (weak, strong))
         self.weight, self.ramp, self.threshold, self.hard = weight, ramp, threshold, hard

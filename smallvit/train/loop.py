@@ -117,6 +117,8 @@ class Training:
             self.device = torch.device(device)
         objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
+        if run.steps and getattr(self.objective.model, "divides_batches", False):
+            self.objective.model.check_batch(run.batch)
         self.trace = Trace(digest(self.objective.model.state_dict().items()))
         self.optimizer = None
         self.flat: FlatAdamW | None = None  # takes the steps of `optimizer` if the kernel is "native"

@@ -182,10 +182,18 @@ def too_large(run: Run, preprocess: Preprocess, shapes: dict[str, tuple[int, ...
     may have up to 2^24 values.
     """
     most = max(sum(math.prod(shape) for shape in shapes.values()), MOST_VALUES)
-    limits = {"depth": len(shapes) + MOST_BLOCKS}
-    sizes = {name: option.default for name, option in options(run.model).items() if type(option.default) is int}
+    limits = dict.fromkeys(("depth", "count"), len(shapes) + MOST_BLOCKS)
     images = math.prod(preprocess.size) * preprocess.channels
-    return images > MOST_VALUES or any(value > limits.get(name, most) for name, value in sizes.items())
+    return images > MOST_VALUES or any(value > limits.get(name, most) for name, value in sizes_in(run.model))
+
+
+def sizes_in(model: Callable) -> Iterator[tuple[str, int]]:
+    """Yield the name and the value of each option of a model that is a whole number, also those of a model inside a model."""
+    for name, option in options(model).items():
+        if type(option.default) is int:
+            yield name, option.default
+        elif name == "of" and callable(option.default):
+            yield from sizes_in(option.default)
 
 
 def shapes_without_memory(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
