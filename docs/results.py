@@ -68,12 +68,12 @@ TECHNIQUES = {
 }
 # lines of the figure of accuracy against labels -> recipe and arm
 MODELS = {
-    "small ViT, convolutional tokenizer, Muon, 9,600 steps": ("records", "small ViT"),
+    "small ViT with convolutions, Muon, 9,600 steps": ("records", "small ViT"),
     "plain ViT, 2,400 steps": ("inductive_bias", "scratch"),
     "small CNN, 2,400 steps": ("inductive_bias", "small CNN"),
     "nearest neighbor on pixels": ("inductive_bias", "pixels, nearest neighbour"),
-    "ViT, DINO and label spreading, 59,000 unlabelled digits": ("pseudo_labels", "DINO, labels spread"),
-    "plain ViT, FixMatch, 59,000 unlabelled digits": ("semi_supervised", "FixMatch"),
+    "DINO, label spreading, unlabelled digits": ("pseudo_labels", "DINO, labels spread"),
+    "FixMatch, unlabelled digits": ("semi_supervised", "FixMatch"),
 }
 INKS = (("#1f2328", "#656d76", "#ffffff"), ("#e6edf3", "#8b949e", "#0d1117"))  # text, lines and background: light, dark
 LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
