@@ -182,7 +182,7 @@ def too_large(run: Run, preprocess: Preprocess, shapes: dict[str, tuple[int, ...
     may have up to 2^24 values.
     """
     most = max(sum(math.prod(shape) for shape in shapes.values()), MOST_VALUES)
-    limits = dict.fromkeys(("depth", "count"), len(shapes) + MOST_BLOCKS)
+    limits = {"depth": len(shapes) + MOST_BLOCKS, "count": len(shapes) + MOST_BLOCKS}
     images = math.prod(preprocess.size) * preprocess.channels
     return images > MOST_VALUES or any(value > limits.get(name, most) for name, value in sizes_in(run.model))
 
