@@ -44,6 +44,7 @@ from smallvit.train import checkpoint, fit_stacked
 from smallvit.train.fit import NO_TAGS, new_record, prepare_training
 from smallvit.train.loop import Training
 from smallvit.train.publish import publish
+from smallvit.trials import read_trials, trials_file
 
 fit_module = sys.modules["smallvit.train.fit"]
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -110,8 +111,11 @@ def test_value_of_a_wrong_shape_is_refused_with_file_and_field(field, trained):
 def test_committed_records_are_valid():
     folder_of_recipes = Path(__file__).parents[1] / "recipes"
     for path in sorted(folder_of_recipes.glob("*.jsonl")) or [pytest.skip("needs the recipes of a clone")]:
+        if path.name == trials_file(path.name.partition(".")[0]).name:
+            assert read_trials(path)
+            continue
         first = path.read_bytes().splitlines()[0]
-        assert parse(first, str(path)).recipe == path.stem.removesuffix(".trials")
+        assert parse(first, str(path)).recipe == path.stem
 
 
 def test_huge_and_endless_files_are_refused_before_they_are_read(finished, monkeypatch):

@@ -227,7 +227,10 @@ def test_worker_ends_with_its_parent(tmp_path):
 
 def environment_of_a_server(found: Any):
     process_context("cpu")
-    found.put(Path(f"/proc/{forkserver._forkserver._forkserver_pid}/environ").read_bytes())  # pyright: ignore
+    file = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/environ")  # pyright: ignore
+    while not file.read_bytes():  # the server is about to begin
+        time.sleep(0.01)
+    found.put(file.read_bytes())
 
 
 @needs_proc

@@ -130,5 +130,5 @@ def test_committed_page_loads_nothing_from_the_network(path):
 @each(COMMITTED)
 def test_committed_report_is_that_of_the_committed_records(path):
     text = path.with_suffix(".md").read_text()
-    assert text == markdown(records_of(path), title=path.stem, doc=loaded(path).__doc__)
+    assert text == markdown(records_of(path), title=path.stem, doc=loaded(path).__doc__, trials=trials(path))
     assert all(row.arm in text for row in compare(records_of(path)).rows)
