@@ -153,11 +153,13 @@ def test_fastest_numerics_are_chosen(arms, given, option, seconds, expected, tex
 
 
 def test_variant_with_other_losses_or_much_slower_is_excluded(tmp_path, monkeypatch):
+    limit = autotune.TOO_SLOW
     as_if(monkeypatch, lambda training: 0.4 if training.numerics.precision == "bf16" else 1.0)
     with monkeypatch.context() as patch:
         patch.setattr("smallvit.train.stack.TOLERANCE", {"fp32": 1e-4, "bf16": 1e-9})
         numerics, _, reason = autotune.autotune(comparison(), tmp_path / "losses", 1, "cpu")
     assert numerics == DEFAULT and "bf16: the losses are" in reason
+    monkeypatch.setattr(autotune, "TOO_SLOW", limit)
     clock = [0.0]
     train_step = loop.Training.train_step
 
