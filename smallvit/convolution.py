@@ -70,16 +70,20 @@ def in_vmap(images: Tensor, *weights: Any, all_batched: bool = False) -> bool:
     return (all if all_batched else any)(is_batchedtensor(tensor) for tensor in (images, *weights))
 
 
-class Convolution(torch.autograd.Function):
+class RuleForVmap(torch.autograd.Function):
+    """A function of which only `vmap`, the rule for several models, is ever used: the layers call it only if `in_vmap`."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        raise RuntimeError("only torch.vmap computes this function")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any):
+        raise RuntimeError("only torch.vmap computes this function")
+
+
+class Convolution(RuleForVmap):
     """A convolution that `torch.vmap` computes as one convolution with groups."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        return F.conv2d(x, weight, bias, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
-        raise NotImplementedError("only torch.vmap computes this function")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, int]:
@@ -92,16 +96,8 @@ class Convolution(torch.autograd.Function):
         return out.unflatten(1, (models, -1)), 1
 
 
-class Pooling(torch.autograd.Function):
+class Pooling(RuleForVmap):
     """A max-pooling that `torch.vmap` computes for the channels of all models at once."""
-
-    @staticmethod
-    def forward(x: Tensor, *options: Any) -> Tensor:
-        return F.max_pool2d(x, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
-        raise NotImplementedError("only torch.vmap computes this function")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, *options: Any) -> tuple[Tensor, int]:
@@ -109,16 +105,8 @@ class Pooling(torch.autograd.Function):
         return out.unflatten(1, (info.batch_size, -1)), 1
 
 
-class Normalization(torch.autograd.Function):
+class Normalization(RuleForVmap):
     """A batch normalization in training that `torch.vmap` computes for the channels of all models at once."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *options: float) -> Tensor:
-        return F.batch_norm(x, mean, variance, weight, bias, True, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor):
-        raise NotImplementedError("only torch.vmap computes this function")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, *inputs: Any) -> tuple[Tensor, int]:
