@@ -62,12 +62,21 @@ def in_vmap(images: Tensor, *weights: Any, all_batched: bool = False) -> bool:
     """Return whether a single `torch.vmap`, and no other transform of PyTorch, computes with these images on a CPU, and has
     several of the images or of the weights; with `all_batched`, several of each.
     """
-    if images.ndim != 4 or images.device.type != "cpu" or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return False
-    transform = peek_interpreter_stack()
-    if transform is None or (transform.level(), transform.key()) != (1, TransformType.Vmap):
+    if images.ndim != 4 or images.device.type != "cpu" or torch.compiler.is_compiling() or transform() != "vmap":
         return False
     return (all if all_batched else any)(is_batchedtensor(tensor) for tensor in (images, *weights))
+
+
+def transform() -> str | None:
+    """Return which transform of PyTorch computes the next operation: None, "vmap" for a single `torch.vmap`, or "other" for any
+    other transform and for several of them.
+    """
+    outer = peek_interpreter_stack()
+    if forward_ad._current_level >= 0:
+        return "other"
+    if outer is None:
+        return None
+    return "vmap" if (outer.level(), outer.key()) == (1, TransformType.Vmap) else "other"
 
 
 class RuleForVmap(torch.autograd.Function):

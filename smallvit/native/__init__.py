@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch.autograd import forward_ad
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
+from smallvit.convolution import transform
 from smallvit.pooling import ClassToken
 from smallvit.reduction.context import reduce_tokens, runs_before_attention
 from smallvit.storage import write_atomic
@@ -513,8 +513,7 @@ class NativeBlocks:
             return "the sizes need a gradient"
         if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
             return "PyTorch records or watches its operations"
-        transform = peek_interpreter_stack()
-        if forward_ad._current_level >= 0 or (transform and (transform.level(), transform.key()) != (1, TransformType.Vmap)):
+        if transform() == "other":
             return "PyTorch transforms its operations by something else than one torch.vmap"
         if torch_modules._has_any_global_hook() or any(self.hooks):
             return "a module has a hook"

@@ -92,19 +92,26 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
     difference from the baseline, the Holm-corrected p-value and the verdict.
 
     Below the interval on new test images stands the narrower one over seeds alone, on the test images that were used.
+
+    If nothing is compared, because all arms are baselines or references, the 95% interval of the score itself stands in the
+    place of the difference, and there is no p-value and no verdict.
     """
     score = score_in(comparison)
+    name = f"Test {score.title}{score.unit} (mean ± SD over {comparison.rows[0].units}{score.direction})"
+    compared = any(row.role not in ("baseline", "reference") for row in comparison.rows)
     columns = (
-        f"Test {score.title}{score.unit} (mean ± SD over {comparison.rows[0].units}{score.direction})",
+        name,
         f"Difference{score.points and ', points'} [95% CI on new images]",
         "Holm p",
         "Verdict",
-    )
+    ) if compared else (name, f"95% CI on new {comparison.rows[0].units} and images")  # fmt: skip
 
     def cells(row: Row) -> list[Cell]:
-        d = row.difference
+        d, mean = row.difference, (mean_sd(row, "%" * (score_of(row).percent and not score.percent)), [])
+        if not compared:
+            return [mean, (score.interval(*row.new_images) if row.new_images else "–", judged_by(comparison, row))]
         return [
-            (mean_sd(row, "%" * (score_of(row).percent and not score.percent)), []),
+            mean,
             (f"{score.difference(d.mean)} {interval(d, score)}", difference_remarks(row, d)) if d else ("–", []),
             (p_value(d and d.p_holm), []),
             (row.verdict or row.role, verdict_remarks(row) + judged_by(comparison, row)),

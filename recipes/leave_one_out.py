@@ -1,0 +1,37 @@
+"""Which parts does the best small ViT need: convolutions, Muon, deformations, long training?
+
+Paper     Hassani et al. 2021 (CCT), arXiv:2104.05704. Jordan et al. 2024 (Muon), kellerjordan.github.io/posts/muon. Shazeer
+          2020 (SwiGLU), arXiv:2002.05202.
+
+Setup     Data: MNIST with 100 and 1,000 labelled digits, 10,000 test images, 8 seeds. The baseline is the ViT of the recipe
+          `records` with half of its steps: the tokenizer of CCT, Muon, 16 tokens, width 64, 4 blocks, 4,800 steps of 32
+          deformed digits. In four arms one part is taken away: patches of 7 pixels in place of the tokenizer, AdamW in place
+          of Muon, no deformations, and a quarter of the steps. In one arm SwiGLU is added in place of the plain MLP. Each arm
+          and the small CNN get 8 trials to choose a learning rate from 0.0005 to 0.02, on 3,000 validation images.
+
+Expected  The baseline reaches 95.8% at 100 labels and 98.5% at 1,000. Every part is needed at 1,000 labels: the ViT is worse
+          without deformations by two points, without convolutions by 0.7, with a quarter of the steps by 0.6, and with AdamW
+          by 0.2, which is inconclusive. At 100 labels it is worse without deformations by 12 points and without convolutions
+          by two, and the other two are inconclusive. SwiGLU gains less than on a plain ViT, 0.2 points, and is inconclusive.
+          The small CNN, which is trained for as long, has the same mean as the baseline. Written before the runs.
+"""
+
+from functools import partial
+
+from smallvit import AdamW, Block, ConvTokenizer, Muon, PatchEmbed, Tune, ablate, mnist_baseline
+
+plain = mnist_baseline().vary(steps=4_800)
+best = plain.vary(tokenizer=partial(ConvTokenizer, layers=3, hidden=32), optimizer=Muon)
+
+RUNS = ablate(
+    {
+        "all parts": best,
+        "without convolutions": best.vary(tokenizer=partial(PatchEmbed, patch=7)),
+        "AdamW for Muon": best.vary(optimizer=AdamW),
+        "without deformations": best.vary(augment=()),
+        "a quarter of the steps": best.vary(steps=1_200),
+        "SwiGLU added": best.vary(block=partial(Block, mlp_ratio=2.0, activation="swiglu")),
+    },
+    labels=[100, 1_000],
+    tune=Tune({"lr": (5e-4, 2e-2)}, trials=8, seeds=4, val=3_000, steps=0.25, common=False),
+)
