@@ -7,7 +7,8 @@ writes `docs/_static/results-light.svg` and `accuracy-light.svg`, both also for 
 `<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md`, `docs/report.md` and
 `docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
 `<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`, and those that
-begin with `<!-- accuracies: RECIPE | ARM -->` the test accuracy of one arm.
+begin with `<!-- accuracies: RECIPE | ARM -->` the test accuracy of one arm. A block `<!-- carried: RECIPE | RECIPE; RECIPE -->`
+gets the differences of a recipe beside those of the same arms on other data sets.
 """
 
 import json
@@ -66,6 +67,8 @@ TECHNIQUES = {
     "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
 }
+# recipes that repeat a comparison on other images -> their data set
+OTHER_DATA = {"inductive_bias_textures": "textured shapes", "inductive_bias_digits": "scikit-learn's digits"}
 # lines of the figure of accuracy against labels -> recipe and arm
 MODELS = {
     "small ViT with convolutions, Muon, 9,600 steps": ("records", "small ViT"),
@@ -80,7 +83,9 @@ LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
 WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the table of the README
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
-TABLE, TRIALS, ACCURACIES = (re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials", "accuracies"))
+TABLE, TRIALS, ACCURACIES, CARRIED = (
+    re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials", "accuracies", "carried")
+)
 
 
 @cache
@@ -310,6 +315,25 @@ def accuracies_table(recipe: str, arm: str) -> str:
     return markdown_table(lines)
 
 
+def carried_tables(recipe: str, copies: Sequence[str]) -> str:
+    """A Markdown table for each number of labels, with the differences of all arms on MNIST and on other data sets. `copies` are
+    the recipes that repeat the comparison of `recipe` there. The first row is the accuracy of the baseline.
+    """
+    blocks = []
+    compared = [row for row in comparison(recipe).main_rows if row.role != "reference"]
+    for labels in dict.fromkeys(row.labels for row in compared):
+        lines = [["Arm", "MNIST", *(OTHER_DATA[copy] for copy in copies)], ["---"] * (len(copies) + 2)]
+        for row in compared:
+            if row.labels == labels:
+                of_arm = [each for one in (recipe, *copies) for each in rows_of(one, row.arm) if each.labels == labels]
+                baseline = not row.difference
+                against = " (baseline)" if baseline else f" (against {row.baseline})" * (row.baseline != row.group)
+                cells = [f"{100 * each.mean:.1f}%" if baseline else cell(each) for each in of_arm]
+                lines.append([row.arm + against, *cells])
+        blocks.append(f"With {labels:,} labels:\n\n{markdown_table(lines)}")
+    return "\n\n".join(blocks)
+
+
 def times(factors: Sequence[float]) -> str:
     """Cost as a multiple of the baseline's: `1.1x`, or `0.5x to 1x` where it depends on the number of labels."""
     texts = list(dict.fromkeys(f"{factor:.2g}x" for factor in sorted(factors)))
@@ -444,6 +468,11 @@ def with_accuracies(text: str) -> str:
     return ACCURACIES.sub(lambda m: f"{m['start']}{accuracies_table(m['recipe'], m['arms'])}\n{m['end']}", text)
 
 
+def with_carried(text: str) -> str:
+    """The text of a page with its tables of several data sets written again."""
+    return CARRIED.sub(lambda m: f"{m['start']}{carried_tables(m['recipe'], arms_in(m))}\n{m['end']}", text)
+
+
 def written() -> Iterable[tuple[Path, str]]:
     """The files that this script writes, with their contents."""
     for mode in ("light", "dark"):
@@ -458,8 +487,8 @@ def written() -> Iterable[tuple[Path, str]]:
     pages = (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md", docs / "report.md")
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES)):
-            text = with_accuracies(with_trials(with_tables(text)))
+        if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES, CARRIED)):
+            text = with_carried(with_accuracies(with_trials(with_tables(text))))
             yield page, in_report(text) if page.name == "report.md" else text
 
 

@@ -540,6 +540,23 @@ def test_failures_show_the_line_of_the_recipe_and_fold_the_traceback():
     assert "1 of 16 runs have no result; see Failures." in page
 
 
+def test_without_a_comparison_the_table_shows_the_interval_of_the_accuracy():
+    """One arm and a reference, which is not compared: no difference, p or verdict; with a technique they come back."""
+    draw = np.random.default_rng(0)
+    rows = records({"one ViT": 0.0, "pixels": -0.2, "+A": 0.0}, references=("pixels",), labels=(100,))
+    correct = {r.seed: draw.random(2_000) < 0.9 for r in rows}
+    fields = [{"correct": pack_bits(correct[r.seed]), "test": {"accuracy": correct[r.seed].mean()}, "test_images": 2_000} for r in rows]
+    rows = [replace(r, **each) for r, each in zip(rows, fields)]
+    alone = [r for r in rows if r.arm != "+A"]
+    row = compare(alone).rows[0]
+    low, high = row.new_images
+    assert low < row.mean < high
+    for make in (markdown, html):
+        page, three = make(alone, **PAGE), make(rows, **PAGE)
+        assert "95% CI on new seeds and images" in page and f"[{100 * low:.2f}, {100 * high:.2f}]" in page
+        assert "Holm p" not in page.split("Costs")[0] and "Holm p" in three and "95% CI on new seeds and images" not in three
+
+
 def test_failed_pass_shows_the_traceback_of_its_own_fold():
     """Of arm +A, fold 1 of pass 2 has failed. Seed 2 is a fold of pass 1, and must not lend its traceback."""
     other = TRACEBACK.replace("unsupported operand", "elsewhere")

@@ -351,28 +351,6 @@ static void multiply(long rows, long columns, long depth, const Product& p, bool
   }
 }
 
-// Copy the matrix B(k, j) = w[k * step_k + j * step_j] panel by panel, in the order in which `multiply` reads it.
-static void pack(const float* w, long depth, long columns, long step_k, long step_j, float* out) {
-  for (long j = 0, width; j < columns; j += width) {
-    width = panel_vecs(columns - j) * LANES;
-    float* to = out + j * depth;
-    if (step_j == 1)
-      for (long k = 0; k < depth; k++) memcpy(to + k * width, w + k * step_k + j, width * sizeof(float));
-    else
-      for (long i = 0; i < width; i++)
-        for (long k = 0; k < depth; k++) to[k * width + i] = w[k * step_k + (j + i) * step_j];
-  }
-}
-
-// out = add + bias + x W', for a packed W (of pairs, with bf16); `pairs` is scratch memory for x.
-static void linear(long precision, long rows, long columns, long depth, Matrix x, const float* packed, float* out, long out_stride,
-                   float* pairs, Matrix add = {nullptr, 0}, const float* bias = nullptr) {
-  if (precision == FP32) return multiply<false, false>(rows, columns, depth, {x, {packed, 0}, out, out_stride, add, bias}, true);
-  pairs_along_rows(rows, depth, x.data, x.stride, pairs);
-  const bool tiles = precision == BF16_TILES && depth / 2 % TILE == 0;
-  multiply<false, true>(rows, columns, depth / 2, {{pairs, depth / 2}, {packed, 0}, out, out_stride, add, bias}, true, tiles);
-}
-
 #ifdef HAS_SHUFFLE
 // Exchange blocks of `step` lanes between the vectors a and b: a keeps its even blocks, b its odd ones.
 template <int step, int... i>
@@ -407,6 +385,32 @@ static void transpose(long rows, long columns, Matrix x, float* out, long out_st
   for (long i = 0; i < out_stride; i++)
     for (long j = 0; j < columns; j++) out[j * out_stride + i] = i < rows ? x.data[i * x.stride + j] : 0.f;
 #endif
+}
+
+// Copy the matrix B(k, j) = w[k * step_k + j * step_j] panel by panel, in the order in which `multiply` reads it. One of the steps
+// is 1.
+static void pack(const float* w, long depth, long columns, long step_k, long step_j, float* out) {
+  for (long j = 0, width; j < columns; j += width) {
+    width = panel_vecs(columns - j) * LANES;
+    float* to = out + j * depth;
+    if (step_j == 1)
+      for (long k = 0; k < depth; k++) memcpy(to + k * width, w + k * step_k + j, width * sizeof(float));
+    else {
+      const long whole = depth / LANES * LANES;
+      transpose(width, whole, {w + j * step_j, step_j}, to, width);
+      for (long i = 0; i < width; i++)
+        for (long k = whole; k < depth; k++) to[k * width + i] = w[k + (j + i) * step_j];
+    }
+  }
+}
+
+// out = add + bias + x W', for a packed W (of pairs, with bf16); `pairs` is scratch memory for x.
+static void linear(long precision, long rows, long columns, long depth, Matrix x, const float* packed, float* out, long out_stride,
+                   float* pairs, Matrix add = {nullptr, 0}, const float* bias = nullptr) {
+  if (precision == FP32) return multiply<false, false>(rows, columns, depth, {x, {packed, 0}, out, out_stride, add, bias}, true);
+  pairs_along_rows(rows, depth, x.data, x.stride, pairs);
+  const bool tiles = precision == BF16_TILES && depth / 2 % TILE == 0;
+  multiply<false, true>(rows, columns, depth / 2, {{pairs, depth / 2}, {packed, 0}, out, out_stride, add, bias}, true, tiles);
 }
 
 // Add the gradients of W (outputs, inputs) and b (outputs) for out = x W' + b. `d_out` is the gradient of `out`. The sum goes
