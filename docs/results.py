@@ -8,7 +8,8 @@ writes `docs/_static/results-light.svg` and `accuracy-light.svg`, both also for 
 `docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
 `<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`, and those that
 begin with `<!-- accuracies: RECIPE | ARM -->` the test accuracy of one arm. A block `<!-- carried: RECIPE | RECIPE; RECIPE -->`
-gets the differences of a recipe beside those of the same arms on other data sets.
+gets the differences of a recipe beside those of the same arms on other data sets. The block `<!-- frozen -->` gets the test
+accuracy of classifiers on frozen features.
 """
 
 import json
@@ -66,6 +67,13 @@ TECHNIQUES = {
     "Rotary and learned positions": ("positions", "learned and rotary, mixed", "attention_positions"),
     "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
+}
+# frozen features -> recipe, arm with few labels, and arm with all labels
+FROZEN = {
+    "raw pixels": ("dino", "pixels, logistic regression", "raw pixels (all labels)"),
+    "random weights": ("dino", "random initialisation", "random weights (all labels)"),
+    "MAE on all digits": ("mae", "MAE on all digits (frozen)", None),
+    "DINO on all digits": ("dino", "DINO on all digits (frozen)", "DINO on all digits (all labels)"),
 }
 # recipes that repeat a comparison on other images -> their data set
 OTHER_DATA = {"inductive_bias_textures": "textured shapes", "inductive_bias_digits": "scikit-learn's digits"}
@@ -315,6 +323,27 @@ def accuracies_table(recipe: str, arm: str) -> str:
     return markdown_table(lines)
 
 
+def frozen_table() -> str:
+    """The Markdown table of the mean test accuracy of classifiers on frozen features: logistic regression with some numbers of
+    labels and with all of them, and, with all labels, the five nearest neighbors and 16 labelled images of each class.
+    """
+    few = (10, 100, 1_000)
+    lines = [["Frozen features", *(format_labels(n) for n in few), "all labels", "all labels, 5 nearest", "16 of each class"]]
+    lines.append(["---"] * len(lines[0]))
+    for name, (recipe, arm, arm_with_all) in FROZEN.items():
+        cells = [probed(recipe, arm, labels, "linear_probe") for labels in few]
+        cells += [probed(recipe, arm_with_all, None, probe) for probe in ("linear_probe", "knn_5", "few_shot")]
+        lines.append([name, *cells])
+    return markdown_table(lines)
+
+
+def probed(recipe: str, arm: str | None, labels: int | None, probe: str) -> str:
+    """The mean test accuracy of a probe over the seeds of an arm in percent, or a dash if it was not measured."""
+    records = [r for r in records_of(recipe) if r.arm == arm and r.labels == labels and r.finished]
+    found = [r.test[probe] for r in records if r.test and probe in r.test]
+    return f"{100 * fmean(found):.1f}%" if found else "–"
+
+
 def carried_tables(recipe: str, copies: Sequence[str]) -> str:
     """A Markdown table for each number of labels, with the differences of all arms on MNIST and on other data sets. `copies` are
     the recipes that repeat the comparison of `recipe` there. The first row is the accuracy of the baseline.
@@ -484,10 +513,13 @@ def written() -> Iterable[tuple[Path, str]]:
     docs = ROOT / "docs"
     settings = docs / "explanation" / "settings.md"
     yield settings, with_block(settings.read_text(encoding="utf-8"), "settings", settings_tables())
+    probes = docs / "howto" / "probe_features.md"
+    yield probes, with_block(probes.read_text(encoding="utf-8"), "frozen", frozen_table())
     pages = (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md", docs / "report.md")
     for page in pages:
         text = page.read_text(encoding="utf-8")
         if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES, CARRIED)):
+            text = with_block(text, "frozen", frozen_table())
             text = with_carried(with_accuracies(with_trials(with_tables(text))))
             yield page, in_report(text) if page.name == "report.md" else text
 
