@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 # what the table says -> recipe and arm that measured it, and the documentation page of the technique
 TECHNIQUES = {
-    "Deforming the training images": ("regularise", "deformations", "augmentation"),
+    "Deformed images": ("regularise", "deformations", "augmentation"),
     "Mixup": ("regularise", "mixup", "augmentation"),
     "Dropout": ("regularise", "dropout", "regularization"),
     "Shifted patches (SPT)": ("spt_lsa", "+SPT", "shifted_patches"),
@@ -49,8 +49,8 @@ TECHNIQUES = {
     "Muon instead of AdamW": ("optimizers", "Muon", "optimizers"),
     "Schedule-free AdamW": ("optimizers", "schedule-free AdamW", "optimizers"),
     "Six times the steps": ("semi_supervised", "scratch as long", "semi_supervised"),
-    "FixMatch, against six times the steps": ("semi_supervised", "FixMatch", "semi_supervised"),
-    "Mean teacher, against six times the steps": ("semi_supervised", "mean teacher", "semi_supervised"),
+    "FixMatch, against 6x the steps": ("semi_supervised", "FixMatch", "semi_supervised"),
+    "Mean teacher, against 6x the steps": ("semi_supervised", "mean teacher", "semi_supervised"),
     "DINO pretraining": ("dino", "DINO on all digits", "dino"),
     "DINO pretraining, simpler and tuned": ("self_supervised", "DINO", "dino"),
     "MAE pretraining": ("self_supervised", "MAE", "mae"),
