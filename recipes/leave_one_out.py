@@ -3,11 +3,11 @@
 Paper     Hassani et al. 2021 (CCT), arXiv:2104.05704. Jordan et al. 2024 (Muon), kellerjordan.github.io/posts/muon. Shazeer
           2020 (SwiGLU), arXiv:2002.05202.
 
-Setup     Data: MNIST with 100 and 1,000 labelled digits, 10,000 test images, 8 seeds. The baseline is the ViT of the recipe
-          `records` with half of its steps: the tokenizer of CCT, Muon, 16 tokens, width 64, 4 blocks, 4,800 steps of 32
-          deformed digits. In four arms one part is taken away: patches of 7 pixels in place of the tokenizer, AdamW in place
-          of Muon, no deformations, and a quarter of the steps. In one arm SwiGLU is added in place of the plain MLP. Each arm
-          and the small CNN get 8 trials to choose a learning rate from 0.0005 to 0.02, on 3,000 validation images.
+Setup     Data: MNIST with 1,000 labelled digits, 10,000 test images, 8 seeds; 100 were planned as well. The baseline is the ViT
+          of the recipe `records` with half of its steps: the tokenizer of CCT, Muon, 16 tokens, width 64, 4 blocks, 4,800 steps
+          of 32 deformed digits. In four arms one part is taken away: patches of 7 pixels in place of the tokenizer, AdamW in
+          place of Muon, no deformations, and a quarter of the steps. In one arm SwiGLU is added in place of the plain MLP. Each
+          arm and the small CNN get 8 trials to choose a learning rate from 0.0005 to 0.02, on 3,000 validation images.
 
 Expected  The baseline reaches 95.8% at 100 labels and 98.5% at 1,000. Every part is needed at 1,000 labels: the ViT is worse
           without deformations by two points, without convolutions by 0.7, with a quarter of the steps by 0.6, and with AdamW
@@ -32,6 +32,6 @@ RUNS = ablate(
         "a quarter of the steps": best.vary(steps=1_200),
         "SwiGLU added": best.vary(block=partial(Block, mlp_ratio=2.0, activation="swiglu")),
     },
-    labels=[100, 1_000],
+    labels=[1_000],
     tune=Tune({"lr": (5e-4, 2e-2)}, trials=8, seeds=4, val=3_000, steps=0.25, common=False),
 )
