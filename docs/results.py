@@ -345,16 +345,17 @@ def probed(recipe: str, arm: str | None, labels: int | None, probe: str) -> str:
 
 
 def carried_tables(recipe: str, copies: Sequence[str]) -> str:
-    """A Markdown table for each number of labels, with the differences of all arms on MNIST and on other data sets. `copies` are
-    the recipes that repeat the comparison of `recipe` there. The first row is the accuracy of the baseline.
+    """A Markdown table for each number of labels, with the differences of all arms on MNIST and on other data sets. `copies`
+    are the recipes that repeat the comparison of `recipe` there. The first row is the accuracy of the baseline.
     """
     blocks = []
     compared = [row for row in comparison(recipe).main_rows if row.role != "reference"]
     for labels in dict.fromkeys(row.labels for row in compared):
-        lines = [["Arm", "MNIST", *(OTHER_DATA[copy] for copy in copies)], ["---"] * (len(copies) + 2)]
+        there = [copy for copy in copies if any(row.labels == labels for row in comparison(copy).main_rows)]
+        lines = [["Arm", "MNIST", *(OTHER_DATA[copy] for copy in there)], ["---"] * (len(there) + 2)]
         for row in compared:
             if row.labels == labels:
-                of_arm = [each for one in (recipe, *copies) for each in rows_of(one, row.arm) if each.labels == labels]
+                of_arm = [each for one in (recipe, *there) for each in rows_of(one, row.arm) if each.labels == labels]
                 baseline = not row.difference
                 against = " (baseline)" if baseline else f" (against {row.baseline})" * (row.baseline != row.group)
                 cells = [f"{100 * each.mean:.1f}%" if baseline else cell(each) for each in of_arm]

@@ -184,7 +184,7 @@ def unfounded(page: str, results) -> list[str]:
                 kinds.setdefault(kind, []).extend(values)
         # losses are written without a sign, "worse by 2.1 points [1.2, 3.0]": their intervals may be turned around
         kinds["interval"] = [pair for low, high in kinds.get("interval", []) for pair in ((low, high), (-high, -low))]
-        text = NOT_RESULTS.sub("", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph))
+        text = NOT_RESULTS.sub("", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)).replace("−", "-")
         if re.search(r"\d\.\d", text):
             wrong += [f"{number}: {text[:60]}" for number in (wrong_numbers(text, kinds) if linked else ["no link"])]
     return wrong
