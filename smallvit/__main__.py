@@ -229,7 +229,7 @@ HELP = {
     "--publish": "write the records and the report beside the recipe file, to be committed",
     "--seeds": "number of seeds of each arm: committed ones to train again (verify), or new ones (explore); default: 1",
     "--labels": "number of labels of these runs; all: those with all training images (default: the only one, or with verify the"
-    " smallest committed one; for several, use --only labels=100,1000)",
+    " smallest committed one)",
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--digits": "mirroring an image changes its label, as for digits and letters",
