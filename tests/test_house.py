@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "components": {"shapes"},
     "trackers": {"record"},
     "numerics": {"native"},
-    "native": {"attention", "pooling", "reduction", "storage", "tokenizers", "vit"},
+    "native": {"attention", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
     **{part: set() for part in (*(slot for slot in SLOTS if slot != "tokenizers"), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
