@@ -267,6 +267,11 @@ def with_block(text: str, name: str, content: str) -> str:
     return block.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
+def name_of(row: Row) -> str:
+    """The name of an arm in a table, which says so if the arm is compared with another one than the baseline."""
+    return row.arm + f" (against {row.baseline})" * (row.baseline != row.group)
+
+
 def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
     """The Markdown table of a page, and a note below it: the baseline's accuracy, the differences of the arms, and their cost.
 
@@ -289,12 +294,11 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
     lines.append(["---"] * len(lines[0]))
     accuracies = [f"{100 * baseline[n].mean:.1f}%" for n in labels]
     lines.append([f"{baseline[labels[0]].arm} (baseline)", *accuracies, *["1x"] * (len(costs) + faster)])
-    for arm, of_arm in rows.items():
+    for of_arm in rows.values():
         first = next(iter(of_arm.values()))
         relative = [times([1 + row.unequal.get(name, 0) for row in of_arm.values()]) for name in costs]
         speed = [f"{first.forward['speedup']:.2f}x" if first.forward["speedup"] else "–"] * faster
-        against = f" (against {first.baseline})" * (first.baseline != first.group)
-        lines.append([arm + against, *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
+        lines.append([name_of(first), *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     note = (
         "The first row is the test accuracy of the baseline. The other rows are differences from it, or from the arm after "
@@ -356,10 +360,10 @@ def carried_tables(recipe: str, copies: Sequence[str]) -> str:
         for row in compared:
             if row.labels == labels:
                 of_arm = [each for one in (recipe, *there) for each in rows_of(one, row.arm) if each.labels == labels]
-                baseline = not row.difference
-                against = " (baseline)" if baseline else f" (against {row.baseline})" * (row.baseline != row.group)
-                cells = [f"{100 * each.mean:.1f}%" if baseline else cell(each) for each in of_arm]
-                lines.append([row.arm + against, *cells])
+                if row.difference:
+                    lines.append([name_of(row), *map(cell, of_arm)])
+                else:
+                    lines.append([f"{row.arm} (baseline)", *(f"{100 * each.mean:.1f}%" for each in of_arm)])
         blocks.append(f"With {labels:,} labels:\n\n{markdown_table(lines)}")
     return "\n\n".join(blocks)
 
@@ -419,11 +423,10 @@ def settings_tables() -> str:
             before = old["arms"].get((row.arm, row.labels, row.baseline))
             counted += before is not None
             changed += before is not None and before[3] != row.verdict
-            against = f" (against {row.baseline})" * (row.baseline != row.group)
             first = judged(*before) if before else "not compared"
             both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
-            lines.append([row.arm + against, f"{row.labels:,}", first, *shown])
+            lines.append([name_of(row), f"{row.labels:,}", first, *shown])
         blocks.append(f"### {about}\n\n" + markdown_table(lines))
     summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
@@ -478,6 +481,7 @@ def in_report(text: str) -> str:
     text = text.replace("](../recipes/", "](recipes/")
     recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
+    text = with_block(text, "frozen", frozen_table())
     note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Costs [^\n]*?\. (The full report is )")
     first = note.search(text)
     return text if first is None else text[: first.end()] + note.sub(r"\1 seeds. \2", text[first.end() :])
@@ -520,7 +524,6 @@ def written() -> Iterable[tuple[Path, str]]:
     for page in pages:
         text = page.read_text(encoding="utf-8")
         if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES, CARRIED)):
-            text = with_block(text, "frozen", frozen_table())
             text = with_carried(with_accuracies(with_trials(with_tables(text))))
             yield page, in_report(text) if page.name == "report.md" else text
 

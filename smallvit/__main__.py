@@ -228,8 +228,7 @@ HELP = {
     "--mistakes": "also list and draw the test images that an arm gets wrong most often, with its trained models",
     "--publish": "write the records and the report beside the recipe file, to be committed",
     "--seeds": "number of seeds of each arm: committed ones to train again (verify), or new ones (explore); default: 1",
-    "--labels": "number of labels of these runs; all: those with all training images (default: the only one, or with verify the"
-    " smallest committed one)",
+    "--labels": "number of labels of these runs; all: all training images (default: the only one; verify: the smallest)",
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--digits": "mirroring an image changes its label, as for digits and letters",
