@@ -91,9 +91,11 @@ def test_equal_weights_must_give_an_equal_score():
         ({"correct": None}, "come without the list of correctly classified images"),
         ({"test": {"accuracy": 0.90, "knn": 0.81, "ms": 4.0}}, "give 0.81 instead of 0.8 for knn"),
         ({"test": {"accuracy": 0.90, "ms": 4.0}}, "give nothing instead of 0.8 for knn"),
+        ({"test": {"accuracy": 0.90, "knn": 0.8001, "ms": 4.0}}, "give 0.8001 instead of 0.8 for knn"),
+        ({"test": {"accuracy": 0.90, "knn": 0.8 + 1e-7, "ms": 4.0}}, ""),
         ({"test": {"accuracy": 0.90, "knn": 0.8, "ms": 5.0}}, ""),
     ],
-    ids=["other images", "no images", "probe", "no probe", "time"],
+    ids=["other images", "no images", "probe", "no probe", "one image of the probe", "rounding", "time"],
 )
 def test_equal_weights_must_classify_the_same_images_correctly_and_give_the_same_numbers(change, words):
     old = records(SCORES, correct=pack_bits(np.arange(500) < 450), test={"accuracy": 0.90, "knn": 0.8, "ms": 4.0})

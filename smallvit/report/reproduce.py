@@ -32,6 +32,7 @@ NORM_TOLERANCE = {"fp32": 1e-2, "bf16": 5e-2}  # relative, of the norm of the fi
 EMA_FACTOR = 2  # between two distances from the averaged weights to the last weights
 CURVE_TOLERANCE = 0.1  # relative to the first point of the curve, of each mean training loss
 DRIFT = 1e-3  # relative, of the mean training losses: rounding has not driven the two runs apart
+NUMBER_TOLERANCE = 1e-5  # relative, of the other numbers on the test images, such as the log loss, if the weights are equal
 SMALL_LOSS = 0.05  # differences are relative to at least this loss
 TIMES = ("ms", "speedup")  # numbers of the evaluator `cost` that differ from run to run
 FEWEST_IMAGES = 3  # test images by which the scores of such runs may differ
@@ -95,8 +96,8 @@ def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
     1. Settings, labelled images and data must be equal.
     2. The first training steps, the distance to the averaged weights and the norm of the weights must agree up to rounding
        (`trace_problems`), on every machine.
-    3. On the same machine with the same versions, the weights, all numbers on the test images and the images that were
-       classified correctly must be equal (`test_differences`).
+    3. On the same machine with the same versions, the weights, the score and the images that were classified correctly must be
+       equal, and the other numbers on the test images equal up to rounding (`test_differences`).
     4. On another machine, the score must agree up to rounding (`score_tolerance`), and so must the learning curve.
     """
     if new.status == "unavailable":
@@ -165,15 +166,18 @@ def test_differences(old: Record, new: Record) -> list[str]:
     as those of probes, and the number of test images that only one of them classified correctly. The list is empty if there are
     none. `old` is the published record (results of the run), and `new` is the new one.
 
-    Times are not compared. An old record may lack the list of correctly classified images.
+    Times are not compared. The other numbers may differ by rounding, as a log loss does if the images are evaluated in batches
+    of another size: by `NUMBER_TOLERANCE`, which is less than one image of 10,000 changes. An old record may lack the list of
+    correctly classified images.
     """
     found = []
     if new.result != old.result:
         found.append(f"score {result_text(new)} instead of {result_text(old)}")
     before, now = old.test or {}, new.test or {}
     for name in {**before, **now}:
-        if name not in (*TIMES, old.score) and before.get(name) != now.get(name):
-            one, other = (f"{value:.6g}" if value is not None else "nothing" for value in (before.get(name), now.get(name)))
+        one, other = before.get(name), now.get(name)
+        if name not in (*TIMES, old.score) and not equal_up_to_rounding(one, other):
+            one, other = (f"{value:.6g}" if value is not None else "nothing" for value in (one, other))
             found.append(f"give {other} instead of {one} for {name}")
     if old.correct is not None and old.correct != new.correct:
         one, other = old.correct_bits, new.correct_bits
@@ -182,6 +186,15 @@ def test_differences(old: Record, new: Record) -> list[str]:
         elif changed := int((one != other).sum()):
             found.append(f"classify {changed} test image{'s' * (changed > 1)} differently")
     return found
+
+
+def equal_up_to_rounding(one: float | None, other: float | None) -> bool:
+    """Return whether two numbers are equal, or differ so little that rounding explains it (`NUMBER_TOLERANCE`). None stands for a
+    number that is missing.
+    """
+    if one is None or other is None:
+        return one == other
+    return one == other or math.isclose(one, other, rel_tol=NUMBER_TOLERANCE)
 
 
 def same_seed(committed: Sequence[Record], new: Record) -> Record | None:
