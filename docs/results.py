@@ -88,6 +88,7 @@ MODELS = {
 }
 INKS = (("#1f2328", "#656d76", "#ffffff"), ("#e6edf3", "#8b949e", "#0d1117"))  # text, lines and background: light, dark
 LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
+ALL_DIGITS = 59_000  # the training digits of MNIST without the 1,000 that are used for validation
 WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the table of the README
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
@@ -117,6 +118,11 @@ def shown_labels() -> list[int]:
     """The numbers of labels for which at least one technique has a result."""
     found = {row.labels for recipe, arm, _ in TECHNIQUES.values() for row in rows_of(recipe, arm) if row.difference}
     return [labels for labels in LABELS if labels in found]
+
+
+def labelled_digits(row: Row) -> int:
+    """The number of labelled digits of a result on MNIST, also where all training digits have labels."""
+    return row.labels or ALL_DIGITS
 
 
 def points(value: float) -> str:
@@ -232,15 +238,15 @@ def accuracy_picture(dark: bool) -> str:
         figure = Figure(figsize=(7.5, 5.4), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
         for (name, (recipe, arm)), color, marker in zip(MODELS.items(), colors, "osD^vP"):
-            rows = sorted(rows_of(recipe, arm), key=lambda row: row.labels)
-            labels, errors = [row.labels for row in rows], [100 * (1 - row.mean) for row in rows]
+            rows = sorted(rows_of(recipe, arm), key=labelled_digits)
+            labels, errors = [labelled_digits(row) for row in rows], [100 * (1 - row.mean) for row in rows]
             ax.plot(labels, errors, marker=marker, color=color, linewidth=1.6, markersize=5.5, label=name)
             for row in rows:
                 low, high = row.new_images or (row.mean, row.mean)  # older records do not say which images were right
-                ax.plot([row.labels] * 2, [100 * (1 - low), 100 * (1 - high)], color=color, linewidth=3, alpha=0.35)
+                ax.plot([labelled_digits(row)] * 2, [100 * (1 - low), 100 * (1 - high)], color=color, linewidth=3, alpha=0.35)
         ax.set_xscale("log")
         ax.set_yscale("log")
-        shown = [10, 100, 500, 1_000, 5_000, 10_000]
+        shown = [10, 100, 500, 1_000, 5_000, 10_000, ALL_DIGITS]
         ax.set_xticks(shown, [f"{n:,}" for n in shown])
         ticks = [0.5, 1, 2, 5, 10, 20, 50]
         ax.set_yticks(ticks, [f"{t:g}%" for t in ticks])
@@ -319,7 +325,7 @@ def accuracies_table(recipe: str, arm: str) -> str:
     lines = [[*line, *more] for line, more in zip(lines, (["With test-time augmentation"] * augmented, ["---"] * augmented))]
     for row in rows_of(recipe, arm):
         ends = [f"{100 * end:.2f}%" for end in row.new_images or ()]
-        line = [f"{row.labels:,}", f"{100 * row.mean:.2f}%", " to ".join(ends) or "–"]
+        line = [f"{labelled_digits(row):,}", f"{100 * row.mean:.2f}%", " to ".join(ends) or "–"]
         line.append(f"{100 * min(row.values):.2f}%, {100 * max(row.values):.2f}%")
         if augmented:
             line.append(f"{100 * fmean(r.test['augmented_accuracy'] for r in of_arm if r.labels == row.labels):.2f}%")
@@ -464,11 +470,11 @@ def recipes_table(recipes: Iterable[str]) -> str:
     """The Markdown table of the settings of some recipes, from their records."""
     lines = [["Recipe", "Parameters", "Steps", "Batch", "Seeds", "Labels", "Learning rates"], ["---"] * 7]
     for recipe in recipes:
-        rows = [row for row in comparison(recipe).main_rows if row.labels is not None]
+        rows = comparison(recipe).main_rows
         first = next(row for row in rows if row.role == "baseline")
         records = [record for record in records_of(recipe) if record.arm == first.arm]
         longest, batch = max(record.steps or 0 for record in records), records[0].run["batch"]
-        labels = ", ".join(f"{n:,}" for n in dict.fromkeys(row.labels for row in rows))
+        labels = ", ".join(f"{n:,}" if n else "all" for n in dict.fromkeys(row.labels for row in rows if row.arm == first.arm))
         tuned = "tuned" if first.condition.tuned else "not tuned"
         parameters = f"{round(first.budget['params'], -3):,.0f}"
         linked = f"[{recipe}](recipes/{recipe}.md)"
