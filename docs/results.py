@@ -306,10 +306,13 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
         speed = [f"{first.forward['speedup']:.2f}x" if first.forward["speedup"] else "–"] * faster
         lines.append([name_of(first), *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
+    steps = max(record.steps or 0 for record in records_of(recipe) if record.arm == baseline[labels[0]].arm)
+    cost = "Costs are multiples of those of the arm that the row is compared with. " * bool(costs)
+    cost += "Speed-up: against the same model without reduction. " * faster
     note = (
-        "The first row is the test accuracy of the baseline. The other rows are differences from it, or from the arm after "
-        "*against*, in percentage points, with 95% intervals on new test images, from "
-        f"{seeds} seeds. Costs are relative to the same arm. Bold: the verdict is better or worse. The full report is "
+        f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
+        "from the baseline, or from the arm after *against*, in percentage points, with 95% intervals for new seeds and new "
+        f"test images. {cost}Bold: the verdict is better or worse. {seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
     return markdown_table(lines), note
@@ -376,7 +379,7 @@ def carried_tables(recipe: str, copies: Sequence[str]) -> str:
 
 def times(factors: Sequence[float]) -> str:
     """Cost as a multiple of the baseline's: `1.1x`, or `0.5x to 1x` where it depends on the number of labels."""
-    texts = list(dict.fromkeys(f"{factor:.2g}x" for factor in sorted(factors)))
+    texts = list(dict.fromkeys(f"{round(factor, 2):g}x" if factor < 2 else f"{factor:.2g}x" for factor in sorted(factors)))
     return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
@@ -488,9 +491,9 @@ def in_report(text: str) -> str:
     recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
     text = with_block(text, "frozen", frozen_table())
-    note = re.compile(r"The first row is [^\n]*?, from (\d+) seeds\. Costs [^\n]*?\. (The full report is )")
+    note = re.compile(r"The first row is [^\n]*?(\d+ seeds\. The full report is )")
     first = note.search(text)
-    return text if first is None else text[: first.end()] + note.sub(r"\1 seeds. \2", text[first.end() :])
+    return text if first is None else text[: first.end()] + note.sub(r"\1", text[first.end() :])
 
 
 def with_trials(text: str) -> str:

@@ -97,7 +97,7 @@ def test_better_on_these_images_only_is_inconclusive_and_says_why():
         rows.append(replace(r, correct=pack_bits(right), test={"accuracy": float(right.mean())}))
     row = row_of(rows, "+A")
     assert row.verdict == "inconclusive" and row.difference.low < 0 < row.difference.seeds_low
-    assert row.reason == "better on these 200 test images in every retraining; too few images to say so of new ones"
+    assert row.reason == "better on these 200 test images in every retraining; too few images to claim the same for new ones"
     assert format.what_helps(compare(rows), row) == "More test images would help, not more seeds."
     few = row_of(records({"scratch": 0, "+A": 0.01}, images=200, noise=0.0005, rng=2), "+A")
     assert few.reason.endswith("on average over retrainings; not shown on new ones") and min(few.difference.values) <= 0

@@ -158,10 +158,10 @@ def partial_evidence(d: Difference) -> str:
         return ""
     p = two_part_p(d.mean, d.variance)
     if p is not None and p < d.level:
-        return f"{word} with these training images; the seeds share too many of them to say so of others"
+        return f"{word} with these training images; the seeds share too many of them to claim the same for others"
     problem = {
-        "images": "too few images to say so of new ones",
-        "records": "earlier records cannot say so of new ones",
+        "images": "too few images to claim the same for new ones",
+        "records": "earlier records cannot claim the same for new ones",
     }.get(d.needs, "not shown on new ones")
     often = "in every retraining" if all(value * d.mean > 0 for value in d.values) else "on average over retrainings"
     where = f"{d.groups:,} groups of" if d.groups else f"{d.variance.images:,}"
