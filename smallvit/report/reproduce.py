@@ -189,8 +189,8 @@ def test_differences(old: Record, new: Record) -> list[str]:
 
 
 def equal_up_to_rounding(one: float | None, other: float | None) -> bool:
-    """Return whether two numbers are equal, or differ so little that rounding explains it (`NUMBER_TOLERANCE`). None stands for a
-    number that is missing.
+    """Return whether two numbers are equal, or differ so little that rounding explains it (`NUMBER_TOLERANCE`). None stands for
+    a number that is missing.
     """
     if one is None or other is None:
         return one == other
