@@ -2,14 +2,20 @@
 
     python docs/results.py
 
-writes `docs/_static/results-light.svg` and `accuracy-light.svg`, both also for a dark screen, the block between
-`<!-- results -->` and `<!-- end -->` in README.md, the tables of `docs/explanation/settings.md`, and each block between
-`<!-- results: RECIPE | ARM; ARM -->` and `<!-- end -->` in `docs/techniques/*.md`, `docs/report.md` and
-`docs/explanation/negative-results.md`: the differences of these arms to their baseline. Blocks that begin with
-`<!-- trials: RECIPE | ARM; ARM -->` get the validation accuracy of these arms in the trials of `smallvit tune`, and those that
-begin with `<!-- accuracies: RECIPE | ARM -->` the test accuracy of one arm. A block `<!-- carried: RECIPE | RECIPE; RECIPE -->`
-gets the differences of a recipe beside those of the same arms on other data sets. The block `<!-- frozen -->` gets the test
-accuracy of classifiers on frozen features.
+writes `docs/_static/results-light.svg` and `accuracy-light.svg`, both also for a dark screen, and replaces blocks of text. A
+block begins with one of these lines and ends with `<!-- end -->`:
+
+results                           README.md: the techniques that gain most, at each number of labels
+quickstart output                 README.md: what the recipe `quickstart` prints
+settings                          docs/explanation/settings.md: short and long runs, tuned and not tuned
+recipes                           docs/report.md: the settings of the recipes that it links
+frozen                            docs/report.md, docs/howto/probe_features.md: classifiers on frozen features
+results: RECIPE | ARM; ARM        any page: differences of these arms to their baseline
+trials: RECIPE | ARM; ARM         any page: validation accuracy of these arms in the trials of `smallvit tune`
+accuracies: RECIPE | ARM          any page: test accuracy of one arm
+carried: RECIPE | RECIPE; RECIPE  any page: differences of a recipe beside those of the same arms on other data sets
+
+*Any page* is one of `docs/techniques/*.md`, `docs/explanation/negative-results.md` and `docs/report.md`.
 """
 
 import json
@@ -25,6 +31,7 @@ from smallvit.record import Record, format_labels, read_records
 from smallvit.report import text as report_text
 from smallvit.tuning import read as read_tuned
 from smallvit.verdicts import Comparison, Row, compare
+from smallvit.verdicts.comparison import condition_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -268,9 +275,12 @@ def quickstart_output() -> str:
 
 
 def with_block(text: str, name: str, content: str) -> str:
-    """The text with the part between `<!-- name -->` and `<!-- end -->` replaced."""
+    """The text with the part between `<!-- name -->` and `<!-- end -->` replaced. Raises ValueError if it is not there once."""
     block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    return block.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+    text, found = block.subn(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+    if found != 1:
+        raise ValueError(f"the block {name!r} was found {found} times; expected it once")
+    return text
 
 
 def name_of(row: Row) -> str:
@@ -278,8 +288,9 @@ def name_of(row: Row) -> str:
     return row.arm + f" (against {row.baseline})" * (row.baseline != row.group)
 
 
-def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
+def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     """The Markdown table of a page, and a note below it: the baseline's accuracy, the differences of the arms, and their cost.
+    In "report.md" the note is short.
 
     The name of an arm that is compared with another arm than the baseline says so.
 
@@ -307,6 +318,8 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
         lines.append([name_of(first), *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     steps = max(record.steps or 0 for record in records_of(recipe) if record.arm == baseline[labels[0]].arm)
+    if page == "report.md":
+        return markdown_table(lines), f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../recipes/{recipe}.md)."
     cost = "Costs are multiples of those of the arm that the row is compared with. " * bool(costs)
     cost += "Speed-up: against the same model without reduction. " * faster
     note = (
@@ -321,17 +334,24 @@ def arms_table(recipe: str, arms: Sequence[str]) -> tuple[str, str]:
 def accuracies_table(recipe: str, arm: str) -> str:
     """A Markdown table of the test accuracy of one arm at each number of labels, with its 95% interval for new seeds and new
     test images, and with test-time augmentation if it was measured.
+
+    Raises ValueError for an arm without results in the committed records.
     """
-    lines = [["Labelled digits", "Accuracy", "95% interval", "Lowest and highest seed"], ["---"] * 4]
-    of_arm = [record for record in records_of(recipe) if record.arm == arm and record.finished]
+    header, rows = ["Labelled digits", "Accuracy", "95% interval", "Lowest and highest seed"], rows_of(recipe, arm)
+    if not rows:
+        raise ValueError(f"the records of {recipe} have no results of {arm!r}")
+    conditions = {row.condition for row in rows}
+    of_arm = [r for r in records_of(recipe) if r.arm == arm and r.finished and condition_of(r) in conditions]
     augmented = all("augmented_accuracy" in (record.test or {}) for record in of_arm)
-    lines = [[*line, *more] for line, more in zip(lines, (["With test-time augmentation"] * augmented, ["---"] * augmented))]
-    for row in rows_of(recipe, arm):
+    if augmented:
+        header.append("With test-time augmentation")
+    lines = [header, ["---"] * len(header)]
+    for row in rows:
         ends = [f"{100 * end:.2f}%" for end in row.new_images or ()]
         line = [f"{labelled_digits(row):,}", f"{100 * row.mean:.2f}%", " to ".join(ends) or "–"]
         line.append(f"{100 * min(row.values):.2f}%, {100 * max(row.values):.2f}%")
         if augmented:
-            line.append(f"{100 * fmean(r.test['augmented_accuracy'] for r in of_arm if r.labels == row.labels):.2f}%")
+            line.append(f"{100 * fmean(r.test['augmented_accuracy'] for r in of_arm if condition_of(r) == row.condition):.2f}%")
         lines.append(line)
     return markdown_table(lines)
 
@@ -368,12 +388,12 @@ def carried_tables(recipe: str, copies: Sequence[str]) -> str:
         lines = [["Arm", "MNIST", *(OTHER_DATA[copy] for copy in there)], ["---"] * (len(there) + 2)]
         for row in compared:
             if row.labels == labels:
-                of_arm = [each for one in (recipe, *there) for each in rows_of(one, row.arm) if each.labels == labels]
+                of_arm = [{each.labels: each for each in rows_of(one, row.arm)}.get(labels) for one in (recipe, *there)]
                 if row.difference:
                     lines.append([name_of(row), *map(cell, of_arm)])
                 else:
-                    lines.append([f"{row.arm} (baseline)", *(f"{100 * each.mean:.1f}%" for each in of_arm)])
-        blocks.append(f"With {labels:,} labels:\n\n{markdown_table(lines)}")
+                    lines.append([f"{row.arm} (baseline)", *(f"{100 * each.mean:.1f}%" if each else "" for each in of_arm)])
+        blocks.append(f"With {format_labels(labels)}:\n\n{markdown_table(lines)}")
     return "\n\n".join(blocks)
 
 
@@ -388,10 +408,10 @@ def arms_in(match: re.Match) -> list[str]:
     return [arm.strip() for arm in match["arms"].split(";")]
 
 
-def with_tables(text: str) -> str:
+def with_tables(text: str, page: str) -> str:
     """The text of a page with its tables written again. A note that fits several tables in a row stands below the last one."""
     matches = list(TABLE.finditer(text))
-    tables = [arms_table(match["recipe"], arms_in(match)) for match in matches]
+    tables = [arms_table(match["recipe"], arms_in(match), page) for match in matches]
     following = [note for _, note in tables[1:]] + [""]
     blocks = [table if note == after else f"{table}\n\n{note}" for (table, note), after in zip(tables, following)]
     contents = iter(blocks)
@@ -486,14 +506,11 @@ def recipes_table(recipes: Iterable[str]) -> str:
 
 
 def in_report(text: str) -> str:
-    """The text of docs/report.md with links that are right there, and the whole note below the first of its tables only."""
+    """The text of docs/report.md with links that are right there, and its tables of recipes and of frozen features."""
     text = text.replace("](../recipes/", "](recipes/")
     recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
-    text = with_block(text, "frozen", frozen_table())
-    note = re.compile(r"The first row is [^\n]*?(\d+ seeds\. The full report is )")
-    first = note.search(text)
-    return text if first is None else text[: first.end()] + note.sub(r"\1", text[first.end() :])
+    return with_block(text, "frozen", frozen_table())
 
 
 def with_trials(text: str) -> str:
@@ -533,7 +550,7 @@ def written() -> Iterable[tuple[Path, str]]:
     for page in pages:
         text = page.read_text(encoding="utf-8")
         if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES, CARRIED)):
-            text = with_carried(with_accuracies(with_trials(with_tables(text))))
+            text = with_carried(with_accuracies(with_trials(with_tables(text, page.name))))
             yield page, in_report(text) if page.name == "report.md" else text
 
 

@@ -28,7 +28,8 @@ class DeepEnsemble(nn.Module):
     Departs  The members are not entirely independent. The limit of the gradient's norm (`Run.clip`), the step of `SAM`, early
              stopping and the partners of `Mixup` and `CutMix` are common to them. The loss is a mean over the batch, so the
              gradient of a member is smaller by the factor `count`, which matters only for `clip` and `SAM`.
-    Raises   ValueError for a `count` below 1, and for a training batch that cannot be divided among the members.
+    Raises   ValueError for a `count` below 1, for members that are ensembles themselves, and for a training batch that cannot
+             be divided among the members.
     """
 
     divides_batches = True  # in training, each image is seen by one member only
@@ -40,6 +41,9 @@ class DeepEnsemble(nn.Module):
         check_integers(count=(count, 1))
         check_slots(of=of)
         self.members = nn.ModuleList(of(image, channels, classes) for _ in range(count))
+        if getattr(self.members[0], "divides_batches", False):
+            kind = type(self.members[0]).__name__
+            raise ValueError(f"of makes a {kind}, which has members itself; expected a single model, and a larger count")
 
     def check_batch(self, size: int):
         """Raise ValueError if a training batch of `size` images cannot be divided among the members."""

@@ -181,10 +181,12 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
     """Return a dict with the number of parameters of a model (`params`) and its number of multiply-adds for one image (`macs`).
     `images` is a batch of input images.
 
-    The multiply-adds are counted by torch. If they depend on the image, they are the mean over `images`. For a model without
-    parameters, its `features` are counted.
+    The multiply-adds are counted by torch. If they depend on the image, they are the mean over `images`. Those of a deep
+    ensemble are the sum over its members. For a model without parameters, its `features` are counted.
     """
     params = sum(p.numel() for p in model.parameters())
+    if getattr(model, "divides_batches", False):
+        return {"params": params, "macs": sum(footprint(each, images)["macs"] for each in model.members)}  # pyright: ignore
     if reduces(model) and tokens_per_layer(model) is None:
         return {"params": params, "macs": sum(macs := macs_of_each(model, images)) / len(macs)}
     return {"params": params, "macs": counted(forward(model), images[:1]) // 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 from smallvit.record import locked, write_text
 
-NEEDED = ("arm", "labels", "fingerprint", "seeds", "val")
+NEEDED = {"arm": str, "labels": int | None, "fingerprint": str, "seeds": int, "val": float | int}
 
 
 def trials_file(recipe: str | Path) -> Path:
@@ -48,12 +48,14 @@ def read_trials(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             trial = json.loads(line)
-        except ValueError as error:
+        except ValueError as error:  # also bytes that are no text
             raise ValueError(f"{path}, line {number} is not JSON ({error}); restore it, so that all trials count") from error
-        if not isinstance(trial, dict) or not trial.keys() >= set(NEEDED):
+        if not isinstance(trial, dict) or not all(isinstance(trial.get(name, ...), kind) for name, kind in NEEDED.items()):
             raise ValueError(f"{path}, line {number} is no trial; expected {', '.join(NEEDED)}, as smallvit explore wrote them")
         found.append(trial)
     return found

@@ -213,9 +213,12 @@ def test_damaged_list_of_trials_is_named_with_its_line(tmp_path):
     trial = {"arm": "a", "labels": None, "fingerprint": "f", "seeds": 1, "val": 0.5}
     assert add_trial(path, trial) and not add_trial(path, trial) and add_trial(path, trial | {"seeds": 2})
     assert trials(tmp_path / "mine.py") == {"a": 1}
-    for line, words in (("{", "line 3 is not JSON"), (json.dumps({"arm": "b"}), "line 3 is no trial")):
+    assert path.write_text(path.read_text() + "\n") and read_trials(path)[1]["seeds"] == 2, "an empty line is no damage"
+    wrong = [json.dumps(trial | change) for change in ({"seeds": "1"}, {"arm": ["a"]}, {"fingerprint": None}, {"val": None})]
+    no_trial = [(line.encode(), "line 4 is no trial") for line in (json.dumps({"arm": "b"}), *wrong)]
+    for line, words in ((b"{", "line 4 is not JSON"), (b'"\xff"', "line 4 is not JSON"), *no_trial):
         text = path.read_text()
-        path.write_text(text + line)
+        path.write_bytes(text.encode() + line)
         with pytest.raises(ValueError, match=words):
             add_trial(path, trial)
         path.write_text(text)

@@ -10,6 +10,7 @@ from toys import TINY_VIT, assert_close
 from smallvit import (
     DeepEnsemble,
     Distill,
+    LearnedThresholds,
     Run,
     SemiSupervised,
     SmallCNN,
@@ -22,6 +23,7 @@ from smallvit import (
     linear_probe,
     load,
 )
+from smallvit.flops import footprint
 from smallvit.native import native_blocks, reason_against
 from smallvit.numerics import Numerics
 from smallvit.train.fit import fit_stacked
@@ -79,6 +81,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_one_that_can():
         ({"of": TINY_VIT, "count": 0}, "count is 0; expected an integer of at least 1"),
         ({"of": TINY_VIT, "count": 2.0}, "count is 2.0"),
         ({"of": TINY_VIT((8, 8), 1, 10)}, "of is a finished ViT; expected a class"),
+        ({"of": partial(DeepEnsemble, of=TINY_VIT)}, "of makes a DeepEnsemble, which has members itself"),
     ],
 )
 def test_bad_options_are_refused(options, words):
@@ -101,6 +104,15 @@ def test_a_trained_ensemble_is_loaded_predicts_and_is_exported(tmp_path):
 def test_a_batch_size_that_cannot_be_divided_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=r"a batch of 10 images cannot be divided among 3 members; .*batch=9"):
         fit(SHORT.vary(batch=10), tmp_path / "run")
+
+
+def test_multiply_adds_are_those_of_the_members_also_if_they_depend_on_the_image():
+    torch.manual_seed(0)
+    thresholds = partial(LearnedThresholds, merge=0.2, prune=0.8)
+    model, images = made(2, partial(TINY_VIT, reduction=thresholds)).eval(), torch.randn(20, 1, 8, 8)
+    each = [footprint(member, images)["macs"] for member in model.members]
+    assert footprint(model, images)["macs"] == sum(each)
+    assert footprint(model, images[:1])["macs"] != sum(each), "the images must need different numbers of tokens"
 
 
 def test_labelled_and_unlabelled_images_in_one_batch_are_refused():

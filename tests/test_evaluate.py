@@ -102,7 +102,7 @@ def test_declarations_of_the_evaluators():
     assert {name for name, d in declared.items() if d.probe} == {"knn", "linear_probe", "linear_probe unscaled", "few_shot"}
     assert {name for name, d in declared.items() if not d.judges} == {"cost"}
     assert {name for name, d in declared.items() if d.chooses} == {"linear_probe", "linear_probe unscaled"}
-    assert {name for name, d in declared.items() if d.needs} == {"few_shot"}
+    assert {name for name, d in declared.items() if d.needs} == {"few_shot", "augmented accuracy"}
     for name, d in declared.items():
         function = getattr(EVALUATORS[name], "func", EVALUATORS[name])
         assert set(d.pixel_options) <= set(inspect.signature(function).parameters)
@@ -157,9 +157,12 @@ def test_augmented_accuracy_is_that_of_the_mean_of_the_probabilities(vit, splits
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": (augment.Mixup(),)}, "changes the targets"),
+        ({"augment": (augment.Mixup(),)}, "augment has Mixup, which changes targets"),
         ({"augment": augment.digit_crops()}, "several views"),
         ({"augment": (), "copies": -1}, "expected a whole number"),
+        ({"augment": (), "copies": True}, "expected a whole number"),
+        ({"augment": augment.digits}, "expected a tuple of transforms"),
+        ({"augment": (augment.Flip(),)}, "is no digit"),
     ],
 )
 def test_augmented_accuracy_refuses_what_it_cannot_average(options, message, vit, splits):

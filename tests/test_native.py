@@ -6,6 +6,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +49,12 @@ NATIVE = Numerics(kernel="native")
 VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=32, depth=2, heads=2)
 RUN = Run(model=VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
 pytestmark = pytest.mark.skipif(bool(native.reason_against()), reason=f"no kernel: {native.reason_against()}")
+
+
+def forget_compiler():
+    """Let the next call look for a compiler again."""
+    native.library.cache_clear()
+    native.reason_against.cache_clear()
 
 
 def make_blocks(depth=2, dim=32, heads=2, attention=Attention, drop_path=0.0, **options) -> Blocks:
@@ -180,7 +189,7 @@ def test_other_processors(flags, tmp_path, monkeypatch):
         pytest.skip("this processor has no AVX2")
     monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "FOR_THIS_PROCESSOR", (flags,))
-    native.library.cache_clear()
+    forget_compiler()
     try:
         assert native.library().blocks_lanes() == (8 if flags else 4)
         for attention in ATTENTIONS.values():
@@ -188,7 +197,7 @@ def test_other_processors(flags, tmp_path, monkeypatch):
             found = results(blocks, native_call(blocks), x, direction)
             assert error(found, [each.double() for each in results(blocks, blocks, x, direction)]) < 1e-5
     finally:
-        native.library.cache_clear()
+        forget_compiler()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -411,6 +420,49 @@ def test_blocks_that_merge_and_have_places_or_masks_or_skipped_branches():
     assert part.fallback(x, None, None, weights, False) is None
 
 
+def test_what_does_not_fit_raises_the_error_of_pytorch():
+    blocks, x = make_blocks(), torch.randn(4, 5, 32)
+    call = native_call(blocks)
+    masks = [torch.ones(shape, dtype=torch.bool) for shape in ((3,), (2, 1, 5, 5), (1, 3, 5, 5), (1, 1, 3, 5))]
+    sizes = [torch.ones(2, 5), torch.ones(4, 3)]
+    calls = [(x, None, mask) for mask in masks] + [(x, size, None) for size in sizes] + [(torch.randn(4, 5, 48), None, None)]
+    for own in calls:
+        with pytest.raises(RuntimeError):
+            blocks(*own)
+        with pytest.raises(RuntimeError):
+            call(*own)
+    for shape in ((5,), (5, 5), (1, 1, 1, 5), (4, 2, 5, 5)):
+        mask = torch.rand(shape) > 0.2
+        torch.testing.assert_close(call(x, None, mask)[0], blocks(x, None, mask)[0], rtol=0, atol=2e-5)
+
+
+def test_a_norm_without_bias_is_left_to_pytorch():
+    blocks, x = make_blocks(), torch.randn(4, 5, 32)
+    call = native_call(blocks)
+    blocks[0].norm1.bias = None  # after the kernel has looked at the blocks
+    assert torch.equal(call(x)[0], blocks(x)[0])
+    assert "norm" in native.reason_against_block(blocks[0])
+
+
+class SlowMemory(torch.Tensor):
+    """Memory in a pool. Whoever asks for its size gets the answer when somebody else has asked too, or after a moment."""
+
+    asked = threading.Barrier(2)
+
+    def numel(self):
+        with suppress(threading.BrokenBarrierError):
+            self.asked.wait(timeout=0.2)
+        return super().numel()
+
+
+def test_threads_never_get_the_same_memory():
+    pool = native.Pool()
+    pool.free = [torch.empty(16).as_subclass(SlowMemory)]
+    with ThreadPoolExecutor(2) as threads:
+        loans = [*threads.map(pool.lend, [16, 16])]
+    assert loans[0].pointer.value != loans[1].pointer.value
+
+
 def test_transforms_of_functions_are_left_to_pytorch():
     blocks, x = make_blocks(), torch.randn(2, 3, 17, 32)
     call = native_call(blocks)
@@ -532,13 +584,13 @@ def test_without_a_compiler_pytorch_computes_all_blocks(tmp_path, monkeypatch, c
     monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    native.library.cache_clear()
+    forget_compiler()
     native.note.cache_clear()
     try:
         record = fit(RUN.vary(steps=3), tmp_path / "native", numerics=NATIVE)
         assert "the native kernel cannot be used: no C++ compiler was found; install g++" in capsys.readouterr().err
     finally:
-        native.library.cache_clear()
+        forget_compiler()
     assert abs(record.test["nll"] - expected.test["nll"]) < 1e-5
 
 
@@ -548,11 +600,51 @@ def test_compiler_that_fails_is_named_with_its_message(tmp_path, monkeypatch):
     compiler.chmod(0o755)
     monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
-    native.library.cache_clear()
+    forget_compiler()
     try:
         assert "could not compile blocks.cpp: disk quota exceeded" in (native.reason_against() or "")
     finally:
-        native.library.cache_clear()
+        forget_compiler()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [("no-such-compiler", "CXX is 'no-such-compiler', and there is no such program"), ("{folder}/text", "could not be compiled")],
+)
+def test_compiler_of_the_user_is_used_or_named(compiler, words, tmp_path, monkeypatch):
+    (tmp_path / "text").write_bytes(b"\x7fno program")
+    (tmp_path / "text").chmod(0o755)
+    monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", compiler.format(folder=tmp_path))
+    forget_compiler()
+    try:
+        assert words in (native.reason_against() or "")
+    finally:
+        forget_compiler()
+
+
+def test_compiler_may_have_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", f"{sys.executable} -c pass")
+    assert native.find_compiler() == [sys.executable, "-c", "pass"]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="users of Unix")
+def test_code_of_another_user_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.delenv("SMALLVIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(native.os, "access", lambda *_: False)
+    monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = native.cache_folder()
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(native.NotAvailable, match="others can write the cache folder"):
+        native.cache_folder()
+    folder.chmod(0o700)
+    other = os.getuid() + 1
+    monkeypatch.setattr(native.os, "getuid", lambda: other)
+    folder.rename(tmp_path / f"smallvit-{other}")
+    with pytest.raises(native.NotAvailable, match="others can write the cache folder"):
+        native.cache_folder()
 
 
 SCRIPT = """
@@ -589,7 +681,7 @@ esac
 
 
 def load_library(barrier, names):
-    native.library.cache_clear()
+    forget_compiler()
     barrier.wait()
     names.put(native.library()._name)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._C._functorch import is_batchedtensor
 from toys import TINY_VIT
 
 from smallvit import (
@@ -258,6 +259,28 @@ def test_members_whose_losses_differ_from_those_alone_are_not_stacked():
     members[1].objective.model.blocks[0].attention.scale *= 3  # a number of one member that is no weight
     with pytest.raises(NotStackable, match="in the stack and"):
         Stack(members)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("factor", [0.0, -1.0], ids=["no gradient", "opposite gradient"])
+def test_members_whose_gradients_differ_from_those_alone_are_not_stacked(factor, precision):
+    """The tokens get another gradient in a stack, and the same values."""
+
+    def change(module, inputs, out):
+        return out.detach() * (1 - factor) + out * factor if is_batchedtensor(out) else out
+
+    members = [training(SHORT.vary(precision=precision), seed) for seed in range(2)]
+    for member in members:
+        member.objective.model.tokenizer.register_forward_hook(change)
+    with pytest.raises(NotStackable, match=r"another gradient of .* in the stack than alone"):
+        Stack(members)
+
+
+def test_a_learning_rate_of_0_trains_nothing_in_a_stack(tmp_path):
+    runs, folders = seeds_of(SHORT.vary(lr=0.0), 2, tmp_path)
+    assert [r.stacked for r in fit_stacked(runs, folders)] == [2, 2]
+    fit(runs[1], tmp_path / "alone")
+    assert_equal_weights(tmp_path / "alone", folders[1])
 
 
 @pytest.mark.parametrize(

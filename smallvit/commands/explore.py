@@ -51,6 +51,7 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     out = Path(options.out) / "explore"
+    trials(path, Path(options.out) / path.stem)  # a damaged list is found before the training
     records = launch(
         runs,
         out,
@@ -131,7 +132,7 @@ def write_trial(recipe: Path, folder: Path, entry: ArmRun, records: Sequence[Rec
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = trials_file(recipe)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
         path = folder / path.name
     added = add_trial(path, trial)
     return ("" if added else "; this trial is in the list already") + f"; the list is {path}" * (path.parent == folder)

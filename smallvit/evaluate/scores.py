@@ -11,6 +11,8 @@ from torch import Generator, Tensor, nn
 
 from smallvit import flops
 from smallvit.augment import Augmentation, Batch, apply
+from smallvit.augment.batch import is_whole_number
+from smallvit.augment.check import check_labels_kept, check_pixel_transforms
 from smallvit.data import Images
 
 from .cache import cached
@@ -83,6 +85,20 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
     yield "nll", nll / len(labels)
 
 
+def require_copies(splits: Splits, *, augment: Sequence[Augmentation], copies: int = 8):
+    """Raise ValueError unless `augmented_accuracy` can be computed with these options. They are tried on two images of
+    `splits`.
+    """
+    if not is_whole_number(copies, 0):
+        raise ValueError(f"copies is {copies!r}; expected a whole number of at least 0")
+    images = require_images(splits.train if len(splits.train) else splits.test)
+    check_pixel_transforms("augment", augment)
+    check_labels_kept(augment, images.spec)
+    two = slice(0, 2)
+    apply(augment, Batch(images.pixels(two, "cpu"), images.targets(two, "cpu")), Generator().manual_seed(0))
+
+
+@evaluator(needs=require_copies)
 def augmented_accuracy(
     model: nn.Module, splits: Splits, *, augment: Sequence[Augmentation], copies: int = 8
 ) -> NamedScores:
@@ -95,11 +111,10 @@ def augmented_accuracy(
     numbers are the same in each call. The cost is `copies` + 1 forward passes for each image.
 
     Source   Krizhevsky et al. 2012 (AlexNet), section 4.1, with 10 fixed crops. Here the copies are drawn at random.
-    Raises   ValueError if `copies` is no whole number from 0 on, if a transform changes the targets (such as Mixup) or makes
-             several views, and the errors of `accuracy`.
+    Raises   ValueError if `copies` is no whole number from 0 on, if a transform changes the targets (such as Mixup), makes
+             several views, or changes a digit to another, and the errors of `accuracy`.
     """
-    if not isinstance(copies, int) or copies < 0:
-        raise ValueError(f"copies is {copies!r}; expected a whole number of at least 0")
+    require_copies(splits, augment=augment, copies=copies)
     images = splits.test
     total = logits(model, images).double().log_softmax(-1)  # logarithm of the sum of the probabilities
     for seed in range(copies):

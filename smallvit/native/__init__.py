@@ -12,6 +12,7 @@ import inspect
 import mmap
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from threading import RLock, local
 from typing import Any, NamedTuple
 
 import torch
@@ -69,14 +71,13 @@ def library() -> ctypes.CDLL:
     """
     from filelock import FileLock
 
-    if not (compiler := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")):
-        raise NotAvailable("no C++ compiler was found; install g++ or clang++, or set CXX")
-    version = run([compiler, "--version"])
-    target = run([compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, version, target, processor()]).encode())
     folder = cache_folder()
-    path = folder / f"blocks-{key.hexdigest()[:20]}.so"
     try:
+        compiler = find_compiler()
+        version = run([*compiler, "--version"])
+        target = run([*compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
+        key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, *compiler, version, target, processor()]).encode())
+        path = folder / f"blocks-{key.hexdigest()[:20]}.so"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
@@ -87,6 +88,18 @@ def library() -> ctypes.CDLL:
         raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
     found.blocks_kept_floats.restype = found.blocks_scratch_floats.restype = ctypes.c_long
     return found
+
+
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler, with its options: that of `$CXX`, or the first one that is found."""
+    if given := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(given[0]) is None:
+            raise NotAvailable(f"CXX is {' '.join(given)!r}, and there is no such program; expected a C++ compiler")
+        return given
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found is None:
+        raise NotAvailable("no C++ compiler was found; install g++ or clang++, or set CXX")
+    return [found]
 
 
 def run(command: Sequence[str], input: str | None = None) -> str:
@@ -105,25 +118,35 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder for compiled code. If the user's own cache folder cannot be written, it is a temporary folder."""
+    """Return the folder for compiled code. If the user's own cache folder cannot be written, it is a temporary folder, which
+    nobody else can write.
+
+    Raises NotAvailable if another user owns or can write the temporary folder, because its code would be run.
+    """
     if own := os.environ.get("SMALLVIT_CACHE"):
         return Path(own)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smallvit"
     parents = [parent for parent in (folder, *folder.parents) if parent.exists()]
     if parents and os.access(parents[0], os.W_OK):
         return folder
-    return Path(tempfile.gettempdir()) / f"smallvit-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+    user = os.getuid() if hasattr(os, "getuid") else None
+    folder = Path(tempfile.gettempdir()) / f"smallvit-{'cache' if user is None else user}"
+    with suppress(OSError):  # `library` says if it cannot be made
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if user is not None and (folder.lstat().st_uid != user or folder.lstat().st_mode & 0o022):
+            raise NotAvailable(f"others can write the cache folder {folder}; set SMALLVIT_CACHE to a folder of your own")
+    return folder
 
 
-def compile_source(compiler: str) -> bytes:
+def compile_source(compiler: Sequence[str]) -> bytes:
     """Compile the kernel, and return the content of the library. Raise NotAvailable with the compiler's message."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "blocks.so"
         for flags in FOR_THIS_PROCESSOR:
-            message = run([compiler, *FLAGS, *flags, str(SOURCE), "-o", str(path)])
+            message = run([*compiler, *FLAGS, *flags, str(SOURCE), "-o", str(path)])
             if path.exists():
                 return path.read_bytes()
-    raise NotAvailable(f"{compiler} could not compile {SOURCE.name}: {message.strip()[:500]}")
+    raise NotAvailable(f"{' '.join(compiler)} could not compile {SOURCE.name}: {message.strip()[:500]}")
 
 
 @functools.cache
@@ -132,6 +155,7 @@ def has_tiles() -> bool:
     return bool(library().blocks_has_tiles())
 
 
+@functools.cache
 def reason_against() -> str | None:
     """Return why the kernel cannot be used on this machine, or None if it can."""
     try:
@@ -177,15 +201,15 @@ class Pool:
     def __init__(self, most: int = 8):
         self.free: list[Tensor] = []
         self.most = most
+        self.lock = RLock()  # for several threads; a loan may also end in the middle of `lend`
 
     def lend(self, floats: int) -> "Loan":
         """Return a `Loan` of at least so many floats."""
-        fitting = [memory for memory in self.free if floats <= memory.numel() <= 2 * floats]
-        memory = min(fitting, key=Tensor.numel, default=None)
-        if memory is None:
-            return Loan(self, new_memory(floats))
-        self.free = [other for other in self.free if other is not memory]
-        return Loan(self, memory)
+        with self.lock:
+            fitting = [memory for memory in self.free if floats <= memory.numel() <= 2 * floats]
+            memory = min(fitting, key=Tensor.numel, default=None)
+            self.free = [other for other in self.free if other is not memory]
+        return Loan(self, new_memory(floats) if memory is None else memory)
 
 
 class Loan:
@@ -195,7 +219,8 @@ class Loan:
         self.pool, self.memory, self.pointer = pool, memory, pointer(memory)
 
     def __del__(self):
-        self.pool.free = [*self.pool.free, self.memory][-self.pool.most :]
+        with self.pool.lock:
+            self.pool.free = [*self.pool.free, self.memory][-self.pool.most :]
 
 
 def new_memory(floats: int) -> Tensor:
@@ -213,7 +238,15 @@ def new_memory(floats: int) -> Tensor:
 
 
 POOL = Pool()
-IN_PLACE = [False]  # whether gradients are added to `.grad` directly
+
+
+class InPlace(local):
+    """Whether gradients are added to `.grad` directly, in each thread."""
+
+    on = False
+
+
+IN_PLACE = InPlace()
 
 
 @contextmanager
@@ -221,11 +254,11 @@ def gradients_in_place() -> Iterator[None]:
     """Context manager for a forward pass. Its backward pass adds the gradients of weights to their existing `.grad` itself,
     which saves time. So `torch.autograd.grad`, which expects gradients as results, must not be used after it.
     """
-    before, IN_PLACE[0] = IN_PLACE[0], True
+    before, IN_PLACE.on = IN_PLACE.on, True
     try:
         yield
     finally:
-        IN_PLACE[0] = before
+        IN_PLACE.on = before
 
 
 # The call
@@ -240,7 +273,7 @@ class Call(NamedTuple):
     gradients: bool  # whether a backward pass may follow
     kept: list[Loan]  # what the forward pass leaves for it, one for each model
     keys: bool = False  # whether the keys of the last branch, an attention, are wanted too
-    weights: Sequence[Tensor | None] = ()  # of `NativeFunctionInPlace`
+    weights: Sequence[Tensor | None] = ()  # read by `NativeFunctionInPlace` only, which hides them from autograd
     stacked: bool = False  # whether the tensors have a leading axis: models with weights of their own
 
 
@@ -255,8 +288,8 @@ def compute(call: Call, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None
         problem = call.branches.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
         kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
         scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
-        found = pointer(member(keys, call, index))
-        library().blocks_forward(problem, pointer(tokens), pointer(result), found, kept and kept.pointer, scratch.pointer)
+        to_keys = pointer(member(keys, call, index))
+        library().blocks_forward(problem, pointer(tokens), pointer(result), to_keys, kept and kept.pointer, scratch.pointer)
         if kept:
             call.kept.append(kept)
     return out if keys is None else (out, keys)
@@ -292,7 +325,7 @@ class NativeFunction(torch.autograd.Function):
         if call.keys:
             ctx.mark_non_differentiable(output[1])
         ctx.call = call
-        ctx.in_place = IN_PLACE[0] and have_gradients(tensors[2:])
+        ctx.in_place = IN_PLACE.on and have_gradients(tensors[2:])
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -406,7 +439,7 @@ class NativeBranches:
         plain = peek_interpreter_stack() is None  # not under `torch.vmap`
         if plain and not call.gradients:
             out = compute(call, x, bias, weights)
-        elif plain and IN_PLACE[0] and x.requires_grad and have_gradients(weights):
+        elif plain and IN_PLACE.on and x.requires_grad and have_gradients(weights):
             out = NativeFunctionInPlace.apply(call, x, bias)
         else:
             out = NativeFunction.apply(call, x, bias, *weights)
@@ -467,6 +500,7 @@ class NativeBlocks:
         self.hooks = [getattr(module, kind) for module in self.modules for kind in hooks]  # PyTorch adds hooks to these dicts
         self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
         self.attentions: list[Any] = [block.attention for block in blocks]
+        self.width = blocks[0].norm1.normalized_shape[0]
         self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
         self.biases: dict[int, Tensor] = {}  # by number of tokens
         self.parts: list[tuple[NativeBranches, Any]] = []  # branches, and the reduction after them
@@ -478,6 +512,9 @@ class NativeBlocks:
                 found = []
             found.append((block, False))
         self.parts.append((NativeBranches(found), None))
+        kinds = [branch.middle == MIDDLES["attention"] for branches, _ in self.parts for branch in branches.branches]
+        # biases of linear maps may be missing, and an MLP has no scale of logits
+        self.needed = [need for attends in kinds for need in (True, True, True, False, True, False, attends)]
         POOL.most = max(POOL.most, 2 * len(self.parts) + 4)  # each part needs memory of its own size
 
     def __call__(
@@ -498,13 +535,20 @@ class NativeBlocks:
     ) -> str | None:
         """Return why PyTorch must compute this call, or None if the kernel can.
 
-        The reasons: tokens or weights that are not 32-bit floats on the CPU, another number format than bf16 or a processor
+        The reasons: tokens or weights that are not 32-bit floats on the CPU, shapes that do not fit (PyTorch then raises its
+        own error), a missing weight, another number format than bf16 or a processor
         without it, hooks, dropout, sizes that need a gradient, no images at all, a reduction that has been exchanged, merging
         with a mask or with stochastic depth, transforms of PyTorch other than one `torch.vmap`, and tools of PyTorch that watch
         each operation or record a graph.
         """
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
             return "the tokens are not 32-bit floats on the CPU"
+        if x.ndim != 3 or x.shape[2] != self.width or (size is not None and size.shape != x.shape[:2]):
+            return "the tokens or their sizes have another shape than (images, tokens, width) or (images, tokens)"
+        if mask is not None and not self.fits(mask, x):
+            return "the mask has another shape than the attention map"
+        if any(w is None and needed for w, needed in zip(weights, self.needed)):
+            return "a weight is missing"
         if any(w is not None and (w.dtype != torch.float32 or not w.is_contiguous()) for w in weights):
             return "the weights are not 32-bit floats, one after another"
         if half and (torch.get_autocast_dtype("cpu") != torch.bfloat16 or not library().blocks_has_bf16()):
@@ -528,6 +572,13 @@ class NativeBlocks:
         if any(each.training and each.rate for branches, _ in self.parts[:-1] for each in branches.drop_path):
             return "an image that skips the attention has no keys by which tokens could be merged"
         return None
+
+    def fits(self, mask: Tensor, x: Tensor) -> bool:
+        """Return whether a mask can be expanded to the attention maps of all blocks for tokens `x`."""
+        b, n, _ = x.shape
+        shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        maps = [(b, attention.heads, n, n) for attention in self.attentions]
+        return all(len(shape) == 4 and all(own in (1, full) for own, full in zip(shape, one)) for one in maps)
 
     def logit_bias(self, x: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
         """Return what is added to the attention logits: log(size), and -inf where the mask is False.
@@ -572,6 +623,8 @@ def reason_against_block(block: Any) -> str | None:
         return f"{type(attention).__name__} computes its logits in another way"
     if [type(part) for part in parts] != [nn.LayerNorm] * 2 + [nn.Linear] * 4:
         return "a norm or a linear map has been replaced"
+    if any(norm.weight is None or norm.bias is None for norm in (block.norm1, block.norm2)):
+        return "a norm has no weight or no bias"
     if not block.norm_first:
         return "its norms follow the branches"
     alone = block.reduction is None or vars(type(block.reduction)).get("needs_keys_alone")

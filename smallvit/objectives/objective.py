@@ -160,5 +160,5 @@ def check_option_range(**options: tuple[float, float, float]):
     (its value, the lowest allowed number, the highest allowed number).
     """
     for name, (value, low, high) in options.items():
-        if not low <= value <= high:
-            raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")

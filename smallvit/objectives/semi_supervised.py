@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smallvit.augment import Augmentation, Batch, CutMix, Mixup, MultiCrop, SmoothLabels
+from smallvit.augment import Augmentation, Batch
+from smallvit.augment.check import check_pixel_transforms
 from smallvit.optim import tensor_pairs
 
 from .objective import Objective, Unlabelled, check_option_range
@@ -99,9 +100,9 @@ class SemiSupervised(Objective):
             raise ValueError(f"loss is {loss!r}; expected 'cross_entropy' or 'squared'")
         if not isinstance(align, bool):
             raise ValueError(f"align is {align!r}; expected True for distribution alignment, or False")
-        check_view("weak", weak)
+        check_pixel_transforms("weak", weak)
         if strong is not None:
-            check_view("strong", strong)
+            check_pixel_transforms("strong", strong)
         elif weight and not (hard or momentum or align or temperature != 1):
             raise ValueError(
                 "with strong=None and hard=0 the model learns its own prediction for the same view, which has no gradient; set "
@@ -226,16 +227,3 @@ class SemiSupervised(Objective):
         self.mean_prediction += (q.mean(0) - self.mean_prediction) * self.newest_share(ALIGNMENT_MOMENTUM)
         q = q * ((self.class_shares + SMALL) / (self.mean_prediction + SMALL))
         return q / q.sum(-1, keepdim=True)
-
-
-def check_view(name: str, transforms: Any):
-    """Raise ValueError unless the option `name` ("weak" or "strong") of `SemiSupervised` is a tuple of transforms that change
-    only the pixels of each image.
-    """
-    if not isinstance(transforms, tuple | list) or not all(map(callable, transforms)):
-        raise ValueError(f"{name} is {transforms!r}; expected a tuple of transforms, such as {name}=augment.digits(0.3)")
-    for transform in transforms:
-        if isinstance(transform, Mixup | CutMix | SmoothLabels | MultiCrop):
-            kind = type(transform).__name__
-            reason = "makes several views" if isinstance(transform, MultiCrop) else "changes targets"
-            raise ValueError(f"{name} has {kind}, which {reason}; expected changes of the pixels of one image, remove {kind}")

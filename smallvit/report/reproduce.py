@@ -123,7 +123,8 @@ def compare_run(committed: Sequence[Record], new: Record) -> Outcome:
         return Outcome(f"FAILED, the same weights {', '.join(differences)}", False)
     score = "the same score" if new.result == old.result else f"{result_text(new)} instead of {result_text(old)}"
     text = f"FAILED, {score} but other weights; the same machine and versions must give the same weights"
-    return Outcome(text + code_change(old, new), False)
+    libraries = version_changes(old, new, list(new.versions or ()))  # not of torch
+    return Outcome(text + f"; not the same: {', '.join(libraries)}" * bool(libraries) + code_change(old, new), False)
 
 
 def excuses(old: Record) -> list[str]:
@@ -166,12 +167,12 @@ def test_differences(old: Record, new: Record) -> list[str]:
     as those of probes, and the number of test images that only one of them classified correctly. The list is empty if there are
     none. `old` is the published record (results of the run), and `new` is the new one.
 
-    Times are not compared. The other numbers may differ by rounding, as a log loss does if the images are evaluated in batches
-    of another size: by `NUMBER_TOLERANCE`, which is less than one image of 10,000 changes. An old record may lack the list of
-    correctly classified images.
+    Times are not compared. A log loss may differ by rounding, for example if the images were evaluated in batches of another
+    size. So all numbers but an accuracy that judges the run may differ by `NUMBER_TOLERANCE`, which is less than one image of
+    10,000 changes. An old record may lack the list of correctly classified images.
     """
     found = []
-    if new.result != old.result:
+    if not (equal_up_to_rounding(old.result, new.result) if old.correct is None else old.result == new.result):
         found.append(f"score {result_text(new)} instead of {result_text(old)}")
     before, now = old.test or {}, new.test or {}
     for name in {**before, **now}:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from torch import nn
 
 from smallvit import record as records
+from smallvit.augment.check import check_labels_kept
 from smallvit.components import function
-from smallvit.data import Dataset, DataSpec, HeldOut, Subset, sealed_test_images
+from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics
@@ -217,7 +218,7 @@ def prepare_training(
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
         for transforms in training.objective.unlabelled.views if training.pool is not None else ():
-            check_transforms(transforms, data.spec)
+            check_labels_kept(transforms, data.spec)
         training.curves = curves
         training.checkpoint_file = folder / records.CHECKPOINT
         training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
@@ -269,7 +270,7 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
             f"data=partial({name}, folds={whole.folds or run.folds})"
         )
     data = whole.at_seed(run.seed)
-    check_transforms(run.augment, data.spec)
+    check_labels_kept(run.augment, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
 
@@ -286,18 +287,6 @@ def drawn_share(run: Run, data: Dataset, subset: Subset) -> float:
         return 1.0
     drawn, all_images = (images.labels.bincount(minlength=len(data.spec.classes)) for images in (subset.train, data.train))
     return (drawn / all_images.clamp(min=1).double()).max().item()
-
-
-def check_transforms(transforms: Sequence[Callable], spec: DataSpec):
-    """Raise ValueError if the data set contains digits and one of the `transforms` of a run would change one digit to another,
-    such as a flip. `spec` describes the data set.
-    """
-    for transform in transforms if spec.digits else ():
-        reason = getattr(transform, "unsafe_for_digits", None)
-        if reason:
-            raise ValueError(
-                f"{type(transform).__name__} on {spec.name}: {reason}; remove it from augment, or set force=True in it"
-            )
 
 
 def check_evaluation(run: Run, subset: Subset, test: HeldOut | None = None):
