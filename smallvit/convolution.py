@@ -80,7 +80,9 @@ def transform() -> str | None:
 
 
 class RuleForVmap(torch.autograd.Function):
-    """A function of which only `vmap`, the rule for several models, is ever used: the layers call it only if `in_vmap`."""
+    """Base class of functions that PyTorch calls under `torch.vmap` only, by their method `vmap`. The layers call them only
+    there (`in_vmap`).
+    """
 
     @staticmethod
     def forward(*inputs: Any) -> Any:

@@ -60,6 +60,7 @@ def label_spreading(
     labels = torch.cat([labelled.labels, torch.full_like(unlabelled.labels, -1)]).numpy()  # -1 means unlabelled
     nearest = csr_matrix(kneighbors_graph(x, neighbours))
     graph = nearest.maximum(nearest.T)
+    # a kernel may be a function of the features; this one returns the graph
     spreading = LabelSpreading(alpha=alpha, max_iter=steps, tol=0.0).set_params(kernel=lambda *_: graph)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the number of steps is fixed

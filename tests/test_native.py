@@ -48,7 +48,8 @@ from smallvit.vit import Blocks
 NATIVE = Numerics(kernel="native")
 VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=32, depth=2, heads=2)
 RUN = Run(model=VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
-pytestmark = pytest.mark.skipif(bool(native.reason_against()), reason=f"no kernel: {native.reason_against()}")
+MISSING = native.reason_against() or ""
+pytestmark = pytest.mark.skipif(MISSING.startswith("no C++ compiler"), reason=MISSING)  # one that fails is no reason to skip
 
 
 def forget_compiler():

@@ -12,7 +12,7 @@
 // Why this is fast. (1) A few images at a time (a group) go through all branches, so that their tokens stay in the cache.
 // (2) Weights are copied once a call into the order in which the matrix product reads them. (3) The steps between two matrix
 // products are done in one pass. (4) Gradients are added to where the optimizer reads them. (5) The memory is the caller's, who
-// uses it again: this file allocates nothing, because the first use of each new page of memory costs time. (6) With tile
+// uses it again: this file allocates none for tokens, because the first use of each new page of memory costs time. (6) With tile
 // registers, where products are cheap, the backward pass computes the insides of branches again instead of reading them.
 // (7) An attention map has a row for each key, so that softmax works on vectors of queries. (8) The backward pass asks for the
 // numbers of the next head while it computes this one.
@@ -442,7 +442,8 @@ static void linear_weight_gradients(long precision, long rows, long outputs, lon
     n = rows - i <= some * 3 / 2 ? rows - i : some;
     Product p = {{d_out.data + i * d_out.stride, d_out.stride}, {x.data + i * x.stride, x.stride}, d_weight, inputs,
                  {d_weight, inputs}};
-    precision == BF16 ? multiply<true, true>(outputs, inputs, n, p) : multiply<true, false>(outputs, inputs, n, p);
+    if (precision == BF16) multiply<true, true>(outputs, inputs, n, p);
+    else multiply<true, false>(outputs, inputs, n, p);
   }
 }
 
@@ -504,22 +505,21 @@ struct Scratch {  // of one thread
   long* image;  // the images of the group that do not skip the branch
   Scratch(const Blocks& s, Memory& memory) {
     const long rows = rows_of(s), map_size = s.tokens * padded(s.tokens);
-    long inner = 0, outer = 0, head = 0;
+    long most_inner = 0, most_outer = 0, head = 0;
     for (long i = 0; i < s.branches; i++) {
       const Branch& b = s.branch[i];
-      inner = std::max(inner, b.inner), outer = std::max(outer, b.outer);
+      most_inner = std::max(most_inner, b.inner), most_outer = std::max(most_outer, b.outer);
       if (b.middle == ATTENTION) head = std::max(head, b.outer / b.heads);
     }
     normed = memory.take(rows * s.width);
-    outer = stride_of(outer);
-    this->outer = memory.take(rows * outer);
-    d_inner = memory.take(rows * stride_of(inner));
-    d_outer = memory.take(rows * outer);
+    outer = memory.take(rows * stride_of(most_outer));
+    d_inner = memory.take(rows * stride_of(most_inner));
+    d_outer = memory.take(rows * stride_of(most_outer));
     d_branch = memory.take(rows * s.width);
     transposed = memory.take(head * padded(s.tokens));
     map = memory.take(map_size);
     d_map = memory.take(map_size);
-    const long widest = inner + std::max(s.width, outer);
+    const long widest = most_inner + std::max(s.width, most_outer);
     pairs = memory.take(s.precision ? std::max((2 * rows + 4 * TILE) * widest, s.width * widest / 2) : 0);
     image = (long*)memory.take(2 * s.group);
   }

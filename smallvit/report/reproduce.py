@@ -144,9 +144,6 @@ def compare_scores(
     return the `Outcome`. `committed` are the records (results of a run) of all seeds, `old` is the one of this seed, and `new`
     is the new one. `same_weights` says whether both have the same weights, and `reasons` are texts that say why the two may
     differ.
-
-    same_weights  whether both have the same weights
-    reasons       why equal weights cannot be expected, as texts
     """
     same = " ".join(["the same weights", ", ".join(test_differences(old, new))]).strip()
     weights = same if same_weights else "other weights" if old.weights_sha256 else "weights unknown"

@@ -432,9 +432,7 @@ class Training:
     def ema_distance(self) -> float | None:
         """Return how far the evaluated weights, an exponential moving average (EMA), are from the last weights of the training:
         the L2 distance divided by the norm of the last weights. The result is 0 if averaging changes nothing, and None if the
-        run does not use an average.
-
-        None if the run uses no EMA, or averages over a single step.
+        run uses no average, or averages over a single step.
         """
         if self.ema_model is None or min(self.step, self.run.ema * self.run.steps) <= 1:
             return None
