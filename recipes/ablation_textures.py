@@ -1,4 +1,4 @@
-"""Do the results of `ablation` on MNIST hold for color images of textured shapes, which nobody has used before?
+"""Do the results of `ablation` on MNIST hold for color images of textured shapes, which were not used to choose anything?
 
 Paper     Each arm is one technique; its page in the documentation names its paper.
 

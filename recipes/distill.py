@@ -21,12 +21,13 @@ Found     All 8 comparisons are inconclusive, although the mean of the CNN is fa
           the token. Half of the gap, the gain expected of the CNN's outputs, is far above its interval. A likely reason: the
           teacher labels only images for which the student already has labels.
 
-Limits    Nothing was chosen here: the weight and temperature of the distillation are DeiT's, and the ViT and its training are
-          those of the recipe `hyperparameters`, which takes its learning rate from `spt_lsa`, where it was chosen on test
-          images. Only one ViT and one CNN were tried, with 8 seeds. All arms have one learning rate and 800 steps, after
-          which most were still improving (`smallvit report` prints an alarm), so the verdicts are about this setting and not
-          about distillation in general. Verdicts are about new seeds and new test images. The records do not say which images
-          each run got right, so the intervals use an upper bound and may be too wide.
+Limits    Nothing was chosen here: the weight and temperature of the distillation are DeiT's, and the ViT, the 800 steps and
+          the learning rate are those of an earlier version of the recipe `hyperparameters`. This rate came from an early
+          version of `spt_lsa`, where it was chosen on test images. Only one ViT and one CNN were tried, with 8 seeds. All
+          arms have one learning rate and 800 steps, after which most were still improving (`smallvit report` prints an
+          alarm), so the verdicts are about this setting and not about distillation in general. Verdicts are about new seeds
+          and new test images. The records do not say which images each run got right, so the intervals use an upper bound and
+          may be too wide.
 """
 
 from functools import partial

@@ -31,11 +31,11 @@ Found     At 1,000 labels the tokenizer of CCT is better by 28.47 points [21.82,
           stem with 2.10 [0.92, 3.28]. The small CNN has the highest mean, 22.70% and 80.94%, as expected, although one of its
           seeds learned nothing at 1,000 labels (12.50%); the other seven reach 89% or more.
 
-Limits    The learning rates were chosen for digits, and these runs are in bf16, not in fp32. Whether other rates, more steps or
-          fp32 would change that one seed of the small CNN learned nothing, and four of the hybrid stem only the outlines, was
-          not tried. Several arms were still improving at 1,000 labels. The data set is artificial, and was made by the authors.
-          Other programs ran beside the training, so the seconds cannot be compared between arms. Verdicts are about new seeds
-          and new test images.
+Limits    The learning rates were chosen for digits, and these runs are in bf16, not in fp32. One seed of the small CNN
+          learned nothing, and four of the hybrid stem only the outlines. Whether they would learn more with other rates, more
+          steps or fp32 was not tried. Several arms were still improving at 1,000 labels. The data set is artificial, and was
+          made by the authors. Other programs ran beside the training, so the seconds cannot be compared between arms.
+          Verdicts are about new seeds and new test images.
 """
 
 from functools import partial

@@ -17,7 +17,7 @@ Found     Deformed images are better, as expected, by 9.47 points [7.20, 11.75],
 
 Limits    Two arms and two numbers of labels were tried on validation images before the runs (88.7% with deformed images and
           77.4% without, with 4 other seeds). All arms share one learning rate and train for only 500 steps. The test set has
-          only 500 images, so a difference below about 3 points cannot be shown.
+          only 500 images, so a difference below about 3 points is often missed.
 
 Repeated  The comparison was repeated ten times, each time with 8 other seeds (100 to 179) and the same test images. Deformed
           images were better every time, by 6.3 to 12.9 points. SPT was better once and inconclusive nine times, LSA was
