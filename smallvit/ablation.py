@@ -108,8 +108,9 @@ def ablate(
     """Return the list of all runs of a comparison. `arms` is a dict from the name of each arm (variant) to its run, with the
     baseline first. The options `labels` and `seeds` list the numbers of labelled images and the random seeds.
 
-    Each arm is trained with every number of labelled images and every seed. Seeds are an outer loop, so that a comparison that
-    was stopped early already contains all arms.
+    Each arm is trained with every number of labelled images and every seed. At each number of labelled images and each training
+    length, the seeds are the outer loop and the arms the inner one. So a comparison that was stopped early has runs of all arms
+    at the first number of labelled images.
 
     If the data loader of the arms has the option `folds` (cross-validation), `seeds` are the numbers of the passes. A pass is
     one run for each fold, so that every image is a test image once. With 5 folds, `range(8)` gives 40 runs of each arm.
@@ -129,8 +130,8 @@ def ablate(
     Raises ValueError if two arms have equal settings, if an arm has the name of a reference or another number of labels, if a
     seed or a number of labels occurs twice, if the lengths do not increase or the baseline is not trained, if a control is
     unknown or controls form a circle, if the costs cannot be matched or tuning would change them, if arms have different
-    numbers of folds, or folds or a loss as score together with `tune`, and if several lengths are asked for with
-    `Tune(common=False)`.
+    numbers of folds, if `tune` is given and the arms have folds or are judged by a score where lower is better, and if several
+    lengths are asked for with `Tune(common=False)`.
     """
     labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 class AttentionOutput(NamedTuple):
     """The result of an attention module: the new tokens `x`, and three functions that compute more when they are called.
 
-    `key()` returns the keys, averaged over heads, (b, n, e). `map()` returns the attention map, (b, h, n, n): how each query
-    (row) distributes its attention over the keys. `saliency(queries)` returns the attention that each token receives, (b, n):
-    the mean over heads and over the first `queries` queries (by default all tokens of size above 0).
+    `key()` returns the keys, averaged over heads, (batch, tokens, width of the keys). `map()` returns the attention map,
+    (batch, heads, tokens, tokens): how each query (row) distributes its attention over the keys. `saliency(queries)` returns
+    the attention that each token receives, (batch, tokens): the mean over heads and over the first `queries` queries (by
+    default all tokens of size above 0).
 
     Raises   TypeError for arithmetic, AttributeError for an attribute of a tensor: use `.x` instead.
     """
@@ -78,7 +79,7 @@ class Attention(nn.Module):
 
     `head_dim` is the width of one head, by default `dim / heads`. `qk_norm` applies a LayerNorm to the queries and keys of each
     head (arXiv:2302.05442). `dropout` acts on the attention map. `position` is `RelativeBias` or `Rotary`: positions inside
-    attention. The attribute `fused` overrides the choice of the kernel (see `attend`).
+    attention. The attribute `fused` is True for PyTorch's fused kernel, False for matrix products, and None for the faster one.
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given.
     """
@@ -121,10 +122,10 @@ class LocalityAttention(nn.Module):
     `AttentionOutput`; the new tokens (b, n, dim) are its attribute `x`. In a model of timm, use `timm_attention`.
 
     Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. The temperature of a head is stored as the factor `scale` of
-             its logits; it starts at 1 / sqrt(e) and is learned. The diagonal of every attention map, also that of the class
-             token, is masked out before the softmax.
-    Off      `mask_self=False, temperature="fixed"` equals `Attention`. Each half can be used alone, which the paper does not
-             report.
+             its logits; it starts at 1 / sqrt(head_dim) and is learned. The diagonal of every attention map, also that of the
+             class token, is masked out before the softmax.
+    Off      `mask_self=False, temperature="fixed"` equals `Attention`. The mask and the temperature can also be used one
+             without the other, which the paper does not report.
     Departs  From the paper: nothing in the function. From the authors' code: the mask is built for the tokens at hand, not for
              a fixed number, so merging, pruning, multi-crop and other resolutions work. The mask value is -inf, which half
              precision can hold. A token without any other token to attend to (n = 1, or all others of size 0) attends to
@@ -132,7 +133,8 @@ class LocalityAttention(nn.Module):
              which masks nothing. From vit-pytorch: `temperature="per layer"` is its variant, one scalar per layer, stored as a
              logarithm, so that its sign cannot change.
 
-    `mask_self` masks the diagonal. `temperature` is "per head", "per layer" or "fixed"; other options are those of `Attention`.
+    `mask_self` masks the diagonal. `temperature` is "per head", "per layer" or "fixed". The other options are those of
+    `Attention`, without `qk_norm`.
     After token merging the diagonal stands for a whole group of patches: its members no longer attend to each other.
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, or for an unknown `temperature`.

@@ -61,7 +61,7 @@ class RelativeBias(nn.Module):
     Paper    Table: Swin, Liu et al. 2021, arXiv:2103.14030. Class token: BEiT, arXiv:2106.08254, as in timm's `RelPosBias`.
              `hidden=512`: Swin v2, Liu et al. 2021, arXiv:2111.09883: 16 sigmoid(network), offsets divided by those of the
              constructor's grid.
-    Off      A bias of 0, as with `std=0` before training (and without `hidden`), equals attention without positions.
+    Off      A bias of 0 equals attention without positions. With `std=0`, all biases are 0 before training.
     Departs  On a grid larger than the constructor's, the table is extended by its border; timm resamples it. Each prefix token
              has its own biases; timm supports one class token, and none together with the network. From the output of the
              network, 8 is subtracted, so that the logits of patches do not start above those of prefix tokens. The cosine
@@ -140,7 +140,8 @@ class Rotary(nn.Module):
     are rotated by an angle that grows with the row and column of the token. So the logit of two patches depends on the offset
     between them, not on their absolute positions. Values are not rotated.
 
-    One half of the pairs rotates with the column, the other half with the row, with frequencies temperature^(-4k/e). With
+    One half of the pairs rotates with the column, the other half with the row, with frequencies temperature^(-4k / head_dim).
+    With
     `mixed`, each head learns the frequencies for the row and the column of each pair. They are initialized so that each head
     has a random direction for one half of the pairs, and the direction at a right angle for the other half.
 

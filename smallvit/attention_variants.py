@@ -116,7 +116,7 @@ class SigmoidAttention(Attention):
     The logarithm of the number of tokens is subtracted from the logits, so that the weights sum to almost 1 if all logits are
     0. The options are those of `Attention`; `qk_norm=True` keeps logits small, which makes training more stable.
 
-    Paper    Ramapuram et al. 2024, arXiv:2409.04431, section 3: sigmoid(q k / sqrt(e) + b) with b = -log n.
+    Paper    Ramapuram et al. 2024, arXiv:2409.04431, section 3: sigmoid(q k / sqrt(head_dim) + b) with b = -log n.
     Off      None: a sigmoid has no setting at which it is a softmax.
     Departs  The weight of a key is multiplied by its size, and n is the sum of all sizes. So merging equal tokens does not
              change the result, and a token of size 0 is ignored. There is one kernel, so `fused` has no effect.

@@ -22,12 +22,12 @@ class Learned(nn.Module):
 
     There is one vector for each patch position of the grid and one for each prefix token.
 
-    `std` is the standard deviation of the initial values. "patch" means that of the channels of a patch token at the start: a
-    `ViT` computes it from the size of its patches and its width, sqrt(2 F / (F + d)) for patches of F values.
+    `std` is the standard deviation of the initial values. With "patch", it is that of the channels of a patch token at the
+    start, which a `ViT` computes as sqrt(2 F / (F + d)), for patches of F values and tokens of width d.
 
     Paper    ViT, arXiv:2010.11929. timm calls `on_prefix=False` `no_embed_class`; its models with registers use it.
     Departs  Initial values are N(0, 1), as in the code of SPT and LSA; timm and DINO use std 0.02, CCT 0.2. From 0.02, a narrow
-             model with few steps does not learn positions and trains as if its patches were a bag.
+             model with few steps does not learn positions, and trains as if its patches had no order.
     Raises   ValueError for another text as `std`.
     """
 
@@ -57,11 +57,11 @@ class SinCos2d(nn.Module):
     """Fixed position embeddings in two dimensions: a module that adds sines and cosines to the tokens. One half of the channels
     encodes the column of a patch, the other half its row.
 
-    `temperature` is the base of the frequencies, from 1 radian per patch downwards. "grid" means the waves that the grid can
-    hold: frequencies from pi (a wave of 2 patches) down to pi / G, where G is the larger side of the grid (half a wave over the
-    image). `centered=True` subtracts the mean over all patches, which tells nothing about the place.
-    `amplitude` multiplies the table. "unit" means the number that gives the differences from the mean a mean square of 1, as
-    `Learned` has it at the start.
+    `temperature` is the base of the frequencies, which then fall from 1 radian per patch. With "grid", they fall from pi (a
+    wave of 2 patches) to almost pi / G (half a wave over the image); G is the larger side of the grid. `centered=True`
+    subtracts the mean over all patches, because it is the same for all of them. `amplitude` multiplies the table. With "unit",
+    the factor is chosen so that the differences from the mean over all patches have a mean square of 1, as those of `Learned`
+    have at the start.
 
     Paper    MAE, arXiv:2111.06377: [sin x, cos x, sin y, cos y], frequencies 10000^(-4k/d). Prefix tokens get zeros. This is
              `temperature=10_000, centered=False, amplitude=1`, and None as temperature means the same 10,000.

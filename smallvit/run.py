@@ -44,10 +44,11 @@ class Run:
     settings are equal.
 
     Data        `data()` loads the data set. `labels` is the number of labelled images, class-balanced and drawn by `seed`; None
-                means all but the validation images. `val` is the number of validation images; None means a fifth of the
-                training images, at most 1,000. With `unlabelled=True` the run trains on all images but the validation images
-                and their labels are hidden (targets are 0). `pseudo_labels(model, labelled, unlabelled)`, such as
-                `label_spreading`, then guesses those labels before the first step, with the model given by `init`.
+                means all but the validation images. `val` is the number of validation images; None means all that the data set
+                has of its own or, if it has none, a fifth of the training images, at most 1,000. With `unlabelled=True` the
+                run trains on all images but the validation images, and their labels are hidden (targets are 0).
+                `pseudo_labels(model, labelled, unlabelled)`, such as `label_spreading`, then guesses those labels before the
+                first step, with the model given by `init`.
     Model       `model(image, channels, classes)`, usually `partial(ViT, ...)`. `init` is another run, whose final weights are
                 the initial weights of this one, or `Weights` from a file or from timm. Parts that only this model has (a
                 learned reduction, a head for other classes) are initialized as usual.
@@ -59,8 +60,8 @@ class Run:
                 `layer_decay=k` multiplies the rate by k for each block further from the head, as in fine-tuning of BEiT
                 (arXiv:2106.08254). `clip` is the largest norm of the gradient; 0 means no limit. `ema` > 0 evaluates an
                 exponential moving average of the weights, whose length is that fraction of all steps; 0 evaluates the last
-                weights. `early_stop=k` > 0 stops after k of the 12 validation checks without an improvement and keeps the best
-                weights. `precision` is "fp32" or "bf16".
+                weights. `early_stop=k` > 0 stops when k validation checks in a row (of the 12 in a run) have brought no
+                improvement, and keeps the best weights. `precision` is "fp32" or "bf16".
     Evaluation  `evaluators` measure the trained model, in this order. The first number of the first one judges the run. The
                 default is accuracy; kNN and a linear probe where the objective uses no labels.
 
@@ -171,9 +172,7 @@ class Run:
 
     def at_seed(self, seed: int) -> "Run":
         """Return a copy of this run with another random seed. Earlier runs that this run needs, such as pretraining, get the
-        same seed.
-
-        Runs that differ only in their seed become equal.
+        same seed. The copies of two runs that differ only in their seed are equal if both get the same seed.
         """
         return replace(self, seed=seed, **{name: run.at_seed(seed) for name, run in self.dependencies.items()})
 
@@ -304,8 +303,9 @@ def rebuild(plain: Any) -> Any:
 
 
 def fingerprint(run: Run) -> str:
-    """Return a hash of all settings of a run, as a text of 16 hexadecimal digits. Runs with equal settings have equal
-    fingerprints, and runs with different settings have different ones.
+    """Return a hash of the settings of a run, as a text of 16 hexadecimal digits. Runs with equal settings have equal
+    fingerprints. Runs with different settings have different ones, except for options that do not change the result, such as
+    `cache` of `folder`.
 
     A new option does not change the fingerprints of existing runs: an option that is None counts as absent, and so does one
     that has the value given in `added_options` of its component (or of `Run`).

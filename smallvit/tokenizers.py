@@ -198,6 +198,7 @@ class ConvTokenizer(nn.Module):
 
     Paper    Hassani et al. 2021 (CCT), arXiv:2104.05704, section 3.3; hidden width 64, no bias, Kaiming-normal weights.
              `kernel=3, layers=1` is the 3x1 of its model names.
+    Raises   ValueError for a `kernel` or `layers` below 1, and for an image that leaves no token.
     """
 
     def __init__(self, image: Image, channels: int, dim: int, *, kernel: int = 3, layers: int = 2, hidden: int = 64):

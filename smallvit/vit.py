@@ -31,9 +31,10 @@ class Block(nn.Module):
     """A transformer block: attention, then an MLP on each token. The attention and the MLP each have a LayerNorm and a residual
     connection.
 
-    Contract `block(dim, heads, attention, reduction, drop_path)` makes a module that is called `(x, size, mask) -> (x, size)`,
-             or `(x, size, mask, places) -> (x, size, places)` if a block needs to know where its tokens are: because its
-             attention has positions, or because the module has an attribute `needs_places` that is True.
+    Contract `block(dim, heads, attention, reduction, drop_path)` makes a module. It is called with tokens `x`, their sizes
+             (numbers of patches) or None, and an attention mask or None: `(x, size, mask) -> (x, size)`.
+             A block that must know where its tokens are is called `(x, size, mask, places) -> (x, size, places)`. It says so by
+             an attribute `needs_places` that is True, or its attention has positions.
              If the module or its attention has a method `set_context`, a `ViT` calls it once with the `LayerContext` of the
              block. If its attention has a method `start_from_positions`, it is called with the position module of the model,
              or with None, when all weights have been drawn.
@@ -43,6 +44,8 @@ class Block(nn.Module):
     gated MLP with about as many weights (see `GatedUnit`). `dropout` acts on both branches and inside the MLP. `drop_path` is
     the probability to skip a branch for a whole image (stochastic depth, arXiv:1603.09382). `layer_scale` is the initial factor
     of each channel of a branch (CaiT, arXiv:2103.17239), None for none.
+
+    Raises   ValueError for an unknown `activation`, and for a `drop_path` outside [0, 1).
     """
 
     def __init__(
@@ -130,7 +133,8 @@ class ViT(nn.Module):
     to the feature, as timm's `fc_norm`. The head is a linear map unless the pool makes its own; with `classes=0` there is none.
 
     Raises   ValueError for an image that the patches do not tile, heads that do not divide the width, images with another
-             number of channels, `norm_after_pool` with a pool that makes its own head, or a slot that cannot be called.
+             number of channels, `norm_after_pool` with a pool that makes its own head, a list of rates in `drop_path` with
+             another length than `depth`, a mask for a model with a reduction, or a slot that cannot be called.
     """
 
     no_weight_decay = ("prefix",)
@@ -261,8 +265,9 @@ class ViT(nn.Module):
         return self.position(x, grid) if self.position else x
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return one feature vector for each image, shape (batch, width). These features enter the classification head. `x`
-        holds the images (batch, channels, height, width), and `mask` is True where attention is allowed.
+        """Return one feature vector for each image, shape (batch, features). They enter the classification head. There are
+        `dim` features, unless the pool gives another number (`DistilledTokens`: 2 x `dim`, `Projected`: `hidden`). `x` holds
+        the images (batch, channels, height, width), and `mask` is True where attention is allowed.
         """
         norm: Any = self.norm
         if self.skips_unused_norms and not (norm._forward_hooks or norm._forward_pre_hooks):
@@ -271,7 +276,7 @@ class ViT(nn.Module):
         return self.pooled(*self.tokens(x, mask))
 
     def pooled(self, x: Tensor, size: Tensor | None) -> Tensor:
-        """Return one feature vector for each image, shape (batch, width), pooled from its tokens `x` (batch, tokens, width).
+        """Return one feature vector for each image, shape (batch, features), pooled from its tokens `x` (batch, tokens, width).
         `size` (batch, tokens) is the number of patches that each token represents; None means 1.
 
         These features enter the classification head.

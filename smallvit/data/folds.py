@@ -20,9 +20,12 @@ ATTEMPTS = 100  # how many random splits are drawn until each fold has images of
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """The position of one fold in a cross-validation: the number of folds, the number of images in all folds together (the
-    pool), and the indices of the test images in the pool, in increasing order. `positions` are their indices among all images
-    of the data set. They are equal to `index` if all images are in the pool.
+    """One fold of a cross-validation.
+
+    folds      number of folds
+    pool       number of images in all folds together
+    index      indices of the test images among these images (the pool), in increasing order
+    positions  indices of the test images among all images of the data set; equal to `index` if all are in the pool
     """
 
     folds: int

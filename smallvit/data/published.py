@@ -37,18 +37,18 @@ def digits() -> Dataset:
 
 @functools.cache
 def mnist(root: str | None = None) -> Dataset:
-    """Return the data set MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels. `root` is the
-    folder of downloaded data sets.
-
-    By default `root` is the environment variable SMALLVIT_DATA, else a cache folder.
+    """Return the data set MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels. It is downloaded
+    if a file is missing. `root` is the folder of downloaded data sets, by default the environment variable SMALLVIT_DATA, else
+    a cache folder.
     """
     return Dataset.from_arrays("mnist", _load_idx("MNIST", root), DIGITS, black=True, digits=True)
 
 
 @functools.cache
 def fashion_mnist(root: str | None = None) -> Dataset:
-    """Return the data set Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels. `root` is the
-    folder of downloaded data sets.
+    """Return the data set Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels. It is downloaded if
+    a file is missing. `root` is the folder of downloaded data sets, by default the environment variable SMALLVIT_DATA, else a
+    cache folder.
     """
     classes = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
     return Dataset.from_arrays("fashion_mnist", _load_idx("FashionMNIST", root), classes, black=True)
@@ -57,7 +57,8 @@ def fashion_mnist(root: str | None = None) -> Dataset:
 @functools.cache
 def kmnist(root: str | None = None) -> Dataset:
     """Return the data set Kuzushiji-MNIST: 60,000 training and 10,000 test images of cursive Japanese characters, 28 x 28
-    pixels. `root` is the folder of downloaded data sets.
+    pixels. It is downloaded if a file is missing. `root` is the folder of downloaded data sets, by default the environment
+    variable SMALLVIT_DATA, else a cache folder.
     """
     classes = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
     return Dataset.from_arrays("kmnist", _load_idx("KMNIST", root), classes, black=True, digits=True)
@@ -66,7 +67,8 @@ def kmnist(root: str | None = None) -> Dataset:
 @functools.cache
 def emnist(split: str = "letters", root: str | None = None) -> Dataset:
     """Return one part of the data set EMNIST: images of handwritten characters, 28 x 28 pixels. `split` is the name of the
-    part, such as "letters" or "digits". `root` is the folder of downloaded data sets.
+    part, such as "letters" or "digits". It is downloaded if a file is missing. `root` is the folder of downloaded data sets, by
+    default the environment variable SMALLVIT_DATA, else a cache folder.
     """
     from torchvision.datasets import EMNIST
 
@@ -82,7 +84,8 @@ def emnist(split: str = "letters", root: str | None = None) -> Dataset:
 @functools.cache
 def qmnist(root: str | None = None) -> Dataset:
     """Return the data set QMNIST: the 60,000 training images of MNIST and 60,000 reconstructed test images, 28 x 28 pixels.
-    `root` is the folder of downloaded data sets.
+    It is downloaded if a file is missing. `root` is the folder of downloaded data sets, by default the environment variable
+    SMALLVIT_DATA, else a cache folder.
     """
     found = _load_idx("QMNIST", root, ("qmnist-train", "qmnist-test"), "idx2-int", ({"train": True}, {"train": False}))
     splits = {part: (images, labels[:, 0]) for part, (images, labels) in found.items()}  # the other columns describe the writer
@@ -91,8 +94,9 @@ def qmnist(root: str | None = None) -> Dataset:
 
 @functools.cache
 def cifar10(root: str | None = None) -> Dataset:
-    """Return the data set CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32 pixels. `root` is the
-    folder of downloaded data sets.
+    """Return the data set CIFAR-10: 50,000 training and 10,000 test color photos of 10 classes, 32 x 32 pixels. It is
+    downloaded if a file is missing. `root` is the folder of downloaded data sets, by default the environment variable
+    SMALLVIT_DATA, else a cache folder.
     """
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
     train, test = _load_verified("CIFAR10", root, "cifar-10-batches-py", names, ({"train": True}, {"train": False}))

@@ -20,8 +20,8 @@ def at_size(data: Callable[[], Dataset], size: int | tuple[int, int]) -> Dataset
     normalized by the mean and standard deviation of the resized training images. A mean of 0, which MNIST and similar data sets
     have because their background is black, stays 0.
 
-    Raises ValueError for a size that is no positive whole number, for images that are stored as float32 or have more than 4
-    channels, and for a data set with folds: use the option `size` of `folder` there.
+    Raises ValueError for a size that is no positive whole number, for images that are stored as float32 or have another number
+    of channels than 1, 3 or 4, and for a data set with folds: use the option `size` of `folder` there.
     """
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):

@@ -31,8 +31,8 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
         cross_val_score(classifier, *load_digits(return_X_y=True))
 
     `X` holds images (n, height, width) or (n, height, width, channels), or one row for each image, (n, features), which is
-    reshaped. Pixels are bytes (uint8) or floats in [0, 1]; training rounds floats to 256 levels. Labels may be of any type. The
-    training code is that of `smallvit.fit`. No file is left behind.
+    reshaped. Pixels are bytes (uint8) or floats in [0, 1]; training and prediction round floats to 256 levels. Labels may be of
+    any type. The training code is that of `smallvit.fit`. No file is left behind.
 
     All images of `X` are training images with labels: `labels` and `data` of the run are not used. A run with `early_stop` sets
     aside validation images from `X`, as many as its `val` says. Earlier runs that the run needs, such as pretraining or a

@@ -43,14 +43,16 @@ def evaluator(
     pixel_options: tuple[str, ...] = (),
     lower_is_better: bool = False,
 ) -> Callable[[Function], Function]:
-    """Decorator for an evaluator (a function that scores a trained model). The keyword arguments say whether it trains a
-    classifier (`probe`), whether its first number can judge a run (`judges`), what it chooses on the validation images
-    (`chooses`), how the data are checked (`needs`), which options apply to raw pixels (`pixel_options`), and whether a smaller
-    number is better (`lower_is_better`). They are stored in the function.
+    """Decorator that says what an evaluator (a function that scores a trained model) does. The training loop and the reports
+    use these properties. The function is returned unchanged; they are stored in it. An evaluator for which all defaults are
+    right needs no decorator.
 
-    The training loop and the reports use these properties.
-
-    The function itself is returned unchanged. Only evaluators that differ from the defaults need it.
+    probe            True: it trains a classifier on features
+    judges           True: its first number can judge a run
+    chooses          what it chooses on the validation images, in a few words for the report; None: nothing
+    needs            a function `needs(splits, **options)` that raises ValueError for unsuitable data; None: no check
+    pixel_options    names of its options that also apply to raw pixels
+    lower_is_better  True: a smaller first number is better
     """
 
     def declare(function: Function) -> Function:

@@ -80,9 +80,9 @@ def macro_f1(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): yield the macro F1 score of the model on the test images: the F1 score of
     each class (harmonic mean of precision and recall), averaged over the classes. `splits` holds the images.
 
-    The number is named `macro_f1`. It equals `sklearn.metrics.f1_score(average="macro", zero_division=0)`. The values of the
-    images are those of the jackknife: n times the score minus (n - 1) times the score without the image, shifted so that their
-    mean is the score.
+    The number is named `macro_f1`. It equals `sklearn.metrics.f1_score(average="macro", zero_division=0)`. Each image
+    also gets a value, so that verdicts can speak of new images. It is the jackknife value: n times the score minus (n - 1)
+    times the score without the image, shifted so that the mean of all values is the score.
 
     Raises   ValueError if a class has no image among the test images, and the errors of `accuracy`.
     """
@@ -152,8 +152,9 @@ def calibration(model: nn.Module, splits: Splits, *, bins: int = BINS) -> NamedS
     mean over images of the gap between accuracy and mean confidence of their bin. `splits` holds the images.
 
     The number is named `ece`, and a smaller one is better. A model is calibrated if images with a confidence of 80% are
-    classified correctly in 80% of cases. The value of an image is (1 if correct, else 0) minus its confidence, with the sign of
-    the gap of its bin; the mean of these values is the ECE. The ECE of few images is too large: chance alone makes gaps.
+    classified correctly in 80% of cases. The value of an image is (1 if correct, else 0) minus its confidence, times -1 if
+    this difference, averaged over the images of its bin, is negative. The mean of these values is the ECE. The ECE of few
+    images is too large: chance alone makes gaps.
 
     Paper    Guo et al., arXiv:1706.04599, section 2.
     Raises   ValueError for `bins` below 1, and the errors of `accuracy`.

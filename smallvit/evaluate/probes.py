@@ -95,8 +95,8 @@ def linear_probe(
     and `norm` select the features.
 
     strengths    the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
-                 of equals; without validation images C is 1. `linear_probe_c` is this C. `linear_probe_edge` is 1 if C is the
-                 smallest or largest of several, so that a value beyond may be better, else 0.
+                 of equals. Without validation images C is 1, or the only value in `strengths`. `linear_probe_c` is this C.
+                 `linear_probe_edge` is 1 if C is the smallest or largest of several, else 0: a value beyond may then be better.
     standardise  scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
                  one scale, such as pixels.
 

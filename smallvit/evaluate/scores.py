@@ -131,14 +131,14 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
     `ms` is the median of `repeats` passes of `batch` images on this device. For a model that reduces its tokens, also:
 
     tokens   the mean number of tokens after the last block.
-    speedup  time of the same model without reduction and with its automatically chosen attention kernel, divided by the time of
-             the model, both measured side by side. Below 1 the reduction costs time.
+    speedup  time of the same model without reduction, with the faster of its two attention kernels, divided by the time of the
+             model. All are measured side by side. Below 1 the reduction costs time.
     flops    the count of torch's FLOP counter, where the number of tokens does not depend on the image.
     macs_sd  the standard deviation of the MACs over images, where the number of tokens depends on the image; `macs` is then the
              mean. At most 1,000 images are used.
 
-    `macs` of a model that reduces its tokens comes from the closed form where there is one, else it is `flops / 2`. The times
-    are measured, so this is the only evaluator that is not deterministic.
+    `macs` of a model that reduces its tokens comes from a formula if every attention has an output projection `proj`, else it
+    is `flops / 2`. The times are measured, so this is the only evaluator that is not deterministic.
     """
     images = next(iter(require_images(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as reference:

@@ -24,9 +24,11 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     holds the attention of token i to all tokens. `images` are normalized pixels.
 
     `model` is a `ViT` with any attention and reduction, or a Vision Transformer of timm. `images` are normalized pixels of
-    shape (batch, channels, height, width). Rows sum to 1. The map is computed a second time from the same queries and keys; the
-    output of the model still comes from its own attention kernel. The model runs in evaluation mode and is left unchanged.
-    With merging or pruning the number of tokens falls from block to block; `token_shares` says which patches they contain.
+    shape (batch, channels, height, width). Rows sum to 1, except for an attention that says otherwise by `rows_sum_to_1 =
+    False` (`SigmoidAttention`, `DifferentialAttention`, `TalkingHeadsAttention`). The map is computed a second time from the
+    same queries and keys; the output of the model still comes from its own attention kernel. The model runs in evaluation mode
+    and is left unchanged. With merging or pruning the number of tokens falls from block to block; `token_shares` says which
+    patches they contain.
 
     Raises   ValueError for no images, and for a block that gives no attention map (the error names the class).
     """

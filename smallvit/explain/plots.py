@@ -33,10 +33,12 @@ def position_similarity(model: nn.Module, *, image: tuple[int, int] | None = Non
     the cosine similarity between its embedding and the embeddings of all patches.
 
     The maps are placed like their patches. Position embeddings are what the model adds to its tokens, learned or fixed. `model`
-    is a `ViT` or a timm model. `image` is (height, width) of the images; None uses the size that the model was built for.
+    is a `ViT` or a timm model. `image` is (height, width) of the images; None uses the size that the model was built for, and
+    is the only value for a timm model.
 
     Paper    ViT, arXiv:2010.11929, figure 7.
-    Raises   ValueError for a model that adds no positions to its tokens, or positions that depend on the image.
+    Raises   ValueError for a model that adds no positions to its tokens, positions that depend on the image or are all zero,
+             and an `image` for a timm model.
     """
     import numpy as np
 
@@ -134,8 +136,8 @@ def feature_view(
 
     feature_view(features(model, images), images.labels, classes=images.spec.classes)
 
-    Raises   ValueError for another method, for not exactly one label per feature, for fewer than 3 images or 2 channels, and
-             for a label without a class name.
+    Raises   ValueError for another method, for another number of labels than images, for fewer than 3 images or 2 channels,
+             and for a label without a class name.
     """
     import numpy as np
 

@@ -201,7 +201,9 @@ def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None 
     """Return a matplotlib figure that shows which patches of images a `ViT` has merged or pruned. Each image gets a row, with
     one picture for each block. The option `blocks` selects the blocks to show.
 
-    `blocks` are the numbers of the blocks to show, from 0; None shows all. See `draw_token_map` for colors and titles.
+    `blocks` are the numbers of the blocks to show, from 0; None shows all. A patch that is alone in its token is drawn
+    unchanged. Patches that share a token have their mean color and an orange outline. Pruned patches are hatched. The title of
+    a column is the number of tokens that contain patches, or its range where images differ.
 
     token_map(model, mnist().train.take(slice(6)), blocks=(0, 2, 5)).savefig("tokens.png", dpi=200)
 

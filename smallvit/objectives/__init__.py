@@ -23,7 +23,6 @@ An objective is a subclass of `Objective`. This one adds a confidence penalty (a
             self.weight = weight
 
         def forward(self, batch, progress):
-            self.set_progress(progress)
             log_p = self.model(batch.images).float().log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1).mean()
             return {"loss": -(batch.targets * log_p).sum(-1).mean() - self.weight * entropy}
@@ -36,7 +35,7 @@ Contract of `objective = Class(model, **options)` and `objective(batch, progress
 - `batch` has normalized images, b c h w; targets, b k, rows with sum 1 (all 0 for unlabelled images); and `views` if an
   augmentation makes them, or if the objective asks for unlabelled images beside the labelled ones (`unlabelled`).
   `progress` rises from 0 to 1 over the run, so no objective depends on epochs or steps.
-- `forward` calls `set_progress(progress)` first, and returns a dict with the scalar "loss".
+- `forward` returns a dict with the scalar "loss".
 - `.model` is averaged, saved and evaluated. Parameters with `requires_grad` are trained; a teacher shares no storage with them.
 - A step calls in this order: `prepare(batch)`, `forward`, the backward pass, `before_step(progress)`, the optimizer,
   `after_step(progress)`. The three hooks do nothing by default. An objective that draws random numbers does so in `prepare`,

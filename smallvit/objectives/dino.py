@@ -27,12 +27,13 @@ class DINO(Objective):
     different views of an image. The teacher is an exponential moving average (EMA) of the student.
 
     The student sees all views, the teacher only the two global views. The teacher is `.model`, which is saved and evaluated.
-    `batch.views` come from `augment.digit_crops()` or `augment.photo_crops()`. The model must have `features`, b d, and a
-    linear `head`, which is not trained.
+    `batch.views` come from `augment.digit_crops()` or `augment.photo_crops()`. The model must have a method
+    `features(x)`, which returns (batch, width), and a linear `head`, which is not trained.
 
     Head     lightly's `DINOProjectionHead`: a MLP `hidden` -> `hidden` -> `bottleneck`, normalized, then `prototypes`
-             directions of length 1, which are frozen for the first fraction `freeze` of the run. `layers=1` leaves out the
-             hidden layers (with `hidden` and `batch_norm`), for a model that has them after its pool, `Projected`.
+             directions, which are frozen for the first fraction `freeze` of the run. Their length is 1, or is learned with
+             `norm_last_layer=False`. `layers=1` leaves out the hidden layers, for a model that has them after its pool
+             (`Projected`). Then `hidden` and `batch_norm` have no effect.
     Paper    Caron et al. 2021, arXiv:2104.14294. The teacher starts equal to the student and has no gradient, dropout or
              drop-path. Its EMA momentum rises from `momentum` to 1 in a cosine. Loss: lightly's `DINOLoss`, the cross-entropy
              over all pairs of a teacher's view and another view of the student, with temperature `student_temp` for the
@@ -46,8 +47,7 @@ class DINO(Objective):
              untrained features all point in nearly the same direction. Weight decay is the run's and does not rise. The teacher
              starts as a copy, which some public examples forget.
              `koleo` > 0 adds lightly's `KoLeoLoss` of the student's features, the mean over the two global views, with that
-             weight. It spreads
-             the features (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
+             weight. It spreads the features (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
              `neighbours=k` adds targets of similar images after the fraction `settle` of the run. An image's own target then
              has weight 1 - `share`, and the mean of the teacher's outputs for its k nearest images has weight `share`. Nearest
              means the largest cosine of the teacher's features of whole images among the last `bank` images, without the image
@@ -64,8 +64,8 @@ class DINO(Objective):
              blocks: on small grids, blocks hide the middle many times as often as the border. Hidden pixels are set to 0, so
              that tokens that see beyond their patch do not show them (see `MAE`). In an earlier trial on digits, hiding up to
              half of the 16 tokens of every other digit gave no difference that two seeds could show and cost a fifth more time.
-             On validation images: kNN 98.4 instead of 98.7, 16 of each class 96.8 instead of 96.8, fine-tuned on 100 labels
-             96.4 instead of 96.1.
+             On validation images: kNN 98.4 instead of 98.7, few-shot probe (16 images of each class) 96.8 instead of 96.8,
+             fine-tuned on 100 labels 96.4 instead of 96.1.
 
     Raises   ValueError for a batch without views, for a model without features or a linear head, for options out of range, and
              for `patches` with a model that is not a `ViT` or reduces tokens.
@@ -192,7 +192,6 @@ class DINO(Objective):
         """
         if not batch.views:
             raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
-        self.set_progress(progress)
         b = len(batch.images)
         hidden = self.draw_hidden(batch.views[0]) if self.patches else None  # the first random draw of a step
         with torch.no_grad():
@@ -221,7 +220,8 @@ class DINO(Objective):
 
     def draw_hidden(self, views: Tensor) -> Tensor:
         """Return which patches of the student's global views are hidden, a boolean tensor of shape (views, patches). About half
-        of the views have hidden patches: the share `patch_ratio` of all, rounded, at least one.
+        of the views have hidden patches, and in each of them the share `patch_ratio` of its patches is hidden, rounded, at
+        least one patch.
 
         Patches are drawn on the CPU, so that a seed gives the same patches on every device.
         """

@@ -84,7 +84,6 @@ class Distill(Objective):
         """Return a dict with the loss of a batch under the key "loss". The teacher is only run if the batch does not contain
         its logits. `progress` is the finished fraction of the training run, from 0 to 1.
         """
-        self.set_progress(progress)
         if self.token:
             logits, distilled = self.model.head.apart(self.model.features(batch.images))
         else:

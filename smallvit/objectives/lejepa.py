@@ -68,7 +68,6 @@ class LeJEPA(Objective):
         """
         if not batch.views:
             raise ValueError("LeJEPA compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
-        self.set_progress(progress)
         directions = self.draw_directions() if self.weight else None  # the first random draw of a step
         b, features = len(batch.images), [self.model.features(views) for views in batch.views]
         outputs = as_float32(self.projector(torch.cat(features))).unflatten(0, (-1, b))

@@ -37,8 +37,9 @@ class Objective(nn.Module):
     needs_init     True if the model must be initialized from another run.
     needs_teacher  True if the objective learns from the trained model of another run. The constructor is then called with
                    `(model, teacher)`.
-    stackable      True if runs that differ only in their seed can be trained together by `torch.func.vmap`. This requires that
-                   a step changes only parameters, by their gradients, and buffers, in `forward`. The default is False for a
+    stackable      True if runs that differ only in their seed and learning rate can be trained together by `torch.func.vmap`.
+                   For this, a step may change only two things: parameters, by their gradients, and buffers, in `forward`. The
+                   default is False for a
                    subclass that overrides `before_step` or `after_step`, or that needs no labels.
     changes_weights  True if `after_step` changes weights that are trained, for example limits them.
     unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
@@ -108,6 +109,13 @@ class Objective(nn.Module):
         """
         return [(list(self.parameters()), lambda progress, rate: rate)]
 
+    def __call__(self, batch: Batch, progress: float) -> Any:
+        """Set the progress of the modules that change during the run, and return the result of `forward`: a dict with the loss
+        of the batch under the key "loss". `progress` is the finished fraction of the training run, from 0 to 1.
+        """
+        self.set_progress(progress)
+        return super().__call__(batch, progress)
+
     @property
     def trained_model(self) -> Any:
         """Return the model that the optimizer changes. By default this is the attribute `model`. In DINO, for example, `model`
@@ -124,9 +132,7 @@ class Objective(nn.Module):
 
     def set_progress(self, progress: float):
         """Set the attribute `progress` of all modules whose behavior changes during the training run. `progress` is the
-        finished fraction of the run, from 0 to 1.
-
-        An objective calls this method first in `forward`.
+        finished fraction of the run, from 0 to 1. This happens each time the objective is called, before `forward`.
         """
         for module in self.scheduled_modules:
             module.progress = progress

@@ -55,8 +55,8 @@ class LearnToPrune(Objective):
         return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch under "loss" and, under "kept", the fraction of patches that each pruning
-        layer keeps, averaged over the batch. `progress` is not used.
+        """Return a dict with the loss of a batch under "loss" and, under "kept", the fraction of all patches that is left after
+        each pruning layer, averaged over the batch. `progress` is not used.
         """
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
@@ -109,7 +109,7 @@ class LearnThresholds(Objective):
              authors use plain gradient descent with rates 5e-6 and 5e-3. A loss that is not finite stops the run; the authors
              skip the step.
 
-    Raises   ValueError for a model without `LearnedThresholds`, a model without the closed form of its compute, or a budget
+    Raises   ValueError for a model without `LearnedThresholds`, an attention without an output projection `proj`, or a budget
              outside (0, 1].
     """
 

@@ -163,7 +163,6 @@ class SemiSupervised(Objective):
 
         `batch.views` are the weak view and the strong view of the unlabelled images, or the weak view only.
         """
-        self.set_progress(progress)
         if not self.weight:
             return {"loss": cross_entropy(self.model(batch.images), batch.targets)}
         if self.unlabelled is None or len(batch.views) != len(self.unlabelled.views):

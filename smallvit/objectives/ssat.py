@@ -67,9 +67,9 @@ class SSAT(Supervised):
         return batch if self.weight == 1 else batch._replace(draws=self.mae.hide(batch.images))
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch under the key "loss", and its terms without their weights under the keys
-        "cross_entropy" and "reconstruction"; a term of weight 0 is not computed. `progress` is the finished fraction of the
-        training run, from 0 to 1.
+        """Return a dict with the loss of a batch under the key "loss". If `weight` is neither 0 nor 1, it also has the two
+        terms without their weights, under the keys "cross_entropy" and "reconstruction". `progress` is the finished fraction of
+        the training run, from 0 to 1.
         """
         if self.weight == 1:
             return super().forward(batch, progress)

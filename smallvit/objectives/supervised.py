@@ -52,7 +52,6 @@ class Supervised(Objective):
         """Return a dict with the cross-entropy loss of a batch under the key "loss". `progress` is the finished fraction of the
         training run, from 0 to 1.
         """
-        self.set_progress(progress)
         logits = self.model(batch.images)
         if self.softmax_first:
             logits = logits.float().softmax(-1)

@@ -16,8 +16,9 @@ class Merge(nn.Module):
     `inflect` whether early or late blocks merge more.
 
     `r` is a number of merges per block, a fraction of the patches at hand (a float up to 0.5), or a tuple with one of these per
-    block. `inflect` spreads a whole number over the blocks, from -1 (early) over 0 (constant) to 1 (late), with the authors'
-    rounding. A block can merge at most half of its patches; as in the paper, a larger `r` is cut to that.
+    block. If `r` is a whole number, `inflect` moves merges to early blocks (-1) or to late blocks (1), with the authors'
+    rounding; 0 gives each block the same number. A block can merge at most half of its patches; as in the paper, a larger `r`
+    is cut to that.
 
     Call it between the attention and the MLP as `merge(x, size, key)`. `key` is a function without arguments that returns the
     keys (b, n, e), such as `AttentionOutput.key`. It returns the new tokens and their sizes.
@@ -32,8 +33,8 @@ class Merge(nn.Module):
              their scores. A key of length zero gives no NaN. Tokens that do not take part in a merge stay bit for bit the same.
              Proportional attention is part of the attention (`size`). Mean pooling weights by size; the authors' code does so
              for MAE models only.
-    Raises   ValueError for a negative `r`, a fraction over 0.5, a tuple whose length is not the depth, or `inflect` outside
-             [-1, 1].
+    Raises   ValueError for a negative `r`, a fraction over 0.5, a tuple whose length is not the depth, `inflect` outside [-1,
+             1], or `inflect` with an `r` that is no whole number.
     """
 
     needs_keys_alone = True

@@ -72,7 +72,8 @@ def fit(
     tags       the names of recipe, arm, role and baseline in the record
     device     "cpu", "cuda", "mps" or "auto"
     watch      called after each step with the step and, at the 12 checks, the validation accuracy (otherwise None)
-    init       the folder of the finished run that `run.init` names; None trains that run first, in `folder/init`
+    init       the folder of the earlier run that is the setting `init` of the run; None: `folder/init`. If that run has not
+               finished there, it is trained first
     teacher    the same for `run.teacher`
     numerics   precision, attention kernel and compilation; a resumed run keeps those it began with
     validation_only  True: score the run on the validation images only, for tuning and exploring. `test` of the record is then

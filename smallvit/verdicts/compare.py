@@ -41,11 +41,11 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     If any record has `looks` (numbers of seeds at which the comparison is tested), all comparisons of the recipe are tested at
     these looks. An arm then needs no more seeds than its last look, and later runs are not expected of it.
 
-    In a cross-validation, a complete pass over all folds takes the place of a seed: see `pooled`.
+    In a cross-validation, a complete pass over all folds takes the place of a seed.
 
     Raises ValueError for records of several recipes, no baseline, an arm without a clear control, controls that form a circle,
-    a run that is recorded twice, an arm with two roles or two scores, a score that is not between 0 and 1, or folds that differ
-    or do not contain every image once.
+    a run that is recorded twice, an arm with two roles or two scores, folds that differ or do not contain every image once, and
+    a score that is not between 0 and 1 or, if lower scores are better, not finite and at least 0.
     """
     earlier = max([earlier, *(r.removed or 0 for r in records)])
     records = [r for r in records if r.role != "dependency"]
