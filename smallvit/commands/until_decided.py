@@ -38,7 +38,8 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
         raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
     selected = {entry.cell for entry in only(runs, options.only)}
-    controls = {entry.arm: entry.baseline for entry in runs}
+    baseline = next((entry.arm for entry in runs if entry.role == "baseline"), "")
+    controls = {entry.arm: entry.baseline or baseline for entry in runs}
     for arm, *condition in selected:
         control = controls[arm]
         if control and (control, *condition) not in selected and any(e.cell == (control, *condition) for e in runs):

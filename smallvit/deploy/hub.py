@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smallvit.components import describe_value, described_name
-from smallvit.record import RECORD, WEIGHTS, Record, file_sha256, format_labels, to_json, write_text
+from smallvit.record import RECORD, WEIGHTS, Record, file_sha256, format_labels, write_record, write_text
 from smallvit.train.trained_model import CONFIG, HUB, TrainedModel, custom_components, load
 
 README, ONNX = "README.md", "model.onnx"
@@ -106,7 +106,7 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / WEIGHTS, folder / WEIGHTS)
     record = replace(trained.record, **dict.fromkeys(LEFT_OUT))
-    write_text(folder / RECORD, to_json(record, indent=1) + "\n")
+    write_record(folder, record)
     if onnx:
         from .onnx import export
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smallvit.verdicts.statistics import wilson
+
 SHOWN = 20  # largest number of images in the result
 MIN_IMAGES = 100  # with fewer predicted images, the number of wrong labels is not estimated
 MIN_AGREEMENT = 0.6  # it is not estimated either if the models predict the given class for a smaller share of the images
@@ -186,10 +188,11 @@ def weak_class(predictions: Any, labels: Any, *, classes: Sequence[str] | None =
 
     scale = errors.std() * np.sqrt(np.maximum(0, 1 / np.maximum(counts, 1) - 1 / len(label)))
     usable = (counts > 1) & (scale > 0)
+    # the error of an image is a mean over models, which varies less than that of one model: the intervals are rather too wide
     rows = {
         c: ClassErrors(name=class_names[c], images=int(counts[c]), error=float(rates[c]), low=low, high=high)
         for c in sorted(np.flatnonzero(counts), key=lambda c: (-rates[c], c))
-        for low, high in [_wilson(float(rates[c]), int(counts[c]))]
+        for low, high in [np.clip(wilson(float(rates[c]), int(counts[c])), 0.0, 1.0).tolist()]
     }
     outstanding: list[ClassErrors] = []
     if usable.sum() > 1:
@@ -255,17 +258,6 @@ def _table(predictions: Iterable[Iterable[tuple[int, Any]]], images: int) -> Any
 def _names(names: Sequence[str] | None, count: int) -> list[str]:
     """Return the names, or the numbers from 0 as texts."""
     return [str(i) for i in range(count)] if names is None else [str(name) for name in names]
-
-
-def _wilson(rate: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share of n images. The error of an image is a mean over models, which varies less than
-    that of a single model, so the interval is wider than necessary.
-    """
-    from scipy.stats import norm
-
-    z = float(norm.isf(LEVEL / 2))
-    middle, half = rate + z**2 / (2 * n), z * math.sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2))
-    return max(0.0, (middle - half) / (1 + z**2 / n)), min(1.0, (middle + half) / (1 + z**2 / n))
 
 
 # The number of wrong labels
