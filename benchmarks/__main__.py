@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from benchmarks.table import markdown
     from benchmarks.tasks import BENCHMARKS, compare
     from smallvit.numerics import parse_numerics
-    from smallvit.record import write_text
+    from smallvit.storage import write_text
 
     parser = argument_parser(list(BENCHMARKS))
     args = parser.parse_args(words)

@@ -7,9 +7,10 @@ from typing import Any
 from smallvit.components import function
 from smallvit.evaluate import declaration
 from smallvit.passes import common_folds, seeds_of
-from smallvit.record import ROLES, format_labels, printable
+from smallvit.record import ROLES, format_labels
 from smallvit.reference_runs import standard_references
 from smallvit.run import Run, fingerprint
+from smallvit.shapes import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.passes import passes_of, seeds_of
-from smallvit.record import write_text
+from smallvit.storage import write_text
 
 FILE = "looks.json"
 

@@ -24,19 +24,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smallvit.packing import pack_bits as pack_bits
-from smallvit.packing import unpack_bits as unpack_bits
-from smallvit.packing import unpack_floats
-from smallvit.shapes import all_printable, problem
-from smallvit.shapes import printable as printable
-from smallvit.storage import NotWritten as NotWritten
-from smallvit.storage import can_lock as can_lock
-from smallvit.storage import check_size
-from smallvit.storage import file_sha256 as file_sha256
-from smallvit.storage import locked as locked
-from smallvit.storage import read_bounded as read_bounded
-from smallvit.storage import write_atomic as write_atomic
-from smallvit.storage import write_text as write_text
+from smallvit.packing import unpack_bits, unpack_floats
+from smallvit.shapes import all_printable, printable, problem
+from smallvit.storage import check_size, file_sha256, read_bounded, write_text
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smallvit.record import CURVE, Record, format_labels, read_bounded, read_record, write_text
+from smallvit.record import CURVE, Record, format_labels, read_record
+from smallvit.storage import read_bounded, write_text
 
 MOST_BYTES = 1_000_000  # of a curve file
 SECONDS = 2.0  # between two looks at the folders

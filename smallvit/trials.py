@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smallvit.record import locked, write_text
+from smallvit.storage import locked, write_text
 
 NEEDED = {"arm": str, "labels": int | None, "fingerprint": str, "seeds": int, "val": float | int}
 

@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from smallvit.components import check_option, options
-from smallvit.record import format_labels, write_text
+from smallvit.record import format_labels
 from smallvit.run import Run, fingerprint
+from smallvit.storage import write_text
 
 if TYPE_CHECKING:
     from smallvit.ablation import ArmRun

@@ -9,7 +9,7 @@ from toys import write_recipe
 from smallvit import ArmRun, Run, ViT
 from smallvit.__main__ import main
 from smallvit.commands import explore, until_decided
-from smallvit.launch.scheduler import recall
+from smallvit.launch.results import recall
 from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
 from smallvit.recipe import load_recipe
 from smallvit.record import RECORD, read_record, read_records

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smallvit.packing import pack_bits
 from smallvit.recipe import find_recipe
-from smallvit.record import Record, pack_bits
+from smallvit.record import Record
 from smallvit.report import format, remarks
 from smallvit.report.answer import answer
 from smallvit.report.page import markdown, run_command

@@ -28,21 +28,12 @@ from safetensors.torch import save_file
 from toys import TINY_VIT
 
 from smallvit import Preprocess, Run, arrays, augment, digits, fit, html, load, markdown
+from smallvit.packing import pack_bits
 from smallvit.pretrained import files as pretrained_files
-from smallvit.record import (
-    CHECKPOINT,
-    RECORD,
-    WEIGHTS,
-    Record,
-    checksum,
-    file_sha256,
-    pack_bits,
-    printable,
-    read_record,
-    read_records,
-    to_json,
-)
+from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, checksum, read_record, read_records, to_json
 from smallvit.run import fingerprint
+from smallvit.shapes import printable
+from smallvit.storage import file_sha256
 from smallvit.train import checkpoint
 from smallvit.train.initialize import load_from_run
 from smallvit.train.loop import Training

@@ -22,24 +22,21 @@ from toys import TINY_VIT
 from smallvit import ArmRun, Run, ablate, augment, fit, load, storage
 from smallvit import record as records
 from smallvit.launch import launch
-from smallvit.launch.results import Interrupted, Killed, blocked_by, is_interruption
-from smallvit.launch.scheduler import Damaged, Scheduler, folder, recall, record_failure, tags
-from smallvit.record import (
-    CHECKPOINT,
-    CURVE,
-    RECORD,
-    WEIGHTS,
-    NotWritten,
-    Record,
-    checksum,
-    file_sha256,
-    parse,
-    printable,
-    read_record,
-    to_json,
-    write_atomic,
-    write_record,
+from smallvit.launch.results import (
+    Damaged,
+    Interrupted,
+    Killed,
+    blocked_by,
+    folder,
+    is_interruption,
+    recall,
+    record_failure,
+    tags,
 )
+from smallvit.launch.scheduler import Scheduler
+from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, checksum, parse, read_record, to_json, write_record
+from smallvit.shapes import printable
+from smallvit.storage import NotWritten, file_sha256, write_atomic
 from smallvit.train import checkpoint, fit_stacked
 from smallvit.train.fit import NO_TAGS, new_record, prepare_training
 from smallvit.train.loop import Training

@@ -23,7 +23,8 @@ from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, a
 from smallvit.launch import launch, progress
 from smallvit.launch.local import HUGE_PAGES, process_context
 from smallvit.launch.plan import parallel
-from smallvit.launch.scheduler import Damaged, Killed, Scheduler, dependencies_first, folder, recall, record_failure, tags
+from smallvit.launch.results import Damaged, Killed, folder, recall, record_failure, tags
+from smallvit.launch.scheduler import Scheduler, dependencies_first
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
 from smallvit.train.fit import new_record
 

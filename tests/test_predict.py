@@ -15,7 +15,7 @@ from toys import TINY_VIT, write_recipe
 from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, fit, load, load_all, load_recipe
 from smallvit.__main__ import main
 from smallvit.deploy.predict import find_files, predict_files
-from smallvit.launch.scheduler import folder, tags
+from smallvit.launch.results import folder, tags
 from smallvit.record import WEIGHTS
 
 RECIPE = '''"""Does a second arm help?"""

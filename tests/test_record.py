@@ -14,24 +14,20 @@ import pytest
 import torch
 
 from smallvit import record as records
-from smallvit.packing import pack_floats
+from smallvit.packing import pack_bits, pack_floats, unpack_bits
 from smallvit.record import (
     FORMAT,
     NEEDED,
     RECORD,
     Record,
     damaged_weights,
-    file_sha256,
     one_picture_per_arm,
-    pack_bits,
     read_record,
     read_records,
-    unpack_bits,
-    write_atomic,
     write_record,
     write_records,
-    write_text,
 )
+from smallvit.storage import file_sha256, write_atomic, write_text
 
 FULL = Record(
     recipe="spt_lsa", arm="+SPT (ä, 日本, \"quoted\")", role="technique", labels=100, seed=3, status="finished",

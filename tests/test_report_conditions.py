@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from smallvit.__main__ import main
-from smallvit.record import Record, pack_bits, write_records
+from smallvit.packing import pack_bits
+from smallvit.record import Record, write_records
 from smallvit.report import html, markdown, text
 from smallvit.report.figures import by_length, by_tuning, forest
 from smallvit.report.provenance import warnings

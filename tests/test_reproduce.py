@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from smallvit.record import Record, pack_bits
+from smallvit.packing import pack_bits
+from smallvit.record import Record
 from smallvit.report import compare_with_committed
 from smallvit.report.reproduce import compare_run, compare_with_seeds, prediction_interval
 

@@ -651,7 +651,7 @@ def test_components_of_a_loaded_recipe_are_rebuilt(probe):
 
 FORBIDDEN = [
     "os.system", "posix.system", "builtins.eval", "subprocess.run", "torch.load", "torch.hub.load", "shutil.rmtree",
-    "smallvit.record.write_text", "smallvit.record.write_atomic", "smallvit.train.fit", "smallvit.launch.launch", "smallvit.run.rebuild",
+    "smallvit.storage.write_text", "smallvit.storage.write_atomic", "smallvit.train.fit", "smallvit.launch.launch", "smallvit.run.rebuild",
     "smallvit.run.Run", "smallvit.recipe.load_recipe", "smallvit.__main__.main", "smallvit.report.html", "smallvit.pretrained.from_timm",
     "smallvit.import_module", "smallvit.ViT", "smallvit.ablation.ablate", "smallvit.ablation.ArmRun", "smallvit.train.load",
     "smallvit.data.os.system", "smallvit.data.published.os.system", "smallvit.data.published.digits", "smallvit.data.published",

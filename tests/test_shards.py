@@ -15,7 +15,7 @@ from toys import TINY_VIT
 from smallvit import ArmRun, Run, ablate
 from smallvit.__main__ import main
 from smallvit.ablation import with_dependencies
-from smallvit.launch.scheduler import folder
+from smallvit.launch.results import folder
 from smallvit.launch.shards import divide
 from smallvit.recipe import load_recipe
 from smallvit.record import RECORD, WEIGHTS, read_record

@@ -16,7 +16,8 @@ from smallvit import MAE, Merge, Run, arrays, digits, fit, load, load_recipe, sh
 from smallvit.__main__ import main
 from smallvit.deploy import onnx
 from smallvit.deploy.hub import result_lines
-from smallvit.record import Record, file_sha256, read_record
+from smallvit.record import Record, read_record
+from smallvit.storage import file_sha256
 
 SHORT = Run(model=partial(TINY_VIT, reduction=partial(Merge, r=2)), labels=100, val=50, steps=4, batch=16)
 RECIPE = '''"""Is my own model better?"""

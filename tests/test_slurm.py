@@ -15,7 +15,7 @@ import pytest
 from smallvit.__main__ import main, parser
 from smallvit.commands.run import EXCLUDED, NEEDED
 from smallvit.launch import slurm
-from smallvit.launch.scheduler import folder, tags
+from smallvit.launch.results import folder, tags
 from smallvit.launch.shards import divide
 from smallvit.recipe import load_recipe
 from smallvit.train import fit

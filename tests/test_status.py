@@ -17,7 +17,8 @@ from smallvit import ArmRun, LocalityAttention, Run, ablate
 from smallvit.__main__ import main
 from smallvit.commands import status as command
 from smallvit.launch import launch, status
-from smallvit.launch.scheduler import Task, folder, tags
+from smallvit.launch.results import folder, tags
+from smallvit.launch.scheduler import Task
 from smallvit.launch.status import FILE, ProgressFiles, RecipeState, read_progress
 from smallvit.record import CHECKPOINT, RECORD, write_record
 from smallvit.run import describe

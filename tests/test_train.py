@@ -39,8 +39,8 @@ from smallvit import (
     optim,
 )
 from smallvit.evaluate import PerImage
-from smallvit.packing import unpack_floats
-from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, code, read_record, unpack_bits, write_record
+from smallvit.packing import unpack_bits, unpack_floats
+from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, code, read_record, write_record
 from smallvit.rng import stream
 from smallvit.storage import HOST
 from smallvit.train import checkpoint

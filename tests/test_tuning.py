@@ -19,9 +19,10 @@ from smallvit.commands.tune import plan, table
 from smallvit.launch import tune as loop
 from smallvit.launch.suggest import at_edge, suggestions
 from smallvit.launch.tune import HALVING, candidates, on_all_images, run_count, stages, tune_arms
+from smallvit.packing import pack_bits
 from smallvit.pretrained import Unavailable
 from smallvit.recipe import load_recipe
-from smallvit.record import Record, pack_bits
+from smallvit.record import Record
 from smallvit.report import markdown
 from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint

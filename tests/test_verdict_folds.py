@@ -21,7 +21,7 @@ from smallvit.commands.mistakes import find_mistakes, image_names
 from smallvit.data import arrays
 from smallvit.data.folds import draw_folds
 from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
-from smallvit.launch.scheduler import folder as folder_of
+from smallvit.launch.results import folder as folder_of
 from smallvit.packing import pack_bits, pack_floats
 from smallvit.record import CHECKPOINT, Record
 from smallvit.report.remarks import how_to_read

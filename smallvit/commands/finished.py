@@ -8,7 +8,7 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.deploy.predict import Ensemble, finished_runs
-from smallvit.launch.scheduler import folder, recall
+from smallvit.launch.results import folder, recall
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, read_record

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.scheduler import folder
-from smallvit.record import Record, write_atomic
+from smallvit.launch.results import folder
+from smallvit.record import Record
+from smallvit.storage import write_atomic
 from smallvit.verdicts.comparison import Comparison, condition_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
-from smallvit.record import write_atomic
+from smallvit.storage import write_atomic
 
 from .finished import load_model, with_words
 

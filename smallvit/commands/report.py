@@ -12,14 +12,15 @@ from types import ModuleType
 from smallvit.ablation import ArmRun
 from smallvit.launch.launcher import READS
 from smallvit.launch.progress import error_text
-from smallvit.launch.scheduler import Damaged, folder, recall, tags
+from smallvit.launch.results import Damaged, folder, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, import_recipe, load_recipe
-from smallvit.record import Record, one_picture_per_arm, read_records, write_records, write_text
+from smallvit.record import Record, one_picture_per_arm, read_records, write_records
 from smallvit.report import csv_table, html, latex_table, markdown, text
 from smallvit.report.page import how_to_predict, reported, run_command
 from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
+from smallvit.storage import write_text
 from smallvit.trackers import Followed, followed, send
 from smallvit.train.fit import new_record
 from smallvit.train.read_log import scored_settings

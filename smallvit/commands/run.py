@@ -18,7 +18,7 @@ from smallvit.launch.launcher import check_device
 from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.ray_engine import RayEngine
-from smallvit.launch.scheduler import Damaged, recall
+from smallvit.launch.results import Damaged, recall
 from smallvit.launch.shards import BUSY, divide
 from smallvit.launch.slurm import submit
 from smallvit.looks import with_looks

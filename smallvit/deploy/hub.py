@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smallvit.components import describe_value, described_name
-from smallvit.record import RECORD, WEIGHTS, Record, file_sha256, format_labels, write_record, write_text
+from smallvit.record import RECORD, WEIGHTS, Record, format_labels, write_record
+from smallvit.storage import file_sha256, write_text
 from smallvit.train.trained_model import CONFIG, HUB, TrainedModel, custom_components, load
 
 README, ONNX = "README.md", "model.onnx"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.data import Preprocess
-from smallvit.record import write_atomic
+from smallvit.storage import write_atomic
 from smallvit.train.trained_model import ImageClassifier, TrainedModel
 
 from .resize import bicubic_weights, linear_weights, pil_orders_passes, resize_bytes, resize_floats

@@ -18,6 +18,7 @@ from smallvit.components import function
 from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
+from smallvit.storage import write_text
 
 from .launcher import check_device
 from .local import cores
@@ -73,7 +74,7 @@ def autotune(
         if not (kinds := kinds_of(runs)):
             return fixed_numerics(given), given.get("stack", 1), "there is nothing to train"
         numerics, stack, reason = measure(runs, kinds, jobs, device, given)
-        records.write_text(path, json.dumps(stored | {key: (numerics, stack, reason)}, indent=1) + "\n")
+        write_text(path, json.dumps(stored | {key: (numerics, stack, reason)}, indent=1) + "\n")
     return numerics, stack, reason
 
 

@@ -11,9 +11,7 @@ from typing import NamedTuple
 from smallvit.numerics import Numerics
 from smallvit.record import Record
 
-from .scheduler import Killed, Task
-
-__all__ = ["Engine", "Killed", "Settings", "Task"]
+from .scheduler import Task
 
 
 class Settings(NamedTuple):

@@ -18,8 +18,9 @@ from typing import Any
 
 from smallvit.record import Record
 
-from .engine import Engine, Killed, Settings
+from .engine import Engine, Settings
 from .gpus import VISIBLE
+from .results import Killed
 from .scheduler import Task
 from .status import remove_progress
 

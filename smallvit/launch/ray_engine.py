@@ -24,9 +24,10 @@ from smallvit.pretrained import Weights
 from smallvit.record import Record
 from smallvit.run import DEPENDENCIES, rebuild
 
-from .engine import Engine, Killed, Settings
+from .engine import Engine, Settings
 from .ray_server import FolderServer
 from .ray_worker import Failure, OtherVersion, Parcel, data_key, train_group, weights_key
+from .results import Killed
 from .scheduler import Task
 from .status import remove_progress
 

@@ -14,8 +14,10 @@ import torch
 from smallvit import record as records
 from smallvit.ablation import ArmRun
 from smallvit.pretrained import Unavailable
-from smallvit.record import NotWritten, Record, printable
+from smallvit.record import Record
 from smallvit.run import Run, fingerprint
+from smallvit.shapes import printable
+from smallvit.storage import NotWritten, locked, read_bounded
 from smallvit.train.fit import Tags, new_record
 from smallvit.train.publish import publish
 
@@ -125,7 +127,7 @@ def of_another_version(path: Path) -> bool:
     has written it. `path` is the file of the record. The result is False if the file is damaged.
     """
     try:
-        plain = json.loads(records.read_bounded(path, records.MOST_BYTES))
+        plain = json.loads(read_bounded(path, records.MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(plain, dict) or not plain.keys() >= set(records.NEEDED) or records.is_damaged(plain):
@@ -158,7 +160,7 @@ def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseExcep
     record = new_record(entry.run, tags(entry, recipe), status, reason, traceback)
     place = folder(entry, out, recipe)
     try:
-        with records.locked(place / ".lock"):
+        with locked(place / ".lock"):
             done = recall(entry, out, recipe)
             if done is not None and done.finished:
                 return done

@@ -15,16 +15,15 @@ from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import canonical, describe_value
 from smallvit.pretrained import Unavailable, Weights
-from smallvit.record import Record, can_lock
+from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
+from smallvit.storage import can_lock
 from smallvit.train.checkpoint import runs_in
 from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
 
 from .progress import Bar
 from .results import Damaged, Killed, blocked_by, folder, is_interruption, recall, record_failure, tags
-
-__all__ = ["Damaged", "Killed", "Scheduler", "Task", "dependencies_first", "folder", "recall", "record_failure", "tags"]
 
 
 class Task(NamedTuple):

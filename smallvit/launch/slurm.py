@@ -25,8 +25,10 @@ from pathlib import Path
 
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
+from smallvit.storage import write_text
 
-from .scheduler import Damaged, is_untrained, recall, unavailable_weights
+from .results import Damaged, recall
+from .scheduler import is_untrained, unavailable_weights
 from .shards import BUSY, divide
 
 PASSED_ON = (  # options of `smallvit run` that each job gets as they were given
@@ -125,7 +127,7 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
     entries = [entry for number in left for entry in todo[number]]
     fetch(entries)
     for name, script in scripts.items():
-        records.write_text(folder / name, script)
+        write_text(folder / name, script)
     array = sbatch(folder / "array.sh")
     stop = "scancel " + " ".join(reversed(array.replace(";", ";-M ").split(";")))  # 12;cluster -> -M cluster 12
     again = f"smallvit report {shlex.join(words(options, ('--out', '--scale-steps')))}"

@@ -25,7 +25,8 @@ from smallvit.run import fingerprint
 from smallvit.storage import check_size, temporary
 
 from .progress import FINISHED, RECENT, UNAVAILABLE, WAITING
-from .scheduler import Task, folder
+from .results import folder
+from .scheduler import Task
 
 FILE = "progress.json"
 SECONDS = 5.0  # between two writes of this file

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smallvit import record as records
 from smallvit.numerics import Numerics, check_numerics
 from smallvit.run import fingerprint
 from smallvit.shapes import shape_problem
+from smallvit.storage import write_atomic
 
 if TYPE_CHECKING:
     from .loop import Training
@@ -50,7 +50,7 @@ def save(members: Sequence["Training"], path: Path):
         with open(new, "ab") as file:
             file.write(names + digest + f"{len(names):08d}".encode() + MAGIC)
 
-    records.write_atomic(path, write)
+    write_atomic(path, write)
 
 
 def state_of(training: "Training") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from smallvit.numerics import DEFAULT, Numerics
 from smallvit.passes import check_same_fold
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
+from smallvit.shapes import printable
 from smallvit.storage import locked, remove_leftovers, temporary
 
 from . import checkpoint
@@ -362,8 +363,8 @@ def new_record(run: Run, tags: Tags, status: str = "failed", error: str | None =
         labels=run.labels,
         seed=run.seed,
         status=status,
-        error=error and records.printable(error),
-        traceback=traceback and records.printable(traceback, lines=True),
+        error=error and printable(error),
+        traceback=traceback and printable(traceback, lines=True),
         fingerprint=fingerprint(run),
         run=describe(run),
         folds=run.folds or None,

@@ -14,6 +14,8 @@ from smallvit.data import DataSpec
 from smallvit.pretrained import Weights
 from smallvit.rng import stream
 from smallvit.run import Run, fingerprint
+from smallvit.shapes import printable
+from smallvit.storage import file_sha256
 from smallvit.vit import initialize
 
 
@@ -72,7 +74,7 @@ def load_from_run(model: nn.Module, folder: Path, run_hash: str) -> dict:
             " for a head with another number of classes"
         )
     model.load_state_dict(file.read(found), strict=False)
-    return {"loaded": len(found), "missing": missing, "sha256": records.file_sha256(file.path)}
+    return {"loaded": len(found), "missing": missing, "sha256": file_sha256(file.path)}
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -121,7 +123,7 @@ class WeightsFile:
         except Exception as error:  # safetensors, and torch for a type that it does not know, raise their own errors
             if isinstance(error, OSError) and error.errno is not None:  # such as too many open files
                 raise
-            reason = records.printable(str(error))
+            reason = printable(str(error))
             raise ValueError(f"{self.path} is damaged ({reason:.200}); delete the folder and run the recipe again") from error
 
 
@@ -134,4 +136,4 @@ def owner_of(metadata: dict[str, str] | None) -> str:
     except (ValueError, RecursionError):
         return ""
     owner = description.get("fingerprint") if isinstance(description, dict) else None
-    return records.printable(owner) if isinstance(owner, str) else ""
+    return printable(owner) if isinstance(owner, str) else ""

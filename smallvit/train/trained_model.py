@@ -17,7 +17,8 @@ from smallvit.data import DataSpec, Preprocess
 from smallvit.data.images import normalize
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
-from smallvit.storage import failures_named, flush_to_disk, read_bounded
+from smallvit.shapes import printable
+from smallvit.storage import failures_named, file_sha256, flush_to_disk, read_bounded
 
 from .initialize import WeightsFile, shapes_of
 
@@ -159,7 +160,7 @@ def load(folder: str | Path) -> TrainedModel:
         run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
         changed = fingerprint(run) != record.fingerprint
     except (ValueError, AttributeError, TypeError, KeyError, OverflowError) as error:  # from settings of a stranger
-        reason = records.printable(str(error))
+        reason = printable(str(error))
         raise ValueError(f"the settings in {folder / records.RECORD} are not valid: {reason:.500}; {again}") from error
     if changed:
         raise ValueError(f"the settings in {folder / records.RECORD} were changed after training; {again}")
@@ -235,7 +236,7 @@ def check_shared_files(folder: Path):
     try:
         hashes = json.loads(read_bounded(folder / CONFIG, MOST_BYTES))["files"]
         there = [name for name in hashes if (folder / Path(name).name).is_file()]
-        wrong = [name for name in there if records.file_sha256(folder / Path(name).name) != hashes[name]]
+        wrong = [name for name in there if file_sha256(folder / Path(name).name) != hashes[name]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise ValueError(f"{folder / CONFIG} is damaged or not of smallvit ({error!r}); download the model again") from error
     missing = [name for name in (records.RECORD, records.WEIGHTS) if name not in hashes or not (folder / name).is_file()]
@@ -276,4 +277,4 @@ def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict
     with failures_named(path):
         save_file(tensors, path, metadata={"smallvit": description})
         flush_to_disk(path)
-    return {"preprocess": preprocess, "weights_sha256": records.file_sha256(path)}
+    return {"preprocess": preprocess, "weights_sha256": file_sha256(path)}

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from smallvit.ablation import ArmRun
 from smallvit.flops import counted
 from smallvit.launch import launch
-from smallvit.launch.scheduler import folder as folder_of_run
+from smallvit.launch.results import folder as folder_of_run
 from smallvit.native import reason_against
 from smallvit.numerics import Numerics
 from smallvit.pretrained import VIT_S, Weights
 from smallvit.pretrained.weights import Unavailable
 from smallvit.recipe import load_recipe
-from smallvit.record import Record, write_text
+from smallvit.record import Record
 from smallvit.reference_runs import FINE_TUNING, imagenet_vit_s
 from smallvit.references import SmallCNN
+from smallvit.storage import write_text
 from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts import compare
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.scheduler import folder as folder_of_run
-from smallvit.record import Record, write_text
+from smallvit.launch.results import folder as folder_of_run
+from smallvit.record import Record
 from smallvit.report.class_figures import confusion_matrices
 from smallvit.report.drawing import DARK, LIGHT
 from smallvit.report.figures import forest
 from smallvit.report.page import page_template, predict_command, reported, run_command
 from smallvit.report.units import score_in, score_of
+from smallvit.storage import write_text
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smallvit.record import write_text
+from smallvit.storage import write_text
 from smallvit.verdicts.statistics import MIN_PAIRS
 
 from .options import Group
