@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.attention_positions import Places
+from smallvit.convolution import BatchNorm1d
 from smallvit.positions import PEG, Grid
 from smallvit.reduction import LayerContext
 from smallvit.vit import Block
@@ -119,7 +120,7 @@ class ConvShortcut(nn.Module):
         if norm not in ("layer", "batch") or start not in ("default", "zero"):
             raise ValueError(f"got norm={norm!r}, start={start!r}; expected 'layer' or 'batch', and 'default' or 'zero'")
         self.start = start
-        self.norm = nn.LayerNorm(dim, eps=1e-6) if norm == "layer" else nn.BatchNorm1d(dim)
+        self.norm = nn.LayerNorm(dim, eps=1e-6) if norm == "layer" else BatchNorm1d(dim)
         self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
         self.reset_parameters()
 

@@ -46,6 +46,15 @@ class BatchNorm2d(nn.BatchNorm2d):
         return super().forward(input)
 
 
+class BatchNorm1d(nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d`, also for several models that are trained together in half precision: it computes in the number
+    format of its statistics, because PyTorch's own does not work under `torch.vmap` with the inputs that autocast makes.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(self.running_mean))
+
+
 def channels_last(images: Tensor) -> Tensor:
     """Return the same images (batch, channels, height, width); on CPUs with the channels of a pixel side by side in memory.
 

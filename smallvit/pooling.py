@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from smallvit import convolution
+
 
 class ClassToken(nn.Module):
     """A pooling module that returns the class token. This extra first token collects information from all other tokens by
@@ -96,7 +98,7 @@ class Projected(nn.Module):
         widths = [dim] + [hidden] * layers
         self.layers = nn.Sequential()
         for inputs, outputs in zip(widths[:-1], widths[1:]):  # no bias: BatchNorm has one
-            self.layers.extend([nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.GELU()])
+            self.layers.extend([nn.Linear(inputs, outputs, bias=False), convolution.BatchNorm1d(outputs), nn.GELU()])
 
     def forward(self, x: Tensor, size: Tensor | None = None, prefix: int = 0) -> Tensor:
         if self.training and len(x) == 1:

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     },
     "attention_variants": {"attention"},
     "attention_starts": {"attention", "attention_variants"},
-    "block_variants": {"attention_positions", "positions", "reduction", "vit"},
+    "block_variants": {"attention_positions", "convolution", "positions", "reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "storage", "train"},
     "recipe": {"ablation", "components", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "references": {"convolution", "vit"},
     "ensemble": {"vit"},
     "tokenizers": {"convolution"},
+    "pooling": {"convolution"},
     "vit": {*SLOTS, "rng"},
     "data": {"rng"},
     "record": {"packing", "shapes", "storage"},
@@ -72,7 +73,7 @@ MAY_IMPORT = {
     "trackers": {"record", "storage"},
     "numerics": {"native"},
     "native": {"attention", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
-    **{part: set() for part in (*(slot for slot in SLOTS if slot != "tokenizers"), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
+    **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})

@@ -276,6 +276,14 @@ def test_members_whose_gradients_differ_from_those_alone_are_not_stacked(factor,
         Stack(members)
 
 
+def test_batch_normalization_in_the_pool_is_stacked_in_half_precision(tmp_path):
+    runs, folders = seeds_of(SHORT.vary(pool=Projected, precision="bf16"), 2, tmp_path)
+    records = fit_stacked(runs, folders)
+    assert [r.stacked for r in records] == [2, 2]
+    alone = fit(runs[1], tmp_path / "alone")
+    assert alone.curve[0][1] == pytest.approx(records[1].curve[0][1], rel=0.02)
+
+
 def test_a_learning_rate_of_0_trains_nothing_in_a_stack(tmp_path):
     runs, folders = seeds_of(SHORT.vary(lr=0.0), 2, tmp_path)
     assert [r.stacked for r in fit_stacked(runs, folders)] == [2, 2]

@@ -20,7 +20,7 @@ from .loop import Training
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: batched products round differently
 # of each gradient on the first batch, relative to its own norm, and relative to the norm of the largest gradient
-GRADIENT_TOLERANCE = {"fp32": (1e-2, 1e-5), "bf16": (0.3, 1e-3)}
+GRADIENT_TOLERANCE = {"fp32": (1e-2, 1e-5), "bf16": (0.3, 2e-2)}
 
 
 class NotStackable(ValueError):
