@@ -12,7 +12,7 @@
 # # Add your own attention module
 #
 # This notebook takes an idea to a result in three steps: write the module, test it against the contract of its slot, and
-# compare it with the baseline. No file of smallvit changes.
+# compare it with the baseline. No file of smallvit changes. (smallvit has the whole technique, too: `TalkingHeadsAttention`.)
 #
 # The idea is the first half of talking-heads attention (Shazeer et al. 2020, arXiv:2003.02436). In ordinary attention the heads
 # are independent until their outputs are joined. Here a small learned matrix mixes the logits of the heads before the softmax.

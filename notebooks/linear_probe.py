@@ -80,7 +80,7 @@ print(f"{record.steps:,} steps of {run.batch} images, {record.params:,} paramete
 # Self-supervised training can collapse: the model gives the same output for every image, although its loss looks fine. Every
 # run without labels is therefore checked during training. `spread` is 1 if the features point in all directions and 0 if they
 # are all equal. `rank` is the number of directions that the features use. `knn_1` is the accuracy of the nearest labelled
-# image. All three should rise, as they do here. A run that collapses is stopped with an error that says so.
+# image. All three should rise over the whole training, as they do here. A run that collapses is stopped with an error that says so.
 
 # %%
 for check in record.health or []:

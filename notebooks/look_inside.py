@@ -83,7 +83,7 @@ attention_figure(model, images, block=1, query=(3, 3))
 
 # %% [markdown]
 # The numbers behind the pictures are available too: `attention_maps` returns one map per block, of shape (images, heads,
-# tokens, tokens), for any attention kernel. `patch_attention` returns the attention of one block to the patches, on the patch
+# tokens, tokens), however the model computes its attention. `patch_attention` returns the attention of one block to the patches, on the patch
 # grid. `rollout` returns the roll-out on the same grid.
 
 # %%
@@ -127,7 +127,7 @@ attention_figure(reduced, images, block=-1)
 # %% [markdown]
 # ## What does a masked autoencoder predict?
 #
-# MAE hides most patches of an image and learns to predict them from the visible ones. To pretrain with it, use
+# MAE hides a part of the patches of an image, here half, and learns to predict them from the visible ones. To pretrain with it, use
 # `Run(objective=MAE, unlabelled=True, ...)`; this keeps only the encoder, which is what fine-tuning needs. To look at the
 # predictions, you need the decoder as well. The next cell therefore trains the objective in its own short loop. Objectives,
 # like all other parts, are ordinary PyTorch modules.

@@ -96,7 +96,7 @@ gallery(data.train.take(torch.arange(0, 216, 18)), columns=6)
 # ## Compare
 #
 # The comparison is a list of runs in a recipe file. The first arm is the baseline, and each other arm differs from it in what
-# its name says. The pixels under a simple classifier, and a small CNN, are added as references.
+# its name says. Two simple classifiers on raw pixels and a small CNN are added as references.
 #
 # `seeds=range(6)` are six passes. Each pass divides the images into three folds anew and trains three models for each arm. Six
 # passes are the fewest with which smallvit gives its usual verdict.
@@ -168,7 +168,7 @@ Markdown(markdown(results, title="fabrics", doc=load_recipe("fabrics.py").__doc_
 # ## Predict
 #
 # `load` returns the trained model of one run, together with its preprocessing. It takes files of any size and returns the names
-# of classes and their probabilities. `load_all` returns the models of all folds and passes of an arm, which vote together.
+# of classes and their probabilities. `load_all` returns the models of all folds and passes of an arm, whose probabilities are averaged.
 #
 # Draw three new fabrics, larger than the others:
 

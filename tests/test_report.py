@@ -395,6 +395,14 @@ def test_data_that_changed_between_runs_give_a_warning():
     assert not warnings(rows[:-8])
 
 
+def test_settings_that_differ_between_numbers_of_labels_are_named_with_them():
+    rows = change(records({"scratch": 0, "+A": 0}, labels=(10, 100, 1_000)), None, precision="fp32")
+    rows = [replace(r, precision="bf16") if r.labels == 100 else r for r in rows]
+    (line,) = warnings(rows)
+    few = "fp32 in scratch at 10 and 1,000 labels and +A at 10 and 1,000 labels"
+    assert line == f"Runs differ in precision: {few}; bf16 in scratch at 100 labels and +A at 100 labels"
+
+
 def probed(**scores: list[float]) -> list[Record]:
     """Records of a probe, `knn_1`, of arms and of an untrained model."""
     rows = records({"one": 0, "two": 0, RANDOM: 0}, labels=(20,), seeds=6, references=(RANDOM,))

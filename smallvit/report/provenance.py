@@ -18,7 +18,7 @@ from .alarms import (
     unequal_trials,
     unused_seeds,
 )
-from .format import join_names
+from .format import at_labels, join_names
 from .settings import initial_weights
 
 MACHINE = ("device", "precision", "threads", "processes", "kernel", "compiled")  # fields of a record
@@ -29,17 +29,25 @@ def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None)
     (variant) was probably trained too briefly. `records` are the results of the runs. `trials` is a dict from the name of an
     arm to the number of its settings that were tried on validation images.
     """
-    facts: dict[str, dict[str, dict]] = {}
+    facts: dict[str, dict[str, dict[str, dict]]] = {}
+    labels_of: dict[str, dict] = {}
     for r in records:
+        labels_of.setdefault(r.arm, {})[r.labels] = None
         conditions = {name: getattr(r, name) for name in ("cpu", *MACHINE)} | {"code": (r.code or {}).get("sha256")}
         if data := r.run.get("data"):
             conditions[f"content of {describe_value(data)}"] = r.data_sha256
         conditions |= {f"{name} version": version for name, version in (r.versions or {}).items()}
         for name, value in conditions.items():
             if value is not None:
-                facts.setdefault(name, {}).setdefault(str(value), {})[r.arm] = None
+                facts.setdefault(name, {}).setdefault(str(value), {}).setdefault(r.arm, {})[r.labels] = None
+
+    def named(arms: dict[str, dict]) -> str:
+        """The names of arms, with the numbers of labels where an arm has a value at some of its numbers only."""
+        texts = (f"{a} {at_labels([*some])}" if len(some) < len(labels_of[a]) else a for a, some in arms.items())
+        return join_names(list(texts))
+
     out = [
-        f"Runs differ in {name}: " + "; ".join(f"{value} in {join_names(list(arms))}" for value, arms in values.items())
+        f"Runs differ in {name}: " + "; ".join(f"{value} in {named(arms)}" for value, arms in values.items())
         for name, values in facts.items()
         if len(values) > 1
     ]
