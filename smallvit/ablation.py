@@ -268,6 +268,14 @@ def controls_of(names: list[str], given: dict[str, str]) -> dict[str, str]:
     return controls
 
 
+def only_baseline(runs: Iterable[ArmRun]) -> str:
+    """Return the name of the arm that is the control of all arms that name none: the baseline of a comparison. The result is an
+    empty text if there is no baseline, or several. `runs` are the runs of the comparison.
+    """
+    names = {entry.arm for entry in runs if entry.role == "baseline"}
+    return names.pop() if len(names) == 1 else ""
+
+
 def by_control(controls: dict[str, str]) -> list[str]:
     """Return all arms (variants) in an order in which each arm comes after its control, the arm with which it is compared. In
     this order, each arm can be changed to match the cost of its control. `controls` is a dict from arm to control; a baseline

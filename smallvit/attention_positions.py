@@ -141,9 +141,8 @@ class Rotary(nn.Module):
     between them, not on their absolute positions. Values are not rotated.
 
     One half of the pairs rotates with the column, the other half with the row, with frequencies temperature^(-4k / head_dim).
-    With
-    `mixed`, each head learns the frequencies for the row and the column of each pair. They are initialized so that each head
-    has a random direction for one half of the pairs, and the direction at a right angle for the other half.
+    With `mixed`, each head learns the frequencies for the row and the column of each pair. They are initialized so that each
+    head has a random direction for one half of the pairs, and the direction at a right angle for the other half.
 
     Prefix tokens are not rotated, as if they were at the `origin`: "corner", the top-left patch, or "center", the middle of the
     image. Only the logits between prefix tokens and patches depend on `origin`.

@@ -143,6 +143,8 @@ class Normalization(RuleForVmap):
 
 def leading(tensor: Tensor, axis: int | None, models: int) -> Tensor:
     """Return a tensor with the axis of the models first; it has the number `axis`, or is missing if all models share it."""
+    if axis == 0:
+        return tensor  # a view of a weight would have no gradient of its own
     return tensor.expand(models, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from smallvit.ablation import ArmRun, by_cell
+from smallvit.ablation import ArmRun, by_cell, only_baseline
 from smallvit.looks import Looks, choose_schedule, with_looks, write_looks
 from smallvit.passes import passes_of
 from smallvit.recipe import only
@@ -38,7 +38,7 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
         raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
     selected = {entry.cell for entry in only(runs, options.only)}
-    baseline = next((entry.arm for entry in runs if entry.role == "baseline"), "")
+    baseline = only_baseline(runs)
     controls = {entry.arm: entry.baseline or baseline for entry in runs}
     for arm, *condition in selected:
         control = controls[arm]

@@ -106,8 +106,9 @@ def cifar10(root: str | None = None) -> Dataset:
 
 @functools.cache
 def svhn(root: str | None = None) -> Dataset:
-    """Return the data set SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32 pixels. `root` is
-    the folder of downloaded data sets.
+    """Return the data set SVHN: 73,257 training and 26,032 test color photos of house number digits, 32 x 32 pixels. It is
+    downloaded if a file is missing. `root` is the folder of downloaded data sets, by default the environment variable
+    SMALLVIT_DATA, else a cache folder.
     """
     names = ["train_32x32.mat", "test_32x32.mat"]
     found = _load_verified("SVHN", root, "", names, ({"split": "train"}, {"split": "test"}))

@@ -8,22 +8,8 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Declaration(NamedTuple):
-    """The properties of an evaluator (a function that scores a trained model). `probe`: it trains a classifier on features.
-    `judges`: its first number can judge an arm (variant in a comparison). `chooses`: what it chooses on the validation images.
-    `needs`: a function that checks the data. `pixel_options`: its options that also apply to raw pixels. `lower_is_better`: a
-    smaller number is a better one.
-
-    The defaults apply to a function without a declaration.
-
-    probe          True if the evaluator trains a classifier on frozen features. A comparison that is judged by a probe also
-                   evaluates an untrained model.
-    judges         True if an arm can be judged by the first number: an accuracy or another share from 0 to 1, or, with
-                   `lower_is_better`, any number from 0 on.
-    chooses        a few words for the report that say what is chosen on the validation images; None if nothing is.
-    needs          a function `needs(splits, **options)` that raises ValueError if the splits are too small. It is called before
-                   training with the options of the evaluator. None if any splits will do.
-    pixel_options  names of the options that also apply to raw pixels, a reference that has no layers and no tokens.
-    lower_is_better  True if a smaller first number is better, as for a loss. An arm is then better if its number is smaller.
+    """The properties of an evaluator (a function that scores a trained model), as `evaluator` describes them. The defaults
+    apply to a function without a declaration.
     """
 
     probe: bool = False
@@ -47,12 +33,15 @@ def evaluator(
     use these properties. The function is returned unchanged; they are stored in it. An evaluator for which all defaults are
     right needs no decorator.
 
-    probe            True: it trains a classifier on features
-    judges           True: its first number can judge a run
-    chooses          what it chooses on the validation images, in a few words for the report; None: nothing
-    needs            a function `needs(splits, **options)` that raises ValueError for unsuitable data; None: no check
-    pixel_options    names of its options that also apply to raw pixels
-    lower_is_better  True: a smaller first number is better
+    probe            True: it trains a classifier on frozen features. A comparison that is judged by a probe also evaluates an
+                     untrained model.
+    judges           True: its first number can judge an arm (variant in a comparison). It is an accuracy or another share from
+                     0 to 1, or, with `lower_is_better`, any number from 0 on.
+    chooses          what it chooses on the validation images, in a few words for the report. None: nothing.
+    needs            a function `needs(splits, **options)` that raises ValueError for unsuitable data or options. It is called
+                     before the training. None: no check.
+    pixel_options    names of its options that also apply to raw pixels, a reference without layers and tokens
+    lower_is_better  True: a smaller first number is better, as for a loss
     """
 
     def declare(function: Function) -> Function:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from smallvit.ablation import ArmRun, with_dependencies
+from smallvit.ablation import ArmRun, only_baseline, with_dependencies
 from smallvit.components import options
 from smallvit.data import Dataset, HeldOut
 from smallvit.numerics import DEFAULT
@@ -70,7 +70,7 @@ def plan(
         loaded.check_test_images()
         data.append(data_text(loaded))
     listed = [*runs, *recipe_runs]
-    baselines = {entry.arm for entry in listed if entry.role == "baseline"}
+    baseline_arm = only_baseline(listed)
     now: list[float] = []
     after_download: list[float] = []
     lines = []
@@ -90,7 +90,7 @@ def plan(
         runs_text = run_count([e.seed for e in same], run.folds)
         lines.append(f"{arm}{', tuned' * tuned}: {runs_text} of {run.steps} steps, about {seconds:.0f} s each{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
-        control = entry.baseline or (min(baselines) if len(baselines) == 1 else "")
+        control = entry.baseline or baseline_arm
         same_arm = [e for e in listed if e.arm == control != arm]
         if same_arm:
             baseline = min(same_arm, key=lambda e: (kind(e)[1:] != (length, tuned), e.labels != run.labels))

@@ -34,7 +34,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
-from smallvit.convolution import transform
+from smallvit.convolution import leading, transform
 from smallvit.pooling import ClassToken
 from smallvit.reduction.context import reduce_tokens, runs_before_attention
 from smallvit.storage import write_atomic
@@ -337,12 +337,8 @@ class NativeFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Any, Any]:
-        def leading(tensor: Tensor | None, axis: int | None) -> Tensor | None:
-            if tensor is None or axis is None:
-                return tensor if tensor is None else tensor.expand(info.batch_size, *tensor.shape)
-            return tensor if axis == 0 else tensor.movedim(axis, 0)  # a view would be no leaf
-
-        tensors = [leading(*pair) for pair in zip((x, bias, *weights), in_dims[1:])]
+        pairs = zip((x, bias, *weights), in_dims[1:])
+        tensors = [None if tensor is None else leading(tensor, axis, info.batch_size) for tensor, axis in pairs]
         return NativeFunction.apply(call._replace(stacked=True), *tensors), (0, 0) if call.keys else 0
 
 
@@ -536,10 +532,9 @@ class NativeBlocks:
         """Return why PyTorch must compute this call, or None if the kernel can.
 
         The reasons: tokens or weights that are not 32-bit floats on the CPU, shapes that do not fit (PyTorch then raises its
-        own error), a missing weight, another number format than bf16 or a processor
-        without it, hooks, dropout, sizes that need a gradient, no images at all, a reduction that has been exchanged, merging
-        with a mask or with stochastic depth, transforms of PyTorch other than one `torch.vmap`, and tools of PyTorch that watch
-        each operation or record a graph.
+        own error), a missing weight, another number format than bf16 or a processor without it, hooks, dropout, sizes that need
+        a gradient, no images at all, a reduction that has been exchanged, merging with a mask or with stochastic depth,
+        transforms of PyTorch other than one `torch.vmap`, and tools of PyTorch that watch each operation or record a graph.
         """
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
             return "the tokens are not 32-bit floats on the CPU"

@@ -39,8 +39,7 @@ class Objective(nn.Module):
                    `(model, teacher)`.
     stackable      True if runs that differ only in their seed and learning rate can be trained together by `torch.func.vmap`.
                    For this, a step may change only two things: parameters, by their gradients, and buffers, in `forward`. The
-                   default is False for a
-                   subclass that overrides `before_step` or `after_step`, or that needs no labels.
+                   default is False for a subclass that overrides `before_step` or `after_step`, or that needs no labels.
     changes_weights  True if `after_step` changes weights that are trained, for example limits them.
     unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
                    training loop then puts views of them into `batch.views`. Their labels cannot be read.

@@ -192,7 +192,7 @@ def equal_up_to_rounding(one: float | None, other: float | None) -> bool:
     """
     if one is None or other is None:
         return one == other
-    return one == other or math.isclose(one, other, rel_tol=NUMBER_TOLERANCE)
+    return math.isclose(one, other, rel_tol=NUMBER_TOLERANCE)
 
 
 def same_seed(committed: Sequence[Record], new: Record) -> Record | None:
