@@ -197,6 +197,8 @@ def test_other_processors(flags, tmp_path, monkeypatch):
             blocks, x, direction = make_blocks(attention=attention), torch.randn(3, 19, 32), torch.randn(3, 19, 32)
             found = results(blocks, native_call(blocks), x, direction)
             assert error(found, [each.double() for each in results(blocks, blocks, x, direction)]) < 1e-5
+        blocks, x = merging_blocks(), torch.randn(3, 17, 32)
+        torch.testing.assert_close(native_call(blocks)(x)[0], blocks(x)[0], rtol=0, atol=2e-5)
     finally:
         forget_compiler()
 
@@ -310,6 +312,43 @@ def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys)
     assert torch.equal(size, exact(x.double(), **doubles)[1].float())
     with torch.no_grad():
         torch.testing.assert_close(call(x, **inputs)[0], found[0], rtol=0, atol=0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    images=st.integers(1, 5), patches=st.integers(2, 40), prefix=st.sampled_from([0, 1, 2, 5]), r=st.integers(1, 20),
+    key_width=st.sampled_from([16, 48]), sized=st.booleans(), threads=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_tokens_are_merged_as_by_pytorch(images, patches, prefix, r, key_width, sized, threads):
+    merge = Merge(LayerContext(0, 1, 32, prefix, prefix > 0, patches), r=r)
+    n = prefix + patches
+    x, keys = torch.randn(images, n, 32, requires_grad=True), torch.randn(images, n, key_width)
+    size = torch.randint(1, 5, (images, n)).float() if sized else None
+    expected, expected_size = merge(x, size, lambda: keys)
+    direction, before = torch.randn_like(expected), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out, new_size, place, share = native.NativeMerge.apply(merge, x, size, keys)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    assert torch.equal(new_size, expected_size)
+    (d_x,), (d_expected,) = (torch.autograd.grad(each, x, direction) for each in (out, expected))
+    torch.testing.assert_close(d_x, d_expected, rtol=0, atol=2e-6)
+    whole = torch.zeros_like(out).scatter_add(1, place[..., None].expand_as(x), x * share[..., None])
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-6)
+    alone = share == 1
+    assert torch.equal(out.gather(1, place[..., None].expand_as(x))[alone], x[alone])
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_strange_keys_of_one_image_stay_in_that_image(value):
+    merge, x, keys = Merge(LayerContext(0, 1, 32, 1, True, 16), r=5), torch.randn(3, 17, 32), torch.randn(3, 17, 16)
+    strange = keys.clone()
+    strange[1] = value
+    found, expected = (native.merge_tokens(merge, x, None, each) for each in (strange, keys))
+    assert all(torch.equal(one[[0, 2]], other[[0, 2]]) for one, other in zip(found, expected))
+    assert found[1].sum(1).tolist() == [17, 17, 17] and not found[0].isnan().any()
 
 
 class Mirror(nn.Module):

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.convolution import leading, transform
 from smallvit.pooling import ClassToken
-from smallvit.reduction.context import reduce_tokens, runs_before_attention
+from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
 from smallvit.storage import write_atomic
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, Blocks, ViT, one_after_another
@@ -189,6 +189,15 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("images", "tokens", "width", "branches")),
         *((name, ctypes.c_long) for name in ("group", "threads", "precision", "again")),
         ("branch", ctypes.POINTER(Branch)),
+    ]
+
+
+class Merging(ctypes.Structure):
+    """Tokens of which some are merged between two blocks."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("images", "tokens", "width", "key_width", "prefix", "pairs", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "keys", "size", "out", "new_size", "place", "share")),
     ]
 
 
@@ -366,6 +375,52 @@ class NativeFunctionInPlace(torch.autograd.Function):
         return None, compute_backward(call, x, bias, d_out, call.weights, existing_gradients(call.weights)), None
 
 
+class NativeMerge(torch.autograd.Function):
+    """The merging of the best pairs of tokens as one operation of autograd. Under `torch.vmap`, the images of all models are
+    merged in one call.
+    """
+
+    @staticmethod
+    def forward(reduction: Any, x: Tensor, size: Tensor | None, keys: Tensor) -> Any:
+        return merge_tokens(reduction, x, size, keys)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any):
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[2:])
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        place, share = ctx.saved_tensors
+        return None, gather_tokens(d_out.contiguous(), place) * share[..., None], None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, reduction: Any, *tensors: Tensor | None) -> tuple[Any, Any]:
+        pairs = zip(tensors, in_dims[1:])
+        flat = [None if t is None else leading(t, axis, info.batch_size).flatten(0, 1) for t, axis in pairs]
+        found = NativeMerge.apply(reduction, *flat)
+        return tuple(each.unflatten(0, (info.batch_size, -1)) for each in found), (0,) * len(found)  # pyright: ignore
+
+
+vars(NativeMerge.forward)["__signature__"] = inspect.signature(NativeMerge.forward)
+
+
+def merge_tokens(reduction: Any, x: Tensor, size: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge the best pairs of tokens `x` (b, n, d) of sizes `size` (b, n) by their keys (b, n, e), as the module `reduction`
+    does. Return the new tokens and their sizes, and for each old token its place among the new ones and its share in the token
+    there, both (b, n).
+    """
+    (images, n, width), x, keys = x.shape, x.contiguous(), keys.contiguous()
+    size = None if size is None else size.contiguous()
+    pairs = reduction.count(n)
+    out, new_size = x.new_empty(images, n - pairs, width), x.new_empty(images, n - pairs)
+    place, share = x.new_empty(images, n, dtype=torch.long), x.new_empty(images, n)
+    numbers = (images, n, width, keys.shape[2], reduction.prefix, pairs, torch.get_num_threads())
+    tensors = (x, keys, size, out, new_size, place, share)
+    library().blocks_merge(ctypes.byref(Merging(*numbers, *map(pointer, tensors))))
+    return out, new_size, place, share
+
+
 def existing_gradients(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the `.grad` of each weight that needs a gradient, and None for the others."""
     return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
@@ -483,10 +538,11 @@ class NativeBlocks:
 
     `blocks` are blocks for which `reason_against_block` gives None, with the same widths and the same kind of attention.
 
-    One call of the kernel computes all branches up to the attention of the next block that merges tokens. PyTorch merges them
-    between two calls, by the keys that the kernel returns. A call falls back to PyTorch if it asks for what the kernel cannot
-    do: see `fallback`. Results agree with those of PyTorch up to rounding, unless rounding decides which of two tokens is more
-    similar to a third one. With stochastic depth, the random numbers are the same ones, and skipped branches take no time.
+    One call of the kernel computes all branches up to the attention of the next block that merges tokens, and returns the keys
+    by which they are merged. Another call merges the best pairs; other reductions are called as always. PyTorch
+    computes all of it if a call asks for what the kernel cannot do: see `fallback`. Results agree with those of PyTorch up to
+    rounding, unless rounding decides which of two tokens is more similar to a third one. With stochastic depth, the random
+    numbers are the same ones, and skipped branches take no time.
     """
 
     def __init__(self, blocks: Sequence[Block]):
@@ -522,9 +578,20 @@ class NativeBlocks:
             return one_after_another(self.blocks, x, size, mask, places)
         for (branches, reduction), own in zip(self.parts, weights):
             x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
-            if reduction is not None:
-                x, size, places = reduce_tokens(reduction, x, size, places, lambda keys=keys: keys)
+            if reduction is not None and keys is not None:
+                x, size, places = self.reduce(reduction, x, size, places, keys)
         return (x, size) if places is None else (x, size, places)
+
+    def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, keys: Tensor) -> tuple:
+        """Return the tokens, their sizes and their places after a reduction by the keys of the attention before it."""
+        by_pairs = vars(type(reduction)).get("merges_best_pairs")
+        if not by_pairs or places is not None or (size is not None and size.dtype != torch.float32):
+            return reduce_tokens(reduction, x, size, places, lambda: keys)
+        if not reduction.count(x.shape[1]):
+            return x, size, None
+        plain = peek_interpreter_stack() is None and not torch.is_grad_enabled()
+        merge: Any = merge_tokens if plain else NativeMerge.apply
+        return *merge(reduction, x, size, keys)[:2], None
 
     def fallback(
         self, x: Tensor, size: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None], half: bool

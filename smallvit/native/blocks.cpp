@@ -1,4 +1,5 @@
-// Consecutive transformer blocks on a CPU: their forward and their backward pass, each as one call.
+// Consecutive transformer blocks on a CPU: their forward and their backward pass, each as one call. A call of another function
+// merges tokens between two blocks.
 //
 // A block is two residual branches, and both have the same form:
 //
@@ -864,10 +865,10 @@ struct Plan {  // where everything lies in the memory of the caller
 
 // Call `work(group, thread)` for all groups. Each thread has its own contiguous share of them.
 template <class Work>
-static void in_threads(const Blocks& s, Work work) {
-  const long groups = groups_of(s), threads = std::min(s.threads, groups);
+static void in_threads(long groups, long most_threads, long precision, Work work) {
+  const long threads = std::min(most_threads, groups);
   auto share = [&](long t) {
-    const TilesInUse tiles(s.precision);
+    const TilesInUse tiles(precision);
     for (long g = groups * t / threads; g < groups * (t + 1) / threads; g++) work(g, t);
   };
   std::vector<std::thread> started;
@@ -892,7 +893,102 @@ static void pack_all(const Blocks& s, const Plan& plan, bool backward) {
   }
 }
 
+// ------------------------------------------------------------------------------------------------- merging between two blocks
+
+// The Python code that this replaces is `Merge` in smallvit/reduction/merge.py. Behind the prefix tokens, those at even places
+// are sources, and those at odd places are targets. The `pairs` sources that are most similar to a target become part of it. The
+// new sequence is: prefix, the other sources, targets.
+struct Merging {
+  long images, tokens, width, key_width, prefix, pairs, threads;
+  const float *x, *keys, *size;  // (images, tokens, width), (images, tokens, key_width), (images, tokens); size may be null for 1
+  float *out, *new_size;         // (images, tokens - pairs, width), (images, tokens - pairs)
+  long* place;                   // (images, tokens): where a token is in the new sequence, alone or as a part of another one
+  float* share;                  // (images, tokens): its share in the token there, 1 if it is alone
+};
+
+struct MergingScratch {  // of one thread
+  float *sources, *targets, *transposed, *scores, *best;
+  long *match, *order;
+  MergingScratch(const Merging& m, Memory& memory) {
+    const long half = m.tokens / 2 + 1;
+    sources = memory.take(half * m.key_width);
+    targets = memory.take(half * m.key_width);
+    transposed = memory.take(padded(half) * m.key_width);
+    scores = memory.take(half * padded(half));
+    best = memory.take(half);
+    match = (long*)memory.take(2 * half);
+    order = (long*)memory.take(2 * half);
+  }
+};
+
+static long unit_keys(const Merging& m, const float* keys, long first, float* out) {  // of every second token; returns how many
+  long count = 0;
+  for (long i = first; i < m.tokens; i += 2, count++) {
+    Vec squares = {};
+    for (long j = 0; j < m.key_width; j += LANES) squares += load(keys + i * m.key_width + j) * load(keys + i * m.key_width + j);
+    const float length = std::max(std::sqrt(sum(squares)[0]), 1e-12f);
+    for (long j = 0; j < m.key_width; j += LANES) store(out + count * m.key_width + j, load(keys + i * m.key_width + j) / length);
+  }
+  return count;
+}
+
+static void merge_image(const Merging& m, long image, const MergingScratch& t) {
+  const long n = m.tokens, d = m.width, left = n - m.pairs;
+  const long first_source = m.prefix + m.prefix % 2, first_target = m.prefix + 1 - m.prefix % 2;
+  const float *x = m.x + image * n * d, *keys = m.keys + image * n * m.key_width, *size = m.size ? m.size + image * n : nullptr;
+  float *out = m.out + image * left * d, *new_size = m.new_size + image * left, *share = m.share + image * n;
+  long* place = m.place + image * n;
+
+  // the most similar target of each source, and the sources in the order of that similarity; NaN counts as most similar
+  const long sources = unit_keys(m, keys, first_source, t.sources), targets = unit_keys(m, keys, first_target, t.targets);
+  const long columns = padded(targets), others = sources - m.pairs;
+  transpose(targets, m.key_width, {t.targets, m.key_width}, t.transposed, columns);
+  multiply<false, false>(sources, columns, m.key_width, {{t.sources, m.key_width}, {t.transposed, columns}, t.scores, columns});
+  for (long i = 0; i < sources; i++) {
+    float most = -INFINITY;
+    t.match[i] = 0, t.order[i] = i;
+    for (long j = 0; j < targets; j++)
+      if (!(t.scores[i * columns + j] <= most)) most = t.scores[i * columns + j], t.match[i] = j;
+    t.best[i] = std::isnan(most) ? INFINITY : most;
+  }
+  std::stable_sort(t.order, t.order + sources, [&](long a, long b) { return t.best[a] > t.best[b]; });
+  std::sort(t.order + m.pairs, t.order + sources);
+
+  // where each token goes, and what it then is
+  auto copy = [&](long from, long to) {
+    place[from] = to, share[from] = 1.f, new_size[to] = size ? size[from] : 1.f;
+    memcpy(out + to * d, x + from * d, d * sizeof(float));
+  };
+  for (long i = 0; i < m.prefix; i++) copy(i, i);
+  for (long i = 0; i < others; i++) copy(first_source + 2 * t.order[m.pairs + i], m.prefix + i);
+  for (long i = 0; i < targets; i++) copy(first_target + 2 * i, m.prefix + others + i);
+  for (long i = 0; i < m.pairs; i++) {
+    const long from = first_source + 2 * t.order[i];
+    place[from] = m.prefix + others + t.match[t.order[i]];
+    new_size[place[from]] += size ? size[from] : 1.f;
+  }
+  for (long i = 0; i < m.pairs; i++) {  // a step from the target towards each source, so that their mean is reached
+    const long from = first_source + 2 * t.order[i], target = first_target + 2 * t.match[t.order[i]];
+    const float of_source = (size ? size[from] : 1.f) / new_size[place[from]];
+    share[from] = of_source;
+    share[target] = (size ? size[target] : 1.f) / new_size[place[from]];
+    float* to = out + place[from] * d;
+    for (long j = 0; j < d; j += LANES) store(to + j, load(to + j) + (load(x + from * d + j) - load(x + target * d + j)) * of_source);
+  }
+}
+
 extern "C" {
+
+void blocks_merge(const Merging* merging) {
+  const Merging& m = *merging;
+  Memory count{nullptr};
+  MergingScratch(m, count);
+  std::vector<float> memory(count.used * std::min(m.threads, m.images) + 16);
+  in_threads(m.images, m.threads, FP32, [&](long image, long thread) {
+    Memory own{memory.data() + thread * count.used};
+    merge_image(m, image, MergingScratch(m, own));
+  });
+}
 
 long blocks_lanes() { return LANES; }
 long blocks_has_bf16() { return HAS_BF16; }
@@ -910,7 +1006,7 @@ void blocks_forward(const Blocks* blocks, const float* x, float* out, float* key
   pack_all(s, plan, false);
   const long step = rows_of(s) * s.width, last = s.branches - 1;
   const long key_step = rows_of(s) * (s.branch[last].outer / s.branch[last].heads);
-  in_threads(s, [&](long group, long thread) {
+  in_threads(groups_of(s), s.threads, s.precision, [&](long group, long thread) {
     const float* in = x + group * step;
     for (long i = 0; i < s.branches; i++) {
       float* to = i < last && kept ? plan.inputs[group * s.branches + i + 1] : out + group * step;
@@ -929,7 +1025,7 @@ void blocks_backward(const Blocks* blocks, const float* x, float* d, float* kept
   pack_all(s, plan, true);
   for (auto& [memory, floats] : plan.sums) memset(memory, 0, floats * sizeof(float));
   const long step = rows_of(s) * s.width;
-  in_threads(s, [&](long group, long thread) {
+  in_threads(groups_of(s), s.threads, s.precision, [&](long group, long thread) {
     for (long i = s.branches - 1; i >= 0; i--) {
       const float* in = i ? plan.inputs[group * s.branches + i] : x + group * step;
       backward(s, s.branch[i], plan.packed[i], &plan.gradients[thread][i * WEIGHTS], group * s.group, in, d + group * step,

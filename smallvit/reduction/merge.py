@@ -37,7 +37,7 @@ class Merge(nn.Module):
              1], or `inflect` with an `r` that is no whole number.
     """
 
-    needs_keys_alone = True
+    needs_keys_alone = merges_best_pairs = True
 
     def __init__(self, context: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()
