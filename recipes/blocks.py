@@ -19,7 +19,7 @@ Expected  No arm is better or worse than the baseline by more than half a point,
 Found     At 1,000 labels, the gated MLPs are better: SwiGLU by 0.58 points [0.41, 0.74] (97.51% against 96.93%) and GEGLU by
           0.55 points [0.34, 0.75]. The means are above the half point that was expected at most; the intervals contain half a
           point. At 100 labels both are inconclusive after the correction, 0.62 points [0.09, 1.14] and 0.52 points [0.11,
-          0.93]. PEG is worse by 0.63 points [-0.85, -0.41] at 1,000 labels, where the model was still improving; no such loss
+          0.93]. PEG is worse by 0.63 points [0.41, 0.85] at 1,000 labels, where the model was still improving; no such loss
           was expected at 1,000 labels. At 100 labels it is inconclusive, -0.35 points [-0.72, 0.02]: a loss of one to two
           points, as expected, is excluded. No difference is shown for talking heads, -0.05 points [-0.30, 0.20] at 100 labels
           and -0.01 [-0.20, 0.17] at 1,000, which excludes most of the expected gain. Sigmoid attention (-0.16 [-0.45, 0.12]

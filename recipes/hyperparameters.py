@@ -20,15 +20,15 @@ Expected  Course reports say that width 32 is best, patch 14 is the most stable,
           positions stays worse by five or more. Depths, numbers of heads and post-norm cannot be distinguished. Written before
           those runs.
 
-Found     Most differences are much smaller than after 800 steps with one rate. Width 16 is worse by 2.87 points [-3.58, -2.16]
-          and width 32 by 1.01 [-1.36, -0.67]; width 128 has the highest mean of all ViTs, 97.19%, but 0.35 points above the
+Found     Most differences are much smaller than after 800 steps with one rate. Width 16 is worse by 2.87 points [2.16, 3.58]
+          and width 32 by 1.01 [0.67, 1.36]; width 128 has the highest mean of all ViTs, 97.19%, but 0.35 points above the
           center [0.03, 0.68] are inconclusive after the correction for 34 comparisons. Patch 14 is not better, as expected
-          (0.22 points [-0.14, 0.59]). One patch of 28 is worse by 1.03 [-1.39, -0.66]. Patch 4 is inconclusive, with 0.89
-          points less [-1.35, -0.43]; patch 2 is worse by 6.42 [-7.59, -5.24], and 196 tokens were still improving. No
+          (0.22 points [-0.14, 0.59]). One patch of 28 is worse by 1.03 [0.66, 1.39]. Patch 4 is inconclusive, with 0.89
+          points less [0.43, 1.35]; patch 2 is worse by 6.42 [5.24, 7.59], and 196 tokens were still improving. No
           difference between depths is shown, as expected: depth 8 has 0.04 points more [-0.21, 0.29] and depth 2 has 0.66 less
-          [-1.23, -0.08]. Two and eight heads are inconclusive, but one head is worse by 0.83 points [-1.04, -0.61], which was
-          not expected. 2-D sines are worse by 3.14 points [-4.08, -2.20], about as much as expected, and no positions by 11.77
-          [-12.87, -10.67]; 1-D sines are inconclusive, with 0.88 points less [-1.30, -0.46]. Post-norm is inconclusive, -0.25
+          [0.08, 1.23]. Two and eight heads are inconclusive, but one head is worse by 0.83 points [0.61, 1.04], which was
+          not expected. 2-D sines are worse by 3.14 points [2.20, 4.08], about as much as expected, and no positions by 11.77
+          [10.67, 12.87]; 1-D sines are inconclusive, with 0.88 points less [0.46, 1.30]. Post-norm is inconclusive, -0.25
           [-0.53, 0.03]. Tuning changed the difference most for width 16: with the rate of the center it is 6.66 points. No
           verdict depends on it. The small CNN, with fewer parameters and twice the multiply-adds, is above every ViT (98.61%).
 

@@ -18,11 +18,11 @@ Expected  The baseline reaches 95.8% at 100 labels and 98.5% at 1,000. Every par
           The small CNN, which is trained for as long, has the same mean as the baseline. Written before the runs.
 
 Found     The baseline reaches 98.53%, as expected. Only two parts are shown to be needed, against the expectation of three.
-          Without deformations the ViT is worse by 1.36 points [-1.64, -1.07], less than the expected two. With a quarter of
-          the steps it is worse by 0.25 points [-0.41, -0.08], which is fragile (a repetition would show it in fewer than 80
+          Without deformations the ViT is worse by 1.36 points [1.07, 1.64], less than the expected two. With a quarter of
+          the steps it is worse by 0.25 points [0.08, 0.41], which is fragile (a repetition would show it in fewer than 80
           of 100 cases), and less than half of what was expected. Without convolutions it reaches 98.36%, 0.17 points less
-          [-0.41, 0.07], inconclusive, and less than expected. With AdamW in place of Muon it reaches 98.44%, 0.09 points less
-          [-0.24, 0.07], inconclusive as expected, and SwiGLU adds 0.04 points [-0.06, 0.13], inconclusive and less than
+          [-0.07, 0.41], inconclusive, and less than expected. With AdamW in place of Muon it reaches 98.44%, 0.09 points less
+          [-0.07, 0.24], inconclusive as expected, and SwiGLU adds 0.04 points [-0.06, 0.13], inconclusive and less than
           expected. So no loss is shown here without convolutions, or without Muon. Added to a plain ViT with AdamW and half
           of the steps, each of them is better (recipes `inductive_bias` and `optimizers`). The small CNN has the highest
           mean, 98.68%.

@@ -19,8 +19,8 @@ Found     At 1,000 labels Muon is better than AdamW, by 0.76 points [0.57, 0.96]
           expected, and its mean is close to that of AdamW at twice the steps, which is better by 0.73 points [0.53, 0.92]. At
           100 labels Muon is inconclusive as expected, 0.90 points [0.25, 1.56]: the interval does not contain 0, but p is too
           large after the Holm correction. AdamW at twice the steps is better there, by 0.89 points [0.36, 1.42], which is
-          fragile. SAM is not shown to be better than AdamW at twice the steps, as expected: 0.47 points less [-0.87, -0.07] at
-          100 labels, inconclusive, and worse by 0.72 points [-0.90, -0.55] at 1,000, where it reaches 96.94%, as much as AdamW
+          fragile. SAM is not shown to be better than AdamW at twice the steps, as expected: 0.47 points less [0.07, 0.87] at
+          100 labels, inconclusive, and worse by 0.72 points [0.55, 0.90] at 1,000, where it reaches 96.94%, as much as AdamW
           with as many steps and half the cost. Schedule-free AdamW is inconclusive, within 0.26 points of AdamW and below it,
           as expected (-0.26 [-0.81, 0.29] and -0.07 [-0.23, 0.09]). The small CNN has the highest mean, 95.86% and 98.63%.
 

@@ -26,7 +26,7 @@ Found     Deforming the digits is worth far more than all six regularizers toget
           1,000 labels is shown to help, by 1.66 points [1.00, 2.32], as expected; this verdict is fragile. Dropout is next,
           with 3.73 points [0.68, 6.78] and 0.65 [0.17, 1.14], both inconclusive after the correction for 36 comparisons. All
           six together are inconclusive too: 5.99 points [3.24, 8.75] and 1.66 [0.70, 2.62]. Added to deformations they were
-          expected to do no harm; at 1,000 labels they do, by 2.35 points [-2.82, -1.88], and at 100 labels the difference is
+          expected to do no harm; at 1,000 labels they do, by 2.35 points [1.88, 2.82], and at 100 labels the difference is
           inconclusive, -1.61 [-2.39, -0.82]. With one learning rate for all arms, most verdicts are the same; mixup is then
           inconclusive, dropout and all six are better at 1,000 labels, and deformations with all six are worse than
           deformations alone at 100 labels. The small CNN has fewer parameters and twice the multiply-adds. Without

@@ -19,8 +19,8 @@ Found     At 100 labels FixMatch is better than supervised training for as long,
           mean teacher is better than supervised training for as long, too, by 1.27 points [0.56, 1.98] (96.24%). Distribution
           alignment adds nothing: FixMatch with it reaches 96.55%; the two were not compared. Pseudo-labels for the weak view
           alone are better than scratch by 0.69 points [0.33, 1.04], as expected. At 1,000 labels it is the other way round,
-          which was not expected: FixMatch is worse than supervised training for as long, by 1.04 points [-1.29, -0.79]
-          (97.42% against 98.46%), with alignment by 1.07 [-1.27, -0.88], and mean teacher by 0.81 [-1.03, -0.58]. All three
+          which was not expected: FixMatch is worse than supervised training for as long, by 1.04 points [0.79, 1.29]
+          (97.42% against 98.46%), with alignment by 1.07 [0.88, 1.27], and mean teacher by 0.81 [0.58, 1.03]. All three
           have higher means than scratch (96.93%), which sees as many labelled digits, but no test was made of that.
           Pseudo-labels are inconclusive there, -0.03 points [-0.11, 0.06]. The largest gain at 1,000 labels comes from
           training longer: six times the steps are better by 1.53 points [1.24, 1.81], and by 2.07 [1.70, 2.43] at 100 labels.

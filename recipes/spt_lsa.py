@@ -20,7 +20,7 @@ Expected  SPT gains accuracy at 100 labels, and the gain is gone at 10,000. A co
 Found     SPT is better by 1.67 points [0.94, 2.41] at 100 labels, more than the point that was expected, but this verdict is
           fragile; at 1,000 labels 0.22 points [0.03, 0.42] are inconclusive after the correction for 32 comparisons. As
           expected, SPT is not shown to be better than the convolution with the same receptive field: the convolution is 1.21
-          points [-2.07, -0.36] and 0.25 points [-0.48, -0.02] below SPT, both inconclusive. Nor is it shown which part of SPT
+          points [0.36, 2.07] and 0.25 points [0.02, 0.48] below SPT, both inconclusive. Nor is it shown which part of SPT
           matters: its LayerNorm alone is inconclusive, with 1.25 points [0.18, 2.32] and 0.14 [-0.10, 0.37]. SPT and LSA
           together are better by 1.86 points [1.32, 2.39] at 100 labels and by 0.52 [0.36, 0.68] at 1,000. LSA alone shows no
           effect (0.24 points [-0.01, 0.48] and 0.13 [-0.09, 0.36]), and neither does its mask or its temperature alone, as

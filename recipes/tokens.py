@@ -16,13 +16,13 @@ Expected  With 196 patches most of the image is black, so merging equal patches 
           before the runs, after trials with 49 patches.
 
 Found     At about half the multiply-adds every reduction is worse than its baseline, at any patch size, tuned or not, except
-          DynamicViT with 196 patches, which is inconclusive (0.89 points less [-2.19, 0.42]). Off the shelf all lose more
+          DynamicViT with 196 patches, which is inconclusive (0.89 points less [-0.42, 2.19]). Off the shelf all lose more
           than ten points, also with 196 patches, where the expectation was wrong: merging loses 11.74 points there, 11.15
           with 49 and 27.57 with 16 patches. Tuning recovers more than half of the loss, as expected. The smallest losses are
           those of DynamicViT with 196 and with 49 patches (1.25 points) and of tuned EViT with 16 (3.79 points). The ViT of
           half the depth is faster than every reduction, and inconclusive at all patch sizes after the correction for 27
-          comparisons: 0.77 points less [-1.40, -0.15] with 49 patches and 0.88 less [-1.55, -0.21] with 16, both smaller
-          losses than that of any reduction, and 2.13 less [-4.03, -0.24] with 196. Pruning saves time everywhere, also with
+          comparisons: 0.77 points less [0.15, 1.40] with 49 patches and 0.88 less [0.21, 1.55] with 16, both smaller
+          losses than that of any reduction, and 2.13 less [0.24, 4.03] with 196. Pruning saves time everywhere, also with
           16 patches, against the expectation; merging saves time from 49 patches on; LTMP takes more time everywhere, on
           batches of 32.
 

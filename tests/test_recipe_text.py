@@ -3,7 +3,8 @@
 Conventions for "Found": `95.82%` is an accuracy (the mean of an arm or of one of its probes, or its lowest or highest seed),
 `SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval (of a difference or an accuracy) for new seeds and new test images, `[0.29, 1.71] on these test images`
 one for new seeds alone, and any other decimal number a difference to the baseline in points. `better by 1.00` and `worse by 1.00`
-are verdicts.
+are verdicts. A number right before an interval is the difference that the interval is for: `-0.63 [-0.85, -0.41]` or, if a loss is
+written without a sign, `worse by 0.63 points [0.41, 0.85]`.
 """
 
 import ast
@@ -22,6 +23,7 @@ PLANNED = [path for path in RECIPES if path not in PUBLISHED]  # their expectati
 each = pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 LABELS = ("Paper", "Setup", "Expected", "Found", "Limits")
 INTERVAL = re.compile(r"(\[-?[\d.]+, -?[\d.]+\])( on these test images)?")
+PAIR = re.compile(r"(-?\d+\.\d+)(?: points)?(?: less)? (\[-?[\d.]+, -?[\d.]+\])(?! on these test images)")
 VERDICT = re.compile(r"(better|worse) by (\d+\.\d+)")
 NUMBER = re.compile(r"(SD )?-?(\d+\.\d+)(%)?")
 NAMES = re.compile("learned from 0.02")  # names of arms that contain a decimal number
@@ -68,6 +70,7 @@ def results():
                 "SD": [100 * row.sd for row in rows if row.sd is not None],
                 "interval": percent([*((d.low, d.high) for d in differences), *(row.new_images for row in rows if row.new_images)]),
                 "interval on these test images": percent((d.seeds_low, d.seeds_high) for d in differences),
+                "with its interval": [(100 * d.mean, 100 * d.low, 100 * d.high) for d in differences if d.low is not None],
                 "difference": [abs(100 * d.mean) for d in differences],
                 "better": [100 * row.difference.mean for row in rows if row.difference and row.verdict == "better"],
                 "worse": [-100 * row.difference.mean for row in rows if row.difference and row.verdict == "worse"],
@@ -84,10 +87,16 @@ def wrong_numbers(text: str, results: dict[str, list]) -> list[str]:
 
     def equal(quoted: str, values) -> bool:
         digits = len(quoted.partition(".")[2])
-        return any(f"{value:.{digits}f}" == quoted for value in values)
+        return any(f"{value:z.{digits}f}" == quoted for value in values)  # z: no negative zero
 
     wrong = []
-    for interval, here in INTERVAL.findall(text):
+    signed = results["with its interval"]
+    unsigned = [(-mean, -high, -low) for mean, low, high in signed if mean < 0]
+    for number, interval in PAIR.findall(text):
+        quoted = [number, *interval.strip("[]").split(", ")]
+        if not any(all(map(equal, quoted, ([value] for value in row))) for row in (*signed, *unsigned)):
+            wrong.append(f"{number} {interval}")
+    for interval, here in INTERVAL.findall(PAIR.sub("", text)):
         low, high = interval.strip("[]").split(", ")
         if not any(equal(low, [value[0]]) and equal(high, [value[1]]) for value in results[f"interval{here}"]):
             wrong.append(interval + here)
@@ -150,11 +159,15 @@ def test_labels_of_a_docstring_are_found():
 def test_interval_or_verdict_of_another_kind_is_wrong():
     results = {
         "interval": [(-0.13, 1.29)], "interval on these test images": [(0.39, 0.77)], "difference": [0.58, 2.85],
-        "better": [2.85], "worse": [],
+        "better": [2.85], "worse": [], "with its interval": [(0.58, -0.13, 1.29), (-2.13, -3.4, -0.86)],
     }  # fmt: skip
     right = "0.58 points [-0.13, 1.29], or [0.39, 0.77] on these test images; better by 2.85."
     assert not wrong_numbers(right, results)
-    assert wrong_numbers("0.58 points [0.39, 0.77]", results) == ["[0.39, 0.77]"]
+    assert wrong_numbers("0.58 points [0.39, 0.77]", results) == ["0.58 [0.39, 0.77]"]
+    assert wrong_numbers("[0.39, 0.77]", results) == ["[0.39, 0.77]"]
+    assert not wrong_numbers("worse by 2.13 [0.86, 3.40], or -2.13 points [-3.40, -0.86]", results | {"worse": [2.13], "difference": [2.13]})
+    for wrong in ("2.13 [-3.40, -0.86]", "-2.13 [0.86, 3.40]", "-0.58 [-0.13, 1.29]", "0.58 [-1.29, 0.13]"):
+        assert wrong_numbers(wrong, results | {"difference": [0.58, 2.13]}) == [wrong]
     assert wrong_numbers("[-0.13, 1.29] on these test images", results) == ["[-0.13, 1.29] on these test images"]
     assert wrong_numbers("better by 0.58", results) == ["better by 0.58"]
     assert wrong_numbers("worse by 2.85", results) == ["worse by 2.85"]
