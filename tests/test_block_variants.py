@@ -39,7 +39,7 @@ from smallvit.augment import Batch
 from smallvit.flops import closed_form, counted
 from smallvit.optim import decay_groups
 from smallvit.train.stack import Stack
-from smallvit.vit import Blocks
+from smallvit.vit import Blocks, GatedUnit
 
 D, GRID, PREFIX = 8, (3, 4), 2
 BATCH_NORM = partial(ConvShortcutBlock, norm="batch")
@@ -246,11 +246,18 @@ def test_runs_are_trained_in_a_stack_as_alone(make):
     assert all(member.step == 1 for member in stack.members)
 
 
+def block_with(unit: nn.Module, *args, **options) -> Block:
+    block = Block(*args, **options)
+    block.mlp[1] = unit
+    return block
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (ConvShortcutBlock, "ConvShortcutBlock is another kind of block"),
-        (partial(Block, activation="swiglu"), "GatedUnit() is another activation"),
+        (partial(block_with, GatedUnit(F.relu), activation="swiglu"), "GatedUnit() is another activation"),
+        (partial(block_with, nn.GELU(approximate="tanh")), "GELU(approximate='tanh') is another activation"),
     ],
 )
 def test_native_kernel_leaves_them_to_pytorch(make, reason, capsys):

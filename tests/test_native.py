@@ -107,7 +107,8 @@ def test_outputs_and_all_gradients_equal_those_of_pytorch(data):
     dim = 16 * heads * draw(st.integers(1, 3))
     blocks = make_blocks(
         draw(st.integers(1, 3)), dim, heads, ATTENTIONS[draw(st.sampled_from(sorted(ATTENTIONS)))],
-        draw(st.sampled_from([0.0, 0.5])), mlp_ratio=draw(st.sampled_from([1.0, 2.0, 3.0])), activation=draw(st.sampled_from(["gelu", "relu"])),
+        draw(st.sampled_from([0.0, 0.5])), mlp_ratio=draw(st.sampled_from([1.0, 1.3, 2.0, 3.0])),
+        activation=draw(st.sampled_from(["gelu", "relu", "swiglu", "geglu"])),
     )  # fmt: skip
     for parameter in blocks.parameters():
         parameter.requires_grad_(draw(st.integers(0, 5)) > 0)
@@ -134,17 +135,23 @@ def test_outputs_and_all_gradients_equal_those_of_pytorch(data):
 
 @pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "vectors"])
 @pytest.mark.parametrize(
-    ("images", "tokens", "dim", "heads", "attention", "drop_path"),
-    [(4, 17, 64, 4, "plain", 0.0), (3, 5, 48, 3, "LSA", 0.5), (1, 1, 16, 1, "no bias", 0.0), (33, 17, 32, 2, "plain", 0.0), (2, 130, 96, 2, "wide heads", 0.0)],
+    ("images", "tokens", "dim", "heads", "attention", "drop_path", "activation"),
+    [
+        (4, 17, 64, 4, "plain", 0.0, "gelu"), (3, 5, 48, 3, "LSA", 0.5, "gelu"), (1, 1, 16, 1, "no bias", 0.0, "gelu"),
+        (33, 17, 32, 2, "plain", 0.0, "gelu"), (2, 130, 96, 2, "wide heads", 0.0, "gelu"), (9, 17, 32, 2, "plain", 0.0, "swiglu"),
+        (3, 33, 64, 4, "plain", 0.5, "geglu"),
+    ],
 )  # fmt: skip
-def test_half_precision_is_as_exact_as_that_of_pytorch(tiles, images, tokens, dim, heads, attention, drop_path, monkeypatch):
+def test_half_precision_is_as_exact_as_that_of_pytorch(
+    tiles, images, tokens, dim, heads, attention, drop_path, activation, monkeypatch
+):
     if not native.library().blocks_has_bf16():
         pytest.skip("this processor has no products of bf16")
     if tiles and not native.has_tiles():
         pytest.skip("this processor has no tile registers")
     monkeypatch.setattr(native, "has_tiles", lambda: tiles)
     torch.manual_seed(0)
-    blocks = make_blocks(3, dim, heads, ATTENTIONS[attention], drop_path)
+    blocks = make_blocks(3, dim, heads, ATTENTIONS[attention], drop_path, activation=activation)
     x, direction = torch.randn(images, tokens, dim), torch.randn(images, tokens, dim)
     double = copy.deepcopy(blocks).double()
     exact = results(double, double, x.double(), direction.double())
@@ -193,8 +200,8 @@ def test_other_processors(flags, tmp_path, monkeypatch):
     forget_compiler()
     try:
         assert native.library().blocks_lanes() == (8 if flags else 4)
-        for attention in ATTENTIONS.values():
-            blocks, x, direction = make_blocks(attention=attention), torch.randn(3, 19, 32), torch.randn(3, 19, 32)
+        for options in (*({"attention": attention} for attention in ATTENTIONS.values()), {"activation": "swiglu"}):
+            blocks, x, direction = make_blocks(**options), torch.randn(3, 19, 32), torch.randn(3, 19, 32)
             found = results(blocks, native_call(blocks), x, direction)
             assert error(found, [each.double() for each in results(blocks, blocks, x, direction)]) < 1e-5
         blocks, x = merging_blocks(), torch.randn(3, 17, 32)
@@ -250,7 +257,6 @@ UNSUPPORTED = {
     "post-norm": ({"norm_first": False}, "norms follow"),
     "LayerScale": ({"layer_scale": 0.1}, "LayerScale"),
     "narrow heads": ({"dim": 48, "heads": 6}, "multiple of 16"),
-    "odd hidden width": ({"mlp_ratio": 1.25}, "hidden width"),
 }
 
 
@@ -777,8 +783,9 @@ def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
         RUN.vary(objective=partial(SemiSupervised, weak=(), strong=augment.digits(), momentum=0.9, threshold=0.0, hard=0.0)),
         RUN.vary(layer_decay=0.7, weight_decay=0.1, ema=0.0),
         RUN.vary(reduction=partial(Merge, r=3)),
+        RUN.vary(block=partial(Block, activation="swiglu")),
     ],
-    ids=["dropout", "stochastic depth", "MAE", "DINO", "semi-supervised", "layer decay", "merging"],
+    ids=["dropout", "stochastic depth", "MAE", "DINO", "semi-supervised", "layer decay", "merging", "SwiGLU"],
 )
 def test_objectives_and_options_train_alike(run, tmp_path):
     run = run.vary(steps=8)
@@ -787,7 +794,11 @@ def test_objectives_and_options_train_alike(run, tmp_path):
     assert largest_difference(tmp_path / "None", tmp_path / "native") < 1e-3
 
 
-@pytest.mark.parametrize("options", [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}], ids=["LSA", "merging"])
+@pytest.mark.parametrize(
+    "options",
+    [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}, {"block": partial(Block, activation="swiglu")}],
+    ids=["LSA", "merging", "SwiGLU"],
+)
 def test_stack_equals_single_runs(options, tmp_path):
     runs = [RUN.vary(seed=seed, **options) for seed in range(3)]
     records = fit_stacked(runs, [tmp_path / f"stack{run.seed}" for run in runs], numerics=NATIVE)

@@ -39,7 +39,7 @@ from smallvit.pooling import ClassToken
 from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
 from smallvit.storage import write_atomic
 from smallvit.tokenizers import PatchEmbed
-from smallvit.vit import Block, Blocks, ViT, one_after_another
+from smallvit.vit import Block, Blocks, GatedUnit, ViT, one_after_another
 
 SOURCE = Path(__file__).with_name("blocks.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
@@ -47,7 +47,8 @@ FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first on
 GROUP_ROWS = 256  # tokens of the images that go through all blocks together
 MOST_TOKENS_KEPT = 128  # with more tokens, the backward pass computes the insides of branches again, instead of keeping them
 MOST_PROBLEMS = 8  # descriptions of a call that are kept for the next one
-MIDDLES = {"attention": 0, nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
+ATTENTION, MIDDLES = 0, {nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
+GATED_MIDDLES = {F.silu: 3, F.gelu: 4}  # the same, for gated MLPs
 PRECISIONS = {"fp32": 0, "bf16": 1, "bf16 tiles": 2}  # the enum `Precision` of blocks.cpp
 HUGE_PAGE = 2**21  # bytes
 WEIGHTS = 7  # of a branch, as the enum `Weight` of blocks.cpp; the last one is the scale of the logits
@@ -172,7 +173,7 @@ class Branch(ctypes.Structure):
     """A residual branch of a block: the attention or the MLP."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("middle", "inner", "outer", "heads")),
+        *((name, ctypes.c_long) for name in ("middle", "inner", "outer", "hidden", "heads")),
         ("epsilon", ctypes.c_float),
         ("weight", ctypes.c_void_p * WEIGHTS),
         ("gradient", ctypes.c_void_p * WEIGHTS),
@@ -467,7 +468,7 @@ class NativeBranches:
     def describe_attention(self, block: Any, branch: Branch):
         """Fill in what C++ needs to know about the attention of a block."""
         attention = block.attention
-        branch.middle, branch.heads, branch.epsilon = MIDDLES["attention"], attention.heads, block.norm1.eps
+        branch.middle, branch.heads, branch.epsilon = ATTENTION, attention.heads, block.norm1.eps
         branch.inner, branch.outer = attention.qkv.out_features, attention.proj.in_features
         scale: Any = plain_attention(attention).scale  # pyright: ignore[reportOptionalMemberAccess]
         where = (attention._parameters, scale) if isinstance(scale, str) else ({"": torch.full((attention.heads,), scale)}, "")
@@ -476,8 +477,9 @@ class NativeBranches:
     def describe_mlp(self, block: Any, branch: Branch):
         """Fill in what C++ needs to know about the MLP of a block."""
         first, activation, _, second = block.mlp
-        branch.middle, branch.heads, branch.epsilon = MIDDLES[type(activation)], 1, block.norm2.eps
-        branch.inner = branch.outer = first.out_features
+        branch.middle, branch.heads, branch.epsilon = middle_of(activation), 1, block.norm2.eps
+        branch.hidden, branch.outer = second.in_features, -(-second.in_features // 16) * 16
+        branch.inner = branch.outer * (first.out_features // second.in_features)
         self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({}, "")]
 
     def __call__(
@@ -564,7 +566,7 @@ class NativeBlocks:
                 found = []
             found.append((block, False))
         self.parts.append((NativeBranches(found), None))
-        kinds = [branch.middle == MIDDLES["attention"] for branches, _ in self.parts for branch in branches.branches]
+        kinds = [branch.middle == ATTENTION for branches, _ in self.parts for branch in branches.branches]
         # biases of linear maps may be missing, and an MLP has no scale of logits
         self.needed = [need for attends in kinds for need in (True, True, True, False, True, False, attends)]
         POOL.most = max(POOL.most, 2 * len(self.parts) + 4)  # each part needs memory of its own size
@@ -697,11 +699,16 @@ def reason_against_block(block: Any) -> str | None:
     width: Any = block.norm1.normalized_shape[0]
     if any(each % 16 for each in (width, attention.proj.in_features // attention.heads)):
         return "the width of the tokens or of a head is not a multiple of 16"
-    if block.mlp[0].out_features % 16:  # pyright: ignore[reportOperatorIssue]
-        return "the hidden width of the MLP is not a multiple of 16"
-    if type(block.mlp[1]) not in MIDDLES or getattr(block.mlp[1], "approximate", "none") != "none":
+    if middle_of(block.mlp[1]) is None:
         return f"{block.mlp[1]} is another activation"
     return None
+
+
+def middle_of(activation: Any) -> int | None:
+    """Return the number of an activation in the enum `Middle` of blocks.cpp, or None if the kernel cannot compute it."""
+    if type(activation) is GatedUnit:
+        return GATED_MIDDLES.get(activation.act)
+    return MIDDLES.get(type(activation)) if getattr(activation, "approximate", "none") == "none" else None
 
 
 def kind(block: Any) -> tuple:

@@ -5,7 +5,8 @@
 //
 //     out = x + keep * (W2 middle(W1 norm(x) + b1) + b2)
 //
-// In the first branch, `middle` is attention: W1 makes the queries, keys and values. In the second branch it is an activation.
+// In the first branch, `middle` is attention: W1 makes the queries, keys and values. In the second branch it is an activation, or
+// an activation of the first half of W1 norm(x) + b1 times the second half (a gated MLP).
 // `keep` is a factor for each image (stochastic depth); an image whose factor is 0 skips the branch. The functions below do the
 // steps of a branch one after another, forward and backward. The Python code that they replace is `Block` in smallvit/vit.py
 // and `attend` in smallvit/attention.py.
@@ -19,7 +20,7 @@
 // numbers of the next head while it computes this one.
 //
 // Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
-// image, e width of one head. All widths are multiples of 16. The results of one thread do not depend on the machine's load:
+// image, e width of one head. All widths are multiples of 16; the hidden width of an MLP is filled up with zeros. The results of one thread do not depend on the machine's load:
 // the same call gives the same bits. With more threads the sums of the gradients have another order.
 
 #include <cmath>
@@ -124,6 +125,13 @@ static inline Vec reciprocal(Vec x) {  // 1 / x, relative error 1e-7, for x from
 #if defined(__AVX2__)
   return guess * (2.f - x * guess);  // one step of Newton's method doubles the number of right digits
 #endif
+}
+
+static inline void silu(Vec x, Vec& value, Vec& slope) {  // x / (1 + e^-x) and its derivative
+  Vec t = exp_of_negative((Vec)((Int)x | (int)0x80000000)), s = reciprocal(1.f + t);  // e^-|x|
+  s = x >= 0 ? s : t * s;
+  value = x * s;
+  slope = s + value * (1.f - s);
 }
 
 static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its derivative; Phi is the normal distribution
@@ -450,12 +458,13 @@ static void linear_weight_gradients(long precision, long rows, long outputs, lon
 
 // ------------------------------------------------------------------------------------------------ what Python passes to us
 
-enum Middle { ATTENTION, GELU, RELU };
+enum Middle { ATTENTION, GELU, RELU, SWIGLU, GEGLU };
 enum Weight { NORM_WEIGHT, NORM_BIAS, WEIGHT1, BIAS1, WEIGHT2, BIAS2, SCALE, WEIGHTS };
 
 struct Branch {
-  long middle;                // ATTENTION, GELU or RELU
-  long inner, outer;          // columns before and after `middle`: 3 * heads * e and heads * e, or the hidden width twice
+  long middle;                // ATTENTION, an activation, or a gated activation
+  long inner, outer;          // columns before and after `middle`: 3 * heads * e and heads * e; outer or 2 * outer (gated) and outer
+  long hidden;                // the hidden width of an MLP; `outer` is the next multiple of 16
   long heads;                 // of attention
   float epsilon;              // of the LayerNorm
   const float* weight[WEIGHTS];  // BIAS1 may be null; SCALE (heads) multiplies the logits of a head
@@ -473,6 +482,7 @@ struct Blocks {
   Branch* branch;
 };
 
+static inline bool gated(const Branch& b) { return b.middle == SWIGLU || b.middle == GEGLU; }
 static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 static inline long groups_of(const Blocks& s) { return (s.images + s.group - 1) / s.group; }
 static inline long rows_of(const Blocks& s) { return s.group * s.tokens; }
@@ -670,16 +680,27 @@ static long images_to_compute(const Blocks& s, const Branch& b, long first, Scra
   return count;
 }
 
-static void activation(const Branch& b, long rows, const float* inner, float* out, float* slope) {  // slope: multiplied with it
-  const long stride = stride_of(b.inner);
+// The activation `out` (rows, outer) of `inner`. If `d_out`, its gradient, is not null, that of `inner` is written to `d_inner`.
+// Without gates, both may be the same memory.
+static void activation(const Branch& b, long rows, const float* inner, float* out, const float* d_out, float* d_inner) {
+  const long stride = stride_of(b.inner), out_stride = stride_of(b.outer);
   for (long i = 0; i < rows; i++)
-    for (long j = 0; j < b.inner; j += LANES) {
-      const long at = i * stride + j;
-      Vec x = load(inner + at), value, d;
-      if (b.middle == GELU) gelu(x, value, d);
-      else value = x < 0 ? (Vec){} : x, d = x > 0 ? fill(1.f) : (Vec){};
-      store(out + at, value);
-      if (slope) store(slope + at, load(slope + at) * d);
+    for (long j = 0; j < b.outer; j += LANES) {
+      const long from = i * stride + j, to = i * out_stride + j;
+      Vec x = load(inner + from), value, slope;
+      if (b.middle == RELU) value = x < 0 ? (Vec){} : x, slope = x > 0 ? fill(1.f) : (Vec){};
+      else if (b.middle == SWIGLU) silu(x, value, slope);
+      else gelu(x, value, slope);
+      if (gated(b)) {
+        const Vec factor = load(inner + from + b.outer);
+        store(out + to, value * factor);
+        if (!d_out) continue;
+        store(d_inner + from, load(d_out + to) * slope * factor);
+        store(d_inner + from + b.outer, load(d_out + to) * value);
+      } else {
+        store(out + to, value);
+        if (d_out) store(d_inner + from, load(d_out + to) * slope);
+      }
     }
 }
 
@@ -733,8 +754,8 @@ static void forward(const Blocks& s, const Branch& b, const Packed& w, long firs
   if (keys) mean_keys(b, rows, in.inner, keys);
   Matrix outer = {in.outer, b.outer};
   if (b.middle != ATTENTION) {
-    outer = {t.outer, inner};
-    activation(b, rows, in.inner, t.outer, nullptr);
+    outer = {t.outer, stride_of(b.outer)};
+    activation(b, rows, in.inner, t.outer, nullptr, nullptr);
   }
   if (!b.keep) return linear(s.precision, rows, width, b.outer, outer, w.second, out, width, t.pairs, {x, width}, b.weight[BIAS2]);
   linear(s.precision, rows, width, b.outer, outer, w.second, t.normed, width, t.pairs, {nullptr, 0}, b.weight[BIAS2]);
@@ -764,8 +785,8 @@ static void backward(const Blocks& s, const Branch& b, const Packed& w, float* c
     d_branch = t.d_branch;
   }
   const bool attention = b.middle == ATTENTION;
-  const long d_outer = attention ? b.outer : inner;
-  float* d_inner = attention ? t.d_inner : t.d_outer;
+  const long d_outer = attention ? b.outer : stride_of(b.outer);
+  float* d_inner = attention || gated(b) ? t.d_inner : t.d_outer;
   linear(s.precision, rows, b.outer, width, {d_branch, width}, w.second, t.d_outer, d_outer, t.pairs);
   Matrix outer = {in.outer, b.outer};
   if (attention) {
@@ -780,8 +801,8 @@ static void backward(const Blocks& s, const Branch& b, const Packed& w, float* c
                            d_q + 2 * b.outer, gradient[SCALE] ? gradient[SCALE] + h : nullptr);
       }
   } else {
-    activation(b, rows, in.inner, t.outer, t.d_outer);
-    outer = {t.outer, inner};
+    activation(b, rows, in.inner, t.outer, t.d_outer, d_inner);
+    outer = {t.outer, stride_of(b.outer)};
   }
   linear_weight_gradients(s.precision, rows, width, b.outer, {d_branch, width}, outer, gradient[WEIGHT2], gradient[BIAS2], t.pairs);
   if (!s.again) normalize_images(s, b, count, x, in, t);
@@ -799,7 +820,16 @@ static void backward(const Blocks& s, const Branch& b, const Packed& w, float* c
 
 // ----------------------------------------------------------------------------------------------- all branches, for all groups
 
+// Copy a matrix (rows, columns) into a larger one, with zeros at the end of each row.
+static void widen(long rows, long columns, const float* x, long new_columns, float* out) {
+  for (long i = 0; i < rows; i++, x += columns, out += new_columns) {
+    memcpy(out, x, columns * sizeof(float));
+    memset(out + columns, 0, (new_columns - columns) * sizeof(float));
+  }
+}
+
 struct Plan {  // where everything lies in the memory of the caller
+  std::vector<Branch> branch;   // those of the caller, with copies of weights that are filled up with zeros
   std::vector<Packed> packed;
   std::vector<float*> inputs;   // of group g and branch i at g * branches + i; the first branch has the caller's
   std::vector<Inside> insides;  // in the same order; of thread t instead of group g if they are not kept
@@ -809,8 +839,11 @@ struct Plan {  // where everything lies in the memory of the caller
   bool keeps;                                  // whether insides are kept for a backward pass
   long kept_floats, scratch_floats;
 
-  Plan(const Blocks& s, bool trains, bool backward, float* kept_memory, float* scratch_memory) : keeps(trains && !s.again) {
+  Plan(Blocks& s, bool trains, bool backward, float* kept_memory, float* scratch_memory) : keeps(trains && !s.again) {
     Memory keep{kept_memory}, work{scratch_memory};
+    std::vector<Part> narrow;
+    for (long i = 0; i < s.branches; i++) branch.push_back(widened(s.branch[i], s.width, backward, work, narrow));
+    s.branch = branch.data();
     for (long i = 0; i < s.branches; i++) packed.emplace_back(s, s.branch[i], work);
     for (long g = 0; trains && g < groups_of(s); g++)
       for (long i = 0; i < s.branches; i++) {
@@ -822,8 +855,38 @@ struct Plan {  // where everything lies in the memory of the caller
       if (backward) plan_gradients(s, t, work);
       if (!keeps) plan_insides(s, trains, work);
     }
+    parts.insert(parts.end(), narrow.begin(), narrow.end());
     kept_floats = keep.used;
     scratch_floats = work.used;
+  }
+
+  struct Part {
+    float *to, *from;
+    long floats;
+  };
+  std::vector<Part> parts;  // what is added at the end, in this order
+
+  // An MLP whose hidden width is `outer`: copies of its weights with zeros up to this width, and memory for their gradients,
+  // which `narrow` adds to those of the caller.
+  static Branch widened(Branch b, long width, bool backward, Memory& work, std::vector<Part>& narrow) {
+    if (b.middle == ATTENTION || b.hidden == b.outer) return b;
+    const long halves = b.inner / b.outer;  // 2 with gates
+    const struct {
+      Weight name;
+      long rows, columns, new_columns;
+    } shapes[] = {{WEIGHT1, halves, b.hidden * width, b.outer * width}, {BIAS1, halves, b.hidden, b.outer}, {WEIGHT2, width, b.hidden, b.outer}};
+    for (auto& [name, rows, columns, new_columns] : shapes) {
+      if (!b.weight[name]) continue;
+      float* copy = work.take(rows * new_columns);
+      if (copy) widen(rows, columns, b.weight[name], new_columns, copy);
+      b.weight[name] = copy;
+      if (!backward || !b.gradient[name]) continue;
+      float* gradient = work.take(rows * new_columns);
+      if (gradient) memset(gradient, 0, rows * new_columns * sizeof(float));
+      for (long i = 0; gradient && i < rows; i++) narrow.push_back({b.gradient[name] + i * columns, gradient + i * new_columns, columns});
+      b.gradient[name] = gradient ? gradient : b.gradient[name];
+    }
+    return b;
   }
 
   void plan_insides(const Blocks& s, bool with_maps, Memory& work) {  // branches take turns in the same memory
@@ -856,11 +919,6 @@ struct Plan {  // where everything lies in the memory of the caller
     gradients.push_back(own);
     if (thread) sums.push_back({work.start ? work.start + start : nullptr, work.used - start});
   }
-  struct Part {
-    float *to, *from;
-    long floats;
-  };
-  std::vector<Part> parts;  // what is added at the end, in this order
 };
 
 // Call `work(group, thread)` for all groups. Each thread has its own contiguous share of them.
@@ -993,15 +1051,19 @@ void blocks_merge(const Merging* merging) {
 long blocks_lanes() { return LANES; }
 long blocks_has_bf16() { return HAS_BF16; }
 long blocks_has_tiles() { return tiles_allowed(); }
-long blocks_kept_floats(const Blocks* s) { return Plan(*s, true, false, nullptr, nullptr).kept_floats; }
-long blocks_scratch_floats(const Blocks* s, int trains, int backward) {
-  return Plan(*s, trains, backward, nullptr, nullptr).scratch_floats;
+long blocks_kept_floats(const Blocks* blocks) {
+  Blocks s = *blocks;
+  return Plan(s, true, false, nullptr, nullptr).kept_floats;
+}
+long blocks_scratch_floats(const Blocks* blocks, int trains, int backward) {
+  Blocks s = *blocks;
+  return Plan(s, trains, backward, nullptr, nullptr).scratch_floats;
 }
 
 // x and out are (images, tokens, width). `keys` is null, or gets the mean over heads of the keys of the last branch, an
 // attention, (images, tokens, e). `kept` is null if no backward pass follows.
 void blocks_forward(const Blocks* blocks, const float* x, float* out, float* keys, float* kept, float* scratch) {
-  const Blocks& s = *blocks;
+  Blocks s = *blocks;
   Plan plan(s, kept, false, kept, scratch);
   pack_all(s, plan, false);
   const long step = rows_of(s) * s.width, last = s.branches - 1;
@@ -1020,7 +1082,7 @@ void blocks_forward(const Blocks* blocks, const float* x, float* out, float* key
 
 // `d` is the gradient of `out` and becomes that of `x`; `kept` is what the forward pass has left.
 void blocks_backward(const Blocks* blocks, const float* x, float* d, float* kept, float* scratch) {
-  const Blocks& s = *blocks;
+  Blocks s = *blocks;
   Plan plan(s, true, true, kept, scratch);
   pack_all(s, plan, true);
   for (auto& [memory, floats] : plan.sums) memset(memory, 0, floats * sizeof(float));
