@@ -1,6 +1,7 @@
 """DINO: self-distillation without labels."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import cos, pi, prod
@@ -131,9 +132,11 @@ class DINO(Objective):
 
             It is built twice, for student and teacher, because a head with weight norm cannot be deep-copied.
             """
-            head: Any = DINOProjectionHead(
-                inputs, hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
-            )
+            with warnings.catch_warnings():  # lightly calls a function of torch that will be removed, which no user can change
+                warnings.filterwarnings("ignore", ".*weight_norm.* is deprecated", FutureWarning)
+                head: Any = DINOProjectionHead(
+                    inputs, hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
+                )
             if layers == 1:
                 linear = nn.Linear(inputs, bottleneck)
                 head.layers = nn.Sequential(linear)
