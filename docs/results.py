@@ -75,6 +75,17 @@ TECHNIQUES = {
     "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
     "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
 }
+# techniques with results at other numbers of labels -> recipe and arm that measured these
+OTHER_LABELS = {
+    "Shifted patches (SPT)": ("few_and_many", "shifted patches"),
+    "Convolutional stem": ("few_and_many", "hybrid stem"),
+    "Tokenizer of CCT": ("few_and_many", "CCT tokenizer"),
+    "Gated MLP: SwiGLU": ("few_and_many", "SwiGLU"),
+    "Muon instead of AdamW": ("few_and_many", "Muon"),
+    "Six times the steps": ("few_and_many", "six times the steps"),
+    "FixMatch, against 6x the steps": ("few_and_many", "FixMatch"),
+    "MAE pretraining": ("few_and_many", "MAE"),
+}
 # frozen features -> recipe, arm with few labels, and arm with all labels
 FROZEN = {
     "raw pixels": ("dino", "pixels, logistic regression", "raw pixels (all labels)"),
@@ -121,9 +132,16 @@ def rows_of(recipe: str, arm: str) -> list[Row]:
     return [row for row in comparison(recipe).main_rows if row.arm == arm]
 
 
+def rows_of_technique(name: str) -> list[tuple[str, Row]]:
+    """The results of a technique, in the order of the numbers of labels, each with the recipe that measured it."""
+    measured = [TECHNIQUES[name][:2], *([OTHER_LABELS[name]] if name in OTHER_LABELS else [])]
+    found = [(recipe, row) for recipe, arm in measured for row in rows_of(recipe, arm) if row.labels and row.difference]
+    return sorted(found, key=lambda pair: pair[1].labels)
+
+
 def shown_labels() -> list[int]:
     """The numbers of labels for which at least one technique has a result."""
-    found = {row.labels for recipe, arm, _ in TECHNIQUES.values() for row in rows_of(recipe, arm) if row.difference}
+    found = {row.labels for name in TECHNIQUES for _, row in rows_of_technique(name)}
     return [labels for labels in LABELS if labels in found]
 
 
@@ -164,13 +182,13 @@ def table() -> str:
     """
     columns = shown_labels()
     lines = [["Technique", *(format_labels(n) for n in columns), "Baseline"], ["---"] * (len(columns) + 2)]
-    for name, (recipe, arm, page) in TECHNIQUES.items():
-        rows = {row.labels: row for row in rows_of(recipe, arm)}
-        if not any(row.verdict == "better" and row.difference.mean >= WORTH_A_ROW for row in rows.values()):
+    for name, (*_, page) in TECHNIQUES.items():
+        rows = {row.labels: (recipe, row) for recipe, row in rows_of_technique(name)}
+        if not any(row.verdict == "better" and row.difference.mean >= WORTH_A_ROW for _, row in rows.values()):
             continue
         linked = f"[{name}](docs/techniques/{page}.md)"
-        accuracies = ", ".join(f"{100 * baseline_of(recipe, rows[n]).mean:.1f}" for n in columns if n in rows)
-        lines.append([linked, *(cell(rows.get(n)) for n in columns), f"[{accuracies}%](recipes/{recipe}.md)"])
+        accuracies = ", ".join(f"{100 * baseline_of(*rows[n]).mean:.1f}" for n in columns if n in rows)
+        lines.append([linked, *(cell(rows[n][1]) if n in rows else "" for n in columns), f"{accuracies}%"])
     return markdown_table(lines)
 
 
@@ -191,8 +209,8 @@ def picture(dark: bool) -> str:
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9, 0.28 * len(TECHNIQUES)), layout="constrained", facecolor=background)
         ax = figure.add_subplot(facecolor=background)
-        for y, (recipe, arm, _) in enumerate(TECHNIQUES.values()):
-            rows = [row for row in rows_of(recipe, arm) if row.labels in LABELS and row.difference]
+        for y, name in enumerate(TECHNIQUES):
+            rows = [row for _, row in rows_of_technique(name) if row.labels in LABELS]
             for index, row in enumerate(rows):
                 d, height = row.difference, y + 0.22 * (index - (len(rows) - 1) / 2)
                 found = row.verdict in ("better", "worse")
