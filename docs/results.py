@@ -56,8 +56,8 @@ TECHNIQUES = {
     "Muon instead of AdamW": ("optimizers", "Muon", "optimizers"),
     "Schedule-free AdamW": ("optimizers", "schedule-free AdamW", "optimizers"),
     "Six times the steps": ("semi_supervised", "scratch as long", "semi_supervised"),
-    "FixMatch, against 6x the steps": ("semi_supervised", "FixMatch", "semi_supervised"),
-    "Mean teacher, against 6x the steps": ("semi_supervised", "mean teacher", "semi_supervised"),
+    "FixMatch, against 6x steps": ("semi_supervised", "FixMatch", "semi_supervised"),
+    "Mean teacher, against 6x steps": ("semi_supervised", "mean teacher", "semi_supervised"),
     "DINO pretraining": ("dino", "DINO on all digits", "dino"),
     "DINO pretraining, simpler and tuned": ("self_supervised", "DINO", "dino"),
     "MAE pretraining": ("self_supervised", "MAE", "mae"),
@@ -83,7 +83,7 @@ OTHER_LABELS = {
     "Gated MLP: SwiGLU": ("few_and_many", "SwiGLU"),
     "Muon instead of AdamW": ("few_and_many", "Muon"),
     "Six times the steps": ("few_and_many", "six times the steps"),
-    "FixMatch, against 6x the steps": ("few_and_many", "FixMatch"),
+    "FixMatch, against 6x steps": ("few_and_many", "FixMatch"),
     "MAE pretraining": ("few_and_many", "MAE"),
 }
 # frozen features -> recipe, arm with few labels, and arm with all labels
@@ -181,14 +181,14 @@ def table() -> str:
     `WORTH_A_ROW` for one of these numbers.
     """
     columns = shown_labels()
-    lines = [["Technique", *(format_labels(n) for n in columns), "Baseline"], ["---"] * (len(columns) + 2)]
+    lines = [["Technique", *(format_labels(n) for n in columns), "Baseline, %"], ["---"] * (len(columns) + 2)]
     for name, (*_, page) in TECHNIQUES.items():
         rows = {row.labels: (recipe, row) for recipe, row in rows_of_technique(name)}
         if not any(row.verdict == "better" and row.difference.mean >= WORTH_A_ROW for _, row in rows.values()):
             continue
         linked = f"[{name}](docs/techniques/{page}.md)"
         accuracies = ", ".join(f"{100 * baseline_of(*rows[n]).mean:.1f}" for n in columns if n in rows)
-        lines.append([linked, *(cell(rows[n][1]) if n in rows else "" for n in columns), f"{accuracies}%"])
+        lines.append([linked, *(cell(rows[n][1]) if n in rows else "" for n in columns), accuracies])
     return markdown_table(lines)
 
 
