@@ -201,16 +201,10 @@ def prepare_training(
             yield None, lambda: done
             return
         remove_leftovers(folder)
-        places: dict[str, Path] = {}
-        trained: list[Record] = []
-        for field, place in (("init", init), ("teacher", teacher)):
-            if field in run.dependencies:
-                places[field] = Path(place or folder / field)
-                dependency_tags = Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline)
-                options = {"numerics": numerics, "validation_only": validation_only, "reads": reads}
-                trained.append(fit(run.dependencies[field], places[field], tags=dependency_tags, device=device, **options))
-            elif place is not None:
-                raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
+        places = dependency_folders(run, folder, {"init": init, "teacher": teacher})
+        options = {"device": device, "numerics": numerics, "validation_only": validation_only, "reads": reads}
+        names = {field: Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline) for field in places}
+        trained = [fit(run.dependencies[field], place, tags=names[field], **options) for field, place in places.items()]
         record = new_record(run, tags)  # first, so that it names the code that is running
         data, subset = load_data(run)
         if not validation_only:
@@ -252,6 +246,18 @@ def prepare_training(
             return done
 
         yield training, close
+
+
+def dependency_folders(run: Run, folder: Path, given: dict[str, str | Path | None]) -> dict[str, Path]:
+    """Return the folders of the earlier runs that a run in `folder` needs, as a dict with "init" or "teacher", or both.
+    `given` has the folders that the caller wants for them, or None.
+
+    Raises ValueError for a folder of an earlier run that the run does not need.
+    """
+    for field, place in given.items():
+        if place is not None and field not in run.dependencies:
+            raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
+    return {field: Path(place or folder / field) for field, place in given.items() if field in run.dependencies}
 
 
 def load_data(run: Run) -> tuple[Dataset, Subset]:
