@@ -21,7 +21,7 @@ from smallvit.launch.ray_engine import RayEngine
 from smallvit.launch.results import Damaged, recall
 from smallvit.launch.shards import BUSY, divide
 from smallvit.launch.slurm import submit
-from smallvit.looks import with_looks
+from smallvit.looks import Looks, with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import Record
@@ -79,21 +79,8 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     if options.on == "slurm":
         submit(options, path.stem, out, runs, recipe_runs)
         return 0
-
-    def finished(entry: ArmRun) -> bool:
-        record = None
-        with suppress(Damaged):
-            record = recall(entry, out, path.stem)
-        return not options.smoke and record is not None and record.finished
-
     if options.dry_run:
-        jobs = len(gpus) or options.jobs
-        device = device_to_measure(options)
-        print(plan(runs, jobs, device, finished, recipe_runs, time.perf_counter() - options.started))
-        if faster := [name for name in ("stack", "fast") if getattr(options, name)]:
-            print(f"the time is that without --{' and --'.join(faster)}; the runs may be faster with it")
-        if options.until_decided and looks:
-            print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")
+        print_plan(runs, recipe_runs, looks, out / path.stem, options, len(gpus) or options.jobs)
         return 0
     if not runs:  # of this shard
         return end_shard([], options)
@@ -123,6 +110,32 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     write_report(path, module, records, target, options.scale_steps, show_warnings=shown, models=models, out=all_results)
     requested = {(entry.cell, entry.seed) for entry in runs}
     return status([record for entry, record in zip(recipe_runs, records) if (entry.cell, entry.seed) in requested])
+
+
+def print_plan(
+    runs: Sequence[ArmRun],
+    recipe_runs: Sequence[ArmRun],
+    looks: Looks | None,
+    folder: Path,
+    options: argparse.Namespace,
+    jobs: int,
+):
+    """Print which runs will be trained and how long this takes, for `--dry-run`. `runs` are the runs to train, `recipe_runs`
+    are all runs of the recipe, `looks` are its planned numbers of seeds, `folder` is the folder of its results, `options` are
+    the command-line arguments, and `jobs` is the number of worker processes.
+    """
+
+    def finished(entry: ArmRun) -> bool:
+        record = None
+        with suppress(Damaged):
+            record = recall(entry, folder.parent, folder.name)
+        return not options.smoke and record is not None and record.finished
+
+    print(plan(runs, jobs, device_to_measure(options), finished, recipe_runs, time.perf_counter() - options.started))
+    if faster := [name for name in ("stack", "fast") if getattr(options, name)]:
+        print(f"the time is that without --{' and --'.join(faster)}; the runs may be faster with it")
+    if options.until_decided and looks:
+        print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")
 
 
 def device_to_measure(options: argparse.Namespace) -> str:
