@@ -350,6 +350,21 @@ def test_runs_that_cannot_be_stacked_are_divided_among_the_workers(tmp_path):
     assert [len(group) for group in groups] == [1, 1, 4, 1, 1, 1, 1, 1, 1]
 
 
+def test_runs_that_can_be_stacked_wait_for_each_other_while_there_is_other_work(tmp_path):
+    dino = SHORT.vary(objective=DINO, unlabelled=True, augment=augment.digit_crops())
+    schedule = scheduler(comparison(4, {"fine-tuned": SHORT.vary(init=dino)}), tmp_path, stack=4)
+    sizes = []
+    while group := schedule.next_group(1):
+        sizes.append(len(group))
+        schedule.handle(group, [finished(schedule.runs[index]) for index in group])
+    assert sizes == [1, 1, 1, 1, 4]
+    schedule = scheduler(comparison(3, {"fine-tuned": SHORT.vary(init=dino)}), tmp_path / "busy", stack=4)
+    first, second, third = (schedule.next_group(3) for _ in range(3))
+    schedule.handle(first, [finished(schedule.runs[index]) for index in first])
+    alone = schedule.next_group(3)  # nothing else is left for this worker
+    assert [schedule.runs[index].arm for index in alone] == ["fine-tuned"] and len(second) == len(third) == 1
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_full_stacks_depend_neither_on_the_workers_nor_on_the_order_in_which_runs_end(workers, tmp_path):
     runs = comparison(3, {"scratch": SHORT, "+LSA": SHORT.vary(init=SHORT.vary(weight_decay=0.5))})

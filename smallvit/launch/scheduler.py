@@ -228,13 +228,15 @@ class Scheduler:
         """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
         it needs, such as pretraining, have ended.
 
-        With `full_stacks`, this must hold for all runs that could be trained together with it, because otherwise the groups
-        would depend on the order in which runs end.
+        Runs come last if others that could be trained together with them are not ready. With `full_stacks` they are left out,
+        because otherwise the groups would depend on the order in which runs end.
         """
         unfinished = {*self.queue, *self.in_training}
         found = [index for index in self.queue if unfinished.isdisjoint(self.dependencies[index].values())]
-        waiting = {self.stack_keys[index] for index in {*self.queue} - {*found}} if self.full_stacks else ()
-        return [index for index in found if self.stack_keys[index] not in waiting]
+        waiting = {self.stack_keys[index] for index in {*self.queue} - {*found}}
+        if self.full_stacks:
+            return [index for index in found if self.stack_keys[index] not in waiting]
+        return sorted(found, key=lambda index: self.stack_keys[index] in waiting)  # stable: otherwise in the order of the queue
 
     def is_free(self, index: int) -> bool:
         """Return whether all earlier runs that a run needs, such as pretraining, have finished without an error. `index` is the
