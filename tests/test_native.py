@@ -357,6 +357,74 @@ def test_strange_keys_of_one_image_stay_in_that_image(value):
     assert found[1].sum(1).tolist() == [17, 17, 17] and not found[0].isnan().any()
 
 
+def test_tokens_with_a_key_that_is_not_a_number_are_merged_as_by_pytorch():
+    merge, x = Merge(LayerContext(0, 1, 32, 1, True, 16), r=5), torch.randn(50, 17, 32)
+    keys = torch.randn(50, 17, 16)
+    keys[torch.arange(50), torch.randint(17, (50,)), 3] = float("nan")
+    expected, expected_size = merge(x, None, lambda: keys)
+    found, size, _, _ = native.merge_tokens(merge, x, None, keys)
+    assert torch.equal(size, expected_size)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+class TooMany(Merge):
+    """It asks for more pairs than there can be."""
+
+    needs_keys_alone = merges_best_pairs = True
+
+    def count(self, n):
+        return 9
+
+
+def test_more_pairs_than_half_of_the_patches_are_refused():
+    blocks = make_blocks(1)
+    blocks[0].reduction = TooMany(LayerContext(0, 1, 32, 1, True, 16), r=9)
+    with pytest.raises(ValueError, match="TooMany merges 9 pairs of 16 patches; expected at most half"):
+        native_call(blocks)(torch.randn(2, 17, 32))
+
+
+def test_merging_that_is_changed_for_one_block_is_called():
+    blocks, x = merging_blocks(2), torch.randn(2, 17, 32)
+    call = native_call(blocks)
+    blocks[0].reduction.forward = lambda x, size, key=None, saliency=None: (x.flip(1), size)
+    found, expected = call(x)[0], blocks(x)[0]
+    assert found.shape == (2, 13, 32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+class Weighted(nn.Module):
+    """It gives sizes that it learns."""
+
+    needs_keys_alone = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, size, key=None, saliency=None):
+        return x, self.weight * x.new_ones(x.shape[:2])
+
+
+def test_sizes_with_a_gradient_are_merged_by_pytorch():
+    blocks, x = make_blocks(2), torch.randn(2, 17, 32)
+    blocks[0].reduction, blocks[1].reduction = Weighted(), merging_blocks(1)[0].reduction
+    size = native_call(blocks)(x)[1]
+    size.sum().backward()
+    assert blocks[0].reduction.weight.grad == 2 * 17
+
+
+def test_stack_without_models_is_no_error_of_the_kernel():
+    call = native_call(merging_blocks(2))
+    with suppress(RuntimeError):  # PyTorch may refuse it; the process goes on
+        assert torch.vmap(lambda x: call(x)[0])(torch.randn(0, 2, 17, 32)).shape[0] == 0
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_mlp_without_hidden_units_is_computed(activation):
+    blocks, x = make_blocks(mlp_ratio=0.0, activation=activation), torch.randn(2, 17, 32)
+    torch.testing.assert_close(native_call(blocks)(x)[0], blocks(x)[0], rtol=0, atol=2e-5)
+
+
 class Mirror(nn.Module):
     """A reduction that leaves all tokens, in another order."""
 

@@ -46,6 +46,7 @@ FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno",
 FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
 GROUP_ROWS = 256  # tokens of the images that go through all blocks together
 MOST_TOKENS_KEPT = 128  # with more tokens, the backward pass computes the insides of branches again, instead of keeping them
+TOKENS_PER_THREAD = 2_048  # a further thread merges tokens only if there are so many more; starting it takes time
 MOST_PROBLEMS = 8  # descriptions of a call that are kept for the next one
 ATTENTION, MIDDLES = 0, {nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
 GATED_MIDDLES = {F.silu: 3, F.gelu: 4}  # the same, for gated MLPs
@@ -87,7 +88,8 @@ def library() -> ctypes.CDLL:
         found = ctypes.CDLL(str(path))
     except (OSError, ValueError) as error:
         raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
-    found.blocks_kept_floats.restype = found.blocks_scratch_floats.restype = ctypes.c_long
+    for count in (found.blocks_kept_floats, found.blocks_scratch_floats, found.blocks_merge_floats):
+        count.restype = ctypes.c_long
     return found
 
 
@@ -399,8 +401,9 @@ class NativeMerge(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple, reduction: Any, *tensors: Tensor | None) -> tuple[Any, Any]:
         pairs = zip(tensors, in_dims[1:])
         flat = [None if t is None else leading(t, axis, info.batch_size).flatten(0, 1) for t, axis in pairs]
-        found = NativeMerge.apply(reduction, *flat)
-        return tuple(each.unflatten(0, (info.batch_size, -1)) for each in found), (0,) * len(found)  # pyright: ignore
+        found: Any = NativeMerge.apply(reduction, *flat)
+        shape = (info.batch_size, -1) if info.batch_size else (0, 0)
+        return tuple(each.unflatten(0, shape) for each in found), (0,) * len(found)
 
 
 vars(NativeMerge.forward)["__signature__"] = inspect.signature(NativeMerge.forward)
@@ -410,15 +413,23 @@ def merge_tokens(reduction: Any, x: Tensor, size: Tensor | None, keys: Tensor) -
     """Merge the best pairs of tokens `x` (b, n, d) of sizes `size` (b, n) by their keys (b, n, e), as the module `reduction`
     does. Return the new tokens and their sizes, and for each old token its place among the new ones and its share in the token
     there, both (b, n).
+
+    Raises ValueError if the module merges more than half of its patches.
     """
     (images, n, width), x, keys = x.shape, x.contiguous(), keys.contiguous()
     size = None if size is None else size.contiguous()
-    pairs = reduction.count(n)
+    pairs, prefix = reduction.count(n), reduction.prefix
+    if prefix < 0 or not 0 <= 2 * pairs <= n - prefix:
+        raise ValueError(
+            f"{type(reduction).__name__} merges {pairs} pairs of {n - prefix} patches; expected at most half as many pairs"
+        )
     out, new_size = x.new_empty(images, n - pairs, width), x.new_empty(images, n - pairs)
     place, share = x.new_empty(images, n, dtype=torch.long), x.new_empty(images, n)
-    numbers = (images, n, width, keys.shape[2], reduction.prefix, pairs, torch.get_num_threads())
+    threads = min(torch.get_num_threads(), 1 + images * n // TOKENS_PER_THREAD)
     tensors = (x, keys, size, out, new_size, place, share)
-    library().blocks_merge(ctypes.byref(Merging(*numbers, *map(pointer, tensors))))
+    merging = Merging(images, n, width, keys.shape[2], prefix, pairs, threads, *map(pointer, tensors))
+    scratch = POOL.lend(threads * library().blocks_merge_floats(ctypes.byref(merging)))
+    library().blocks_merge(ctypes.byref(merging), scratch.pointer)
     return out, new_size, place, share
 
 
@@ -479,7 +490,7 @@ class NativeBranches:
         first, activation, _, second = block.mlp
         branch.middle, branch.heads, branch.epsilon = middle_of(activation), 1, block.norm2.eps
         branch.hidden, branch.outer = second.in_features, -(-second.in_features // 16) * 16
-        branch.inner = branch.outer * (first.out_features // second.in_features)
+        branch.inner = branch.outer * (2 if type(activation) is GatedUnit else 1)
         self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({}, "")]
 
     def __call__(
@@ -580,14 +591,14 @@ class NativeBlocks:
             return one_after_another(self.blocks, x, size, mask, places)
         for (branches, reduction), own in zip(self.parts, weights):
             x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
-            if reduction is not None and keys is not None:
+            if reduction is not None:
                 x, size, places = self.reduce(reduction, x, size, places, keys)
         return (x, size) if places is None else (x, size, places)
 
-    def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, keys: Tensor) -> tuple:
+    def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, keys: Any) -> tuple:
         """Return the tokens, their sizes and their places after a reduction by the keys of the attention before it."""
-        by_pairs = vars(type(reduction)).get("merges_best_pairs")
-        if not by_pairs or places is not None or (size is not None and size.dtype != torch.float32):
+        compiled = vars(type(reduction)).get("merges_best_pairs") and "forward" not in vars(reduction) and places is None
+        if not compiled or (size is not None and (size.dtype != torch.float32 or size.requires_grad)):
             return reduce_tokens(reduction, x, size, places, lambda: keys)
         if not reduction.count(x.shape[1]):
             return x, size, None

@@ -20,10 +20,12 @@
 // numbers of the next head while it computes this one.
 //
 // Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
-// image, e width of one head. All widths are multiples of 16; the hidden width of an MLP is filled up with zeros. The results of one thread do not depend on the machine's load:
-// the same call gives the same bits. With more threads the sums of the gradients have another order.
+// image, e width of one head. All widths are multiples of 16; the hidden width of an MLP is filled up with zeros. The results
+// of one thread do not depend on the machine's load: the same call gives the same bits. With more threads the sums of the
+// gradients have another order.
 
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <algorithm>
 #include <system_error>
@@ -463,8 +465,8 @@ enum Weight { NORM_WEIGHT, NORM_BIAS, WEIGHT1, BIAS1, WEIGHT2, BIAS2, SCALE, WEI
 
 struct Branch {
   long middle;                // ATTENTION, an activation, or a gated activation
-  long inner, outer;          // columns before and after `middle`: 3 * heads * e and heads * e; outer or 2 * outer (gated) and outer
-  long hidden;                // the hidden width of an MLP; `outer` is the next multiple of 16
+  long inner, outer;          // columns before and after `middle`; of attention: 3 * heads * e and heads * e
+  long hidden;                // of an MLP; `outer` is the next multiple of 16, `inner` is `outer`, or twice that with gates
   long heads;                 // of attention
   float epsilon;              // of the LayerNorm
   const float* weight[WEIGHTS];  // BIAS1 may be null; SCALE (heads) multiplies the logits of a head
@@ -681,7 +683,7 @@ static long images_to_compute(const Blocks& s, const Branch& b, long first, Scra
 }
 
 // The activation `out` (rows, outer) of `inner`. If `d_out`, its gradient, is not null, that of `inner` is written to `d_inner`.
-// Without gates, both may be the same memory.
+// Without gates, `d_out` and `d_inner` may be the same memory.
 static void activation(const Branch& b, long rows, const float* inner, float* out, const float* d_out, float* d_inner) {
   const long stride = stride_of(b.inner), out_stride = stride_of(b.outer);
   for (long i = 0; i < rows; i++)
@@ -748,7 +750,7 @@ static void mean_keys(const Branch& b, long rows, const float* inner, float* key
 // null, or gets the keys of the group.
 static void forward(const Blocks& s, const Branch& b, const Packed& w, long first, const float* x, float* out, float* keys,
                     const Inside& in, Scratch& t) {
-  const long n = s.tokens, width = s.width, inner = stride_of(b.inner);
+  const long n = s.tokens, width = s.width;
   const long count = images_to_compute(s, b, first, t), rows = count * n, all = std::min(s.group, s.images - first) * n;
   first_half(s, b, w.first, first, count, x, in, t);
   if (keys) mean_keys(b, rows, in.inner, keys);
@@ -829,6 +831,10 @@ static void widen(long rows, long columns, const float* x, long new_columns, flo
 }
 
 struct Plan {  // where everything lies in the memory of the caller
+  struct Part {
+    float *to, *from;
+    long floats;
+  };
   std::vector<Branch> branch;   // those of the caller, with copies of weights that are filled up with zeros
   std::vector<Packed> packed;
   std::vector<float*> inputs;   // of group g and branch i at g * branches + i; the first branch has the caller's
@@ -836,13 +842,15 @@ struct Plan {  // where everything lies in the memory of the caller
   std::vector<Scratch> scratch;
   std::vector<std::vector<float*>> gradients;  // of thread t and branch i at [t][i * WEIGHTS]
   std::vector<std::pair<float*, long>> sums;   // the gradients of the threads after the first one, each as one piece
+  std::vector<Part> parts;                     // what is added at the end, in this order
   bool keeps;                                  // whether insides are kept for a backward pass
   long kept_floats, scratch_floats;
 
+  // `s` then refers to the branches of this plan.
   Plan(Blocks& s, bool trains, bool backward, float* kept_memory, float* scratch_memory) : keeps(trains && !s.again) {
     Memory keep{kept_memory}, work{scratch_memory};
-    std::vector<Part> narrow;
-    for (long i = 0; i < s.branches; i++) branch.push_back(widened(s.branch[i], s.width, backward, work, narrow));
+    std::vector<Part> of_copies;
+    for (long i = 0; i < s.branches; i++) branch.push_back(widened(s.branch[i], s.width, backward, work, of_copies));
     s.branch = branch.data();
     for (long i = 0; i < s.branches; i++) packed.emplace_back(s, s.branch[i], work);
     for (long g = 0; trains && g < groups_of(s); g++)
@@ -855,26 +863,22 @@ struct Plan {  // where everything lies in the memory of the caller
       if (backward) plan_gradients(s, t, work);
       if (!keeps) plan_insides(s, trains, work);
     }
-    parts.insert(parts.end(), narrow.begin(), narrow.end());
+    parts.insert(parts.end(), of_copies.begin(), of_copies.end());
     kept_floats = keep.used;
     scratch_floats = work.used;
   }
 
-  struct Part {
-    float *to, *from;
-    long floats;
-  };
-  std::vector<Part> parts;  // what is added at the end, in this order
-
-  // An MLP whose hidden width is `outer`: copies of its weights with zeros up to this width, and memory for their gradients,
-  // which `narrow` adds to those of the caller.
-  static Branch widened(Branch b, long width, bool backward, Memory& work, std::vector<Part>& narrow) {
+  // An MLP whose weights are copies with zeros up to the hidden width `outer`. The gradients of these copies are added to those
+  // of the caller at the end: this is appended to `at_end`.
+  static Branch widened(Branch b, long width, bool backward, Memory& work, std::vector<Part>& at_end) {
     if (b.middle == ATTENTION || b.hidden == b.outer) return b;
-    const long halves = b.inner / b.outer;  // 2 with gates
+    const long maps = b.inner / b.outer;  // 2 with gates
     const struct {
       Weight name;
       long rows, columns, new_columns;
-    } shapes[] = {{WEIGHT1, halves, b.hidden * width, b.outer * width}, {BIAS1, halves, b.hidden, b.outer}, {WEIGHT2, width, b.hidden, b.outer}};
+    } shapes[] = {{WEIGHT1, maps, b.hidden * width, b.outer * width},
+                  {BIAS1, maps, b.hidden, b.outer},
+                  {WEIGHT2, width, b.hidden, b.outer}};
     for (auto& [name, rows, columns, new_columns] : shapes) {
       if (!b.weight[name]) continue;
       float* copy = work.take(rows * new_columns);
@@ -882,9 +886,10 @@ struct Plan {  // where everything lies in the memory of the caller
       b.weight[name] = copy;
       if (!backward || !b.gradient[name]) continue;
       float* gradient = work.take(rows * new_columns);
-      if (gradient) memset(gradient, 0, rows * new_columns * sizeof(float));
-      for (long i = 0; gradient && i < rows; i++) narrow.push_back({b.gradient[name] + i * columns, gradient + i * new_columns, columns});
-      b.gradient[name] = gradient ? gradient : b.gradient[name];
+      if (!gradient) continue;  // the memory is only counted
+      memset(gradient, 0, rows * new_columns * sizeof(float));
+      for (long i = 0; i < rows; i++) at_end.push_back({b.gradient[name] + i * columns, gradient + i * new_columns, columns});
+      b.gradient[name] = gradient;
     }
     return b;
   }
@@ -921,13 +926,13 @@ struct Plan {  // where everything lies in the memory of the caller
   }
 };
 
-// Call `work(group, thread)` for all groups. Each thread has its own contiguous share of them.
+// Call `work(item, thread)` for all items. Each thread has its own contiguous share of them.
 template <class Work>
-static void in_threads(long groups, long most_threads, long precision, Work work) {
-  const long threads = std::min(most_threads, groups);
+static void in_threads(long items, long most_threads, long precision, Work work) {
+  const long threads = std::max(1l, std::min(most_threads, items));
   auto share = [&](long t) {
     const TilesInUse tiles(precision);
-    for (long g = groups * t / threads; g < groups * (t + 1) / threads; g++) work(g, t);
+    for (long i = items * t / threads; i < items * (t + 1) / threads; i++) work(i, t);
   };
   std::vector<std::thread> started;
   long t = 1;
@@ -960,7 +965,7 @@ struct Merging {
   long images, tokens, width, key_width, prefix, pairs, threads;
   const float *x, *keys, *size;  // (images, tokens, width), (images, tokens, key_width), (images, tokens); size may be null for 1
   float *out, *new_size;         // (images, tokens - pairs, width), (images, tokens - pairs)
-  long* place;                   // (images, tokens): where a token is in the new sequence, alone or as a part of another one
+  int64_t* place;                // (images, tokens): where a token is in the new sequence, alone or as a part of another one
   float* share;                  // (images, tokens): its share in the token there, 1 if it is alone
 };
 
@@ -968,24 +973,25 @@ struct MergingScratch {  // of one thread
   float *sources, *targets, *transposed, *scores, *best;
   long *match, *order;
   MergingScratch(const Merging& m, Memory& memory) {
-    const long half = m.tokens / 2 + 1;
-    sources = memory.take(half * m.key_width);
-    targets = memory.take(half * m.key_width);
-    transposed = memory.take(padded(half) * m.key_width);
-    scores = memory.take(half * padded(half));
-    best = memory.take(half);
-    match = (long*)memory.take(2 * half);
-    order = (long*)memory.take(2 * half);
+    const long most = m.tokens / 2 + 1;  // sources, or targets
+    sources = memory.take(most * m.key_width);
+    targets = memory.take(most * m.key_width);
+    transposed = memory.take(padded(most) * m.key_width);
+    scores = memory.take(most * padded(most));
+    best = memory.take(most);
+    match = (long*)memory.take(2 * most);
+    order = (long*)memory.take(2 * most);
   }
 };
 
 static long unit_keys(const Merging& m, const float* keys, long first, float* out) {  // of every second token; returns how many
   long count = 0;
   for (long i = first; i < m.tokens; i += 2, count++) {
+    const float* key = keys + i * m.key_width;
     Vec squares = {};
-    for (long j = 0; j < m.key_width; j += LANES) squares += load(keys + i * m.key_width + j) * load(keys + i * m.key_width + j);
+    for (long j = 0; j < m.key_width; j += LANES) squares += load(key + j) * load(key + j);
     const float length = std::max(std::sqrt(sum(squares)[0]), 1e-12f);
-    for (long j = 0; j < m.key_width; j += LANES) store(out + count * m.key_width + j, load(keys + i * m.key_width + j) / length);
+    for (long j = 0; j < m.key_width; j += LANES) store(out + count * m.key_width + j, load(key + j) / length);
   }
   return count;
 }
@@ -995,7 +1001,8 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   const long first_source = m.prefix + m.prefix % 2, first_target = m.prefix + 1 - m.prefix % 2;
   const float *x = m.x + image * n * d, *keys = m.keys + image * n * m.key_width, *size = m.size ? m.size + image * n : nullptr;
   float *out = m.out + image * left * d, *new_size = m.new_size + image * left, *share = m.share + image * n;
-  long* place = m.place + image * n;
+  int64_t* place = m.place + image * n;
+  auto size_of = [&](long token) { return size ? size[token] : 1.f; };
 
   // the most similar target of each source, and the sources in the order of that similarity; NaN counts as most similar
   const long sources = unit_keys(m, keys, first_source, t.sources), targets = unit_keys(m, keys, first_target, t.targets);
@@ -1005,7 +1012,7 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   for (long i = 0; i < sources; i++) {
     float most = -INFINITY;
     t.match[i] = 0, t.order[i] = i;
-    for (long j = 0; j < targets; j++)
+    for (long j = 0; j < targets && !std::isnan(most); j++)
       if (!(t.scores[i * columns + j] <= most)) most = t.scores[i * columns + j], t.match[i] = j;
     t.best[i] = std::isnan(most) ? INFINITY : most;
   }
@@ -1014,7 +1021,7 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
 
   // where each token goes, and what it then is
   auto copy = [&](long from, long to) {
-    place[from] = to, share[from] = 1.f, new_size[to] = size ? size[from] : 1.f;
+    place[from] = to, share[from] = 1.f, new_size[to] = size_of(from);
     memcpy(out + to * d, x + from * d, d * sizeof(float));
   };
   for (long i = 0; i < m.prefix; i++) copy(i, i);
@@ -1023,27 +1030,31 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   for (long i = 0; i < m.pairs; i++) {
     const long from = first_source + 2 * t.order[i];
     place[from] = m.prefix + others + t.match[t.order[i]];
-    new_size[place[from]] += size ? size[from] : 1.f;
+    new_size[place[from]] += size_of(from);
   }
-  for (long i = 0; i < m.pairs; i++) {  // a step from the target towards each source, so that their mean is reached
+  for (long i = 0; i < m.pairs; i++) {  // a step from the target towards each source; after all of them it is the mean by size
     const long from = first_source + 2 * t.order[i], target = first_target + 2 * t.match[t.order[i]];
-    const float of_source = (size ? size[from] : 1.f) / new_size[place[from]];
-    share[from] = of_source;
-    share[target] = (size ? size[target] : 1.f) / new_size[place[from]];
+    share[from] = size_of(from) / new_size[place[from]];
+    share[target] = size_of(target) / new_size[place[from]];
+    const float *source = x + from * d, *start = x + target * d, part = share[from];
     float* to = out + place[from] * d;
-    for (long j = 0; j < d; j += LANES) store(to + j, load(to + j) + (load(x + from * d + j) - load(x + target * d + j)) * of_source);
+    for (long j = 0; j < d; j += LANES) store(to + j, load(to + j) + (load(source + j) - load(start + j)) * part);
   }
 }
 
 extern "C" {
 
-void blocks_merge(const Merging* merging) {
+long blocks_merge_floats(const Merging* m) {  // scratch memory of one thread
+  Memory counted{nullptr};
+  const MergingScratch scratch(*m, counted);
+  return counted.used;
+}
+
+void blocks_merge(const Merging* merging, float* scratch) {
   const Merging& m = *merging;
-  Memory count{nullptr};
-  MergingScratch(m, count);
-  std::vector<float> memory(count.used * std::min(m.threads, m.images) + 16);
+  const long floats = blocks_merge_floats(merging);
   in_threads(m.images, m.threads, FP32, [&](long image, long thread) {
-    Memory own{memory.data() + thread * count.used};
+    Memory own{scratch + thread * floats};
     merge_image(m, image, MergingScratch(m, own));
   });
 }

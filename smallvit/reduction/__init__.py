@@ -13,10 +13,12 @@ it is called before attention instead, as `(x, size)`.
 - `key()` returns (b, n, e), `saliency(queries)` (b, n); see `attention.AttentionOutput`. They are computed only when called.
 - `left(n)` returns how many of n tokens are left after the module in evaluation, or None if that depends on the image, as
   without `left`. `macs(n, head_dim)`, if present, returns the cost of the reduction itself in multiply-adds.
-- A true attribute `needs_keys_alone`, which each class sets for itself, says that the module never calls `saliency`, and uses
-  the keys without a gradient. The native kernel then computes the block, because such keys are what it can return.
+- A true attribute `needs_keys_alone`, which each class sets for itself, says that the module never calls `saliency`, uses the
+  keys without a gradient, and returns sizes without a gradient. The native kernel then computes the block, because such keys
+  are what it can return.
 - A true attribute `merges_best_pairs`, which each class sets for itself, says in addition that the module merges the
-  `count(n)` best pairs of patches behind `prefix` tokens as `Merge` does. Compiled code then merges them.
+  `count(n)` best pairs of patches behind `prefix` tokens as `Merge` does. `count(n)` is at most half of the patches. Compiled
+  code then merges them, and does not call the module.
 - An attribute `progress` (a float), if present, is set to the progress of the run, from 0 to 1, during training.
 
 A reduction may act in some layers only; in the others its module is the identity, as with the off setting.
