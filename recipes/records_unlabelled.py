@@ -10,11 +10,24 @@ Setup     Data: MNIST with 10 and 100 labelled digits, 59,000 digits without lab
           164,000 parameters), learns the classes that the second model predicts for 32 deformed digits a step, in 4,800
           steps. This way was chosen among seven trials at 100 labels on 5,000 validation images with other seeds
           (`records_unlabelled.trials.jsonl`). `augmented_accuracy` classifies each test image together with 16 deformed
-          copies of it.
+          copies of it. Cost: 40 runs, an hour in bf16 on two CPU cores with up to four seeds trained together as one model.
 
 Expected  98.4% at 100 labels and 97.5% at 10. The goals, 99.1 and 98.5%, which are above the best results that we know from
           any method, are not reached: the spread labels are wrong for two of 100 digits, and the last model learns most of
           these mistakes. The deformed copies bring 0.1 points. Written before the runs.
+
+Found     The accuracy is 98.23% [97.64, 98.82] at 100 labels, less than expected, and 97.64% [97.22, 98.06] at 10, a little
+          more, where the interval is for new seeds and new test images. The goals are not reached, as expected, and lie
+          outside the intervals. At 100 labels the seeds, which also draw the labelled digits, range from 97.36% to 98.86% (SD
+          0.66), and at 10 from 97.26% to 98.43% (SD 0.40). The deformed copies raise the means to 98.30% and 97.75%, as
+          expected.
+
+Limits    One way, chosen among seven trials at 100 labels; at 10 labels nothing was tried. The trials were made with 5,000
+          labelled validation images, far more labels than the runs have. The learning rates are those of earlier recipes and
+          were not tuned. Nothing is compared, so there is no verdict, and nothing says which part is needed. FixMatch after
+          DINO, with 2,400 steps, was worse than label spreading in the trials; longer training was not tried. The unlabelled
+          digits are of the same kind as the labelled ones, with nearly equal numbers of each class. The goals come from
+          results of other methods, with other draws of labelled digits. There are 8 seeds.
 """
 
 from functools import partial
