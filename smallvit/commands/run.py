@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         submit(options, path.stem, out, runs, recipe_runs)
         return 0
     if options.dry_run:
-        print_plan(runs, recipe_runs, looks, out / path.stem, options, len(gpus) or options.jobs)
+        print_plan(runs, recipe_runs, looks, out, path.stem, options, len(gpus) or options.jobs)
         return 0
     if not runs:  # of this shard
         return end_shard([], options)
@@ -116,19 +116,20 @@ def print_plan(
     runs: Sequence[ArmRun],
     recipe_runs: Sequence[ArmRun],
     looks: Looks | None,
-    folder: Path,
+    out: Path,
+    recipe: str,
     options: argparse.Namespace,
     jobs: int,
 ):
     """Print which runs will be trained and how long this takes, for `--dry-run`. `runs` are the runs to train, `recipe_runs`
-    are all runs of the recipe, `looks` are its planned numbers of seeds, `folder` is the folder of its results, `options` are
-    the command-line arguments, and `jobs` is the number of worker processes.
+    are all runs of the recipe, `looks` are its planned numbers of seeds, `out` is the folder of all results, `recipe` is the
+    name of the recipe file, `options` are the command-line arguments, and `jobs` is the number of worker processes.
     """
 
     def finished(entry: ArmRun) -> bool:
         record = None
         with suppress(Damaged):
-            record = recall(entry, folder.parent, folder.name)
+            record = recall(entry, out, recipe)
         return not options.smoke and record is not None and record.finished
 
     print(plan(runs, jobs, device_to_measure(options), finished, recipe_runs, time.perf_counter() - options.started))

@@ -349,8 +349,7 @@ class NativeFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Any, Any]:
-        pairs = zip((x, bias, *weights), in_dims[1:])
-        tensors = [None if tensor is None else leading(tensor, axis, info.batch_size) for tensor, axis in pairs]
+        tensors = models_first((x, bias, *weights), in_dims[1:], info.batch_size)
         return NativeFunction.apply(call._replace(stacked=True), *tensors), (0, 0) if call.keys else 0
 
 
@@ -399,14 +398,18 @@ class NativeMerge(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, reduction: Any, *tensors: Tensor | None) -> tuple[Any, Any]:
-        pairs = zip(tensors, in_dims[1:])
-        flat = [None if t is None else leading(t, axis, info.batch_size).flatten(0, 1) for t, axis in pairs]
+        flat = [t if t is None else t.flatten(0, 1) for t in models_first(tensors, in_dims[1:], info.batch_size)]
         found: Any = NativeMerge.apply(reduction, *flat)
         shape = (info.batch_size, -1) if info.batch_size else (0, 0)
         return tuple(each.unflatten(0, shape) for each in found), (0,) * len(found)
 
 
 vars(NativeMerge.forward)["__signature__"] = inspect.signature(NativeMerge.forward)
+
+
+def models_first(tensors: Sequence[Tensor | None], axes: Sequence[int | None], models: int) -> list[Tensor | None]:
+    """Return tensors with the axis of the models of a stack first, as `leading` does. What is None stays None."""
+    return [None if tensor is None else leading(tensor, axis, models) for tensor, axis in zip(tensors, axes)]
 
 
 def merge_tokens(reduction: Any, x: Tensor, size: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
