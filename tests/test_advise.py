@@ -19,7 +19,7 @@ from smallvit.commands.advise import command, plan
 from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, model_to_keep, names_of
 from smallvit.commands.advise.command import opened_plan, shows_characters
-from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, stem_layers
+from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, known_gain, stem_layers
 from smallvit.commands.advise.page import (
     Judged,
     division,
@@ -175,12 +175,28 @@ def test_stem_has_about_as_many_tokens_as_patches(patch, layers):
     assert stem_layers(patch) == layers
 
 
-@pytest.mark.parametrize("group", KNOWN)
-def test_what_is_known_is_what_the_committed_records_say(group):
-    recipe, arm, gains = KNOWN[group]
+@pytest.mark.parametrize(("recipe", "arm", "gains"), [known for group in KNOWN.values() for known in group])
+def test_what_is_known_is_what_the_committed_records_say(recipe, arm, gains):
     path = find_recipe(recipe).with_suffix(".jsonl")
     rows = [row for row in compare(read_records(path)).main_rows if row.arm == arm and row.difference]
-    assert {row.labels: round(100 * row.difference.mean, 2) for row in rows} == gains
+    sign = -1 if arm.startswith("no ") else 1
+    assert {row.labels: round(100 * sign * row.difference.mean, 2) for row in rows} == gains
+
+
+@pytest.mark.parametrize(
+    ("group", "labels", "expected"),
+    [
+        ("optimizer", 3, (1.75, "few_and_many")),
+        ("optimizer", 31, (1.75, "few_and_many")),
+        ("optimizer", 33, (0.90, "optimizers")),
+        ("optimizer", 3_000, (0.76, "optimizers")),
+        ("optimizer", 4_000, (0.87, "few_and_many")),
+        ("attention", 50_000, (0.13, "spt_lsa")),
+        ("size", 100, (None, "")),
+    ],
+)
+def test_known_gain_is_that_of_the_most_similar_number_of_labels(group, labels, expected):
+    assert known_gain(group, labels) == expected
 
 
 # The time
