@@ -3,12 +3,12 @@
 Paper     Touvron et al. 2021 (DeiT), arXiv:2012.12877. Hinton et al. 2015, arXiv:1503.02531.
 
 Setup     Data: MNIST with 100 and 1,000 labelled digits, 10,000 test images, 8 seeds; 16 patches of 7 pixels, 139,000
-          parameters, deformed digits, 2,400 steps of 32 digits. Arms: a ViT from scratch; the same ViT taught by another ViT, by
-          a small CNN, by the class that the CNN predicts (hard labels), and by this class through a distillation token. Every
-          teacher has the same labels and the same number of steps as its student and no others; its cost is counted in the
-          student's costs. Teacher and student see the same augmented images. "Twice the steps" is training from scratch for
-          the steps of teacher and student together. Each arm and the small CNN get 8 trials to choose a learning rate, on 3,000
-          validation images; the teachers have the rate 0.002.
+          parameters, deformed digits, 2,400 steps of 32 digits. Arms: a ViT from scratch; the same ViT, taught by another
+          ViT, by a small CNN, by the class that the CNN predicts (hard labels), and by this class through a distillation
+          token. Every teacher has the same labels and the same number of steps as its student and no others; its cost is
+          counted in the student's costs. Teacher and student see the same augmented images. "Twice the steps" is training
+          from scratch for the steps of teacher and student together. Each arm and the small CNN get 8 trials to choose a
+          learning rate, on 3,000 validation images; the teachers have the rate 0.002.
 
 Expected  At both numbers of labels the soft teacher closes half of the gap between ViT and CNN, the hard teacher (predicted
           class) less. The token adds nothing: it is made for two losses that disagree, and these two agree on almost every

@@ -9,6 +9,7 @@ import sys
 import unicodedata
 import warnings
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,13 @@ import torch
 from PIL import Image
 from toys import TINY_VIT
 
-from smallvit import ArmRun, Run, data, fingerprint
+from smallvit import MAE, ArmRun, Run, SemiSupervised, data, fingerprint, fit, knn, label_spreading
 from smallvit.data import Preprocess
 from smallvit.data.images import Rows
 from smallvit.launch import launch
 from smallvit.launch.plan import data_text
 from smallvit.run import describe, rebuild
+from smallvit.train.loop import Training
 
 GENERATOR = np.random.default_rng(0)
 
@@ -269,6 +271,136 @@ def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypat
     data.folder.cache_clear()
     with pytest.raises(ValueError, match="1 runs have finished on other images or labels"):
         launch([ArmRun(run=disk.at_seed(seed), arm="a") for seed in range(2)], tmp_path / "runs", recipe="t", jobs=1)
+
+
+# Images without labels
+
+
+def write_unlabelled(folder, count=5, c=3):
+    """Write random PNG files, some of them in a subfolder."""
+    (folder / "scanner 2").mkdir(parents=True)
+    for i in range(count):
+        Image.fromarray(noise(c=c)).save((folder if i % 2 else folder / "scanner 2") / f"{i}.png")
+
+
+def test_images_without_labels_are_for_training_without_labels_alone(tmp_path):
+    top = write_class_folders(tmp_path / "top")
+    plain = data.folder(str(top), folds=3, size=8)
+    write_unlabelled(top / "more")
+    write_unlabelled(tmp_path / "outside")
+    for place, name in (("more", "more/1.png"), ("../outside", "../outside/1.png"), (str(tmp_path / "outside"), "../outside/1.png")):
+        dataset = data.folder(str(top), folds=3, size=8, unlabelled=place)
+        shutil.rmtree(top / "more", ignore_errors=True)  # only now: a folder that is not named would be a class
+        assert dataset.spec == plain.spec and torch.equal(dataset.train.images, plain.train.images)
+        assert dataset.sha256 != plain.sha256 and len(dataset.unlabelled) == 5 and name in dataset.unlabelled.files
+        assert data_text(dataset) == "data: top, 12 images of 2 classes, 3 folds, 5 images without labels"
+    part = dataset.at_seed(1)
+    assert part.unlabelled.spec == part.spec != dataset.spec and part.sha256 == dataset.sha256
+    subset = part.subset(labels=None, val=2, seed=0)
+    run = Run(data=data.digits, model=TINY_VIT, steps=3, batch=4, val=2)
+    for changes in ({"objective": MAE, "unlabelled": True}, {"objective": partial(SemiSupervised, weak=(), strong=())}):
+        made = Training(run.vary(**changes), part, subset, "cpu")
+        images = made.images if changes.get("unlabelled") else made.pool
+        seen = {bytes(image) for image in images.images.numpy()}
+        assert len(images) == 6 + 5 and seen >= {bytes(image) for image in dataset.unlabelled.images.numpy()}
+    assert len(Training(run, part, subset, "cpu").images) == 6, "supervised training does not see them"
+
+
+def test_labels_of_images_without_labels_are_never_used(tmp_path):
+    """They are all 0 because some number is needed; with pseudo-labels, the model's guesses replace them."""
+    top = write_class_folders(tmp_path / "top", count=10, c=1)
+    write_unlabelled(tmp_path / "more", c=1)
+    dataset = data.folder(str(top), test=0.2, size=8, unlabelled="../more")
+    other = replace(dataset, unlabelled=replace(dataset.unlabelled, labels=torch.ones(5, dtype=torch.int64)))
+    subset = dataset.subset(labels=None, val=2, seed=0)
+    run = Run(data=data.digits, model=TINY_VIT, steps=2, batch=8, val=2)
+    semi = run.vary(objective=partial(SemiSupervised, weak=(), strong=(), align=True))
+    spread = run.vary(init=run, pseudo_labels=partial(label_spreading, neighbours=3), unlabelled=True)
+    for one in (semi, spread, run.vary(objective=MAE, unlabelled=True)):
+        weights = []
+        for part in (dataset, other):
+            made = Training(one, part, subset, "cpu")
+            made.train_step(), made.train_step()
+            weights.append(made.objective.state_dict())
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_run_with_images_without_labels_counts_them(tmp_path, cache):
+    """Decoded into memory and onto the disk, where they stay in the file of all images."""
+    top = write_class_folders(tmp_path / "top", count=10, c=1)
+    write_unlabelled(tmp_path / "more", count=25, c=1)
+    records = []
+    for kind in ("memory", "disk"):
+        source = partial(data.folder, path=str(top), size=8, test=0.3, unlabelled="../more", cache=kind)
+        run = Run(data=source, model=TINY_VIT, steps=3, batch=4, val=2, objective=MAE, unlabelled=True, evaluators=(knn,))
+        records.append(fit(run, tmp_path / kind))
+    assert records[0].unlabelled == 12 + 25 and records[0].test == records[1].test
+    dataset = source()
+    both = data.joined(dataset.train, dataset.unlabelled)
+    assert isinstance(both.images, Rows) and both.files == dataset.train.files + dataset.unlabelled.files
+    assert torch.equal(both.images[:], torch.cat([dataset.train.images[:], dataset.unlabelled.images[:]]))
+
+
+def test_images_without_labels_need_no_group_and_may_be_left_out_if_broken(tmp_path):
+    top = write_patients(tmp_path / "clinic")
+    write_unlabelled(top / "more")
+    (top / "more" / "broken.png").write_bytes(b"<html>404</html>")
+    files = data.folder(str(top), folds=3, unlabelled="more", skip_broken=True).train.files
+    assert "more/broken.png" in error_of(top, folds=3, unlabelled="more")
+    (top / "patients.csv").write_text("".join(f"{file},{file[-7:-6]}\n" for file in files) + "more/1.png,9\n")
+    for option in ({"group_by": r"(p\d)_\d+"}, {"groups": "patients.csv"}):
+        dataset = data.folder(str(top), folds=3, unlabelled="more", skip_broken=True, **option)
+        assert (len(dataset.groups), len(dataset.unlabelled), dataset.skipped) == (24, 5, 1)
+        data.folder.cache_clear()
+
+
+def test_image_without_a_label_that_is_a_test_image_is_noted(tmp_path):
+    top = write_class_folders(tmp_path / "top")
+    write_unlabelled(tmp_path / "more")
+    shutil.copy(top / "cat" / "0.png", tmp_path / "more" / "copy.png")
+    for split in ({"folds": 3}, {"test": 0.5}):
+        dataset, notes = load(top, unlabelled="../more", **split)
+        tested = split.get("folds") or "cat/0.png" in dataset.test.open().files
+        assert notes == ["top: test images that are identical to an image without a label: 1; remove the images without a label, or the score may be too high"] * bool(tested)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere", "there is no such folder; expected a folder of images whose class is not known; its path is relative to"),
+        ("empty", "there are no images in it"),
+        ("cat/old", "has images of the class folders, "),
+        (".", "has images of the class folders, "),
+        ("small", "small/0.png is (3, 3, 3) (h, w, c) but cat/0.png is (6, 9, 3): set size="),
+        ("broken", "no image in it can be read; replace the files, or leave unlabelled= out"),
+    ],
+)
+def test_folders_without_labels_that_cannot_be_used_are_refused(tmp_path, place, message):
+    write_class_folders(tmp_path, classes=("cat", "dog"))
+    write_class_folders(tmp_path / "cat", classes=("old",))
+    (tmp_path / "empty").mkdir()
+    for name in ("small", "broken"):
+        (tmp_path / name).mkdir()
+    Image.fromarray(noise(3, 3)).save(tmp_path / "small" / "0.png")
+    (tmp_path / "broken" / "0.png").write_bytes(b"<html>404</html>")
+    for name in {"empty", "small", "broken"} - {place}:
+        shutil.rmtree(tmp_path / name)
+    assert message in error_of(tmp_path, folds=2, unlabelled=place, skip_broken=place == "broken")
+
+
+def test_archives_may_hold_images_without_labels(tmp_path):
+    more = GENERATOR.integers(0, 256, (7, 6, 5), np.uint8)
+    dataset = data.arrays(write_npz(tmp_path / "a.npz", unlabelled_images=more), folds=2)
+    assert np.array_equal(dataset.unlabelled.images[:, 0].numpy(), more) and len(dataset.train) == 20
+    parts = {f"{part}_images": more for part in ("train", "test")} | {f"{part}_labels": np.arange(7) % 2 for part in ("train", "test")}
+    path = write_npz(tmp_path / "b.npz", images=None, labels=None, unlabelled_images=more / 255, **parts)
+    with pytest.warns(UserWarning, match="test images that are identical to an image without a label: 7"):
+        dataset = data.arrays(path)
+    assert np.array_equal(dataset.unlabelled.images[:, 0].numpy(), more)
+    sized = data.at_size(partial(data.arrays, path), 12)
+    assert sized.unlabelled.images.shape == (7, 1, 12, 12) and sized.unlabelled.spec == sized.spec
+    with pytest.raises(ValueError, match=r"unlabelled images: expected uint8 images \(7, 1, 6, 5\)"):
+        data.arrays(write_npz(tmp_path / "c.npz", unlabelled_images=more[:, 1:]), folds=2)
 
 
 # Names of files

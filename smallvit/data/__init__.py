@@ -21,7 +21,7 @@ values only, so that a record can store the call.
 from .dataset import Dataset, Subset
 from .drawn import textured_shapes
 from .folds import Fold
-from .images import DataSpec, HeldOut, Images, sealed_test_images
+from .images import DataSpec, HeldOut, Images, joined, sealed_test_images
 from .own import arrays, folder
 from .preprocess import Preprocess
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
@@ -29,5 +29,5 @@ from .resize import at_size
 
 __all__ = [
     "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10", "digits",
-    "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn", "textured_shapes",
+    "emnist", "fashion_mnist", "folder", "joined", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn", "textured_shapes",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from smallvit.rng import shuffled
 
 from .folds import Fold, balanced_split, draw_folds, first_folds, held_out_part, random_order
 from .images import DataSpec, HeldOut, Images, with_moments
+from .notes import note
 from .repeats import same_pixels, warn_of_repeats
 
 
@@ -53,6 +54,8 @@ class Dataset:
     fold          which images of the data set are tested, if this is one fold of another data set; otherwise None
     skipped       number of image files that could not be read and were left out
     whole         the data set of which this is one fold, or None
+    unlabelled    more training images, whose class is not known, for training without labels. Their labels are all 0 and are
+                  never used. None: there are none
     """
 
     spec: DataSpec
@@ -66,6 +69,7 @@ class Dataset:
     fold: Fold | None = None
     skipped: int = 0
     whole: "Dataset | None" = None
+    unlabelled: Images | None = None
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -74,13 +78,14 @@ class Dataset:
 
         The hash depends only on the data, not on where the files are. All folds of a data set have the same hash, that of all
         its images. Groups are part of the data: another division of the same images into groups has another hash, and so
-        has another part of the images that is divided into folds.
+        has another part of the images that is divided into folds. So are images without labels.
         """
         if self.whole is not None:
             return self.whole.sha256
         parts = [self.train.sha256, self.test.sha256] + ([] if self.val is None else [self.val.sha256])
         parts += [hash_of_groups(groups) for groups in (self.groups, self.test_groups) if groups is not None]
         parts += [] if self.pool_index is None else [self.pool.sha256]
+        parts += [] if self.unlabelled is None else ["unlabelled", self.unlabelled.sha256]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @functools.cached_property
@@ -135,6 +140,7 @@ class Dataset:
         return replace(
             self, spec=spec, train=train.with_spec(spec), test=test, folds=0, pool_index=None, groups=groups,
             test_groups=test_groups, fold=Fold(self.folds, len(self.pool), index, test_index), whole=self,
+            unlabelled=None if self.unlabelled is None else self.unlabelled.with_spec(spec),
         )  # fmt: skip
 
     @functools.cached_property
@@ -225,6 +231,20 @@ class Dataset:
         train_groups, test_groups = (None, None) if groups is None else (groups[train_index], groups[test_index])
         held_out = HeldOut(images.take(test_index).with_spec(spec))
         return cls(spec, train.with_spec(spec), held_out, groups=train_groups, test_groups=test_groups, skipped=skipped)
+
+    def with_unlabelled(self, images: Images) -> "Dataset":
+        """Return the same data set with more training images, whose class is not known. Training without labels uses them.
+
+        The mean and the standard deviation that normalize the pixels stay those of the training images with labels. Warns about
+        images that are identical to a test image.
+        """
+        tested = HeldOut(self.pool) if self.folds else self.test
+        if count := tested.among(images):
+            note(
+                f"{self.spec.name}: test images that are identical to an image without a label: {count:,}; remove the images "
+                "without a label, or the score may be too high"
+            )
+        return replace(self, unlabelled=images.with_spec(self.spec))
 
     def subset(self, *, labels: int | None, val: int | None, seed: int) -> Subset:
         """Draw the images of one training run and return them as a `Subset`. The option `labels` is the number of labelled

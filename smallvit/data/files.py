@@ -49,9 +49,10 @@ class Found:
         return torch.tensor([label for part in self.parts.values() for label in part.values()])
 
 
-def find_images(top: Path) -> Found:
+def find_images(top: Path, unlabelled: Path | None = None) -> Found:
     """Find the image files in `top/train/<class>` and `top/test/<class>` (and `top/val/<class>`, if it exists), or otherwise in
-    `top/<class>`. A class may have subfolders. Hidden files, hidden folders and files that are no images are ignored.
+    `top/<class>`. A class may have subfolders. Hidden files, hidden folders and files that are no images are ignored. The
+    folder `unlabelled` is no class.
 
     A folder named train, test or val that has images in it, and not in subfolders, is a class.
 
@@ -76,7 +77,11 @@ def find_images(top: Path) -> Found:
         folders = {"pool": top}
     other, parts, classes = Counter(), {}, {}
     for part, folder in folders.items():
-        classes[part] = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
+        classes[part] = sorted(
+            entry.name
+            for entry in folder.iterdir()
+            if entry.is_dir() and not _is_hidden(entry.name) and not (unlabelled and entry.resolve() == unlabelled.resolve())
+        )
         if not classes[part]:
             raise ValueError(f"{top}: {expected} (there is no folder in {folder})")
         parts[part] = {}
@@ -92,6 +97,28 @@ def find_images(top: Path) -> Found:
             raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:SHOWN]}")
     _warn_of_other_files(top, other, [file for folder in folders.values() for file in filter(is_image, _files_in(folder))])
     return Found(top, tuple(first), parts)
+
+
+def find_unlabelled(top: Path, folder: Path, labelled: list[str]) -> list[str]:
+    """Find the image files in `folder` and its subfolders, whose classes are not known. Return their names relative to `top`,
+    the folder of the data set. `labelled` are the names of the files whose classes are known.
+
+    Warns about images with an unsupported suffix.
+
+    Raises    ValueError if there is no such folder, or if it has no images or labelled ones.
+    """
+    expected = f"expected a folder of images whose class is not known; its path is relative to {top}"
+    if not folder.is_dir():
+        raise ValueError(f"unlabelled={str(folder)!r}: there is no such folder; {expected}")
+    other = Counter()
+    found = _walk(folder, other)
+    known = {(top / file).resolve() for file in labelled}
+    if both := [str(file) for file in found if file.resolve() in known]:
+        raise ValueError(f"unlabelled={str(folder)!r} has images of the class folders, {listed(both)}; {expected}")
+    _warn_of_other_files(folder, other, [])
+    if not found:
+        raise ValueError(f"unlabelled={str(folder)!r}: there are no images in it; {expected}")
+    return [Path(os.path.relpath(file, top)).as_posix() for file in found]
 
 
 def is_image(name: str) -> bool:

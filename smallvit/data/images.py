@@ -204,6 +204,20 @@ class Images:
             yield self.spec.normalise(self.pixels(index, device)), self.labels[index].to(device)
 
 
+def joined(first: Images, second: Images) -> Images:
+    """Return the images of two sets with the same description in one, `first` before `second`. Images that lie in the same
+    memory-mapped file are not read.
+    """
+    one: Any = first.images
+    other: Any = second.images
+    if isinstance(one, Rows) and isinstance(other, Rows) and one.stored is other.stored:
+        images: Any = Rows(one.stored, torch.cat([one.index, other.index]))
+    else:
+        images = torch.cat([one[:], other[:]])
+    files = None if first.files is None or second.files is None else first.files + second.files
+    return Images(images, torch.cat([first.labels, second.labels]), first.spec, files)
+
+
 def with_moments(spec: DataSpec, images: Images) -> DataSpec:
     """Return the description `spec` with the mean and standard deviation of each channel of `images`, for pixels in [0, 1]. A
     constant channel gets the standard deviation 1.

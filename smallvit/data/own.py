@@ -14,7 +14,7 @@ import torch
 from .cache import Options, load_pixels
 from .dataset import Dataset, as_images, to_uint8, unnormalized
 from .decode import MODES
-from .files import Found, find_images, groups_by_name, groups_in_file, listed
+from .files import Found, find_images, find_unlabelled, groups_by_name, groups_in_file, listed
 from .images import Images
 from .notes import note
 
@@ -50,6 +50,7 @@ def folder(
     skip_broken: bool = False,
     pixels: str = "uint8",
     cache: str | None = None,
+    unlabelled: str | None = None,
 ) -> Dataset:
     """Return a `Dataset` of your own image files in the folders `path/train/<class>` and `path/test/<class>`, or in
     `path/<class>` with `folds`, `test` or both. Images are resized to `size` pixels (one side, or height and width) and
@@ -75,15 +76,19 @@ def folder(
     pixels       "uint8": 8 bits a channel; "float": float32, which keeps 16-bit values (divided by 65535) and float values
     cache        where decoded images are kept: "memory", "disk" (a memory-mapped file), or None: "disk" if they take more than
                  a quarter of the free memory
+    unlabelled   a folder, relative to `path`, with more training images whose class is not known, in any subfolders. Training
+                 without labels uses them, such as DINO with `Run(unlabelled=True)`. It should have no images of the groups
+                 (patients, say) that are tested
 
     Without groups, identical images are one group where images are split by `folds` or `test`.
 
     Warns        about CMYK images (converted to RGB), images of formats that are not read, identical images on both sides of a
-                 split or with different labels, and float pixels outside of [0, 1].
+                 split or with different labels, unlabelled images that are identical to a test image, and float pixels outside
+                 of [0, 1].
 
     Raises       ValueError for contradicting options, fewer than 2 classes, classes that differ between the parts, too few
-                 images or groups for a split, groups on both sides, and files that cannot be read or differ in size or
-                 channels.
+                 images or groups for a split, groups on both sides, files that cannot be read or differ in size or channels,
+                 and a folder `unlabelled` without images or with images of the class folders.
     """
     size = (size, size) if isinstance(size, int) else size
     if channels not in (None, *MODES) or (size is not None and (len(size) != 2 or min(size) < 1)):
@@ -92,45 +97,56 @@ def folder(
         expected = 'expected pixels="uint8" or "float" and cache="memory" or "disk"'
         raise ValueError(f"{expected}, got pixels={pixels!r} and cache={cache!r}")
     top = Path(path)
-    found = find_images(top)
+    further = None if unlabelled is None else top / Path(unlabelled).expanduser()
+    found = find_images(top, further)
+    labelled = len(found.files)
+    files = found.files if further is None else found.files + find_unlabelled(top, further, found.files)
     _check_split(str(top), "pool" not in found.parts, folds, test)
     if groups is not None and group_by is not None:
         raise ValueError(f"got groups={groups!r} and group_by={group_by!r}; expected one of them")
 
-    def group_names(files: list[str]) -> list[str] | None:
+    def group_names(names: list[str]) -> list[str] | None:
         if groups is not None:
-            return groups_in_file(files, top / Path(groups).expanduser(), found.files)
-        return None if group_by is None else groups_by_name(files, group_by)
+            return groups_in_file(names, top / Path(groups).expanduser(), files)
+        return None if group_by is None else groups_by_name(names, group_by)
 
     names = group_names([] if skip_broken else found.files)  # an error comes before the images are read
     mode = MODES[channels] if channels else None
-    loaded = load_pixels(top, found.files, Options(size, mode, pixels, skip_broken), cache)
-    kept = torch.tensor(loaded.kept)
+    loaded = load_pixels(top, files, Options(size, mode, pixels, skip_broken), cache)
+    kept = [i for i in loaded.kept if i < labelled]
     if skip_broken:
-        names = group_names([found.files[i] for i in loaded.kept])
+        names = group_names([files[i] for i in kept])
     spec = unnormalized(top.name, found.classes, loaded.images.shape, digits, "uint8" if pixels == "uint8" else "float32")
-    images = Images(loaded.images, found.labels[kept], spec, tuple(found.files[i] for i in loaded.kept))
+    no_labels = torch.zeros(len(loaded.kept) - len(kept), dtype=torch.int64)
+    everything = Images(loaded.images, torch.cat([found.labels[kept], no_labels]), spec, tuple(files[i] for i in loaded.kept))
+    images = everything.take(slice(len(kept)))
     numbers = None if names is None else torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))
     if names is not None and len(set(names)) == len(names):
         option = f"groups={groups!r}" if groups is not None else f'group_by=r"{group_by}"'
         note(f"{top}: {option} gives each of the {len(names):,} images a group of its own; expected some images in one group")
-    parts = _slices(found, loaded.kept)
+    parts = _slices(found, kept)
     for part, where in parts.items():
         if missing := {*range(len(found.classes))} - {*images.labels[where].tolist()}:
             name = found.classes[min(missing)]
             raise ValueError(f"{top}: no image of class {name!r} in {part} can be read; replace the files, or remove the class")
     if pixels == "float":
         _warn_of_range(images)
-    skipped = len(found.files) - len(kept)
+    skipped = len(files) - len(loaded.kept)
     if "pool" in parts:
-        return Dataset.from_pool(images, numbers, folds=folds, test=test, skipped=skipped)
-    if names is not None:
-        _check_groups(top, {part: set(names[where]) for part, where in parts.items()})
-    return Dataset.from_parts(images, parts, numbers, skipped=skipped)
+        data = Dataset.from_pool(images, numbers, folds=folds, test=test, skipped=skipped)
+    else:
+        if names is not None:
+            _check_groups(top, {part: set(names[where]) for part, where in parts.items()})
+        data = Dataset.from_parts(images, parts, numbers, skipped=skipped)
+    if further is None:
+        return data
+    if not len(no_labels):
+        raise ValueError(f"unlabelled={unlabelled!r}: no image in it can be read; replace the files, or leave unlabelled= out")
+    return data.with_unlabelled(everything.take(slice(len(kept), None)))
 
 
 # Options added since version 0.2.0, each with the value at which the data are what they were before
-folder.added_options = {"skip_broken": False, "pixels": "uint8"}
+folder.added_options = {"skip_broken": False, "pixels": "uint8", "unlabelled": None}
 # Options that do not change the data: a run with another value is the same run
 folder.neutral_options = ("cache",)
 
@@ -190,7 +206,8 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.
 
     An archive without a test part holds the arrays images, labels and optionally groups (`n`, integers or text), and needs one
-    of the options `folds` and `test`, or both. They are those of `folder`.
+    of the options `folds` and `test`, or both. They are those of `folder`. Any archive may also hold the array
+    unlabelled_images: more training images whose class is not known, for training without labels.
 
     Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, and for an archive that cannot be
               read or lacks an array.
@@ -216,7 +233,7 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
     classes = tuple(str(label) for label in present)
     if not is_pool:
         content = {prefix[:-1]: (found[f"{prefix}images"], found[f"{prefix}labels"]) for prefix in prefixes}
-        return Dataset.from_arrays(file.name, content, classes, digits=digits)
+        return _with_unlabelled(Dataset.from_arrays(file.name, content, classes, digits=digits), found)
     pixels = to_uint8(found["images"], f"{file.name}, images")
     images = as_images(pixels, found["labels"], unnormalized(file.name, classes, pixels.shape, digits), "all")
     groups = found.get("groups")
@@ -225,7 +242,17 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
             expected = f"expected {len(images)} integers or texts"
             raise ValueError(f"{file.name}, groups: {expected}, got {groups.dtype} {groups.shape}")
         groups = torch.from_numpy(np.unique(groups.ravel(), return_inverse=True)[1].astype(np.int64))
-    return Dataset.from_pool(images, groups, folds=folds, test=test)
+    return _with_unlabelled(Dataset.from_pool(images, groups, folds=folds, test=test), found)
+
+
+def _with_unlabelled(data: Dataset, archive: dict[str, np.ndarray]) -> Dataset:
+    """Return the data set with the images without labels of an archive, if it has any. `archive` is a dict from the names of
+    its arrays to the arrays.
+    """
+    if "unlabelled_images" not in archive:
+        return data
+    pixels = to_uint8(archive["unlabelled_images"], f"{data.spec.name}, unlabelled images")
+    return data.with_unlabelled(as_images(pixels, np.zeros(len(pixels), dtype=np.int64), data.spec, "unlabelled images"))
 
 
 def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):

@@ -43,7 +43,8 @@ def _at_size(data: Dataset, size: tuple[int, int]) -> Dataset:
     moments = with_moments(sized, train)
     spec = replace(moments, mean=moments.mean if any(data.spec.mean) else data.spec.mean)
     test, val = data.test.changed(lambda images: _resized(images, spec)), data.val and _resized(data.val, spec)
-    return replace(data, spec=spec, train=train.with_spec(spec), test=test, val=val)
+    unlabelled = data.unlabelled and _resized(data.unlabelled, spec)
+    return replace(data, spec=spec, train=train.with_spec(spec), test=test, val=val, unlabelled=unlabelled)
 
 
 def _resized(images: Images, spec: DataSpec) -> Images:

@@ -194,7 +194,7 @@ class RayEngine(Engine):
         """Send a data set to the cluster, and return the reference to it. Pixels in a memory-mapped file are not sent, because
         they may not fit into memory: the result is then the hash of the data set, which each machine must load itself.
         """
-        parts = [dataset.train, *([] if dataset.val is None else [dataset.val])]
+        parts = [part for part in (dataset.train, dataset.val, dataset.unlabelled) if part is not None]
         return dataset.sha256 if any(isinstance(part.images, Rows) for part in parts) else self.ray.put(dataset)
 
 
