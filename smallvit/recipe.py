@@ -212,14 +212,29 @@ def check_repeated_keys(text: str):
 
 
 def assigned_names(node: ast.AST) -> set[str]:
-    """Return the set of names that a top-level statement of a Python file defines, imports or assigns."""
+    """Return the set of names that a top-level statement of a Python file defines, imports, assigns or changes, for example by
+    `TABLE["key"] = 1` or `TABLE.append(1)`.
+    """
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}  # names inside are local
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Store) else set()
+    if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return set()  # names inside are local
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        return {changed_name(node)} - {""}
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        return {changed_name(node.value.func)} - {""}
     return set().union(*map(assigned_names, ast.iter_child_nodes(node)))
+
+
+def changed_name(node: ast.expr) -> str:
+    """Return the name at the beginning of an expression such as `table["key"].field`, or an empty text if there is none."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def check_comparable(runs: Sequence["ArmRun"], name: str):

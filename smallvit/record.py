@@ -83,7 +83,7 @@ class Record:
     confusion: list | None = None  # number of test images by true class (rows) and predicted class (columns)
     reliability: list | None = None  # [images, mean confidence, accuracy] in each of 15 equal bins of the confidence
     test_reads: int | None = None  # how often this run read the test images
-    test_settings: int | None = None  # how many settings of this arm had been scored on these test images, when it was written
+    test_settings: int | None = None  # how many settings of this arm had been scored on these test images, when last counted
     test_images: int | None = None  # number of test images
     test_majority: float | None = None  # share of the most frequent class in the test images
     test_repeats: int | None = None  # test images that are also training or validation images, pixel by pixel
@@ -100,7 +100,7 @@ class Record:
     params: int | None = None  # number of parameters
     macs: int | float | None = None  # multiply-adds of one forward pass on one image
     tokens: int | None = None  # tokens that enter the first block
-    images_seen: int | None = None  # training steps x batch size
+    images_seen: int | None = None  # training steps x images in a step, also those without labels, x passes of the optimizer
     unlabelled: int | None = None  # number of images used without their labels
     steps: int | None = None  # optimizer steps taken
     seconds: float | int | None = None  # training time
@@ -272,14 +272,16 @@ def read_records(path: Path) -> list[Record]:
 
 def one_picture_per_arm(records: Iterable[Record]) -> list[Record]:
     """Return the records (results of a run) without most of their pictures, to save space. The field `picture` shows which
-    patches were merged or pruned. For each arm (variant) and number of labelled images, only the first record keeps it.
+    patches were merged or pruned. For each arm (variant) and number of labelled images, only the first record that has a
+    picture keeps it.
     """
     seen: set[tuple] = set()
     kept = []
     for record in records:
         cell = record.arm, record.labels
         kept.append(replace(record, picture=None) if cell in seen else record)
-        seen.add(cell)
+        if record.picture is not None:
+            seen.add(cell)
     return kept
 
 

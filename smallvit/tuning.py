@@ -211,7 +211,7 @@ class TunedArm:
     edge         names of the hyperparameters whose chosen value lies at the edge of its range
     loss         expected loss of accuracy, as a fraction, because the trials are scored with noise; None if it is unknown
     cost         what all trials together took: numbers of different labelled images ("labels"), of images seen and of runs,
-                 and seconds of training
+                 and seconds of training. Images and seconds of runs whose loss became infinite are not known and not counted
     trials       for each trial a dict with its "settings" and its "scores", one validation accuracy for each seed
     note         why there are no trials
     """

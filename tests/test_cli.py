@@ -20,9 +20,11 @@ from smallvit.__main__ import main
 from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
 from smallvit.launch import autotune, plan
+from smallvit.launch.results import tags
 from smallvit.numerics import DEFAULT
 from smallvit.recipe import check_comparable, find_recipe, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records, write_records
+from smallvit.train.fit import new_record
 from smallvit.train.loop import Training
 from smallvit.verdicts import compare
 
@@ -118,6 +120,19 @@ def test_a_comparison_is_published_in_parts(workdir, capsys):
     assert "40 labels" in (workdir / "mine.md").read_text()
     write_recipe(small.replace("steps=6", "steps=7"))
     assert main(["report", "mine.py", "--publish"]) == 2, "records of other settings were published"
+
+
+def test_one_committed_record_stands_for_a_reference_at_every_length(tmp_path):
+    """A classifier of raw pixels has no training steps, so its runs at two lengths have one fingerprint."""
+    scratch = Run(data=digits, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2))
+    runs = ablate({"scratch": scratch, "b": scratch.vary(depth=2)}, labels=[50], seeds=range(2), steps=[10, 20])
+    records = [new_record(entry.run, tags(entry, "mine"), "missing") for entry in runs]
+    finished = {"status": "finished", "score": "accuracy", "test": {"accuracy": 0.5}, "test_images": 500}
+    write_records(tmp_path / "mine.jsonl", [replace(r, **finished) for r in records])
+    found = report.with_published(records, tmp_path / "mine.jsonl")
+    assert [(r.arm, r.length, r.seed, r.finished) for r in found] == [(r.arm, r.length, r.seed, True) for r in records]
+    moved = [replace(r, baseline="b" if r.arm == "small CNN" else r.baseline) for r in records]
+    assert [r.baseline for r in report.with_published(moved, tmp_path / "mine.jsonl")] == [r.baseline for r in moved]
 
 
 # --dry-run
@@ -226,6 +241,10 @@ def test_dry_run_compares_each_arm_with_its_own_baseline_also_if_it_is_not_selec
     described = re.search(r"\+LSA, tuned: .*\n((?:    .*\n)*)small CNN: .*\n((?:    .*\n)*)", text)
     assert described[1].splitlines() == ["    model.attention: Attention -> LocalityAttention"]
     assert "LocalityAttention" not in described[2] and "SmallCNN" in described[2]
+    pretrained = runs[0].run.vary(init=runs[0].run.vary(labels=None, steps=3))
+    shared = ablate({"scratch": pretrained, "b": pretrained.vary(depth=2)}, labels=[20], seeds=range(3), references=False)
+    text = plan.plan(only(shared, ["arm=b", "seed=2"]), 1, "cpu", recipe_runs=shared)
+    assert "    model.depth: 1 -> 2" in text and "init.seed" not in text, "both arms share the pretraining of their seed"
     assert " -> " not in plan.plan(cnn, 1, "cpu"), "an arm was compared with another one than its baseline"
 
 

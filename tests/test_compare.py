@@ -510,6 +510,18 @@ def test_disagreements_need_two_known_arms_with_bits():
         disagreements(PLAIN, "+A", "+A")
     with pytest.raises(ValueError, match="earlier versions keep no such data"):
         disagreements(records({"scratch": 0, "+A": 0}, bits=False), "+A", "scratch")
+    for change in ({"status": "failed"}, {"subset_sha256": "other"}):
+        rows = [replace(r, **change) if r.arm == "+A" else r for r in PLAIN]
+        with pytest.raises(ValueError, match="no runs of '\\+A' and 'scratch' have finished with the same seed and images"):
+            disagreements(rows, "+A", "scratch")
+
+
+def test_a_score_of_another_name_is_not_compared_with_an_accuracy():
+    """Both may be shares of the test images without a value for each, but their difference means nothing."""
+    rows = records({"scratch": 0, "+A": 0.05}, bits=False)
+    assert row_of([replace(r, score="knn_1", test={"knn_1": r.result}, probes=["knn_1"]) if r.arm == "+A" else r for r in rows], "+A").difference
+    row = row_of([replace(r, score="my_f1", test={"my_f1": r.result}) if r.arm == "+A" else r for r in rows], "+A")
+    assert (row.verdict, row.reason) == ("no verdict", "judged by my_f1, and scratch by accuracy")
 
 
 @pytest.mark.slow

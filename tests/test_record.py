@@ -345,6 +345,8 @@ def test_scores_whose_lower_values_are_better_may_exceed_1():
 def test_pictures_are_kept_for_one_seed_of_each_arm_and_number_of_labels():
     drawn = [replace(FULL, picture={"groups": []}, labels=labels, seed=seed) for labels in (10, 20) for seed in (0, 1)]
     assert [record.picture is not None for record in one_picture_per_arm(drawn)] == [True, False, True, False]
+    first_failed = [replace(drawn[0], picture=None), *drawn[1:]]
+    assert [record.picture is not None for record in one_picture_per_arm(first_failed)] == [False, True, True, False]
     assert [replace(record, picture=None) for record in one_picture_per_arm(drawn)] == [replace(d, picture=None) for d in drawn]
 
 

@@ -787,8 +787,22 @@ lr = 3
         ("A method.", "The method.", set()),
         ('    """A function."""\n', "", set()),
         ("    pass", '    """The docstring is new."""', set()),
+        ('["a"] = 1', '["a"] = 2', {"TABLE", "reads"}),
+        ("append(1)", "append(2)", {"TABLE", "reads"}),
+        ("B.depth = 3", "B.depth = 4", {"B"}),
+        ("for one in [1]", "for one in [2]", {"NUMBERS"}),
     ],
 )
 def test_hash_of_a_definition_changes_with_its_code_and_what_it_uses(old, new, changed):
-    before, after = definitions(TEXT), definitions(TEXT.replace(old, new))
+    """Also with statements that change a table or a class; a name inside a comprehension is another one than outside."""
+    text = TEXT + """
+TABLE = {"list": []}
+TABLE["a"] = 1
+TABLE["list"].append(1)
+B.depth = 3
+NUMBERS = [one for one in [1]]
+def reads(one):
+    return TABLE[one]
+"""
+    before, after = definitions(text), definitions(text.replace(old, new))
     assert {name for name in before if before[name] != after[name]} == changed and before.keys() == after.keys()

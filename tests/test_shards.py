@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from toys import TINY_VIT
 from smallvit import ArmRun, Run, ablate
 from smallvit.__main__ import main
 from smallvit.ablation import with_dependencies
-from smallvit.launch.results import folder
+from smallvit.commands.run import end_shard
+from smallvit.launch.results import folder, tags
 from smallvit.launch.shards import divide
 from smallvit.recipe import load_recipe
 from smallvit.record import RECORD, WEIGHTS, read_record
 from smallvit.run import fingerprint
+from smallvit.train.fit import new_record
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8)
 RECIPE = '''
@@ -164,6 +167,23 @@ def test_shard_of_which_another_process_trains_a_run_has_status_75(workdir, caps
     captured = capsys.readouterr()
     assert "is being trained by another process" in captured.err and "1 of 3 runs are still to be trained" in captured.err
     assert main(["run", "mine.py", "--shard", "1/1", "--only", "seed=0", "--jobs", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        (["finished", "unavailable"], 0),
+        (["finished", "interrupted"], 75),
+        (["missing", "interrupted"], 75),
+        (["interrupted", "failed"], 1),
+        (["missing", "failed"], 1),
+    ],
+)
+def test_shard_whose_runs_the_same_command_trains_again_has_status_75(statuses, expected, workdir):
+    entries = load_recipe("mine.py").RUNS
+    records = [new_record(entry.run, tags(entry, "mine"), status) for entry, status in zip(entries, statuses)]
+    options = Namespace(recipe="mine.py", out="runs", scale_steps=1, smoke=False, shard=(1, 2))
+    assert end_shard(records, options) == expected
 
 
 def test_smoke_tests_of_shards_do_not_delete_each_other(workdir, capsys):

@@ -37,7 +37,7 @@ from smallvit import (
 from smallvit.launch import autotune, launch
 from smallvit.optim import tensor_pairs
 from smallvit.record import CHECKPOINT, WEIGHTS
-from smallvit.train import checkpoint, fit, fit_stacked
+from smallvit.train import checkpoint, fit, fit_stacked, loop
 from smallvit.train.loop import Training
 from smallvit.train.stack import NotStackable, Stack
 
@@ -212,11 +212,39 @@ def test_steps_of_runs_that_are_trained_one_after_another_are_those_of_the_group
     assert seen == sorted(seen) and seen[-1] == 12 and len(seen) >= 30
 
 
+def test_training_without_a_file_for_checkpoints_writes_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    training = Training(SHORT, digits(), digits().subset(labels=50, val=20, seed=0), "cpu")
+    loop.train([training], training.train_step, lambda step, accuracy: None)
+    assert training.ended and not list(tmp_path.iterdir())
+
+
+def test_time_to_write_a_checkpoint_is_no_training_time_and_delays_the_next_one(tmp_path, monkeypatch):
+    clock, saves = [0.0], []
+
+    def step():
+        clock[0] += 0.5
+        training.step += 1
+
+    def save(members, path):
+        saves.append(training.step)
+        clock[0] += 12.0
+
+    training = Training(SHORT.vary(steps=60), digits(), digits().subset(labels=50, val=20, seed=0), "cpu")
+    training.checkpoint_file, training.seconds = tmp_path / "c", 0.0
+    monkeypatch.setattr(loop.checkpoint, "save", save)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    loop.train([training], step, lambda step, accuracy: None)
+    assert saves == [21, 42] and training.seconds == 30.0
+
+
 def test_checkpoint_of_a_stack_is_as_small_as_those_of_its_runs_alone(tmp_path, monkeypatch):
     runs, folders = seeds_of(SHORT.vary(ema=0.1), 4, tmp_path)
     interrupt(runs, folders, monkeypatch)
     alone = Training(runs[0], digits(), digits().subset(labels=50, val=20, seed=0), "cpu")
-    alone.resume(tmp_path / "alone", "")
+    alone.checkpoint_file = tmp_path / "alone"
+    checkpoint.resume([alone])
     alone.train_step()
     checkpoint.save([alone], alone.checkpoint_file)
     assert (folders[0] / CHECKPOINT).stat().st_size < 1.1 * 4 * (tmp_path / "alone").stat().st_size

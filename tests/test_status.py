@@ -104,6 +104,14 @@ def test_time_left_is_that_of_the_slowest_worker(tmp_path):
     assert state_of(RUNS[3:], tmp_path).seconds_left() is None, "nothing is being trained"
 
 
+def test_interrupted_reference_without_steps_waits_as_a_whole(tmp_path):
+    """A classifier of raw pixels that was killed has written no steps."""
+    train(RUNS[0], tmp_path, steps=0, step=0, age=600)
+    train(RUNS[1], tmp_path, pid=5, left=60.0)
+    state = state_of(RUNS[:2], tmp_path)
+    assert counts(state) == {"interrupted": 1, "running": 1} and state.seconds_left() == 160.0
+
+
 def test_worker_between_two_runs_still_counts(tmp_path):
     for entry, pid in zip(RUNS, (4, 5)):
         train(entry, tmp_path, pid=pid, left=60.0)

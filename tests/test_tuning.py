@@ -13,19 +13,22 @@ import numpy as np
 import pytest
 from toys import TINY_VIT
 
-from smallvit import Block, LocalityAttention, Run, ablate, carry_over, digits, imagenet_vit_s
+from smallvit import ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, imagenet_vit_s
 from smallvit.__main__ import main
 from smallvit.commands.tune import plan, table
+from smallvit.launch import launch
 from smallvit.launch import tune as loop
+from smallvit.launch.results import folder, tags
 from smallvit.launch.suggest import at_edge, suggestions
-from smallvit.launch.tune import HALVING, candidates, on_all_images, run_count, stages, tune_arms
+from smallvit.launch.tune import HALVING, candidates, may_succeed, on_all_images, run_count, stages, tune_arms
 from smallvit.packing import pack_bits
 from smallvit.pretrained import Unavailable
 from smallvit.recipe import load_recipe
-from smallvit.record import Record
+from smallvit.record import Record, write_record
 from smallvit.report import markdown
 from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint
+from smallvit.train.fit import new_record
 from smallvit.tuning import (
     FIRST_SEED,
     Tune,
@@ -314,6 +317,32 @@ def test_infinite_loss_ranks_last_and_is_refused_only_for_all_trials(tmp_path, f
     fake_launch.score = lambda entry: None
     with pytest.raises(ValueError, match="all trials of scratch, 50 labels had an infinite loss"):
         tune_arms(trials(comparison())[:1], tmp_path, recipe="t")
+
+
+def test_trials_with_an_infinite_loss_are_not_trained_again(tmp_path):
+    """Neither in the next stage nor by the next command: they would fail in the same way."""
+    runs = [ArmRun(run=BASE.vary(lr=lr).at_seed(2000), arm="scratch") for lr in (1e-3, 2e-3)]
+    for entry, error in zip(runs, ("FloatingPointError: the loss is nan at step 3", "OSError: the disk was not there")):
+        place = folder(entry, tmp_path, "t")
+        place.mkdir(parents=True)
+        write_record(place, replace(new_record(entry.run, tags(entry, "t"), "failed"), error=error))
+    shown = []
+    launch(runs, tmp_path, recipe="t", jobs=1, validation_only=True, show=shown.append, retry=may_succeed)
+    assert [(record.run["lr"], record.status) for record in shown] == [(2e-3, "finished")]
+
+
+def test_arm_whose_weights_are_gone_keeps_its_tuned_settings(tmp_path, monkeypatch, fake_launch):
+    """The weights were on the machine that tuned the arm, and are not on this one."""
+    text = RECIPE.format(count=str(tmp_path / "reads.txt"), other="init=Weights(name='vit_tiny_patch16_224')")
+    path = tmp_path / "mine.py"
+    path.write_text(text.replace("ViT, ablate", "ViT, Weights, ablate").replace("HeldOut.open = counted", ""))
+    monkeypatch.setattr(loop, "unavailable_weights", lambda runs: {})
+    assert main(["tune", str(path)]) == 0
+    tuned = read(tuned_file(path))[1]
+    assert [len(arm.trials) for arm in tuned] == [4, 4]
+    monkeypatch.setattr(loop, "unavailable_weights", lambda runs: {run.init: Unavailable("no network") for run in runs if run.init})
+    assert main(["tune", str(path)]) == 0
+    assert read(tuned_file(path))[1] == tuned
 
 
 def test_optuna_shows_all_trials_also_after_a_kill_in_the_middle_of_a_line(tmp_path, fake_launch):

@@ -12,6 +12,7 @@ from statistics import fmean
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.launch import launch
 from smallvit.launch.launcher import check_device
+from smallvit.launch.tune import may_succeed
 from smallvit.looks import seed_list
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.passes import passes_of, run_count, seeds_of
@@ -62,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
         stack=options.stack or 1,
         device=options.device,
         numerics=Numerics(**parse_numerics(options.numerics)),
-        retry=True,
+        retry=may_succeed,
         validation_only=True,
     )
     found = {(record.fingerprint, record.arm): record for record in records if record.finished}

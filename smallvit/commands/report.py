@@ -22,7 +22,7 @@ from smallvit.report.provenance import warnings
 from smallvit.run import fingerprint
 from smallvit.storage import write_text
 from smallvit.trackers import Followed, followed, send
-from smallvit.train.fit import new_record
+from smallvit.train.fit import Tags, new_record
 from smallvit.train.read_log import scored_settings
 from smallvit.trials import trials
 from smallvit.verdicts.compare import compare
@@ -124,7 +124,15 @@ def with_published(records: Sequence[Record], path: Path) -> list[Record]:
     days. `records` are the results of the runs on this machine.
     """
     committed = {(r.arm, r.role, r.fingerprint): r for r in read_records(path) if r.finished} if path.exists() else {}
-    found = [r if r.finished else committed.get((r.arm, r.role, r.fingerprint), r) for r in records]
+
+    def stored(missing: Record) -> Record:
+        record = committed.get((missing.arm, missing.role, missing.fingerprint))
+        if record is None:
+            return missing
+        place = {name: getattr(missing, name) for name in Tags._fields}  # one record may stand for several lengths
+        return replace(record, **place | {"looks": missing.looks or record.looks})
+
+    found = [r if r.finished else stored(r) for r in records]
     if count := sum(new is not old for new, old in zip(found, records)):
         print(f"{count} of {len(records)} runs have no result here; their committed records in {path.name} stay")
     return found

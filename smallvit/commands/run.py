@@ -24,7 +24,7 @@ from smallvit.launch.slurm import submit
 from smallvit.looks import Looks, with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
-from smallvit.record import Record
+from smallvit.record import RETRIED, Record
 from smallvit.trackers import TrackerProcess, check_tracker
 
 from .report import check_excluded, collect, runs_to_send, scale_option, scaled, status, write_report
@@ -211,8 +211,8 @@ def shard_runs(runs: Sequence[ArmRun], recipe_runs: Sequence[ArmRun], options: a
 def end_shard(records: Sequence[Record], options: argparse.Namespace) -> int:
     """Print which runs of a shard (one of several independent parts of a recipe) did not finish, and how to write the report,
     which needs all shards. Return the exit status: 0 if all runs of the shard have finished or their external weights are
-    unavailable, 75 if another process trains the others, otherwise 1. `records` are the results of the runs, and `options` are
-    the command-line arguments.
+    unavailable, 75 if another process trains the others or the same command trains them again, otherwise 1. `records` are the
+    results of the runs, and `options` are the command-line arguments.
     """
     if records:
         status(records)
@@ -220,7 +220,7 @@ def end_shard(records: Sequence[Record], options: argparse.Namespace) -> int:
     advice = "a smoke test of a shard has no report" if options.smoke else f"when all shards have ended: {command}"
     print("shard {}/{} has ended; {}".format(*options.shard, advice))
     left = {record.status for record in records} - {"finished", "unavailable"}
-    return BUSY if left == {"missing"} else int(bool(left))
+    return BUSY if left and left <= {"missing", *RETRIED} else int(bool(left))
 
 
 def trainer(

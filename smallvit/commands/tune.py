@@ -71,7 +71,8 @@ def main(options: argparse.Namespace) -> int:
         numerics=Numerics(**parse_numerics(options.numerics)),
     )
     with FileLock(file.with_name(f".{file.stem}.lock")):
-        found = known | still_valid(file, common, tune, suggested) | {(arm.arm, arm.labels): arm for arm in (*tuned, *left_out)}
+        untuned, tuned = ({(arm.arm, arm.labels): arm for arm in arms} for arms in (left_out, tuned))
+        found = untuned | known | still_valid(file, common, tune, suggested) | tuned
         in_order = [found[cell] for cell in one_per_cell(common) if cell in found]
         write(file, tune, in_order)
     print(table(in_order))

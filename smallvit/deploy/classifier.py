@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from smallvit.ablation import ArmRun
 from smallvit.baselines import small_vit
 from smallvit.data import Dataset, Preprocess, sealed_test_images
-from smallvit.record import CHECKPOINT, WEIGHTS
+from smallvit.record import WEIGHTS
 from smallvit.run import Run
 from smallvit.train.loop import Training, train
 from smallvit.train.trained_model import save_weights, trains_classifier
@@ -222,6 +222,5 @@ def trained(run: Run, data: Dataset, folder: Path, device: str) -> Training:
     if run.early_stop and not len(subset.val):
         raise ValueError(f"early_stop={run.early_stop} needs validation images, and {len(data.train)} images are too few")
     training = Training(run, data, subset, device, places.get("init"), places.get("teacher"))
-    training.resume(folder / CHECKPOINT, "")  # there is none; a long training saves its checkpoints there
     train([training], training.train_step, lambda step, accuracy: None)
     return training

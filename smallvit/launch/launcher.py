@@ -33,7 +33,7 @@ def launch(
     stack: int = 1,
     device: str = "cpu",
     numerics: Numerics = DEFAULT,
-    retry: bool = False,
+    retry: bool | Callable[[Record], bool] = False,
     fail_fast: bool = False,
     validation_only: bool = False,
     curves: bool = True,
@@ -44,8 +44,8 @@ def launch(
     order of `runs`. Runs that already have a record in the folder `out` are not trained again.
 
     A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
-    `retry=True`; runs whose external weights were unavailable are tried again each time. If a worker is killed, its run is
-    resumed once from its checkpoint.
+    `retry=True`, or if `retry` is a function that returns True for their record; runs whose external weights were unavailable
+    are tried again each time. If a worker is killed, its run is resumed once from its checkpoint.
 
     runs         the runs to train, as `ablate` returns them
     out, recipe  the runs lie in the folder `out/recipe`
@@ -78,7 +78,7 @@ def launch(
     check_numerics(numerics, stack)
 
     def try_again(record: Record) -> bool:
-        return record.status == "unavailable" or (retry and not record.finished)
+        return not record.finished and (retry(record) if callable(retry) else retry)
 
     if engine is None:
         engine = partial(LocalEngine, jobs=jobs, gpus=gpus)

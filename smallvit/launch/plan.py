@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from smallvit.ablation import ArmRun, only_baseline, with_dependencies
+from smallvit.ablation import ArmRun, at_cell, only_baseline, with_dependencies
 from smallvit.components import options
 from smallvit.data import Dataset, HeldOut
 from smallvit.numerics import DEFAULT
@@ -94,7 +94,7 @@ def plan(
         same_arm = [e for e in listed if e.arm == control != arm]
         if same_arm:
             baseline = min(same_arm, key=lambda e: (kind(e)[1:] != (length, tuned), e.labels != run.labels))
-            changes = difference(baseline.run.vary(labels=run.labels, seed=run.seed), run)
+            changes = difference(at_cell(baseline.run, run.labels, run.seed), run)
             lines += [f"    {name}: {old} -> {new}" for name, (old, new) in changes.items()]
     start, factor = startup + worker_start(device) if left else 0.0, slowdown(others, jobs)
     total, later = start + factor * parallel(now, jobs), factor * parallel(after_download, jobs)
@@ -107,14 +107,16 @@ def plan(
 
 
 def data_text(data: Dataset) -> str:
-    """Return a line of text about a data set: how many images, classes and folds it has, and into how many groups, such as
-    patients, the images are divided.
+    """Return a line of text about a data set: how many images, classes and folds it has, how many images without labels, and
+    into how many groups, such as patients, the images are divided.
     """
     spec, parts = data.spec, [f"{len(data.train):,} images of {len(data.spec.classes)} classes"]
     if data.folds:
         parts.append(f"{data.folds} folds" + f" of {len(data.pool):,} of them" * (data.pool_index is not None))
     else:
         parts[0] = f"{len(data.train):,} training and {data.test.count:,} test images of {len(spec.classes)} classes"
+    if data.unlabelled is not None:
+        parts.append(f"{len(data.unlabelled):,} images without labels")
     if data.groups is not None:
         sizes = data.groups.unique(return_counts=True)[1].tolist()
         extent = f"{min(sizes)}" + f" to {max(sizes)}" * (min(sizes) < max(sizes))

@@ -305,7 +305,9 @@ class RecipeState:
                 steps, seconds = steps + entry.run.steps, seconds + state.seconds
                 times.setdefault(entry.cell, []).append((state.ended, state.seconds))
             elif state.state in (WAITING, INTERRUPTED):
-                waiting[place] = entry, 1 - state.progress.step / state.progress.steps if state.progress else 1.0
+                begun = state.progress
+                left = 1 - begun.step / begun.steps if begun and begun.steps else 1.0  # a reference may have no steps
+                waiting[place] = entry, left
         alive = [progress for _, progress in self.running if not progress.silent]
         for progress in alive:
             if progress.left:

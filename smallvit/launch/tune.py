@@ -217,7 +217,7 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
             for seed in seeds:
                 run = arm.runs[index].at_seed(seed)
                 runs.setdefault(fingerprint(run), replace(arm.entry, run=run, length=arm.entry.length and run.steps))
-    records = launch(list(runs.values()), out, validation_only=True, curves=False, retry=True, **options)
+    records = launch(list(runs.values()), out, validation_only=True, curves=False, retry=may_succeed, **options)
     found = {record.fingerprint: record for record in records}
     if missing := len(runs) - len(found):
         raise ValueError(f"{missing} trials are being trained by another process; start the command again when it has ended")
@@ -239,6 +239,13 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
 def has_infinite_loss(record: Record) -> bool:
     """Return whether a run has failed because its loss was infinite or not a number. `record` holds its results."""
     return str(record.error).startswith("FloatingPointError")
+
+
+def may_succeed(record: Record) -> bool:
+    """Return whether a failed run is worth another attempt. With an infinite loss it is not: it would fail in the same way.
+    `record` holds its results.
+    """
+    return not has_infinite_loss(record)
 
 
 def result(arm: Candidates) -> TunedArm:

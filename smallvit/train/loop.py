@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Batch, apply
-from smallvit.data import Dataset, Images, Subset
+from smallvit.data import Dataset, Images, Subset, joined
 from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
@@ -65,9 +65,9 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
         for member in members:
             member.seconds += (now - last) / len(members)
         last = now
-        if now - saved > CHECKPOINT_SECONDS:
+        if now - saved > CHECKPOINT_SECONDS and first.checkpoint_file != Path():
             checkpoint.save(members, first.checkpoint_file)
-            saved = now
+            saved = last = time.perf_counter()  # a large checkpoint takes long, which is no training
     for member in members:
         if member.best is not None:
             member.model.load_state_dict(member.best)
@@ -91,8 +91,9 @@ class Training:
     """The state of one training run: model, optimizer, data, number of the current step, and the learning curve up to this
     step.
 
-    `init` and `teacher` are the folders of the finished runs that the run depends on. `device` may be "auto". Once `resume` has
-    been called, checkpoints are written to the same file.
+    `init` and `teacher` are the folders of the finished runs that the run depends on. `device` may be "auto". Once its
+    attribute `checkpoint_file` is set, checkpoints are written to this file, with `origin`, a text that identifies the code and
+    the data.
 
     Raises ValueError for settings that do not fit the data.
     """
@@ -162,13 +163,16 @@ class Training:
 
     def training_images(self, data: Dataset) -> Images:
         """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,
-        they are the labelled images of the run. With it, they are all images of the data set except the validation images;
-        these include the labelled ones.
+        they are the labelled images of the run. With it, they are all training images of the data set except the validation
+        images; these include the labelled ones, and the images whose class is not known.
 
         Raises ValueError for a batch that would contain each image more than 100 times.
         """
         run, labelled = self.run, self.subset.train
-        images = data.subset(labels=None, val=run.val, seed=run.seed).train if run.unlabelled else labelled
+        images = labelled
+        if run.unlabelled:
+            images = data.subset(labels=None, val=run.val, seed=run.seed).train
+            images = images if data.unlabelled is None else joined(images, data.unlabelled)
         if run.steps and run.batch > MOST_REPEATS * len(images):
             most = MOST_REPEATS * len(images)
             raise ValueError(f"batch={run.batch} for {len(images)} training images; expected at most {most}")
@@ -179,8 +183,9 @@ class Training:
 
     def unlabelled_images(self, data: Dataset) -> Images | None:
         """Return the images that the objective sees beside the labelled ones, moved to the device of the run, or None if it
-        needs none. They are all training images in `data` except the validation images, also the labelled ones. Their labels
-        are replaced by 0, and do not decide which images they are, or in which order.
+        needs none. They are all training images in `data` except the validation images, also the labelled ones, and then the
+        images whose class is not known. Their labels are replaced by 0, and do not decide which images they are, or in which
+        order.
         """
         if not (self.objective.unlabelled and self.run.steps):
             return None
@@ -188,16 +193,8 @@ class Training:
         if data.val is None:
             chosen[self.subset.val_index] = False
         pool = Images(data.train.images, torch.zeros_like(data.train.labels), self.spec).take(chosen.nonzero()[:, 0])
+        pool = pool if data.unlabelled is None else joined(pool, data.unlabelled)
         return Images(pool.images.to(self.device), pool.labels.to(self.device), self.spec)
-
-    def resume(self, path: Path, origin: str):
-        """Continue from the checkpoint file at `path`, if there is one. `origin` is a text that identifies the code and the
-        data. A checkpoint with another origin is ignored.
-
-        Later checkpoints are written to the same path.
-        """
-        self.checkpoint_file, self.origin = path, origin
-        checkpoint.resume([self])
 
     @property
     def ended(self) -> bool:

@@ -7,7 +7,7 @@ from smallvit.record import Record
 
 from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
 from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
-from .differences import Runs, difference, images_of, interval_on_new_images, obstacle, same_test_images
+from .differences import Runs, difference, images_of, interval_on_new_images, is_accuracy, obstacle, same_test_images
 from .folds import Pass, pooled
 from .judge import Verdict, judge
 from .sequential import LOOKS
@@ -320,8 +320,7 @@ def unequal_scores(runs: Runs, control: str, control_runs: Runs) -> str:
     mine, other = first_finished(runs), first_finished(control_runs)
     if mine is None or other is None or mine.score == other.score:
         return ""
-    same_kind = mine.lower_is_better == other.lower_is_better and all(r.contributions is None for r in (mine, other))
-    return "" if same_kind else f"judged by {mine.score}, and {control} by {other.score}"
+    return "" if is_accuracy(mine) and is_accuracy(other) else f"judged by {mine.score}, and {control} by {other.score}"
 
 
 def first_finished(runs: Runs) -> Record | None:

@@ -47,7 +47,7 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
         raise ValueError(f"unknown arm {unknown[0]!r}; expected two of {', '.join(map(repr, arms))}")
     if arm == other:
         raise ValueError(f"the two arms are both {arm!r}; expected two different arms")
-    records, found = pooled(records), []
+    records, found, compared = pooled(records), [], 0
     conditions = sorted({condition_of(r) for r in records if r.arm in (arm, other)}, key=lambda c: c.order)
     for c in conditions if condition is None else [condition]:
         runs, others = (
@@ -62,9 +62,14 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
                 f"runs of {arm!r} and {other!r} at {c.title} were scored on different test images; expected the same ones for "
                 "all seeds: train the runs of the other data set again"
             )
+        compared += len(seeds)
         if bits:
             folds = next(iter(runs.values())).folds
             found.append(replace(count_disagreements(c, arm, other, bits), folds=folds))
+    if not found and not compared:
+        raise ValueError(
+            f"no runs of {arm!r} and {other!r} have finished with the same seed and images; train them, or choose other arms"
+        )
     if not found:
         raise ValueError(
             f"the records of {arm!r} and {other!r} do not say which test images were right; records of earlier versions keep "
