@@ -13,9 +13,9 @@ from smallvit.report import format, remarks
 from smallvit.report.answer import answer
 from smallvit.report.page import markdown, run_command
 from smallvit.report.tables import verdict_remarks
-from smallvit.report.units import ACCURACY
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
 from smallvit.verdicts.contrasts import trends, tuned_pairs
+from smallvit.verdicts.score import ACCURACY
 from smallvit.verdicts.sequential import nominal_level, sequential_p
 from smallvit.verdicts.statistics import detectable, half_width, holm, paired_variance, replication, two_part_p
 

@@ -16,8 +16,8 @@ from smallvit.packing import pack_floats
 from smallvit.record import Record, read_record, write_records
 from smallvit.report import csv_table, html, latex_table, markdown, text
 from smallvit.report.classes import CALIBRATION, CLASSES, CONFUSION
-from smallvit.report.units import score_named
 from smallvit.verdicts import compare
+from smallvit.verdicts.score import score_named
 
 NAMES = ["benign", "malignant_1", "<other>"]
 ARMS = {"vit": 0.0, "+SPT": 0.03, "pixels": -0.2}

@@ -8,6 +8,7 @@ from shutil import get_terminal_size
 
 from smallvit.ablation import ArmRun
 from smallvit.record import Record, user_line
+from smallvit.verdicts.score import score_named
 
 FORMAT = "{percentage:3.0f}% |{bar:15}| [{elapsed} < {desc}]{postfix}"
 # a log file gets a line after so many seconds, and later after this share of the time that has passed, so that it stays short
@@ -119,7 +120,7 @@ class Bar:
             cell = record.arm, entry.condition
             total, count = self.scores.get(cell, (0.0, 0))
             self.scores[cell] = total + record.val[record.score], count + 1
-            self.percent &= not record.lower_is_better
+            self.percent &= score_named(record.score or "", bool(record.lower_is_better)).percent
 
     def run_ended(self, entry: ArmRun, record: Record | None):
         """Count one run that has ended, and print its error if it failed. `entry` is the run, and `record` is its record (saved

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from smallvit.record import RANDOM, Record, format_labels, settings_of
 from smallvit.verdicts.comparison import Condition, condition_of
 from smallvit.verdicts.folds import pooled
+from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
 from smallvit.verdicts.single_folds import FoldVariance
 from smallvit.verdicts.statistics import FOLDS_FACTOR, MIN_PAIRS, TIE, spread
 
 from .format import join_names
 from .settings import option_name
-from .units import ACCURACIES, ACCURACY, Score, score_named
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
 RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row
-
-from .units import Score
+from smallvit.verdicts.score import Score
 
 # Eight hues that can be distinguished from each other and from the ink with any kind of color blindness.
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")

@@ -7,6 +7,7 @@ from smallvit.record import Record, format_labels
 from smallvit.verdicts.comparison import Comparison, Row, condition_of
 from smallvit.verdicts.contrasts import trends
 from smallvit.verdicts.costs import TOLERANCE
+from smallvit.verdicts.score import ACCURACY
 
 from .drawing import (
     FAINT,
@@ -24,7 +25,7 @@ from .drawing import (
     svg,
 )
 from .settings import Trial, option_names
-from .units import ACCURACY, score_in
+from .units import score_in
 
 
 @style()

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from smallvit.verdicts import contrasts
 from smallvit.verdicts.comparison import Comparison, Difference, Row
+from smallvit.verdicts.score import Score
 from smallvit.verdicts.statistics import collapse_rate
 
-from .units import Score, score_of
+from .units import score_of
 
 BUDGETS = {
     "params": "Parameters",

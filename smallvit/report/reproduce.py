@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from smallvit.record import Record
 from smallvit.verdicts.comparison import condition_of
-
-from .units import Score, score_named
+from smallvit.verdicts.score import Score, score_named
 
 LEVEL = 0.99  # of the prediction interval: by chance one arm in a hundred lies outside
 MAX_WIDTH = 0.6  # a wider interval contains almost any result and excludes nothing

@@ -7,6 +7,7 @@ from statistics import fmean
 from smallvit.record import Record
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row, condition_of
 from smallvit.verdicts.contrasts import Trend, trends, tuned_pairs
+from smallvit.verdicts.score import ACCURACY
 
 from .format import (
     BUDGETS,
@@ -23,7 +24,7 @@ from .format import (
     seeds_interval,
 )
 from .settings import option_name, tuning_of
-from .units import ACCURACY, score_in, score_of
+from .units import score_in, score_of
 
 TUNED, LENGTHS, OTHER_COSTS = "Tuned against common settings", "Difference and training length", "Costs under other conditions"
 # ends of headings whose tables are shown on request

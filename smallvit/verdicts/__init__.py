@@ -9,6 +9,7 @@ folds.py          cross-validation: the runs of one pass over all folds become o
 differences.py    which runs form pairs, and how sure their mean difference is
 judge.py          Holm's correction, verdicts and their reasons
 costs.py          medians of the costs
+score.py          the name and the unit of the score by which arms are judged
 contrasts.py      verdicts at several training lengths, and at tuned and common settings
 disagreements.py  the test images on which two arms disagree
 """

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .comparison import Cell, Difference
+from .score import score_named
 from .sequential import nominal_level, stop_reason
 from .statistics import (
     EQUIVALENCE,
@@ -77,9 +78,8 @@ def decided(d: Difference, level: float, looks: Sequence[int] = ()) -> Verdict:
     level, reason = nominal_level(d.looks[-1], looks, level) if d.looks else level, ""
     if d.strongest and not excludes_zero(d.low, d.high):
         first = d.strongest
-        scale, digits = (1, 4) if d.lower_is_better else (100, 2)
-        low, high = (f"{scale * (value or 0):.{digits}f}" for value in (first.low, first.high))
-        numbers = f"{scale * first.mean:+.{digits}f} [{low}, {high}]".replace("-", "−")
+        score = score_named(d.metric, d.lower_is_better)
+        numbers = f"{score.difference(first.mean)} {score.interval(first.low or 0.0, first.high or 0.0)}"
         reason = f"decided at the look at {len(first.values)} {units(d)}: {numbers}"
     if d.single_folds:
         again = d.single_folds.replication(d.mean, level)
@@ -98,6 +98,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
     is the significance level after Holm's correction. `looks` lists the planned numbers of seeds at which the arm is tested;
     empty: one test with all seeds.
     """
+    score = score_named(d.metric, d.lower_is_better)
     if d.single_folds and d.single_folds.sd > TIE:
         d = replace(d, detectable=d.single_folds.detectable(level), needs="seeds")
         return Verdict("inconclusive", "; ".join(filter(None, (partial_evidence(d), d.method))), d)
@@ -106,7 +107,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         more = "the predictions differ" if differ else "check that the technique changes anything"
         unit = "fold" if d.single_folds else "pass" if d.folds else "seed"
         stopped = stop_reason(d.mean, d.variance, d.looks[-1], looks, overlap=d.overlap) if d.looks and d.variance else ""
-        return Verdict("inconclusive", f"the same {d.metric} as the baseline for every {unit}; {more}", d, stopped)
+        return Verdict("inconclusive", f"the same {score.title} as the baseline for every {unit}; {more}", d, stopped)
     variance = d.variance
     now, final = (nominal_level(n, looks, level) for n in (d.looks[-1], looks[-1])) if d.looks else (level, level)
     d = replace(d, detectable=detectable(variance, level=now, overlap=d.overlap), needs=needs(d, final))
@@ -115,7 +116,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         last = d.looks[-1]
         stopped = stop_reason(d.mean, variance, last, looks, overlap=d.overlap)
         reasons = {
-            "excluded": f"a difference of {EQUIVALENCE if d.lower_is_better else f'{100 * EQUIVALENCE:g} points'} is excluded",
+            "excluded": f"a difference of {EQUIVALENCE * (100 if score.percent else 1):g}{score.points} is excluded",
             "hopeless": f"stopped after {last} {units(d)}: a verdict is unlikely even with {looks[-1]} {units(d)}",
             "": "",
         }
