@@ -32,6 +32,15 @@ class NotWritten(ValueError):
     """
 
 
+def cache_folder() -> Path:
+    """Return the folder of the user for files that smallvit can make or download again: the one that the environment variable
+    SMALLVIT_CACHE names, or `smallvit` in that of XDG_CACHE_HOME, by default in `~/.cache`.
+    """
+    if own := os.environ.get("SMALLVIT_CACHE"):
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "smallvit"
+
+
 def write_atomic(path: Path, write: Callable[[Path], object]):
     """Write a file safely: if writing is interrupted, an existing file at `path` stays unchanged. The function
     `write(temporary_path)` writes the new content to a temporary file, which is then moved to `path`.

@@ -620,8 +620,8 @@ def test_archives_that_cannot_be_used_are_refused_by_name(tmp_path, changes, mes
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache" / "smallvit" / "folders"
+    monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache" / "folders"
     data.folder.cache_clear()
 
 
@@ -744,7 +744,7 @@ def die(*arguments):
 cache._decode_all = die
 folder(sys.argv[1], folds=2, cache="disk")
 """
-    done = subprocess.run([sys.executable, "-c", code, top], cwd=Path(__file__).parents[1], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    done = subprocess.run([sys.executable, "-c", code, top], cwd=Path(__file__).parents[1], env=os.environ | {"SMALLVIT_CACHE": str(tmp_path / "cache")})
     assert done.returncode == 9 and not complete(cache) and [*cache.glob("*.partial")]
     assert data.folder(top, folds=2, cache="disk").sha256 == data.folder(top, folds=2, cache="memory").sha256
     assert len(complete(cache)) == 1 and not [*cache.glob("*.partial")]
@@ -753,7 +753,7 @@ folder(sys.argv[1], folds=2, cache="disk")
 def test_full_disk_is_refused_before_decoding(tmp_path, cache, monkeypatch):
     top = write_class_folders(tmp_path / "top")
     monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and type("Usage", (), {"free": 10}))
-    assert "set the environment variable XDG_CACHE_HOME" in error_of(top, folds=2, cache="disk")
+    assert "set the environment variable SMALLVIT_CACHE" in error_of(top, folds=2, cache="disk")
 
 
 def test_run_on_mapped_pixels_equals_the_run_in_memory(tmp_path, cache):

@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "tokenizers": {"convolution"},
     "pooling": {"convolution"},
     "vit": {*SLOTS, "rng"},
-    "data": {"rng"},
+    "data": {"rng", "storage"},
     "record": {"packing", "shapes", "storage"},
     "components": {"shapes"},
     "trackers": {"record", "storage"},

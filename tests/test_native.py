@@ -748,17 +748,17 @@ def test_code_of_another_user_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(native.os, "access", lambda *_: False)
     monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = native.cache_folder()
+    folder = native.code_folder()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(native.NotAvailable, match="others can write the cache folder"):
-        native.cache_folder()
+        native.code_folder()
     folder.chmod(0o700)
     other = os.getuid() + 1
     monkeypatch.setattr(native.os, "getuid", lambda: other)
     folder.rename(tmp_path / f"smallvit-{other}")
     with pytest.raises(native.NotAvailable, match="others can write the cache folder"):
-        native.cache_folder()
+        native.code_folder()
 
 
 SCRIPT = """

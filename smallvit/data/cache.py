@@ -1,7 +1,7 @@
 """Decoding many image files with threads, into memory or into a memory-mapped file that several processes share.
 
 Decoded pixels are kept on disk if they would take more than a quarter of the free memory: in the folder
-`smallvit/folders/<hash>` of the user's cache folder, where <hash> depends on the names, sizes and times of the files and on the
+`folders/<hash>` of the cache folder of smallvit, where <hash> depends on the names, sizes and times of the files and on the
 options. The cache can be deleted at any time.
 """
 
@@ -20,6 +20,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+
+from smallvit.storage import cache_folder
 
 from .decode import read_image
 from .images import Rows
@@ -61,13 +63,6 @@ class Problem(NamedTuple):
     index: int
     reason: str
     shape: tuple[int, ...] | None = None
-
-
-def cache_folder() -> Path:
-    """Return the user's cache folder of smallvit: `smallvit` in the folder that the environment variable XDG_CACHE_HOME names,
-    by default `~/.cache`.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "smallvit"
 
 
 def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | None) -> Loaded:
@@ -193,7 +188,7 @@ def _from_disk(
             if needed > (free := shutil.disk_usage(folder.parent).free):
                 raise ValueError(
                     f"{top}: the decoded images take {needed / 1e9:.1f} GB, but {folder.parent} has {free / 1e9:.1f} GB left; "
-                    "set a smaller size=, or set the environment variable XDG_CACHE_HOME to another folder"
+                    "set a smaller size=, or set the environment variable SMALLVIT_CACHE to another folder"
                 )
             partial_folder.mkdir()
             array = (len(files), shape[2], *shape[:2])

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .cache import cache_folder
+from smallvit.storage import cache_folder
+
 from .dataset import Dataset
 from .folds import balanced_split
 

@@ -37,7 +37,7 @@ from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.convolution import leading, transform
 from smallvit.pooling import ClassToken
 from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
-from smallvit.storage import write_atomic
+from smallvit.storage import cache_folder, write_atomic
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, Blocks, GatedUnit, ViT, one_after_another
 
@@ -67,13 +67,13 @@ def library() -> ctypes.CDLL:
     """Return the compiled kernel, as a library of C functions. It is compiled if the cache has none for this source, compiler
     and processor, which takes some seconds.
 
-    The cache folder is `$SMALLVIT_CACHE`, or `smallvit` in the user's cache folder; `$CXX` names another compiler.
+    The file lies in `code_folder()`; the environment variable CXX names another compiler.
 
     Raises NotAvailable if there is no compiler, or if compilation fails.
     """
     from filelock import FileLock
 
-    folder = cache_folder()
+    folder = code_folder()
     try:
         compiler = find_compiler()
         version = run([*compiler, "--version"])
@@ -120,15 +120,15 @@ def processor() -> str:
         return f"{platform.system()} {platform.machine()} {platform.processor()}"
 
 
-def cache_folder() -> Path:
+def code_folder() -> Path:
     """Return the folder for compiled code. If the user's own cache folder cannot be written, it is a temporary folder, which
     nobody else can write.
 
     Raises NotAvailable if another user owns or can write the temporary folder, because its code would be run.
     """
-    if own := os.environ.get("SMALLVIT_CACHE"):
-        return Path(own)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smallvit"
+    folder = cache_folder()
+    if os.environ.get("SMALLVIT_CACHE"):
+        return folder
     parents = [parent for parent in (folder, *folder.parents) if parent.exists()]
     if parents and os.access(parents[0], os.W_OK):
         return folder
