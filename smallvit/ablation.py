@@ -7,7 +7,7 @@ from typing import Any
 from smallvit.components import function
 from smallvit.evaluate import declaration
 from smallvit.passes import common_folds, seeds_of
-from smallvit.record import ROLES, format_labels
+from smallvit.record import ROLES, condition_text
 from smallvit.reference_runs import standard_references
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
@@ -83,8 +83,7 @@ class ArmRun:
         """The condition of the run as text: the number of labelled images, the training length, and whether the settings were
         tuned (chosen by `smallvit tune`). For example: `1,000 labels, 2,000 steps, tuned`.
         """
-        length = "" if self.length is None else f", {self.length:,} steps"
-        return format_labels(self.labels) + length + ", tuned" * (self.tuning is not None)
+        return condition_text(self.labels, self.length, self.tuning is not None)
 
     def with_steps(self, change) -> "ArmRun":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
@@ -296,7 +295,7 @@ def longest(entries: Iterable[ArmRun]) -> list[ArmRun]:
     all runs. `entries` are the runs.
     """
     entries = list(entries)
-    most = max(entry.length or 0 for entry in entries)
+    most = max((entry.length or 0 for entry in entries), default=0)
     return [entry for entry in entries if (entry.length or 0) == most]
 
 

@@ -480,6 +480,14 @@ def format_labels(labels: int | None) -> str:
     return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
 
 
+def condition_text(labels: int | None, length: int | None, tuned: bool) -> str:
+    """Return a condition as text, such as `1,000 labels, 2,000 steps, tuned`: the number of labelled images (None: all), the
+    training length if the comparison has several (otherwise None), and whether the settings were tuned.
+    """
+    steps = "" if length is None else f", {length:,} steps"
+    return format_labels(labels) + steps + ", tuned" * tuned
+
+
 @functools.cache
 def cpu() -> str:
     """Return the name of the processor (CPU) of this machine."""

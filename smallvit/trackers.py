@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smallvit.record import CURVE, Record, format_labels, read_record
+from smallvit.record import CURVE, Record, condition_text, read_record
 from smallvit.storage import read_bounded, write_text
 
 MOST_BYTES = 1_000_000  # of a curve file
@@ -164,15 +164,12 @@ def followed(records: Iterable[tuple[Path, Record]]) -> list[Followed]:
     """Return the runs to send as a list of `Followed`. `records` are pairs of the folder of a run and its record, which may be
     that of a run without results.
     """
-    return [Followed(str(folder), r.arm, condition(r), r.seed, r.fingerprint, flat(r.run)) for folder, r in records]
-
-
-def condition(record: Record) -> str:
-    """Return the condition of a run as text: its number of labelled images, its training length if the recipe has several, and
-    whether its settings were tuned. `record` holds its results.
-    """
-    parts = [format_labels(record.labels)] + ([f"{record.length:,} steps"] if record.length else [])
-    return ", ".join(parts + ["tuned"] * bool(record.tuning))
+    return [
+        Followed(
+            str(folder), r.arm, condition_text(r.labels, r.length, r.tuning is not None), r.seed, r.fingerprint, flat(r.run)
+        )
+        for folder, r in records
+    ]
 
 
 def flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from smallvit.ablation import longest
 from smallvit.components import check_option, options
 from smallvit.record import format_labels
 from smallvit.run import Run, fingerprint
@@ -122,9 +123,7 @@ def runs_to_tune(runs: Iterable["ArmRun"]) -> list["ArmRun"]:
 
     Raises ValueError if there are none, if they have different `Tune` options, or if one uses a seed of the trials.
     """
-    common = [entry for entry in runs if entry.tune is not None and entry.tuning is None]
-    longest = max((entry.length for entry in common if entry.length is not None), default=None)
-    common = [entry for entry in common if entry.length == longest]
+    common = longest(entry for entry in runs if entry.tune is not None and entry.tuning is None)
     if not common:
         raise ValueError("this recipe has nothing to tune; pass tune=Tune({'lr': (3e-4, 6e-3)}) to ablate")
     tune = common[0].tune
@@ -361,9 +360,8 @@ def untuned_cells(runs: Iterable["ArmRun"]) -> list[tuple[str, int | None]]:
     are all runs of the recipe, with the tuned ones. Arms for which the recipe does not ask for tuning are left out.
     """
     asked = [entry for entry in runs if entry.tune is not None]
-    longest = max((entry.length for entry in asked if entry.length is not None), default=None)
     tuned = one_per_cell(entry for entry in asked if entry.tuning is not None)
-    return [cell for cell in one_per_cell(entry for entry in asked if entry.length == longest) if cell not in tuned]
+    return [cell for cell in one_per_cell(longest(asked)) if cell not in tuned]
 
 
 def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.launcher import READS
 from smallvit.launch.progress import error_text
 from smallvit.launch.results import Damaged, folder, recall, tags
 from smallvit.looks import with_looks
@@ -23,7 +22,7 @@ from smallvit.run import fingerprint
 from smallvit.storage import write_text
 from smallvit.trackers import Followed, followed, send
 from smallvit.train.fit import Tags, new_record
-from smallvit.train.read_log import scored_settings
+from smallvit.train.read_log import READS, scored_settings
 from smallvit.trials import trials
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements

@@ -13,12 +13,11 @@ from pathlib import Path
 from smallvit.ablation import ArmRun
 from smallvit.numerics import DEFAULT, Numerics, check_numerics
 from smallvit.record import Record
+from smallvit.train.read_log import READS
 
 from .engine import Engine, Settings
 from .local import LocalEngine, process_context
 from .scheduler import Scheduler
-
-READS = "test_reads.jsonl"  # which settings have been scored on which test images
 
 
 def launch(

@@ -28,7 +28,7 @@ from smallvit.recipe import load_recipe
 from smallvit.record import Record
 from smallvit.run import Run, rebuild
 from smallvit.storage import temporary, write_atomic
-from smallvit.train.read_log import all_reads
+from smallvit.train.read_log import READS, all_reads
 
 from .engine import Settings
 from .ray_server import LOCK_SECONDS, read_files, write_files
@@ -38,7 +38,6 @@ from .worker import fit_group, picklable
 
 records.code()  # hash the files as they were imported: they may be edited while this process runs
 REPORT_SECONDS = 1.0  # between two messages with the number of training steps
-READS = "test_reads.jsonl"
 RECEIVED = Path(tempfile.gettempdir(), f"smallvit-{secrets.token_hex(8)}")  # with what this process has received, for one group
 
 

@@ -2,7 +2,7 @@
 
 Each line is one read: the hash of the test images, the arm, the number of labels, the seed, the fingerprint of the run, and the
 fingerprint of its settings, in which the seed and the number of labels do not count. Lines are only added. A kill while a line
-is written leaves a line without an end, which does not count: its run is scored again.
+is written leaves a part of it, which does not count: its run is scored again.
 """
 
 import json
@@ -15,6 +15,7 @@ from smallvit.run import Run, fingerprint
 from smallvit.shapes import shape_problem
 from smallvit.storage import failures_named, locked, read_bounded, write_atomic
 
+READS = "test_reads.jsonl"  # the name of the file, in the folder of the runs of a recipe
 MOST_BYTES = 2**28  # of the file
 READ = {name: "text" for name in ("data", "arm", "fingerprint", "settings")} | {"labels": "count?", "seed": "count", ...: "any"}
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from smallvit.record import Record, format_labels
+from smallvit.record import Record, condition_text
 
 from .single_folds import FoldVariance
 from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, Variance
@@ -29,8 +29,7 @@ class Condition(NamedTuple):
     @property
     def title(self) -> str:
         """The condition as text, such as `1,000 labels, 2,000 steps, tuned`."""
-        steps = [] if self.length is None else [f"{self.length:,} steps"]
-        return ", ".join([format_labels(self.labels), *steps, *["tuned"] * self.tuned])
+        return condition_text(self.labels, self.length, self.tuned)
 
     @property
     def order(self) -> tuple:
