@@ -93,7 +93,9 @@ RUNS = ablate(arms, labels=[20, 40], tune=Tune({{"lr": (1e-4, 1e-2)}}, trials=2)
 """
 
 
-@pytest.mark.parametrize("name", tasks.BENCHMARKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("dino", "verdict") else ()) for name in tasks.BENCHMARKS]
+)
 def test_every_benchmark_runs(name, one_process, job, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(verdict, "command", lambda *args: None)
@@ -198,6 +200,7 @@ def test_both_sides_of_a_verdict_train_the_same_arms_and_seeds(one_process, job,
     verdict.command(job, ["--fast"], 5)
 
 
+@pytest.mark.slow
 def test_verdict_ends_with_a_report(job, monkeypatch):
     folders = []
     run = verdict.subprocess.run

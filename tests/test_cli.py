@@ -597,12 +597,12 @@ def many_runs(tmp_path_factory) -> Path:
     ("old", "new", "removed"),
     [
         ("labels=[20, 40]", "labels=[20]", 2),
-        ("steps=6", "steps=7", 4),
+        pytest.param("steps=6", "steps=7", 4, marks=pytest.mark.slow),
         (', "+LSA": scratch.vary(attention=LocalityAttention)}', "}", 2),
-        ("references=False", "references=False, baseline={'+LSA': 'wide'}", 2),
+        pytest.param("references=False", "references=False, baseline={'+LSA': 'wide'}", 2, marks=pytest.mark.slow),
         ('"wide": ', '"wider": ', 0),
-        ('"scratch": ', '"plain": ', 0),
-        ("range(2)", "range(1)", 0),
+        pytest.param('"scratch": ', '"plain": ', 0, marks=pytest.mark.slow),
+        pytest.param("range(2)", "range(1)", 0, marks=pytest.mark.slow),
         (
             ', "+LSA": scratch.vary(attention=LocalityAttention)}\nRUNS = ablate(ARMS,',
             '}\nRUNS = ablate(ARMS, extra_references={"+LSA": scratch.vary(attention=LocalityAttention)},',
@@ -626,6 +626,7 @@ def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published
         assert len(all_records(workdir)) == len(trained), "a renamed arm was trained again"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_settings_that_were_scored_after_the_shown_ones_are_counted(workdir, capsys):
     """The first settings were the best: their records say 1, because nothing else had been scored then."""

@@ -72,6 +72,7 @@ def test_seeds_are_added_to_undecided_arms_only_also_after_an_interruption(workd
     assert all(record.finished for record in records)
 
 
+@pytest.mark.slow
 def test_known_result_of_all_declared_seeds_is_the_first_look(workdir, capsys):
     write_recipe(RECIPE.replace("range(2)", "range(8)").replace('"pixels": pixels, ', ""))
     assert main(["run", "mine.py", "--jobs", "1"]) == 0
@@ -81,6 +82,7 @@ def test_known_result_of_all_declared_seeds_is_the_first_look(workdir, capsys):
     assert "after 8 seeds, inconclusive: stopped by --max-seeds 8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_schedule_survives_a_deleted_file_and_other_seeds_are_named(workdir, capsys):
     """Without `looks.json` the records still say at which looks the comparison was tested."""
     assert main([*UNTIL_DECIDED, "--max-seeds", "8"]) == 0

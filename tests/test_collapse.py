@@ -136,6 +136,7 @@ def train(run: Run, teacher_is_student: bool = False):
         training.monitor.check(training.step, objective.observed)
 
 
+@pytest.mark.slow
 def test_uniform_collapse_with_a_high_temperature_stops_within_a_quarter_of_the_run(tmp_path):
     with pytest.raises(Collapse, match=r"by step \d\d0?, uniform: .* lower teacher_temp"):
         fit(dino_run(teacher_temp=1.0, warm_temp=1.0), tmp_path)
@@ -146,6 +147,7 @@ def test_one_hot_collapse_without_a_center_stops_the_run():
         train(dino_run(center_momentum=1.0, batch_norm=False))
 
 
+@pytest.mark.slow
 def test_one_hot_collapse_of_a_teacher_that_is_the_student_stops_the_run():
     with pytest.raises(Collapse, match=r"by step 1\d\d, one-hot"):
         train(dino_run(batch_norm=False, teacher_temp=0.02, warm_temp=0.02), teacher_is_student=True)

@@ -30,6 +30,7 @@ def add(monkeypatch):
     combinations.choices.cache_clear()
 
 
+@pytest.mark.slow
 def test_page_says_which_techniques_work_together():
     """Another error than a ValueError of smallvit fails, too: `outcomes` lists such errors."""
     page = combinations.PAGE.read_text(encoding="utf-8")

@@ -31,7 +31,12 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 
 generate = load_script("generate")
 GENERATED = {DOCS / name for name in generate.generated_pages()}
-PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if page not in GENERATED and not {"_build", "jupyter_execute"} & set(page.parts))]
+PAGES = [
+    README,
+    *sorted(
+        page for page in DOCS.rglob("*.md") if page not in GENERATED and not {"_build", "jupyter_execute"} & set(page.parts)
+    ),
+]
 
 
 class Block(NamedTuple):
@@ -125,8 +130,11 @@ def test_models_of_recipes_for_mnist_can_be_built(page, tmp_path, monkeypatch):
             assert models and all(model((28, 28), 1, 10).eval()(torch.zeros(1, 1, 28, 28)).shape == (1, 10) for model in models)
 
 
+LONG_PAGES = [*for_mnist, *(page for page in with_code if page.name in ("export.md", "reduce_tokens.md", "scikit_learn.md"))]
+
+
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in for_mnist else ()) for page in with_code], ids=page_id
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG_PAGES else ()) for page in with_code], ids=page_id
 )
 def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

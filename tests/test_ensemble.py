@@ -89,6 +89,7 @@ def test_bad_options_are_refused(options, words):
         DeepEnsemble((8, 8), 1, 10, **options)
 
 
+@pytest.mark.slow
 def test_a_trained_ensemble_is_loaded_predicts_and_is_exported(tmp_path):
     record = fit(SHORT, tmp_path / "run")
     trained, test = load(tmp_path / "run"), digits().test.open()

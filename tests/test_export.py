@@ -159,6 +159,7 @@ def test_sample_covers_every_option():
         assert all(sum(each[name] is option for each in sample) for option in options)
 
 
+@pytest.mark.slow
 def test_onnx_equals_torch_for_a_sample_of_slots():
     assert max(differences(covering_sample(), depth=1)) <= LARGEST
 
@@ -175,6 +176,7 @@ def with_positions(inside, slot=Attention, **options) -> dict:
     return dict(attention=partial(slot, position=inside), tokenizer=partial(PatchEmbed, patch=4)) | options
 
 
+@pytest.mark.slow
 def test_onnx_equals_torch_with_positions_inside_attention():
     bias, *_, mixed = INSIDE
     pruned = with_positions(bias, reduction=partial(LearnedPrune, keep=0.6, layers=(0,)))  # before attention

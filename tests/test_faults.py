@@ -139,6 +139,7 @@ def become_a_file(place: Path):
     place.write_text("a file in place of the folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["a step", "its record"])
 @pytest.mark.parametrize("fault", [vanish, move_away, become_a_file])
 def test_run_whose_folder_is_lost_ends_equal_or_is_tried_again(fault, moment, runs, whole, tmp_path, monkeypatch):
@@ -167,6 +168,7 @@ def test_run_whose_folder_is_lost_ends_equal_or_is_tried_again(fault, moment, ru
     assert results(tmp_path) == only(entry, whole)
 
 
+@pytest.mark.slow
 def test_folder_that_was_moved_to_another_path_is_continued_there(runs, whole, tmp_path, monkeypatch):
     """Its checkpoint is resumed, its finished runs are not trained again, and no record holds the old path."""
     launch(runs[:1], tmp_path / "old", recipe="mine", jobs=1)
@@ -202,6 +204,7 @@ def disk(place: Path, size: str):
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
+@pytest.mark.slow
 def test_disk_that_becomes_full_interrupts_runs_which_the_same_command_trains_when_there_is_room(runs, whole, tmp_path, capfd):
     out = tmp_path / "disk"
     with disk(out, "260k"):
@@ -280,6 +283,7 @@ def test_temporary_files_of_an_earlier_process_with_the_same_number_are_removed(
 # Clocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [-10.0**9, 10.0**9], ids=["back", "forward"])
 def test_clock_that_jumps_changes_no_result(jump, runs, whole, tmp_path, monkeypatch):
     """The clock jumps by 31 years when a run is half-way, and the files that it leaves have times of the other age."""
@@ -354,6 +358,7 @@ def test_tracker_killed_half_way_changes_no_record(runs, whole, tmp_path, monkey
     assert results(out) == whole
 
 
+@pytest.mark.slow
 def test_without_a_network_the_records_are_the_same_and_only_the_tracker_asks_for_one(whole, source, tmp_path):
     place = tmp_path / "path"
     path = tracker_in(place, begin="socket.create_connection(('127.0.0.1', 9))")
@@ -404,6 +409,7 @@ def start(*arguments) -> multiprocessing.Process:
     return process
 
 
+@pytest.mark.slow
 @needs_proc
 def test_two_launchers_at_once_train_each_run_once(runs, whole, source, tmp_path):
     out = tmp_path / "out"
@@ -545,6 +551,7 @@ def check_kills_in_file_calls(runs: list[ArmRun], tmp_path: Path, least: int) ->
     return counts
 
 
+@pytest.mark.slow
 def test_processes_killed_while_they_write_files_end_with_equal_results(runs, tmp_path):
     assert check_kills_in_file_calls(runs, tmp_path, 4)["records"] >= 5
 

@@ -234,6 +234,7 @@ def environment_of_a_server(found: Any):
     found.put(file.read_bytes())
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
 def test_server_of_the_workers_starts_with_large_pages_of_memory_unless_the_user_has_settings(own, monkeypatch):
@@ -259,6 +260,7 @@ def damage_weights(place: Path):
     (place / WEIGHTS).write_bytes((place / WEIGHTS).read_bytes()[:-1] + b"?")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage, file",
     [

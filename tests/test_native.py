@@ -189,6 +189,7 @@ def test_only_the_class_token_is_normalized_while_the_kernel_is_in_use():
         assert not mean.skips_unused_norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ()], ids=["AVX2", "portable"])
 def test_other_processors(flags, tmp_path, monkeypatch):
     if "x86" not in os.uname().machine:

@@ -36,6 +36,7 @@ def test_wheel_contains_every_module_recipe_record_and_page(installed):
     assert not any(path.parts[0] in ("recipes", "tests", "runs") for path in contained)
 
 
+@pytest.mark.slow
 def test_installed_package_works_outside_the_clone(installed, tmp_path):
     env = os.environ | {"PYTHONPATH": str(installed)}
 

@@ -216,6 +216,7 @@ def test_the_command_accepts_another_instruction_set(published):
     assert status == 0 and out.count("the first training steps agree") == out.count("instruction set") == 2
 
 
+@pytest.mark.slow
 def test_the_command_accepts_equal_runs_and_finds_an_error_in_the_package(published, capsys):
     records = read_records(Path("mine.jsonl"))
     assert {(record.kernel, record.stacked) for record in records} == {("explicit", 2), ("explicit", None)}

@@ -285,6 +285,7 @@ def test_model_that_was_trained_on_all_images_predicts_and_is_not_run_or_lost(wo
     assert main(["export", "final", "model.pt2"]) == 0 and Path("model.pt2").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("conditions", "out", "chosen"),
     [

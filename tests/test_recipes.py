@@ -120,6 +120,7 @@ def test_committed_records_rebuild_to_runs_of_the_recipe(path):
     assert not superseded or path.stem in ("spt_lsa", "tokens")
 
 
+@pytest.mark.slow
 @each(COMMITTED, quick=("spt_lsa",))
 def test_page_of_committed_records_loads_nothing_from_the_network(path):
     page = html(records_of(path), title=path.stem, doc=loaded(path).__doc__, trials=trials(path))

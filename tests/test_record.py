@@ -390,6 +390,7 @@ def test_code_hash_does_not_depend_on_the_folder_or_on_compiled_files(package):
     assert code_hash(package) == before
 
 
+@pytest.mark.slow
 def test_code_hash_changes_with_every_file_and_its_name(package):
     paths = sorted(package.rglob("*.py"))
     assert len(paths) >= 30

@@ -219,6 +219,7 @@ def test_other_image_sizes_work(make, image):
     assert model.train()(x).isfinite().all()
 
 
+@pytest.mark.slow
 @one_each
 def test_exported_model_gives_equal_logits_for_any_batch_size(make):
     model = small(reduction=make, depth=1, registers=1).eval()

@@ -770,6 +770,7 @@ def test_choice_is_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path)
     assert len(trained) == 5 and not set(trained) & set(after) and 5 + len(after) >= 11
 
 
+@pytest.mark.slow
 def test_stacked_trials_have_the_same_weights_for_any_number_of_workers(tmp_path):
     pretrained = BASE.vary(init=BASE.vary(lr=1e-3))
     tune = Tune({"lr": (3e-4, 6e-2)}, trials=2, seeds=4, val=40)

@@ -277,6 +277,7 @@ def test_file_of_another_model_is_refused_with_the_name_of_the_weight(files, tmp
         Weights(name=TINY, file=str(tmp_path / "changed.safetensors")).load(tiny(224, 3, 1000), *COLOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "new", "message"),
     [
