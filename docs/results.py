@@ -474,7 +474,7 @@ def settings_tables() -> str:
             both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
             lines.append([name_of(row), f"{row.labels:,}", first, *shown])
-        blocks.append(f"### {about}\n\n" + markdown_table(lines))
+        blocks.append(f"### {about} ([{recipe}](../recipes/{recipe}.md))\n\n" + markdown_table(lines))
     summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
 
