@@ -75,6 +75,7 @@ def data_text(images: Inspection, path: str) -> str:
             "    # This pattern takes everything before the first _ of the file name; see also groups= of `folder`.",
             '    # group_by=r"([^_]+)_.*",',
         ]
+    lines.append('    # unlabelled="../more",  # a folder, relative to path, of images without a class: for pretraining')
     return "data = partial(\n    sv.folder,\n" + "\n".join(lines) + "\n)"
 
 
