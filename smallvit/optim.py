@@ -251,6 +251,24 @@ def tensor_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]
     return [*zip(ema.parameters(), (p.detach() for p in model.parameters())), *zip(ema.buffers(), model.buffers())]
 
 
+def module_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return a list of pairs of modules: each module of the averaged model `ema`, with that of `model` in the same place. The
+    two models have the same architecture. The list is the argument of `tensors_in`.
+    """
+    return [*zip(ema.modules(), model.modules())]
+
+
+def tensors_in(pairs: list[tuple[nn.Module, nn.Module]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters and buffers that pairs of modules have now, as pairs of tensors for `ema_update`. This is a fast
+    `tensor_pairs` for every step: tensors are replaced when a model is moved, converted or copied, modules are not.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that two modules share is one pair
+    for ema, model in pairs:
+        for own, other in ((ema._parameters, model._parameters), (ema._buffers, model._buffers)):
+            found |= {id(tensor): (tensor, now) for tensor, now in zip(own.values(), other.values()) if tensor is not None}  # pyright: ignore
+    return [*found.values()]
+
+
 @torch.no_grad()
 def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
     """Update exponential moving averages in place. In each pair of tensors (average, new value), the average moves towards the

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from toys import TINY_VIT, randomize, tiny_vit
+from toys import MOVES, TINY_VIT, check_average_after_a_move, randomize, tiny_vit
 
 from smallvit import ConvStem, MeanTokens, Merge, Run, ShiftedPatchEmbed, SmallCNN, fit, knn
 from smallvit.augment import Batch
@@ -96,6 +96,11 @@ def test_equal_images_are_a_flat_collapse():
     objective = Data2Vec(VIT(), **SMALL)
     objective(Batch(torch.ones(6, 1, 8, 8), torch.zeros(6, 5)), 0.0)
     assert collapse_kind(collapse_statistics(objective.observed)).startswith("flat")
+
+
+@pytest.mark.parametrize("move", [*MOVES.values(), copy.deepcopy], ids=[*MOVES, "copied"])
+def test_the_teacher_follows_the_student_after_a_move(move):
+    check_average_after_a_move(Data2Vec(VIT(), momentum=0.0, **SMALL).train(), move)
 
 
 @pytest.mark.parametrize("progress, momentum", [(0.0, 0.9), (0.5, 0.94995), (1.0, 0.9999)])

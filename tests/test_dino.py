@@ -11,7 +11,7 @@ from lightly.models.modules import DINOProjectionHead
 from lightly.models.utils import update_momentum
 from torch import nn
 from torch.nn.functional import normalize
-from toys import tiny_vit
+from toys import MOVES, check_average_after_a_move, tiny_vit
 
 from smallvit import augment
 from smallvit.attention import Attention
@@ -51,6 +51,12 @@ def parameter_pairs(dino):
 def crops(batch):
     """The views as tensors of six images each."""
     return [crop for views in batch.views for crop in views.split(6)]
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("vit", [VIT, PROJECTED], ids=["plain", "batch norm"])
+def test_the_teacher_follows_the_student_after_a_move(vit, move):
+    check_average_after_a_move(make_dino(vit, momentum=0.0), move)
 
 
 # As in lightly

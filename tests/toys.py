@@ -1,8 +1,10 @@
 """What many test files share: a small ViT, random weights, comparison of tensors, and the scripts of the documentation."""
 
 import importlib.util
+import pickle
 import sys
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -72,3 +74,23 @@ def pairwise(choices: Iterable[tuple]) -> list[int]:
         chosen.append(max(range(len(pairs)), key=lambda index: len(pairs[index] & missing)))
         missing -= pairs[chosen[-1]]
     return chosen
+
+
+MOVES = {  # what a loop of one's own may do with an objective between two steps
+    "other numbers and back": lambda objective: objective.double().float(),
+    "pickled": lambda objective: pickle.loads(pickle.dumps(objective)),
+    "weights loaded": lambda objective: objective.load_state_dict(deepcopy(objective.state_dict()), assign=True) and objective,
+    "only the student": lambda objective: objective.student.double().float() and objective,
+}
+
+
+def check_average_after_a_move(objective, move):
+    """Check that the teacher of an objective with momentum 0 equals the student after each step, also after `move`."""
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in objective.student.parameters():
+                parameter.add_(1.0)
+        objective.after_step(0.0)
+        for teacher, student in zip(objective.model.parameters(), objective.student.parameters()):
+            assert torch.equal(teacher, student)
+        objective = move(objective)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from smallvit.augment import Batch
-from smallvit.optim import ema_update, tensor_pairs
+from smallvit.optim import ema_update, module_pairs, tensors_in
 from smallvit.reduction.context import gather_tokens
 from smallvit.vit import ViT, check_integers, initialize
 
@@ -76,7 +76,7 @@ class Data2Vec(Objective):
         self.decoder = mae.decoder = Decoder(prefix, grid, prefix[1], decoder_dim, decoder_depth, decoder_heads)
         initialize(self.decoder)
         self.parts = [mae]  # a list hides the second use of the student
-        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
 
     @property
     def trained_model(self) -> Any:
@@ -121,8 +121,8 @@ class Data2Vec(Objective):
         `progress` is the finished fraction of the run, from 0 to 1, and determines the momentum of the average.
         """
         if not self.pairs:
-            self.pairs = tensor_pairs(self.model, self.student)
-        ema_update(self.pairs, (1 - self.momentum) * (1 - progress) + (1 - LAST_MOMENTUM) * progress)
+            self.pairs = module_pairs(self.model, self.student)
+        ema_update(tensors_in(self.pairs), (1 - self.momentum) * (1 - progress) + (1 - LAST_MOMENTUM) * progress)
 
 
 @contextmanager

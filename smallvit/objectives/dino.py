@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 from smallvit.flops import reduces
-from smallvit.optim import ema_update, tensor_pairs
+from smallvit.optim import ema_update, module_pairs, tensors_in
 from smallvit.pooling import Projected
 from smallvit.vit import ViT, check_integers
 
@@ -166,7 +166,7 @@ class DINO(Objective):
             self.patch_teacher_head.load_state_dict(self.patch_head.state_dict())
             self.hidden_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(tokens), std=0.02))
             self.register_buffer("patch_center", torch.zeros(prototypes))
-        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
 
     @property
     def student_heads(self) -> list[Any]:
@@ -357,8 +357,8 @@ class DINO(Objective):
         if not self.pairs:
             teachers = [self.model, self.teacher_head, *([self.patch_teacher_head] if self.patches else [])]
             for teacher, student in zip(teachers, [self.student, *self.student_heads]):
-                self.pairs += tensor_pairs(teacher, student)
-        ema_update(self.pairs, (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
+                self.pairs += module_pairs(teacher, student)
+        ema_update(tensors_in(self.pairs), (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
 
 
 def set_teacher_mode(teacher: nn.Module, mode: bool):
