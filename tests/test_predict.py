@@ -324,6 +324,17 @@ def test_a_model_of_a_cross_validation_says_which_images_it_was_trained_without(
     assert "--only and --labels choose runs of RECIPE:ARM" in capsys.readouterr().err
 
 
+def test_name_of_an_arm_may_contain_colons(workdir, images, capsys):
+    write_pool()
+    write_recipe(FOLDS.replace('"+slow"', '"lr: 1:2"'))
+    entry = next(entry for entry in load_recipe("mine.py").RUNS if entry.arm == "lr: 1:2")
+    fit(entry.run, folder(entry, "runs", "mine"), tags=tags(entry, "mine"))
+    assert main(["predict", "mine.py:lr: 1:2", str(images)]) == 0
+    assert "lr: 1:2, seed 0" in capsys.readouterr().err
+    assert main(["predict", "mine.py:lr: 1:3", str(images)]) == 2
+    assert "has no arm 'lr: 1:3'" in capsys.readouterr().err
+
+
 def test_folder_without_a_finished_run_is_refused(tmp_path, images, capsys):
     for place, words in ((tmp_path / "nowhere", "there is no folder"), (images, "no run has finished in")):
         assert main(["predict", str(place), str(images)]) == 2

@@ -82,7 +82,11 @@ def training_of(run: Run) -> Training:
 )
 def test_two_fits_are_bitwise_equal_and_another_seed_is_not(run, tmp_path):
     torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    first = torch.rand(1)
     one = fit(run, tmp_path / "1")
+    assert torch.equal(torch.cat([first, torch.rand(1)]), expected), "the caller's random numbers go on"
     torch.manual_seed(2)  # the caller's generator does not matter
     two = fit(run, tmp_path / "2")
     assert (tmp_path / "1" / WEIGHTS).read_bytes() == (tmp_path / "2" / WEIGHTS).read_bytes()

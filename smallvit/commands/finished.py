@@ -63,7 +63,7 @@ def find_folders(options: argparse.Namespace) -> list[str]:
     name = options.run
     if name.startswith(HUB):
         return [name]
-    recipe, colon, arm = name.rpartition(":") if ":" in name else (name, "", "")
+    recipe, colon, arm = recipe_and_arm(name) if ":" in name else (name, "", "")
     if Path(name).is_dir() or not (colon or is_recipe(name)):
         if options.only or options.labels is not None:
             raise ValueError(f"--only and --labels choose runs of RECIPE:ARM, and {name} is a folder; leave them out")
@@ -78,6 +78,16 @@ def find_folders(options: argparse.Namespace) -> list[str]:
         known = able_arms(load_recipe(find_recipe(recipe)).RUNS)
         raise ValueError(f"{recipe} is a recipe; add the arm whose model is to be used: {', '.join(quoted(recipe, known))}")
     return arm_folders(recipe, arm, options)
+
+
+def recipe_and_arm(name: str) -> tuple[str, str, str]:
+    """Return RECIPE:ARM as three texts: the recipe, the colon between them, and the arm (variant). Both parts may contain more
+    colons: the recipe is the shortest part that means one. `name` without a recipe is divided at its last colon.
+    """
+    for match in re.finditer(":", name):
+        if is_recipe(recipe := name[: match.start()]):
+            return recipe, ":", name[match.end() :]
+    return name.rpartition(":")
 
 
 def is_recipe(name: str) -> bool:
@@ -110,7 +120,7 @@ def with_words(name: str, words: Sequence[str]) -> str:
     of the arm (variant) at its spaces. `name` is the first part, such as `cells.py:small`, and `words` are the following
     arguments, such as `CNN`. The result is empty if no arm of the recipe has such a name.
     """
-    recipe, colon, arm = name.rpartition(":")
+    recipe, colon, arm = recipe_and_arm(name)
     if not colon or not is_recipe(recipe):
         return ""
     try:

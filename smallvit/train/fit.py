@@ -1,12 +1,13 @@
 """`fit(run, folder)` trains and evaluates a run and writes its record. It can be killed at any moment and continued later."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from smallvit import record as records
@@ -91,11 +92,18 @@ def fit(
     if done := finished_record(run, Path(folder), validation_only):
         return done
     options = numerics, validation_only, reads
-    with prepare_training(run, Path(folder), tags, device, init, teacher, *options) as (training, close):
+    with generators_kept(), prepare_training(run, Path(folder), tags, device, init, teacher, *options) as (training, close):
         if training is not None:
             checkpoint.resume([training])
             train([training], training.train_step, watch)
         return close()
+
+
+def generators_kept() -> AbstractContextManager:
+    """Context manager after which torch's global generators of random numbers are as before, because training seeds them. So
+    the caller's own random numbers, such as those of a random search, do not repeat.
+    """
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
 
 
 def fit_stacked(
@@ -128,6 +136,7 @@ def fit_stacked(
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
     options = numerics, validation_only, reads, curves
     with ExitStack() as stack:
+        stack.enter_context(generators_kept())
         opened_runs = [
             stack.enter_context(
                 prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), *options)
