@@ -109,6 +109,14 @@ def test_result_has_the_same_shape_with_pixels_in_0_1_and_targets_that_sum_to_1(
 
 
 @each_transform
+def test_bytes_are_refused_and_an_empty_batch_stays_empty(transform):
+    bytes_ = Batch(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=f"{type(transform).__name__} got torch.uint8 images; expected floats"):
+        transform(bytes_, torch.Generator())
+    assert transform(Batch(torch.zeros(0, 3, 8, 8), torch.zeros(0, 4)), torch.Generator()).images.shape == (0, 3, 8, 8)
+
+
+@each_transform
 def test_each_image_has_its_own_random_parameters(transform):
     b = 32
     if isinstance(transform, SmoothLabels):

@@ -57,7 +57,9 @@ class Transform:
         raise NotImplementedError
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if self.off:
+        if not batch.images.is_floating_point():
+            raise ValueError(f"{type(self).__name__} got {batch.images.dtype} images; expected floats, usually in [0, 1]")
+        if self.off or not len(batch.images):
             return batch
         random = self.draw(batch.images.shape, generator)
         return self.change(batch._replace(images=batch.images.clone()) if self.in_place else batch, random)
