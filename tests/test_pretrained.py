@@ -1,12 +1,17 @@
 """Conversion between timm and smallvit: models in both directions, and our attentions and tokenizers inside timm's models."""
 
+import copy
 import inspect
+import subprocess
+import sys
 from functools import partial
 
+import numpy
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from timm.layers import LayerNorm, RmsNorm, SwiGLU, SwiGLUPacked
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, VisionTransformer
 from torch import nn
@@ -28,6 +33,7 @@ from smallvit import (
     SinCos2d,
     Supervised,
     ViT,
+    apply,
     attention,
     from_timm,
     mimetic_start,
@@ -176,6 +182,39 @@ def test_conversion_leaves_the_timm_model_unchanged():
     assert_state(theirs, state)
 
 
+@pytest.mark.parametrize("head", [nn.Linear(24, 3), nn.Identity()], ids=["another number of classes", "none"])
+def test_replaced_head_is_converted(head):
+    """Fine-tuning replaces `head` and leaves `num_classes`, the number of classes of pretraining."""
+    theirs = TIMM()
+    theirs.head = head
+    x = random_images(random_weights(theirs))
+    assert theirs.num_classes == 5
+    for ours in (from_timm(theirs), apply(theirs, None)):
+        close(ours(x), theirs(x))
+
+
+def test_frozen_parameters_stay_frozen():
+    theirs = TIMM(reg_tokens=1, init_values=0.1)
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_(name.startswith(("head.", "blocks.1.attn.")))
+    for ours in (from_timm(theirs), apply(theirs, partial(Merge, r=1))):
+        trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+        assert trained == {
+            "head.weight", "head.bias", *(f"blocks.1.attention.{layer}.{kind}" for layer in ("qkv", "proj") for kind in ("weight", "bias"))
+        }  # fmt: skip
+    assert all(parameter.requires_grad for parameter in from_timm(TIMM()).parameters())
+
+
+@pytest.mark.parametrize("options", [dict(reg_tokens=2), dict(global_pool="avg", class_token=False)], ids=options_id)
+def test_prefix_is_frozen_if_all_its_parts_are(options):
+    theirs = TIMM(**options)
+    assert from_timm(theirs).prefix.requires_grad
+    if theirs.cls_token is not None:
+        theirs.cls_token.requires_grad_(False)
+        assert from_timm(theirs).prefix.requires_grad, "the registers are trained"
+    assert not any(parameter.requires_grad for parameter in from_timm(theirs.requires_grad_(False)).parameters())
+
+
 def test_conversion_keeps_the_precision():
     theirs = random_weights(TIMM()).double()
     x = random_images(theirs).double()
@@ -239,6 +278,21 @@ def test_from_timm_names_unsupported_parts(options, part):
         from_timm(TIMM(**options))
 
 
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 3)), r"a Sequential as head \(instead of nn.Linear\)"),
+        (nn.Linear(24, 3, bias=False), "a head without bias"),
+    ],
+    ids=["Sequential", "no bias"],
+)
+def test_from_timm_names_another_head(head, part):
+    theirs = TIMM()
+    theirs.head = head
+    with pytest.raises(ValueError, match=rf"this timm model has {part}, which a ViT does not"):
+        from_timm(theirs)
+
+
 @pytest.mark.parametrize("name", ["resnet10t", "deit_tiny_distilled_patch16_224"])
 def test_from_timm_names_the_class_of_another_model(name):
     model = timm.create_model(name)
@@ -278,6 +332,15 @@ def test_exported_model_gives_equal_logits_in_both_directions(choices):
     close(from_timm(theirs)(x), ours(x))
     overwrite(theirs)
     assert_state(ours, state)
+
+
+@pytest.mark.parametrize("choices", EXPORTABLE.values(), ids=EXPORTABLE)
+def test_exported_model_gives_equal_logits_at_other_image_sizes(choices):
+    ours = random_weights(SMALL(**choices))
+    theirs = to_timm(ours)
+    for image in ((14, 28), (28, 28), (21, 35), (7, 7)):
+        x = torch.randn(2, 3, *image)
+        close(theirs(x), ours(x))
 
 
 def test_export_keeps_precision_and_mode():
@@ -469,6 +532,108 @@ def test_patch_size_of_timm_is_used_unless_an_option_overrides_it(make):
     assert TIMM(embed_layer=timm_tokenizer(make)).patch_embed.grid_size == (4, 4)
     assert TIMM(embed_layer=timm_tokenizer(make), patch_size=4).patch_embed.grid_size == (7, 7)
     assert TIMM(embed_layer=timm_tokenizer(partial(make, patch=14)), patch_size=4).patch_embed.grid_size == (2, 2)
+
+
+PRETRAINED = partial(timm.create_model, "vit_tiny_patch16_224", img_size=28, patch_size=7, embed_dim=24, num_heads=3, depth=2, num_classes=5)
+
+
+@pytest.mark.parametrize("make", [PatchEmbed, *TOKENIZERS], ids=option_id)
+@pytest.mark.parametrize("options", [dict(), dict(in_chans=1, img_size=56)], ids=options_id)
+def test_pretrained_weights_load_with_another_tokenizer(make, options, tmp_path):
+    theirs = random_weights(PRETRAINED())
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    overlay = dict(file=str(tmp_path / "weights.safetensors"), custom_load=False, num_classes=5)
+    load = partial(PRETRAINED, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+    torch.manual_seed(1)
+    ours = load(embed_layer=timm_tokenizer(make), pretrained_strict=False).eval()
+    assert torch.equal(ours.blocks[1].attn.qkv.weight, theirs.blocks[1].attn.qkv.weight)
+    assert torch.equal(ours.head.bias, theirs.head.bias)
+    if make is PatchEmbed:  # the same function as timm's own model with these weights
+        x = random_images(ours)
+        close(ours(x), load().eval()(x))
+    else:  # no kernel of this shape: the initial values
+        torch.manual_seed(1)
+        new = PRETRAINED(embed_layer=timm_tokenizer(make), **options).patch_embed
+        assert_state(ours.patch_embed, new.state_dict())
+        with pytest.raises(RuntimeError, match=r"patch_embed\.proj\.weight"):
+            load(embed_layer=timm_tokenizer(make))
+
+
+def test_patch_embed_in_a_timm_model_loads_its_own_weights_and_those_of_timm():
+    theirs = random_weights(TIMM())
+    ours, again = (TIMM(embed_layer=timm_tokenizer(PatchEmbed)).eval() for _ in range(2))
+    ours.load_state_dict(theirs.state_dict())
+    again.load_state_dict(ours.state_dict())
+    x = random_images(theirs)
+    close(ours(x), theirs(x))
+    close(again(x), theirs(x))
+    assert "patch_embed.proj.weight" in theirs.state_dict(), "the state dict of the other model is unchanged"
+
+
+@pytest.mark.parametrize("make", [PatchEmbed, *TOKENIZERS], ids=option_id)
+def test_image_size_of_a_timm_model_can_be_changed(make):
+    model = random_weights(TIMM(embed_layer=timm_tokenizer(make), dynamic_img_size=True))
+    fixed = TIMM(embed_layer=timm_tokenizer(make)).eval()
+    fixed.load_state_dict(model.state_dict())
+    fixed.set_input_size(img_size=(56, 28))
+    x = torch.randn(2, 1, 56, 28)
+    close(fixed(x), model(x))
+    assert fixed.patch_embed.grid_size == model.patch_embed.dynamic_feat_size((56, 28))
+    assert fixed.patch_embed.num_patches == fixed.pos_embed.shape[1] - 1
+    with pytest.raises(ValueError, match=r"got images of \(28, 28\), expected \(56, 28\)"):
+        fixed(torch.randn(2, 1, 28, 28))
+    with pytest.raises(ValueError, match=r"got patch_size=3 for .* pixels; expected patch_size=None. .* build a new model"):
+        fixed.set_input_size(patch_size=3)
+
+
+# pickle
+
+
+PICKLED = [
+    dict(attn_layer=timm_attention(LocalityAttention), embed_layer=timm_tokenizer(PatchEmbed)),
+    dict(
+        attn_layer=timm_attention(partial(LocalityAttention, mask_self=False)),
+        embed_layer=timm_tokenizer(partial(Resized, tokenizer=partial(PatchEmbed, patch=7), size=14)),
+    ),
+]
+
+
+@pytest.mark.parametrize("slots", PICKLED, ids=["classes", "options"])
+def test_timm_model_with_our_modules_can_be_copied_and_saved(slots, tmp_path):
+    model, x = random_weights(TIMM(**slots)), torch.randn(2, 1, 28, 28)
+    torch.save(model, tmp_path / "model.pt")
+    for again in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert torch.equal(again(x), model(x))
+        assert type(again.blocks[1].attn) is type(model.blocks[1].attn)
+        assert type(again.patch_embed) is type(model.patch_embed)
+        expected = model(x)
+        overwrite(again)
+        assert torch.equal(model(x), expected)
+        again.load_state_dict(model.state_dict())
+        assert torch.equal(again(x), expected)
+
+
+def test_saved_timm_model_with_our_modules_gives_equal_logits_in_a_new_process(tmp_path):
+    models, x = [random_weights(TIMM(**slots)) for slots in PICKLED], torch.randn(2, 1, 28, 28)
+    torch.save((models, x), tmp_path / "models.pt")
+    code = """if True:
+        import sys, torch
+        models, x = torch.load(sys.argv[1], weights_only=False)
+        torch.save([model(x) for model in models], sys.argv[2])
+    """
+    subprocess.run([sys.executable, "-c", code, tmp_path / "models.pt", tmp_path / "logits.pt"], check=True)
+    for logits, model in zip(torch.load(tmp_path / "logits.pt"), models):
+        close(logits, model(x))
+
+
+def test_equal_components_give_the_same_class():
+    nested = [partial(Resized, tokenizer=partial(PatchEmbed, patch=patch), size=28) for patch in (7, 7, 4)]
+    one, same, other = map(timm_tokenizer, nested)
+    assert one is same and one is not other
+    assert timm_attention(Attention) is timm_attention(Attention) is not timm_attention(LocalityAttention)
+    array = numpy.array(0.5)  # not hashable
+    one, same, other = (timm_attention(partial(Attention, dropout=rate)) for rate in (array, array, 0.5))
+    assert one is same and one is not other
 
 
 def test_shifted_patches_and_locality_attention_learn_in_a_named_timm_model():

@@ -239,6 +239,19 @@ def test_every_kind_of_file_gives_equal_weights(files, tmp_path, kind):
     assert report["new"] == ["head.weight", "head.bias"] and report["loaded"] == 150
 
 
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema"])
+def test_moving_average_in_a_checkpoint_is_used(files, tmp_path, key):
+    """As in the files of timm's training script, which timm itself reads in this way."""
+    model, _ = files(TINY)
+    state = model.state_dict()
+    last = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    options = argparse.Namespace(model="vit_tiny_patch16_224")
+    torch.save({"epoch": 3, "args": options, "state_dict": last, key: state}, tmp_path / "last.pth")
+    ours = like(TINY)((224, 224), 3, 1000)
+    Weights(name=TINY, file=str(tmp_path / "last.pth")).load(ours, 0.5, 0.5)
+    assert torch.equal(ours.head.weight, state["head.weight"]) and torch.equal(ours.norm.weight, state["norm.weight"])
+
+
 def test_folder_of_the_environment_variable_is_used_before_the_hub(files, tmp_path, monkeypatch):
     model, _ = files(TINY)
     monkeypatch.setenv("SMALLVIT_WEIGHTS", str(tmp_path))

@@ -18,11 +18,11 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
     does so, with its options: for example `partial(Merge, r=8)`. If images are given as `timed_on`, the reduction is left out
     when it makes the model slower on these images.
 
-    `model` is a `ViT`, or a timm Vision Transformer, which is converted by `from_timm` first. It is left unchanged. `reduction`
-    is a class or a partial, such as `partial(Merge, r=8)`; it replaces a reduction that the model has. None removes the
-    reduction. The parameters of a learned reduction (`LearnedPrune`, `LearnedThresholds`) are initialized anew. `timed_on` is a
-    batch of images: if the reduction makes the model slower on them, the copy comes without it, and a warning tells the
-    measured speed.
+    `model` is a `ViT`, or a timm Vision Transformer, which is converted by `from_timm` first. It is left unchanged. Its frozen
+    parameters (`requires_grad=False`) are frozen in the copy too. `reduction` is a class or a partial, such as
+    `partial(Merge, r=8)`; it replaces a reduction that the model has. None removes the reduction. The parameters of a learned
+    reduction (`LearnedPrune`, `LearnedThresholds`) are initialized anew. `timed_on` is a batch of images: if the reduction
+    makes the model slower on them, the copy comes without it, and a warning tells the measured speed.
 
     Raises   ValueError for another kind of model, and for a reduction that is an instance instead of a class.
     """

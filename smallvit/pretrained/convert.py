@@ -67,9 +67,11 @@ def from_timm(model: nn.Module) -> ViT:
 
     The weights are copied.
 
-    The timm model is left unchanged; the new one has its device, precision and mode. Supported are class token or mean pooling,
-    registers, LayerScale, qk-norm, learned positions (with or without the prefix tokens) or none, any image size and number of
-    channels, and models without a head (`num_classes=0`).
+    The timm model is left unchanged; the new one has its device, precision and mode. Frozen parameters (`requires_grad=False`)
+    stay frozen. Class token and registers become one parameter, `prefix`, which is frozen only if all of them are. Supported
+    are class token or mean pooling, registers, LayerScale, qk-norm, learned positions (with or without the prefix tokens) or
+    none, any image size and number of channels, and models without a head (`num_classes=0`). The number of classes is that of
+    the head, which may be a new `nn.Linear`.
 
     Departs  Dropout of any kind (also stochastic depth and patch dropout) is not copied; build a `ViT` with these options.
              `dynamic_img_pad=True` has no effect: timm pads images that the patches do not tile, a `ViT` raises ValueError.
@@ -77,10 +79,27 @@ def from_timm(model: nn.Module) -> ViT:
     """
     timm_model: Any = model
     new = vit_with_shape_of(model)(
-        tuple(timm_model.patch_embed.img_size), timm_model.patch_embed.proj.in_channels, timm_model.num_classes
+        tuple(timm_model.patch_embed.img_size),
+        timm_model.patch_embed.proj.in_channels,
+        timm_model.head.out_features if isinstance(timm_model.head, nn.Linear) else 0,
     )
     new.to(timm_model.blocks[0].norm1.weight).load_state_dict(rename(model.state_dict()), strict=True)
+    copy_frozen(model, new)
     return new.train(model.training)
+
+
+def copy_frozen(model: nn.Module, new: ViT):
+    """Set `requires_grad` of each parameter of `new`, a converted `ViT`, to that of the timm model `model`.
+
+    `prefix` is frozen only if class token and registers are all frozen; if there are none, only if the whole model is frozen.
+    """
+    # each weight is replaced by its `requires_grad`, as a tensor of the same shape, so that `rename` joins the class token and
+    # the registers
+    trained = rename({name: torch.tensor(p.requires_grad).expand(p.shape) for name, p in model.named_parameters()})
+    if not len(new.prefix):
+        trained["prefix"] = torch.tensor([p.requires_grad for p in model.parameters()])
+    for name, parameter in new.named_parameters():
+        parameter.requires_grad_(bool(trained[name].any()))
 
 
 def like(name: str, **options) -> Callable[..., ViT]:
@@ -169,11 +188,13 @@ def unsupported_parts(model: Any) -> list[str]:
     known |= {nn.Sequential, nn.Dropout, nn.Identity}
     if type(model) is not vit.VisionTransformer:
         return [f"the class {type(model).__name__}"]
-    unknown = sorted({type(module).__name__ for module in model.modules() if type(module) not in known})
+    body = [module for name, module in model.named_modules() if not f"{name}.".startswith("head.")]
+    unknown = sorted({type(module).__name__ for module in body if type(module) not in known})
     if unknown:
         return unknown
     first: Any = model.blocks[0]
     embed: Any = model.patch_embed
+    head = model.head
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     settings = {
         f"pooling {model.global_pool!r}": model.global_pool not in ("token", "avg"),
@@ -186,5 +207,7 @@ def unsupported_parts(model: Any) -> list[str]:
         "projections without bias": first.attn.proj.bias is None,
         "GELU by tanh": getattr(first.mlp.act, "approximate", "none") != "none",
         "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
+        f"a {type(head).__name__} as head (instead of nn.Linear)": type(head) not in (nn.Linear, nn.Identity),
+        "a head without bias": type(head) is nn.Linear and head.bias is None,
     }
     return [setting for setting, present in settings.items() if present]

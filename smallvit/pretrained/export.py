@@ -22,7 +22,8 @@ def to_timm(model: ViT) -> nn.Module:
     The `ViT` is left unchanged; the new model has its device, precision and mode. Its `state_dict()` has timm's names.
     Supported are the slots that timm has too: square patches, learned positions or none, plain attention, pre-norm blocks,
     class token or mean pooling, registers, LayerScale and qk-norm. Without a class token all prefix tokens become timm's
-    registers.
+    registers. Like a `ViT`, the new model takes images of other sizes too (timm's `dynamic_img_size=True`) and resizes the
+    positions for them.
 
     Departs  Dropout of any kind is not copied.
     Raises   ValueError for another kind of model, and for parts that timm's model does not have; the error names them.
@@ -55,6 +56,7 @@ def to_timm(model: ViT) -> nn.Module:
         init_values=None if first.branch1[1].start is None else 1.0,  # overwritten by load_state_dict
         pos_embed="none" if model.position is None else "learn",
         no_embed_class=not positions_cover_prefix(model),
+        dynamic_img_size=True,
     )
     new.to(weight).load_state_dict(timm_state(model), strict=True)
     return new.train(model.training)

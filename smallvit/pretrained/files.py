@@ -82,12 +82,14 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict that is stored inside a loaded checkpoint, for example under the key "model". Prefixes such as
     "module." are removed from the names of weights. `path` is the file for error messages.
 
-    The key may be "teacher" (DINO), "model_ema", "state_dict" or "model". `path` is for the error.
+    The key may be "teacher" (DINO), "state_dict_ema" (timm's training script), "model_ema", "state_dict" or "model". If a file
+    has several of them, the first in this order is used: a moving average of the weights (EMA) before the weights themselves.
+    `path` is for the error.
 
     Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not dense or not floating
              point.
     """
-    for key in ("teacher", "model_ema", "state_dict", "model"):
+    for key in ("teacher", "state_dict_ema", "model_ema", "state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):

@@ -1,12 +1,14 @@
 """Use our attentions and tokenizers in models of timm, through timm's arguments `attn_layer=` and `embed_layer=`."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+CLASSES: dict[Hashable, Any] = {}  # the classes of `made_once`
 
 
 def timm_attention(attention: Callable) -> type[nn.Module]:
@@ -23,13 +25,19 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
              attention does not have: `scale_norm`, `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with
              epsilon 1e-6.
     """
-    slot, options = split_partial(attention)
+    slot, _ = split_partial(attention)
     if not isinstance(slot, type):
         raise ValueError(
             f"timm_attention got {getattr(slot, '__name__', slot)!r}, which is no class; expected an attention class, such as"
             " Attention. For mimetic initialization, build the model with timm_attention(Attention), and then call"
             " smallvit.attention_starts.draw_mimetic(block.attn, (0.7, 0.7), (0.4, 0.4)) for each block"
         )
+    return made_once(attention_class, attention)
+
+
+def attention_class(attention: Callable) -> Any:
+    """Return a new class for `timm_attention`."""
+    slot, options = split_partial(attention)
     takes_norm = "qk_norm" in inspect.signature(slot).parameters
 
     class TimmAttention(slot):
@@ -78,16 +86,26 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     `tokenizer` is a class or a partial with options. timm's `patch_size` sets the option `patch` of the tokenizer, unless the
     partial sets it. A convolutional stem ignores `patch_size`, because its layers set its stride.
 
+    Pretrained weights of timm load, also with images of another size. The kernel of timm's patch embedding is used if the
+    tokenizer has a kernel of this shape, as `PatchEmbed` does. Otherwise the tokenizer keeps its initial values, and timm needs
+    `pretrained_strict=False`.
+
     Raises   ValueError, when timm builds the model, for options of timm that our tokenizers do not have: a norm after the
              embedding, no bias (`pre_norm`), padding (`dynamic_img_pad`) and patches that are not square. The model raises it
-             for images of another size, unless it has `dynamic_img_size=True`.
+             for images of another size, unless it has `dynamic_img_size=True`. `set_input_size` of the model raises it for
+             another patch size.
     """
+    return made_once(tokenizer_class, tokenizer)
+
+
+def tokenizer_class(tokenizer: Callable) -> Any:
+    """Return a new class for `timm_tokenizer`."""
     slot, options = split_partial(tokenizer)
     takes_patch = "patch" in inspect.signature(slot).parameters
 
     class TimmTokenizer(nn.Module):
-        """One of our tokenizers, in a form that timm can use in its models. It has the same constructor arguments and
-        attributes as the class `PatchEmbed` of timm.
+        """One of our tokenizers, in a form that timm can use in its models. It has the constructor arguments, attributes and
+        methods of timm's class `PatchEmbed` that timm's Vision Transformers use. Our tokenizer is the attribute `tokens`.
         """
 
         def __init__(
@@ -107,12 +125,39 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
             image, (patch, width) = as_pair(img_size), as_pair(patch_size)
             unlike = {"bias=False": not bias, "patch_size": patch != width, "output_fmt": output_fmt not in (None, "NHWC")}
             refuse_options(slot, others | unlike)
-            self.img_size, self.strict, self.as_image = image, strict_img_size, output_fmt is not None
+            self.strict, self.as_image, self.channels, self.dim = strict_img_size, output_fmt is not None, in_chans, embed_dim
             self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if takes_patch else {}) | options)
-            self.grid_size = self.tokens.grid(image)
-            self.num_patches = self.grid_size[0] * self.grid_size[1]
-            self.patch_size = (image[0] // self.grid_size[0], image[1] // self.grid_size[1])
+            self.set_image(image)
             self.to(device=device, dtype=dtype)
+            self.register_load_state_dict_pre_hook(rename_projection)
+
+        def set_image(self, image):
+            """Set the attributes that depend on the size (height, width) of the images, in pixels."""
+            rows, columns = self.tokens.grid(image)
+            self.img_size, self.grid_size, self.num_patches = image, (rows, columns), rows * columns
+            self.patch_size = (image[0] // rows, image[1] // columns)
+
+        def set_input_size(self, img_size=None, patch_size=None):
+            """Change the size of the images, in pixels: a number, or a pair (height, width). The method `set_input_size` of
+            timm's models calls this method. Raise ValueError for another patch size, which cannot be changed.
+            """
+            if patch_size is not None and as_pair(patch_size) != self.patch_size:
+                raise ValueError(
+                    f"got patch_size={patch_size} for {slot.__name__}, which has patches of {self.patch_size} pixels; expected"
+                    " patch_size=None. For other patches, build a new model"
+                )
+            if img_size is not None:
+                self.set_image(as_pair(img_size))
+
+        @property
+        def proj(self):
+            """Return the projection of the patches, a convolution. timm uses this name to load pretrained weights.
+
+            If our tokenizer has no convolution of timm's shape, this is one without values (on torch's device "meta"). So timm
+            finds the shape that it expects, and the weights of our tokenizer stay as they are.
+            """
+            own, stand_in = projection(self), nn.Conv2d(self.channels, self.dim, self.patch_size, device="meta")
+            return own if own is not None and own.weight.shape == stand_in.weight.shape else stand_in
 
         def feat_ratio(self, as_scalar=True):
             """Return the side of a patch in pixels: one number, the larger of height and width, if `as_scalar` is True, else
@@ -136,6 +181,61 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
 
     TimmTokenizer.__name__ = TimmTokenizer.__qualname__ = f"Timm{slot.__name__}"
     return TimmTokenizer
+
+
+def projection(module: Any) -> nn.Conv2d | None:
+    """Return the convolution `proj` of the tokenizer in `module`, a module of `timm_tokenizer`; None if it has none."""
+    own = getattr(module.tokens, "proj", None)
+    return own if isinstance(own, nn.Conv2d) else None
+
+
+def rename_projection(module: nn.Module, state: dict[str, Tensor], prefix: str, *others):
+    """Rename the patch kernel and its bias in a state dict of timm, before it is loaded into `module`, a module of
+    `timm_tokenizer`. `state` is changed in place. `prefix` is the start of the names of weights of the module in it.
+
+    A kernel of another shape keeps its name. torch then reports it as unexpected, and our own kernel as missing.
+    """
+    own, kernel = projection(module), state.get(f"{prefix}proj.weight")
+    if own is not None and kernel is not None and kernel.shape == own.weight.shape:
+        for name in [f"{prefix}proj.{kind}" for kind in ("weight", "bias")]:
+            if name in state:
+                state[f"{prefix}tokens.{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+def made_once(make: Callable[[Callable], Any], component: Callable) -> Any:
+    """Return the class `make(component)`. Equal components (the same class with equal options) give the same class.
+
+    Instances of the class can be pickled: pickle cannot import the class, because a function makes it, so it calls
+    `make_empty` instead.
+    """
+    key = make, key_of(component)
+    if key not in CLASSES:
+        CLASSES[key] = made = make(component)
+        made.__reduce_ex__ = lambda self, protocol: (make_empty, (make, component), self.__getstate__())
+    return CLASSES[key]
+
+
+def make_empty(make: Callable[[Callable], Any], component: Callable) -> Any:
+    """Return an instance without any attributes of the class `made_once(make, component)`. pickle then sets its attributes."""
+    made = made_once(make, component)
+    return made.__new__(made)
+
+
+def key_of(value: Any) -> Hashable:
+    """Return a key for a dict that is equal for equal components and for equal options of them. `value` is a component or an
+    option. An option that is not hashable, such as an array, is equal only to itself.
+    """
+    if isinstance(value, partial):
+        return partial, value.func, key_of(value.args), key_of(value.keywords)
+    if isinstance(value, dict):
+        return dict, frozenset((name, key_of(option)) for name, option in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), *map(key_of, value)
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return type(value), value
 
 
 def split_partial(component: Callable) -> tuple[Any, dict[str, Any]]:

@@ -41,7 +41,8 @@ class Weights:
     name     timm's name with its tag, such as "vit_small_patch16_224.augreg_in21k_ft_in1k". It sets the architecture, the
              training data, and the mean and standard deviation of the pixels that the weights expect.
     file     path of a .safetensors file, of a .pth checkpoint (a state dict, {"model": ...} or DINO, whose teacher is used) or
-             of an original .npz of Google. None: `$SMALLVIT_WEIGHTS/<name>.<suffix>` if it exists, else timm's hub.
+             of an original .npz of Google. If a checkpoint has a moving average of the weights too ("state_dict_ema",
+             "model_ema"), the moving average is used. None: `$SMALLVIT_WEIGHTS/<name>.<suffix>` if it exists, else timm's hub.
     new      parts of the model that are initialized anew, or parts of the file that are ignored, by our names: "tokenizer",
              "attention.scale", "blocks.11". All other weights must fit.
 
