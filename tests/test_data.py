@@ -1,5 +1,6 @@
 """Data sets: the subsets that a seed draws, your own files and arrays, public data sets, and the preprocessing of model input."""
 
+import gc
 import hashlib
 import json
 import os
@@ -8,8 +9,10 @@ import socket
 import subprocess
 import sys
 import urllib.request
+import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from smallvit import data
 from smallvit.data import Preprocess
+from smallvit.data.decode import read_image
 from smallvit.rng import shuffled
 
 ROOT = Path(os.environ.get("SMALLVIT_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -397,6 +401,39 @@ def test_photos_are_turned_upright_by_their_exif_data(tmp_path):
     assert image.shape == (9, 6) and image[:2].min() > 200 and image[4:].max() < 50
 
 
+UPRIGHT = {
+    1: lambda image: image,
+    2: np.fliplr,
+    3: lambda image: np.rot90(image, 2),
+    4: np.flipud,
+    5: lambda image: image.swapaxes(0, 1),
+    6: lambda image: np.rot90(image, -1),
+    7: lambda image: np.rot90(image, 2).swapaxes(0, 1),
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_tiff_files_are_turned_upright(tmp_path, orientation, compression):
+    file, generator = tmp_path / "x.tif", np.random.default_rng(0)
+    for shape, high in (((4, 6), 256), ((4, 6, 3), 256), ((4, 6, 4), 256), ((4, 6), 65536)):
+        stored = generator.integers(0, high, shape).astype(np.uint8 if high == 256 else np.uint16)
+        Image.fromarray(stored).save(file, tiffinfo={274: orientation}, compression=compression)
+        pixels = read_image(file, None, None, "float").pixels.squeeze() * (high - 1)
+        assert np.array_equal(pixels.round(), UPRIGHT[orientation](stored))
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.float64])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_tiff_files_that_tifffile_reads_are_turned_upright(tmp_path, orientation, kind):
+    tifffile = pytest.importorskip("tifffile")
+    stored = np.random.default_rng(0).integers(0, 65536, (4, 6, 3)).astype(kind)
+    tifffile.imwrite(tmp_path / "x.tif", stored, photometric="rgb", extratags=[(274, 3, 1, orientation, True)])
+    pixels = read_image(tmp_path / "x.tif", None, None, "float").pixels * (65535 if kind == np.uint16 else 1)
+    assert np.array_equal(pixels.round(), UPRIGHT[orientation](stored))
+
+
 SIXTEEN_BITS = Image.fromarray(np.full((6, 9), 40_000, np.uint16))
 
 
@@ -437,6 +474,10 @@ def keep_one_class(folder):
         (lambda top: None, {"channels": 2}, "channels 1, 3 or 4 and a size"),
         (lambda top: None, {"size": 0}, "channels 1, 3 or 4 and a size"),
         (lambda top: None, {"size": (4, 4, 4)}, "channels 1, 3 or 4 and a size"),
+        (lambda top: None, {"size": "32"}, r"a size in whole pixels, such as 32 or \(32, 48\) for .*, got channels=None and size='32'"),
+        (lambda top: None, {"size": 32.0}, "a size in whole pixels, .* and size=32.0"),
+        (lambda top: None, {"size": True}, "a size in whole pixels, .* and size=True"),
+        (lambda top: None, {"size": (32, "32")}, "a size in whole pixels"),
     ],
 )
 def test_invalid_image_folders_are_refused_with_the_reason(tmp_path, change, options, message):
@@ -462,6 +503,56 @@ def test_relative_path_depends_on_the_current_folder_and_equal_calls_share_one_c
         monkeypatch.chdir(tmp_path / name)
         assert data.folder("own").spec.classes == classes
     assert data.folder("own", size=[4, 4]) is data.folder(str(tmp_path / "second" / "own"), (4, 4), channels=None)
+    data.folder("own", size=1)
+    with pytest.raises(ValueError, match="size=True"):
+        data.folder("own", size=True)
+
+
+def write_constant_archive(file, value):
+    pixels, labels = np.full((4, 6, 5), value, np.uint8), np.arange(4) % 2
+    np.savez(file, train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+
+
+@pytest.mark.filterwarnings("ignore:.*identical")
+def test_archive_that_has_changed_is_read_again(tmp_path):
+    file = tmp_path / "a.npz"
+    for value in (7, 8):
+        write_constant_archive(file, value)
+        dataset = data.arrays(str(file))
+        assert dataset.train.images.eq(value).all() and data.arrays(str(file)) is dataset
+    sized = data.at_size(partial(data.arrays, str(file)), 3)
+    assert data.at_size(partial(data.arrays, str(file)), 3) is sized
+    write_constant_archive(file, 9)
+    assert data.at_size(partial(data.arrays, str(file)), 3).train.images.eq(9).all()
+    file.unlink()
+    with pytest.raises(ValueError, match=r"a\.npz cannot be read"):
+        data.arrays(str(file))
+
+
+@pytest.mark.parametrize("change", ["content", "content with the old time", "new file", "deleted file", "file without a label"])
+def test_folder_that_has_changed_is_read_again(tmp_path, change):
+    top = write_images(tmp_path / "top")
+    write_images(tmp_path / "more", splits=(".",), classes=("any",))
+    file = top / "train" / "cat" / "1.png"
+    options = {"path": str(top), "unlabelled": "../more"}
+    first = data.folder(**options)
+    (top / "train" / "notes.txt").write_text("the files are the same")
+    assert data.folder(**options) is first and data.folder(**options, digits=True) is not first
+    times = file.stat()
+    if change == "new file":
+        Image.new("L", (9, 6)).save(top / "test" / "dog" / "new.png")
+    elif change == "deleted file":
+        file.unlink()
+    else:
+        Image.new("L", (9, 6)).save(tmp_path / "more" / "any" / "0.png" if "label" in change else file)
+    if change == "content with the old time":
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    hashed, gone = first.sha256, weakref.ref(first)
+    del first
+    second = data.folder(**options)
+    assert second.sha256 != hashed and data.folder(**options) is second
+    gc.collect()
+    assert gone() is None, "the old images stay in memory"
 
 
 # Preprocess

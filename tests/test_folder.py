@@ -21,7 +21,7 @@ from toys import TINY_VIT
 
 from smallvit import MAE, ArmRun, Run, SemiSupervised, data, fingerprint, fit, knn, label_spreading
 from smallvit.data import Preprocess
-from smallvit.data.images import Rows
+from smallvit.data.images import Rows, joined
 from smallvit.launch import launch
 from smallvit.launch.plan import data_text
 from smallvit.run import describe, rebuild
@@ -232,6 +232,65 @@ def test_classes_may_be_called_train_and_test(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "names",
+    [("Train", "Test"), ("TRAIN", "TEST"), ("training", "testing"), ("Training", "Testing", "Validation"), ("train", "test", "valid")],
+    ids=" ".join,
+)
+def test_parts_may_have_other_usual_names(tmp_path, names):
+    for name in names:
+        write_class_folders(tmp_path / name)
+    dataset, notes = load(tmp_path)
+    assert dataset.spec.classes == ("cat", "dog") and len(dataset.train) == dataset.test.count == 12 and not notes
+    assert dataset.train.files[0] == f"{names[0]}/cat/0.png" and dataset.test.open().files[0] == f"{names[1]}/cat/0.png"
+    assert (dataset.val is None) == (len(names) == 2)
+    assert "has training and test images of its own" in error_of(tmp_path, folds=3)
+
+
+def test_two_folders_for_one_part_are_refused_unless_one_has_no_images(tmp_path):
+    for name in ("train", "test", "val", "Validation"):
+        write_class_folders(tmp_path / name)
+    assert "expected one folder of val images, got Validation and val; join them" in error_of(tmp_path)
+    dataset, _ = load(tmp_path, unlabelled="Validation")
+    assert len(dataset.unlabelled) == len(dataset.val) == 12
+    shutil.rmtree(tmp_path / "Validation" / "cat")
+    shutil.rmtree(tmp_path / "Validation" / "dog")
+    assert load(tmp_path)[0].val.files[0] == "val/cat/0.png"
+
+
+def test_classes_may_have_the_names_of_parts_and_subfolders(tmp_path):
+    """Only train and test themselves are parts wherever they have no images directly in them."""
+    for name, patients in (("invalid", ("p1", "p2")), ("valid", ("p3", "p4")), ("Testing", ("p5", "p6"))):
+        write_class_folders(tmp_path / name, count=2, classes=patients)
+    dataset, notes = load(tmp_path, folds=2)
+    assert dataset.spec.classes == ("Testing", "invalid", "valid") and not notes
+
+
+def test_parts_under_unusual_names_are_refused_and_equal_subfolders_noted(tmp_path):
+    for name in ("Training_set", "TestSet", "other"):
+        write_class_folders(tmp_path / name)
+    text = "the class folders TestSet, Training_set, other all have the subfolders cat, dog"
+    message = error_of(tmp_path, folds=3)
+    assert f"({text}, which look like the classes; rename the outer folders to train and test)" in message
+    (tmp_path / "Training_set").rename(tmp_path / "site 1")
+    dataset, (noted,) = load(tmp_path, folds=3)
+    assert dataset.spec.classes == ("TestSet", "other", "site 1")
+    assert "all have the subfolders cat, dog; if the subfolders are the classes, move their images to" in noted
+    (tmp_path / "other" / "dog").rename(tmp_path / "other" / "eel")
+    assert not load(tmp_path, folds=3)[1]
+
+
+def test_images_beside_the_parts_are_named(tmp_path):
+    for name in ("train", "test", "extra", "more"):
+        write_class_folders(tmp_path / name, count=1)
+    write_class_folders(tmp_path / "extra" / "without labels", count=1, classes=("any",))
+    Image.fromarray(noise()).save(tmp_path / "loose.png")
+    used = "images outside of the class folders are not used: extra/cat/0.png, extra/dog/0.png, "
+    for place, others in (("more", "extra/without labels/any/0.png, "), ("extra/without labels", "")):
+        _, (noted,) = load(tmp_path, unlabelled=place)
+        assert noted.endswith(f": {used}{others}loose.png" + ", more/cat/0.png, more/dog/0.png" * (place != "more"))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"folds": 1}, "folds=1; expected a number of folds of at least 2"),
@@ -336,7 +395,7 @@ def test_run_with_images_without_labels_counts_them(tmp_path, cache):
         records.append(fit(run, tmp_path / kind))
     assert records[0].unlabelled == 12 + 25 and records[0].test == records[1].test
     dataset = source()
-    both = data.joined(dataset.train, dataset.unlabelled)
+    both = joined(dataset.train, dataset.unlabelled)
     assert isinstance(both.images, Rows) and both.files == dataset.train.files + dataset.unlabelled.files
     assert torch.equal(both.images[:], torch.cat([dataset.train.images[:], dataset.unlabelled.images[:]]))
 
@@ -649,6 +708,17 @@ def test_pixels_on_disk_equal_those_in_memory(tmp_path, cache, pixels):
         assert torch.equal(torch.cat([one.train.images, one.val.images]), torch.cat([other.train.images, other.val.images]))
 
 
+def test_pixels_on_disk_are_used_in_formulas_like_a_tensor(tmp_path, cache):
+    top = write_class_folders(tmp_path / "top")
+    memory, disk = (data.folder(str(top), folds=2, cache=kind).train.images for kind in ("memory", "disk"))
+    assert isinstance(disk, Rows)
+    for formula in (
+        lambda x: x / 255.0, lambda x: 1 - x / 255, lambda x: (x + 1) * 2 % 7, lambda x: 3 // (x + 1.0), lambda x: abs(-x), lambda x: x**2,
+        lambda x: x > 100, lambda x: x <= 100, lambda x: x == memory, lambda x: x != 0, lambda x: x - x, lambda x: memory / (x + 1.0),
+    ):  # fmt: skip
+        assert torch.equal(formula(disk), formula(memory))
+
+
 def test_disk_is_used_when_the_pixels_take_more_than_a_quarter_of_the_memory(tmp_path, cache, monkeypatch):
     from smallvit.data import cache as module
 
@@ -793,8 +863,9 @@ def test_groups_are_read_from_names_or_a_csv_file(tmp_path):
     for header, separator in (("", ","), ("file,group\n", ","), ("image;patient\n", ";")):
         lines = [f"{file}{separator}{file.split('/')[1].split('_')[0]}" for file in files]
         (top / "patients.csv").write_text(header + "\n".join(lines[::-1]) + "\n", encoding="utf-8-sig")
-        data.folder.cache_clear()
         assert torch.equal(data.folder(str(top), folds=3, groups="patients.csv").groups, by_name.groups)
+    (top / "patients.csv").write_text("".join(f"{file},{i // 4}\n" for i, file in enumerate(files)))
+    assert data.folder(str(top), folds=3, groups="patients.csv").groups.tolist() == [i // 4 for i in range(24)]
 
 
 def test_csv_file_may_name_files_without_their_folders_if_they_are_unique(tmp_path):

@@ -137,6 +137,15 @@ def test_recipe_of_parts_keeps_them():
     assert {entry.seed for entry in module.RUNS} == {*range(8)} and baseline(module).val is None
 
 
+def test_parts_under_other_names_are_no_classes():
+    parts()
+    Path("parts/train").rename("parts/Training")
+    Path("parts/test").rename("parts/Testing")
+    images = inspect_images(Path("parts"))
+    assert images.counts == {"train": {"circle": 12, "square": 12}, "test": {"circle": 6, "square": 6}}
+    assert baseline(written("parts")).data().test.count == 12
+
+
 def test_arms_of_the_recipe_train(tmp_path):
     """The slow test below trains all of them."""
     photos()

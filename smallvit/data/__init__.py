@@ -14,14 +14,14 @@ files.py        finding the image files, classes and groups of a folder
 cache.py        decoding many files, into memory or into a memory-mapped file
 notes.py        warnings about data
 
-Every loader returns a `Dataset` and reads the files once per process, so that many runs share one copy. A loader takes plain
-values only, so that a record can store the call.
+Every loader returns a `Dataset` and reads the files once per process, so that many runs share one copy; `folder` and `arrays`
+read them again when they change. A loader takes plain values only, so that a record can store the call.
 """
 
 from .dataset import Dataset, Subset
 from .drawn import textured_shapes
 from .folds import Fold
-from .images import DataSpec, HeldOut, Images, joined, sealed_test_images
+from .images import DataSpec, HeldOut, Images, sealed_test_images
 from .own import arrays, folder
 from .preprocess import Preprocess
 from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qmnist, svhn
@@ -29,5 +29,5 @@ from .resize import at_size
 
 __all__ = [
     "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10", "digits",
-    "emnist", "fashion_mnist", "folder", "joined", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn", "textured_shapes",
+    "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn", "textured_shapes",
 ]  # fmt: skip

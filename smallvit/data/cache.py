@@ -24,10 +24,11 @@ from torch import Tensor
 from smallvit.storage import cache_folder
 
 from .decode import read_image
+from .files import size_and_times
 from .images import Rows
 from .notes import note
 
-FORMAT = 1  # of the files in the cache; increased when decoding changes
+FORMAT = 2  # of the files in the cache; increased when decoding changes
 MANY = 2_000  # files from which a progress bar is shown
 LISTED = 200  # how many unreadable files an error message lists
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # control groups of Linux, and the names of our own
@@ -214,7 +215,7 @@ def _key(top: Path, files: Sequence[str], options: Options) -> str:
     """
     import PIL
 
-    stats = [(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file in files for stat in [(top / file).stat()]]
+    stats = [(file, *size_and_times(top / file)) for file in files]
     text = json.dumps([FORMAT, PIL.__version__, str(top), options, stats])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -14,6 +14,7 @@ NATURAL = {
     "1": "L", "L": "L", "LA": "L", "La": "L", "RGB": "RGB", "P": "RGB", "PA": "RGB", "CMYK": "RGB", "YCbCr": "RGB",
     "LAB": "RGB", "HSV": "RGB", "RGBA": "RGBA", "RGBa": "RGBA",
 }  # fmt: skip
+ORIENTATION = 274  # the number of the EXIF entry that says how a photo was turned
 LUMA = np.array([299, 587, 114], np.float32) / 1000  # ITU-R 601, with which Pillow converts RGB to gray
 
 
@@ -61,7 +62,11 @@ def _load(source: Any, pixels: str, name: str) -> Any:
         return _read_dicom(file, pixels, name)
     opened: Any
     try:
-        with Image.open(file) if file else nullcontext(source) as opened:
+        # not Image.open(file): from a path, Pillow maps some TIFF files into memory, and scrambles those that lie on their side
+        with (
+            file.open("rb") if file else nullcontext() as stream,
+            Image.open(stream) if stream else nullcontext(source) as opened,
+        ):
             raw, kind = _raw_mode(opened), opened.format  # before the pixels are read
             image = ImageOps.exif_transpose(opened)
     except Exception as error:  # each image format raises its own kinds of errors
@@ -150,15 +155,17 @@ def _fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | No
 
 
 def _read_tiff(file: Path, name: str) -> np.ndarray:
-    """Return the first page of a TIFF file as a float32 array (h, w, c). It is used for files that Pillow cannot hold: color
-    with 16 bits or floats, and 64-bit floats. `name` is the file's name in error messages.
+    """Return the first page of a TIFF file as an upright float32 array (h, w, c). It is used for files that Pillow cannot hold:
+    color with 16 bits or floats, and 64-bit floats. `name` is the file's name in error messages.
     """
     try:
         import tifffile
     except ImportError as error:
         raise ValueError(f"{name} needs the package tifffile: pip install 'smallvit[tiff]'") from error
     try:
-        values = np.asarray(tifffile.imread(file, key=0))
+        with tifffile.TiffFile(file) as tiff:
+            orientation = tiff.pages.first.tags.valueof(ORIENTATION, 1)
+            values = np.asarray(tiff.asarray(key=0))
     except Exception as error:  # tifffile and its codecs raise their own kinds of errors
         raise ValueError(f"{name} cannot be read as an image ({error})") from error
     values = values[..., None] if values.ndim == 2 else values
@@ -166,7 +173,16 @@ def _read_tiff(file: Path, name: str) -> np.ndarray:
     if values.ndim != 3 or values.shape[-1] > 4 or not (is_float or values.dtype in (np.uint8, np.uint16)):
         raise ValueError(f"{name} holds {values.dtype} {values.shape}; expected h w or h w c of 8 or 16 bits, or floats")
     scale = 1 if is_float else np.iinfo(values.dtype).max
-    return _check_finite(values.astype(np.float32) / np.float32(scale), name)
+    return _check_finite(_upright(values, orientation).astype(np.float32) / np.float32(scale), name)
+
+
+def _upright(values: np.ndarray, orientation: int) -> np.ndarray:
+    """Return an image, an array (h, w, c), turned upright. `orientation` is the number from 1 to 8 that EXIF data have for it.
+    Any other number leaves the image as it is.
+    """
+    values = values[::-1] if orientation in (3, 4, 6, 7) else values
+    values = values[:, ::-1] if orientation in (2, 3, 7, 8) else values
+    return values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
 
 
 def _read_dicom(file: Path, pixels: str, name: str) -> Any:

@@ -1,10 +1,12 @@
 """Finding the image files of a folder: classes, parts (train, test, val), and the groups to which files belong."""
 
 import csv
+import hashlib
 import os
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -14,7 +16,8 @@ from torch import Tensor
 from .decode import DICOM, TIFF
 from .notes import note
 
-PARTS = ("train", "test", "val")
+# the parts of a data set, each with the names that its folder may have
+PARTS = {"train": ("train", "training"), "test": ("test", "testing"), "val": ("val", "valid", "validation")}
 SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".webp", ".gif", *TIFF, *DICOM,
 )  # fmt: skip
@@ -25,6 +28,7 @@ OTHER_IMAGES = (
     ".nd2", ".svs", ".ndpi",
 )  # fmt: skip
 HIDDEN = ("__MACOSX", "@eaDir")  # folders that macOS and network storage add
+EXPECTED = "expected train/<class>/*.png and test/<class>/*.png, or <class>/*.png with folds= or test="
 SHOWN = 20  # how many files an error message lists
 
 
@@ -51,52 +55,125 @@ class Found:
 
 def find_images(top: Path, unlabelled: Path | None = None) -> Found:
     """Find the image files in `top/train/<class>` and `top/test/<class>` (and `top/val/<class>`, if it exists), or otherwise in
-    `top/<class>`. A class may have subfolders. Hidden files, hidden folders and files that are no images are ignored. The
-    folder `unlabelled` is no class.
+    `top/<class>`. The folders of the parts may have other names: see `find_parts`. A class may have subfolders. Hidden files,
+    hidden folders and files that are no images are ignored. The folder `unlabelled` is no class.
 
-    A folder named train, test or val that has images in it, and not in subfolders, is a class.
+    Warns once about images with an unsupported suffix, about images outside of the class folders, and if all classes have the
+    same subfolders, because these may be the classes.
 
-    Warns once about images with an unsupported suffix and about images outside of the class folders.
-
-    Raises    ValueError if there are no classes, a class has no images, or the parts have different classes.
+    Raises    ValueError if there are no classes, a class has no images, the parts have different classes, or the classes look
+              like parts of a data set.
     """
-    expected = "expected train/<class>/*.png and test/<class>/*.png, or <class>/*.png with folds= or test="
-    if not top.is_dir():
-        raise ValueError(f"{top}: {expected} (there is no such folder)")
-    names = [name for name in PARTS if (top / name).is_dir() and not any(map(is_image, _files_in(top / name)))]
-    if "train" in names or "test" in names:
-        for name in ("train", "test"):
-            if name not in names:
-                other = "train" if name == "test" else "test"
-                raise ValueError(
-                    f"{top}: {expected} (there is a folder {other}, but none named {name}; if {other} has all images, load "
-                    f"{top / other} with folds= or test=)"
-                )
-        folders = {name: top / name for name in PARTS if name in names}
-    else:
-        folders = {"pool": top}
+    folders = find_parts(top, unlabelled)
+    unlabelled = unlabelled and unlabelled.resolve()
     other, parts, classes = Counter(), {}, {}
     for part, folder in folders.items():
-        classes[part] = sorted(
-            entry.name
-            for entry in folder.iterdir()
-            if entry.is_dir() and not _is_hidden(entry.name) and not (unlabelled and entry.resolve() == unlabelled.resolve())
-        )
+        classes[part] = [entry.name for entry in _folders_in(folder) if entry.resolve() != unlabelled]
         if not classes[part]:
-            raise ValueError(f"{top}: {expected} (there is no folder in {folder})")
+            raise ValueError(f"{top}: {EXPECTED} (there is no folder in {folder})")
         parts[part] = {}
         for label, name in enumerate(classes[part]):
             files = _walk(folder / name, other)
             if not files:
-                raise ValueError(f"{top}: {expected} (there are no images in {folder / name}; add some, or remove the folder)")
+                raise ValueError(f"{top}: {EXPECTED} (there are no images in {folder / name}; add some, or remove the folder)")
             parts[part] |= {(file.relative_to(top)).as_posix(): label for file in files}
     first = classes[next(iter(parts))]
     for part, found in classes.items():
         if found != first:
             differ = sorted({*first} ^ {*found})
             raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:SHOWN]}")
-    _warn_of_other_files(top, other, [file for folder in folders.values() for file in filter(is_image, _files_in(folder))])
+    outside = [top / file for file in filter(is_image, _files_in(top))]  # the folders of parts have no images directly in them
+    if "pool" in parts:
+        _check_subfolders(top, parts["pool"])
+    else:
+        further = [folder for folder in _folders_in(top) if folder not in folders.values() and folder.resolve() != unlabelled]
+        outside += [file for folder in further for file in _walk(folder, Counter(), unlabelled)]
+    _warn_of_other_files(top, other, [file.relative_to(top).as_posix() for file in outside])
     return Found(top, tuple(first), parts)
+
+
+def find_parts(top: Path, unlabelled: Path | None = None) -> dict[str, Path]:
+    """Return the folder of each part of a data set in the folder `top`: "train", "test" and "val", if there is one. Without
+    such folders, `top` itself is the only part, "pool".
+
+    The folder of a part has one of the names in `PARTS`, in small or large letters. A folder that has images in it, and not in
+    subfolders, is a class and no part. Other names than train, test and val count only where both training and test images are
+    found, because classes may have these names. Under such a name, the folder `unlabelled` is no part.
+
+    Raises    ValueError if there is no folder `top`, if only one of train and test exists, and for two folders of one part.
+    """
+    if not top.is_dir():
+        raise ValueError(f"{top}: {EXPECTED} (there is no such folder)")
+    found: dict[str, list[Path]] = {part: [] for part in PARTS}
+    for folder in _folders_in(top):
+        part = next((part for part, names in PARTS.items() if folder.name.lower() in names), None)
+        if part is None or any(map(is_image, _files_in(folder))):
+            continue
+        is_unlabelled = unlabelled is not None and folder.resolve() == unlabelled.resolve()
+        if folder.name == part or (not is_unlabelled and _has_images(folder)):
+            found[part].append(folder)
+    exact = {folder.name for folders in found.values() for folder in folders} & {"train", "test"}
+    if not exact and not (found["train"] and found["test"]):
+        return {"pool": top}
+    for part, folders in found.items():
+        if len(folders) > 1:
+            names = " and ".join(folder.name for folder in folders)
+            raise ValueError(f"{top}: expected one folder of {part} images, got {names}; join them, or rename all but one")
+    for part, other in (("train", "test"), ("test", "train")):
+        if not found[part]:
+            raise ValueError(
+                f"{top}: {EXPECTED} (there is a folder {other}, but none named {part}; if {other} has all images, load "
+                f"{top / other} with folds= or test=)"
+            )
+    return {part: folders[0] for part, folders in found.items() if folders}
+
+
+def _check_subfolders(top: Path, files: dict[str, int]):
+    """Warn if the image files of all classes lie in subfolders with the same names, at least two of them: these may be the
+    classes. `files` are the files of the folder `top` and their class indices.
+
+    Raises ValueError if the names of two classes also say that one is for training, and the other for testing or validation.
+    """
+    subfolders: dict[str, set[str]] = {}
+    for file in files:
+        name, *middle, _ = PurePosixPath(file).parts
+        subfolders.setdefault(name, set()).add(middle[0] if middle else "")
+    names, first = sorted(subfolders), next(iter(subfolders.values()))
+    if len(names) < 2 or len(first) < 2 or "" in first or any(other != first for other in subfolders.values()):
+        return
+    text = f"the class folders {listed(names)} all have the subfolders {listed(sorted(first))}"
+    words = {name: {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)} for name in names}
+    training = [name for name in names if words[name] & {*PARTS["train"]}]
+    if any(words[name] & {*PARTS["test"], *PARTS["val"]} for name in {*names} - {*training}) and training:
+        raise ValueError(f"{top}: {EXPECTED} ({text}, which look like the classes; rename the outer folders to train and test)")
+    advice = "move their images to one folder for each class, or rename the outer folders to train and test"
+    note(f"{top}: {text}; if the subfolders are the classes, {advice}")
+
+
+def state_of(paths: Iterable[Path]) -> str:
+    """Return a hash of the names, sizes and times of image files. It changes when a file is changed, added or removed. `paths`
+    are files of any kind, and folders with all their visible image files and subfolders.
+    """
+    facts = []
+    for path in paths:
+        if not path.is_dir():
+            facts.append((str(path), *size_and_times(path)))
+            continue
+        for root, names in sorted(_visible(path)):
+            facts.append(root)
+            facts += [(name, *size_and_times(f"{root}/{name}")) for name in sorted(names) if is_image(name)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def size_and_times(file: Path | str) -> tuple[int, int, int]:
+    """Return the size of a file in bytes, and the times of its last change in ns: of the content, and of the status, which also
+    tells that a program has set the first one back. All are 0 for a file that cannot be found.
+    """
+    try:
+        stat = os.stat(file)
+    except OSError:
+        return 0, 0, 0
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def find_unlabelled(top: Path, folder: Path, labelled: list[str]) -> list[str]:
@@ -135,18 +212,36 @@ def _files_in(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir() if entry.is_file() and not _is_hidden(entry.name)]
 
 
-def _walk(folder: Path, other: Counter) -> list[Path]:
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the visible folders in a folder, sorted by name."""
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
+
+
+def _visible(folder: Path, skipped: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield a folder and each visible folder below it, with the names of the visible files in it. The folder `skipped`, a path
+    without symbolic links, is left out.
+    """
+    for root, folders, files in os.walk(folder, followlinks=True):
+        visible = [name for name in folders if not _is_hidden(name)]
+        folders[:] = [name for name in visible if Path(root, name).resolve() != skipped] if skipped else visible
+        yield root, [name for name in files if not _is_hidden(name)]
+
+
+def _has_images(folder: Path) -> bool:
+    """Return whether there is a visible image file in a folder or its subfolders."""
+    return any(is_image(name) for _, names in _visible(folder) for name in names)
+
+
+def _walk(folder: Path, other: Counter, skipped: Path | None = None) -> list[Path]:
     """Return the image files in a folder and its subfolders, in the order of torchvision's ImageFolder. Add the suffixes of
-    images that cannot be read to `other`.
+    images that cannot be read to `other`. The subfolder `skipped`, a path without symbolic links, is left out.
     """
     found = []
-    for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        for name in files:
-            if not _is_hidden(name):
-                suffix = Path(name).suffix.lower()
-                other[suffix] += suffix in OTHER_IMAGES
-                found += [(root, name)] * is_image(name)
+    for root, names in _visible(folder, skipped):
+        for name in names:
+            suffix = Path(name).suffix.lower()
+            other[suffix] += suffix in OTHER_IMAGES
+            found += [(root, name)] * is_image(name)
     return [Path(root, name) for root, name in sorted(found)]
 
 

@@ -69,7 +69,8 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 class Rows:
     """Selected images in a memory-mapped file. An object of this class is used like a tensor of these images: indexing reads
-    only the images that are asked for. Every other method of a tensor first reads all selected images into memory.
+    only the images that are asked for. Every other method of a tensor, also arithmetic and comparisons such as `images / 255`,
+    first reads all selected images into memory.
 
     stored   a tensor over the memory-mapped file, with all its images
     index    positions of the selected images in the file
@@ -106,6 +107,17 @@ class Rows:
             return value[:] if isinstance(value, Rows) else value
 
         return function(*read(args), **{name: read(value) for name, value in (kwargs or {}).items()})
+
+
+def _on_all(name: str) -> Callable[..., Tensor]:
+    """Return a method of `Rows` that reads all selected images and calls the method `name` of the tensor of them."""
+    return lambda rows, *others: getattr(rows[:], name)(*others)
+
+
+# Python looks for the methods of operators in the class itself, where `Rows.__getattr__` does not add them
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+for _name in (*ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Rows, f"__{_name}__", _on_all(f"__{_name}__"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import combinations
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,35 @@ import torch
 from .cache import Options, load_pixels
 from .dataset import Dataset, as_images, to_uint8, unnormalized
 from .decode import MODES
-from .files import Found, find_images, find_unlabelled, groups_by_name, groups_in_file, listed
+from .files import Found, find_images, find_parts, find_unlabelled, groups_by_name, groups_in_file, listed, state_of
 from .images import Images
 from .notes import note
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
     """Decorator for a function that loads a data set (`load`), so that the files are read only once. A second call with the
-    same path and options returns the same data set from memory.
+    same path and options returns the same data set from memory, unless a file has changed: then the files are read again.
     """
-    cached, signature = functools.cache(load), inspect.signature(load)
+    loaded: dict[str, tuple[str, Dataset]] = {}  # path and options -> the state of the files, and the data set
+    signature = inspect.signature(load)
 
     @functools.wraps(load)
     def loader(*args, **options):
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
+        top = Path(bound.arguments["path"]).expanduser().absolute()
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in bound.arguments.items()}
-        return cached(**options | {"path": str(Path(bound.arguments["path"]).expanduser().absolute())})
+        options["path"] = str(top)
+        given = [bound.arguments.get(name) for name in ("unlabelled", "groups")]
+        unlabelled, groups = [None if name is None else top / Path(name).expanduser() for name in given]
+        images = find_parts(top, unlabelled).values() if top.is_dir() else [top]
+        state, key = state_of([*images, *filter(None, (unlabelled, groups))]), repr(options)
+        if key not in loaded or loaded[key][0] != state:
+            loaded.pop(key, None)  # the old images need not stay in memory while the new ones are read
+            loaded[key] = state, load(**options)
+        return loaded[key][1]
 
-    vars(loader)["cache_clear"] = cached.cache_clear
+    vars(loader)["cache_clear"] = loaded.clear
     return loader
 
 
@@ -57,8 +68,11 @@ def folder(
     converted to `channels` color channels, if given. Set `digits=True` if a mirrored image shows something else, as with digits
     and letters.
 
-    The folders `path/val/<class>` may hold validation images. Hidden files, hidden folders and files that are no images are
-    ignored. Photos are turned upright by their EXIF data.
+    The folders `path/val/<class>` may hold validation images. The folders of these parts may have other usual names, such as
+    `Training` and `Testing`. Hidden files, hidden folders and files that are no images are ignored. Photos are turned upright
+    by their EXIF data.
+
+    A second call with the same options returns the same object. The images are read again if a file has changed since.
 
     size         (height, width) or one number for both, to resize to (bicubic, antialiased); None: all images have the same
                  size
@@ -82,17 +96,20 @@ def folder(
 
     Without groups, identical images are one group where images are split by `folds` or `test`.
 
-    Warns        about CMYK images (converted to RGB), images of formats that are not read, identical images on both sides of a
-                 split or with different labels, unlabelled images that are identical to a test image, and float pixels outside
-                 of [0, 1].
+    Warns        about CMYK images (converted to RGB), images of formats that are not read, images outside of the class folders,
+                 classes that all have the same subfolders, identical images on both sides of a split or with different labels,
+                 unlabelled images that are identical to a test image, and float pixels outside of [0, 1].
 
-    Raises       ValueError for contradicting options, fewer than 2 classes, classes that differ between the parts, too few
-                 images or groups for a split, groups on both sides, files that cannot be read or differ in size or channels,
-                 and a folder `unlabelled` without images or with images of the class folders.
+    Raises       ValueError for contradicting options, fewer than 2 classes, classes that differ between the parts or look like
+                 parts (`Training_set`, `Test_set`), two folders for one part (`val` and `validation`), too few images or groups
+                 for a split, groups on both sides, files that cannot be read or differ in size or channels, and a folder
+                 `unlabelled` without images or with images of the class folders.
     """
-    size = (size, size) if isinstance(size, int) else size
-    if channels not in (None, *MODES) or (size is not None and (len(size) != 2 or min(size) < 1)):
-        raise ValueError(f"expected channels 1, 3 or 4 and a size (height, width), got channels={channels} and size={size}")
+    sides = size if isinstance(size, tuple | None) else (size, size)
+    is_size = sides is None or (len(sides) == 2 and all(_is_whole(side) and side > 0 for side in sides))
+    if channels not in (None, *MODES) or not is_size:
+        expected = "expected channels 1, 3 or 4 and a size in whole pixels, such as 32 or (32, 48) for (height, width)"
+        raise ValueError(f"{expected}, got channels={channels!r} and size={size!r}")
     if pixels not in ("uint8", "float") or cache not in (None, "memory", "disk"):
         expected = 'expected pixels="uint8" or "float" and cache="memory" or "disk"'
         raise ValueError(f"{expected}, got pixels={pixels!r} and cache={cache!r}")
@@ -112,7 +129,7 @@ def folder(
 
     names = group_names([] if skip_broken else found.files)  # an error comes before the images are read
     mode = MODES[channels] if channels else None
-    loaded = load_pixels(top, files, Options(size, mode, pixels, skip_broken), cache)
+    loaded = load_pixels(top, files, Options(sides, mode, pixels, skip_broken), cache)
     kept = [i for i in loaded.kept if i < labelled]
     if skip_broken:
         names = group_names([files[i] for i in kept])
@@ -149,6 +166,11 @@ def folder(
 folder.added_options = {"skip_broken": False, "pixels": "uint8", "unlabelled": None}
 # Options that do not change the data: a run with another value is the same run
 folder.neutral_options = ("cache",)
+
+
+def _is_whole(number: Any) -> bool:
+    """Return whether a value is a whole number; True and False are none."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _check_split(name: str, has_parts: bool, folds: int | None, test: float | None):
@@ -208,6 +230,8 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
     An archive without a test part holds the arrays images, labels and optionally groups (`n`, integers or text), and needs one
     of the options `folds` and `test`, or both. They are those of `folder`. Any archive may also hold the array
     unlabelled_images: more training images whose class is not known, for training without labels.
+
+    A second call with the same options returns the same object. The archive is read again if it has changed since.
 
     Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, and for an archive that cannot be
               read or lacks an array.

@@ -1,8 +1,8 @@
 """at_size: a data set with images of another size, so that one model fits several data sets."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ import torch
 from .dataset import Dataset, to_uint8
 from .decode import read_image
 from .images import DataSpec, Images, with_moments
+
+# data set -> (height, width) -> the data set in this size, as long as the first one is in use
+RESIZED: WeakKeyDictionary[Dataset, dict[tuple[int, int], Dataset]] = WeakKeyDictionary()
 
 
 def at_size(data: Callable[[], Dataset], size: int | tuple[int, int]) -> Dataset:
@@ -26,12 +29,15 @@ def at_size(data: Callable[[], Dataset], size: int | tuple[int, int]) -> Dataset
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ValueError(f"size is {size!r}; expected a number of pixels, such as 28, or a pair (height, width)")
-    return _at_size(data(), sides)
+    whole = data()
+    known = RESIZED.setdefault(whole, {})
+    if sides not in known:
+        known[sides] = _at_size(whole, sides)
+    return known[sides]
 
 
-@functools.cache
 def _at_size(data: Dataset, size: tuple[int, int]) -> Dataset:
-    """Return the data set `data` with images of `size` (height, width). A second call returns the same object."""
+    """Return the data set `data` with images of `size` (height, width)."""
     if data.folds or data.spec.dtype != "uint8" or data.spec.channels not in (1, 3, 4):
         kind = f"{data.folds} folds" if data.folds else f"{data.spec.channels} channels of {data.spec.dtype}"
         raise ValueError(

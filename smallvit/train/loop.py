@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Batch, apply
-from smallvit.data import Dataset, Images, Subset, joined
+from smallvit.data import Dataset, Images, Subset
+from smallvit.data.images import joined
 from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
