@@ -216,6 +216,7 @@ def resizing(tmp_path_factory):
     return model, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("height, width", [(16, 20), (1, 1), (90, 31), (31, 90), (100, 16), (7, 9), (300, 400)])
 def test_onnx_file_resizes_images_as_predict_does(height, width, resizing):
     model, path = resizing

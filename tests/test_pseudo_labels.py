@@ -174,6 +174,7 @@ def test_impossible_combinations_are_refused(changes):
         PSEUDO.vary(**changes)
 
 
+@pytest.mark.slow
 def test_pseudo_labels_are_an_arm_of_a_comparison():
     entries = ablate({"scratch": SHORT, "pseudo": PSEUDO}, labels=[50], seeds=range(2))
     text = plan(entries, 1, "cpu")

@@ -74,7 +74,7 @@ def small(run: Run) -> Run:
     return replace(run, val=20, labels=run.labels or 200, batch=min(run.batch, 16), **dependencies)
 
 
-@each(RECIPES, quick=[path.stem for path in RECIPES if not path.stem.startswith("ablation_")])  # they have the arms of `ablation`
+@each(RECIPES, quick=[path.stem for path in RECIPES if not path.stem.startswith(("ablation_", "inductive_bias_"))])  # with arms of others
 def test_plan_names_every_arm(path, needs_data, monkeypatch):
     monkeypatch.setattr(Weights, "local_path", lambda self: None)
     monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device: float(run.steps))  # no step is taken

@@ -131,7 +131,7 @@ def test_a_tracker_that_does_not_work_ends_with_a_note(body, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", broken(tmp_path / "path", body))
     monkeypatch.setattr(trackers, "check_tracker", lambda name: None)
     process = TrackerProcess("tensorboard", tmp_path, "demo", followed(pairs))
-    process.close(patience=8.0)
+    process.close(patience=2.0 if "sleep" in body else 8.0)
     assert process.process.poll() is not None
     error = capfd.readouterr().err
     assert "note: tensorboard did not get all results; the records are complete" in error and "smallvit report --log" in error
