@@ -23,18 +23,18 @@ LONGER = "Try more steps, such as --scale-steps 4"
 
 
 def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Record]]:
-    """Return the finished runs of baselines and techniques under the main conditions: the longest training, and tuned settings
-    if there are any. The result is a dict from (condition, arm) to a list of records (results of a run). An arm is a variant in
-    the comparison; a condition is a number of labels, a training length, and tuned or not. `records` are the results of all
-    runs.
-
-    These are tuned settings if there are any, and the longest training: a shorter training is short on purpose.
+    """Return the finished runs of baselines and techniques under the main conditions, which are those of `Comparison.main`: the
+    longest training, because a shorter one is short on purpose, and tuned settings if the recipe has any. The result is a dict
+    from (condition, arm) to a list of records (results of a run). An arm is a variant in the comparison; a condition is a
+    number of labels, a training length, and tuned or not. `records` are the results of all runs, also of those without results.
     """
-    shown = [r for r in records if r.finished and r.role in ("baseline", "technique")]
-    tuned, longest = any(r.tuning for r in shown), max((r.length or 0 for r in shown), default=0)
+    shown = [r for r in records if r.role in ("baseline", "technique")]
+    tuned = any(r.tuning is not None for r in shown)
+    shown = [r for r in shown if (r.tuning is not None) == tuned]
+    longest = max((r.length or 0 for r in shown), default=0)
     cells: dict[tuple[Condition, str], list[Record]] = {}
     for r in shown:
-        if bool(r.tuning) == tuned and (r.length or 0) == longest:
+        if r.finished and (r.length or 0) == longest:
             cells.setdefault((condition_of(r), r.arm), []).append(r)
     return cells
 
