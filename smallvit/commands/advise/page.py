@@ -208,8 +208,8 @@ def division_of_trials(plan: Plan, own_val: bool) -> str:
     number = "about " * bool(plan.group_by) + f"{plan.val:,}"  # groups stay together
     val = f"{plan.val:,} images in val/ were" if own_val else f"{number} of these images, drawn anew for each seed, were"
     return (
-        f"Options were tried in groups, one group after another, on {part}, with {plan.steps:,} training steps. In each run, "
-        f"{val} validation images. The best option of a group was kept for the following groups. The validation score of the "
+        f"Options were tried in sets, one set after another, on {part}, with {plan.steps:,} training steps. In each run, "
+        f"{val} validation images. The best option of a set was kept for the following sets. The validation score of the "
         "best option is too high, because it is the best of several trials. So the chosen ViT was tested on other "
         "images. Of options with equal scores, the first one was chosen. The plain ViT and the small CNN were not tuned."
     )

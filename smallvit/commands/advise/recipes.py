@@ -27,7 +27,7 @@ def trial_recipe(images: "Inspection", plan: Plan, group: Group, chosen: Sequenc
     of_trials = replace(images, folds=None, test=plan.share)
     names = ", ".join(option.name for option in chosen) or "none"
     head = (
-        f'"""Which option of the group {group.name} is best? Options chosen before: {names}.\n\n'
+        f'"""Which option of the set {group.name} is best? Options chosen before: {names}.\n\n'
         "Setup     The options are compared on validation images. The images on which the chosen ViT is tested are not used\n"
         '          here.\n"""'
     )
