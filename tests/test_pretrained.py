@@ -202,6 +202,8 @@ def test_frozen_parameters_stay_frozen():
         assert trained == {
             "head.weight", "head.bias", *(f"blocks.1.attention.{layer}.{kind}" for layer in ("qkv", "proj") for kind in ("weight", "bias"))
         }  # fmt: skip
+    back = to_timm(from_timm(theirs))
+    assert {n: p.requires_grad for n, p in back.named_parameters()} == {n: p.requires_grad for n, p in theirs.named_parameters()}
     assert all(parameter.requires_grad for parameter in from_timm(TIMM()).parameters())
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from smallvit.attention import Attention
@@ -19,7 +20,8 @@ def to_timm(model: ViT) -> nn.Module:
 
     The weights are copied.
 
-    The `ViT` is left unchanged; the new model has its device, precision and mode. Its `state_dict()` has timm's names.
+    The `ViT` is left unchanged; the new model has its device, precision and mode. Its `state_dict()` has timm's names. Frozen
+    parameters (`requires_grad=False`) stay frozen.
     Supported are the slots that timm has too: square patches, learned positions or none, plain attention, pre-norm blocks,
     class token or mean pooling, registers, LayerScale and qk-norm. Without a class token all prefix tokens become timm's
     registers. Like a `ViT`, the new model takes images of other sizes too (timm's `dynamic_img_size=True`) and resizes the
@@ -58,15 +60,19 @@ def to_timm(model: ViT) -> nn.Module:
         no_embed_class=not positions_cover_prefix(model),
         dynamic_img_size=True,
     )
-    new.to(weight).load_state_dict(timm_state(model), strict=True)
+    new.to(weight).load_state_dict(timm_state(model, model.state_dict()), strict=True)
+    trained = {name: torch.tensor(p.requires_grad).expand(p.shape) for name, p in model.named_parameters()}
+    for name, value in timm_state(model, trained).items():
+        new.get_parameter(name).requires_grad_(bool(value.any()))
     return new.train(model.training)
 
 
-def timm_state(model: ViT) -> dict[str, Tensor]:
-    """Return the state dict (a dict from names to weights) of a `ViT`, with the names of weights in timm. A `ViT` stores class
-    token and registers together as prefix tokens; timm stores them separately, so they are split.
+def timm_state(model: ViT, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors `own` with the names that they have in timm. `own` is the state dict (a dict from names to weights) of
+    the `ViT` `model`, or another dict with its names and shapes. A `ViT` stores class token and registers together as prefix
+    tokens; timm stores them separately, so they are split.
     """
-    own = model.state_dict()
+    own = dict(own)
     prefix, classes = own.pop("prefix")[None], model.pool.class_tokens
     state = {"cls_token": prefix[:, :classes], "reg_token": prefix[:, classes:]}
     state = {name: tokens for name, tokens in state.items() if tokens.shape[1]}
