@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -91,8 +91,8 @@ def fit(
     """
     if done := finished_record(run, Path(folder), validation_only):
         return done
-    options = numerics, validation_only, reads
-    with generators_kept(), prepare_training(run, Path(folder), tags, device, init, teacher, *options) as (training, close):
+    options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads}
+    with generators_kept(), prepare_training(run, Path(folder), tags, device, init, teacher, **options) as (training, close):
         if training is not None:
             checkpoint.resume([training])
             train([training], training.train_step, watch)
@@ -134,12 +134,12 @@ def fit_stacked(
     trained alone, or with others, start again.
     """
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
-    options = numerics, validation_only, reads, curves
+    options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads, "curves": curves}
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
         opened_runs = [
             stack.enter_context(
-                prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), *options)
+                prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), **options)
             )
             for run, folder, tag, places in zip(runs, folders, tags, dependencies)
         ]
@@ -188,6 +188,7 @@ def prepare_training(
     device: str,
     init: str | Path | None,
     teacher: str | Path | None,
+    *,
     numerics: Numerics = DEFAULT,
     validation_only: bool = False,
     reads: str | Path | None = None,
