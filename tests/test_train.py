@@ -244,6 +244,18 @@ def test_early_stop_reports_the_best_check_and_counts_the_labels(tmp_path):
     assert record.chosen_on_val == {"what": "early stop", "labels": 50}
 
 
+@pytest.mark.parametrize(
+    ("evaluator", "expected"),
+    [
+        (linear_probe, {"what": "C of the linear probe", "labels": 50}),
+        (partial(linear_probe, strengths=(0.1, 1.0), standardise=False), {"what": "C of the linear probe", "labels": 50}),
+        (partial(linear_probe, strengths=(1.0,)), None),
+    ],
+)
+def test_labels_of_validation_images_count_if_a_probe_chooses_by_them(evaluator, expected, tmp_path):
+    assert fit(SHORT.vary(steps=2, evaluators=(evaluator,)), tmp_path).chosen_on_val == expected
+
+
 def test_run_without_validation_images_trains(tmp_path):
     record = fit(SHORT.vary(val=0), tmp_path)
     assert record.val == {} and all(score is None for _, _, score in record.curve)

@@ -14,7 +14,7 @@ class Declaration(NamedTuple):
 
     probe: bool = False
     judges: bool = True
-    chooses: str | None = None
+    chooses: str | Callable[..., str] | None = None
     needs: Callable[..., Any] | None = None
     pixel_options: tuple[str, ...] = ()
     lower_is_better: bool = False
@@ -24,7 +24,7 @@ def evaluator(
     *,
     probe: bool = False,
     judges: bool = True,
-    chooses: str | None = None,
+    chooses: str | Callable[..., str] | None = None,
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
     lower_is_better: bool = False,
@@ -37,7 +37,8 @@ def evaluator(
                      untrained model.
     judges           True: its first number can judge an arm (variant in a comparison). It is an accuracy or another share from
                      0 to 1, or, with `lower_is_better`, any number from 0 on.
-    chooses          what it chooses on the validation images, in a few words for the report. None: nothing.
+    chooses          what it chooses on the validation images, in a few words for the report, or a function `chooses(**options)`
+                     that returns these words for its options. None or an empty text: nothing.
     needs            a function `needs(splits, **options)` that raises ValueError for unsuitable data or options. It is called
                      before the training. None: no check.
     pixel_options    names of its options that also apply to raw pixels, a reference without layers and tokens
@@ -52,6 +53,14 @@ def evaluator(
         return function
 
     return declare
+
+
+def choice_of(evaluator: Callable) -> str:
+    """Return what an evaluator (a function that scores a trained model) chooses on the validation images, in a few words. The
+    text is empty if it chooses nothing. `evaluator` may also be a `functools.partial` with options.
+    """
+    chooses = declaration(evaluator).chooses
+    return (chooses(**getattr(evaluator, "keywords", {})) if callable(chooses) else chooses) or ""
 
 
 def declaration(evaluator: Callable) -> Declaration:

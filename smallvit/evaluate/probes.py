@@ -3,6 +3,7 @@
 Their options `of`, `layers` and `norm` name the features and are those of `features`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
 MANY_FEATURES = 1_000  # from which the solver is slow
 SHOTS = 16
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # the inverse penalties C that `linear_probe` tries
 
 
 @evaluator(probe=True)
@@ -76,12 +78,17 @@ def knn(
         yield f"knn_{k}", PerImage(torch.cat(correct[k]))
 
 
-@evaluator(probe=True, chooses="C of the linear probe")
+def choice_of_probe(strengths: Sequence[float] = STRENGTHS, **others: Any) -> str:
+    """Return what `linear_probe` chooses on the validation images, in words. With one value in `strengths` it is nothing."""
+    return "C of the linear probe" * (len(strengths) > 1)
+
+
+@evaluator(probe=True, chooses=choice_of_probe)
 def linear_probe(
     model: nn.Module,
     splits: Splits,
     *,
-    strengths: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0, 10.0),
+    strengths: tuple[float, ...] = STRENGTHS,
     standardise: bool = True,
     metric: str | None = None,
     of: str = "head",

@@ -10,6 +10,7 @@ from smallvit import packing
 from smallvit.components import function
 from smallvit.data import Dataset, HeldOut, Images, Subset, sealed_test_images
 from smallvit.evaluate import PerImage, Splits, cached_features, confusion, declaration, frozen, reliability
+from smallvit.evaluate.declare import choice_of
 from smallvit.evaluate.scores import BATCH
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.run import Run
@@ -62,7 +63,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
             if trains_classifier(run):
                 on_test["reliability"] = reliability(model, images)
                 on_test["confusion"] = confusion(model, images) if len(images.spec.classes) <= MOST_CLASSES else None
-    chosen = [what for e in run.evaluators if (what := declaration(e).chooses)] + (["early stop"] if run.early_stop else [])
+    chosen = [what for e in run.evaluators if (what := choice_of(e))] + (["early stop"] if run.early_stop else [])
     return {
         "score": next(iter(numbers), None),
         "evaluated": chosen_numerics.kernel or "rule",
