@@ -248,7 +248,7 @@ def tensor_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]
 
     The pairs are the argument of `ema_update`.
     """
-    return [*zip(ema.parameters(), (p.detach() for p in model.parameters())), *zip(ema.buffers(), model.buffers())]
+    return [(tensor, now.detach()) for tensor, now in tensors_in(module_pairs(ema, model))]
 
 
 def module_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -259,8 +259,9 @@ def module_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.M
 
 
 def tensors_in(pairs: list[tuple[nn.Module, nn.Module]]) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters and buffers that pairs of modules have now, as pairs of tensors for `ema_update`. This is a fast
-    `tensor_pairs` for every step: tensors are replaced when a model is moved, converted or copied, modules are not.
+    """Return the parameters and buffers that pairs of modules have now, as pairs of tensors for `ema_update`. With a list of
+    modules that is kept, this is fast enough for every step: tensors are replaced when a model is moved, converted or copied,
+    modules are not.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that two modules share is one pair
     for ema, model in pairs:

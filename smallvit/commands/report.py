@@ -11,7 +11,7 @@ from types import ModuleType
 
 from smallvit.ablation import ArmRun
 from smallvit.launch.progress import error_text
-from smallvit.launch.results import Damaged, folder, recall, tags
+from smallvit.launch.results import Damaged, folder, placed, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records
@@ -128,8 +128,7 @@ def with_published(records: Sequence[Record], path: Path) -> list[Record]:
         record = committed.get((missing.arm, missing.role, missing.fingerprint))
         if record is None:
             return missing
-        place = {name: getattr(missing, name) for name in Tags._fields}  # one record may stand for several lengths
-        return replace(record, **place | {"looks": missing.looks or record.looks})
+        return placed(record, Tags(*(getattr(missing, name) for name in Tags._fields)))  # it may stand for several lengths
 
     found = [r if r.finished else stored(r) for r in records]
     if count := sum(new is not old for new, old in zip(found, records)):

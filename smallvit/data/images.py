@@ -216,10 +216,12 @@ class Images:
             yield self.spec.normalise(self.pixels(index, device)), self.labels[index].to(device)
 
 
-def joined(first: Images, second: Images) -> Images:
-    """Return the images of two sets with the same description in one, `first` before `second`. Images that lie in the same
-    memory-mapped file are not read.
+def joined(first: Images, second: Images | None) -> Images:
+    """Return the images of two sets with the same description in one, `first` before `second`. Without `second`, the result is
+    `first`. Images that lie in the same memory-mapped file are not read.
     """
+    if second is None:
+        return first
     one: Any = first.images
     other: Any = second.images
     if isinstance(one, Rows) and isinstance(other, Rows) and one.stored is other.stored:

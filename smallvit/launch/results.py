@@ -118,7 +118,13 @@ def recall(entry: ArmRun, out: str | Path, recipe: str) -> Record | None:
         raise ValueError(f"{place} holds another run than {entry.arm!r}; move it away, or choose another --out folder")
     if record.finished and records.damaged_weights(place, record):
         raise Damaged(place / records.WEIGHTS, place / records.RECORD)
-    current = tags(entry, recipe)
+    return placed(record, tags(entry, recipe))
+
+
+def placed(record: Record, current: Tags) -> Record:
+    """Return a stored record (results) of a run with the place in the comparison that the recipe gives the run now. The looks
+    (numbers of seeds at which the comparison is tested) of the record stay if the run has none.
+    """
     return replace(record, **current._replace(looks=current.looks or record.looks)._asdict())
 
 

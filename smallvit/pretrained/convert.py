@@ -84,20 +84,24 @@ def from_timm(model: nn.Module) -> ViT:
         timm_model.head.out_features if isinstance(timm_model.head, nn.Linear) else 0,
     )
     new.to(timm_model.blocks[0].norm1.weight).load_state_dict(rename(model.state_dict()), strict=True)
-    copy_frozen(model, new)
+    trained = rename(trained_weights(model))
+    if not len(new.prefix):  # without class token and registers it is frozen only if the whole model is
+        trained["prefix"] = torch.tensor([p.requires_grad for p in model.parameters()])
+    copy_frozen(trained, new)
     return new.train(model.training)
 
 
-def copy_frozen(model: nn.Module, new: ViT):
-    """Set `requires_grad` of each parameter of `new`, a converted `ViT`, to that of the timm model `model`.
-
-    `prefix` is frozen only if class token and registers are all frozen; if there are none, only if the whole model is frozen.
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a dict from the name of each parameter to its `requires_grad`, as a tensor of the shape of the parameter. So a
+    function that renames, joins or splits weights does the same with it.
     """
-    # each weight is replaced by its `requires_grad`, as a tensor of the same shape, so that `rename` joins the class token and
-    # the registers
-    trained = rename({name: torch.tensor(p.requires_grad).expand(p.shape) for name, p in model.named_parameters()})
-    if not len(new.prefix):
-        trained["prefix"] = torch.tensor([p.requires_grad for p in model.parameters()])
+    return {name: torch.tensor(p.requires_grad).expand(p.shape) for name, p in model.named_parameters()}
+
+
+def copy_frozen(trained: dict[str, Tensor], new: nn.Module):
+    """Freeze the parameters of `new`, a converted model, of which no part is True in `trained`, and no others. `trained` is the
+    result of `trained_weights` for the original model, with the names of the new one.
+    """
     for name, parameter in new.named_parameters():
         parameter.requires_grad_(bool(trained[name].any()))
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from smallvit.attention import Attention
@@ -11,7 +10,7 @@ from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, ViT
 
-from .convert import NAMES, replace_parts
+from .convert import NAMES, copy_frozen, replace_parts, trained_weights
 
 
 def to_timm(model: ViT) -> nn.Module:
@@ -61,9 +60,7 @@ def to_timm(model: ViT) -> nn.Module:
         dynamic_img_size=True,
     )
     new.to(weight).load_state_dict(timm_state(model, model.state_dict()), strict=True)
-    trained = {name: torch.tensor(p.requires_grad).expand(p.shape) for name, p in model.named_parameters()}
-    for name, value in timm_state(model, trained).items():
-        new.get_parameter(name).requires_grad_(bool(value.any()))
+    copy_frozen(timm_state(model, trained_weights(model)), new)
     return new.train(model.training)
 
 

@@ -172,8 +172,7 @@ class Training:
         run, labelled = self.run, self.subset.train
         images = labelled
         if run.unlabelled:
-            images = data.subset(labels=None, val=run.val, seed=run.seed).train
-            images = images if data.unlabelled is None else joined(images, data.unlabelled)
+            images = joined(data.subset(labels=None, val=run.val, seed=run.seed).train, data.unlabelled)
         if run.steps and run.batch > MOST_REPEATS * len(images):
             most = MOST_REPEATS * len(images)
             raise ValueError(f"batch={run.batch} for {len(images)} training images; expected at most {most}")
@@ -194,7 +193,7 @@ class Training:
         if data.val is None:
             chosen[self.subset.val_index] = False
         pool = Images(data.train.images, torch.zeros_like(data.train.labels), self.spec).take(chosen.nonzero()[:, 0])
-        pool = pool if data.unlabelled is None else joined(pool, data.unlabelled)
+        pool = joined(pool, data.unlabelled)
         return Images(pool.images.to(self.device), pool.labels.to(self.device), self.spec)
 
     @property
