@@ -20,7 +20,7 @@ from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, code
 from smallvit.run import fingerprint
 from smallvit.trials import add_trial, trials, trials_file
-from smallvit.verdicts.score import ACCURACY, score_named
+from smallvit.verdicts.score import score_named
 
 SEEDS = 1_000  # an exploration seed is a seed of the recipe plus this number
 MOST_SEEDS = 32  # `--until-decided` may add seeds up to this number
@@ -79,9 +79,7 @@ def main(options: argparse.Namespace) -> int:
         note = write_trial(path, Path(options.out) / path.stem, entries[0], done)
         score = score_named(done[0].score or "", bool(done[0].lower_is_better))
         mean = fmean(record.val_result for record in done)
-        text = f"{score.title} {score.number(mean)}{'%' * score.percent} on the validation images"
-        if score == ACCURACY:
-            text = f"{score.number(mean)}% of the validation images"
+        text = f"validation {score.title} {score.number(mean)}{'%' * score.percent}"
         count, folds = f" ({len(done)} seed{'s' * (len(done) > 1)})", entries[0].run.folds
         count = f", {run_count([record.seed for record in done], folds)}" if folds else count
         print(f"{name}: {text}{count}{note}")

@@ -55,6 +55,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"note: Tune has changed since {file.name} was written; all arms are tuned again", file=sys.stderr)
     known, suggested = still_valid(file, common, tune, todo), todo
     todo = [arm for arm in todo if (arm.entry.arm, arm.entry.labels) not in known]
+    left_out = [arm for arm in left_out if not (before := known.get((arm.arm, arm.labels))) or not before.settings]
     if options.dry_run:
         print(plan(todo, left_out, tune, len(known)))
         return 0

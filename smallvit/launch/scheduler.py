@@ -7,7 +7,6 @@ a record on disk, also if it failed. So nothing is lost when a process dies.
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
 
 from .progress import Bar
-from .results import Damaged, Killed, blocked_by, folder, is_interruption, recall, record_failure, tags
+from .results import Damaged, Killed, blocked_by, folder, is_interruption, placed, recall, record_failure, tags
 
 
 class Task(NamedTuple):
@@ -294,7 +293,7 @@ class Scheduler:
         in the list of all runs. `record` is None if another process trains this run.
         """
         for same in self.same_run[index]:
-            self.records[same] = record and replace(record, **tags(self.runs[same], self.recipe)._asdict())
+            self.records[same] = record and placed(record, tags(self.runs[same], self.recipe))
         record = self.records[index]
         self.bar.run_ended(self.runs[index], record)
         if record is not None and self.show:
