@@ -6,7 +6,8 @@ tokens enter the attention of a block and m tokens its MLP, prefix tokens includ
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any, TypeGuard, TypeVar
@@ -124,9 +125,25 @@ def embed_macs(model: ViT, image: Sequence[int]) -> float:
     return counted(model.embed, blank) / 2
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Context manager in which a model is in evaluation mode and computes no gradients. At the end, each module gets its
+    earlier mode (training or evaluation) back. A function that is no module is called as it is.
+    """
+    modes = {module: module.training for module in model.modules()} if isinstance(model, nn.Module) else {}
+    if isinstance(model, nn.Module):
+        model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
     """Return the number of floating-point operations (FLOPs) of one forward pass on `images`, counted by torch. One
-    multiply-add counts as two FLOPs.
+    multiply-add counts as two FLOPs. A module is counted in evaluation mode.
 
     torch counts matrix products, attention and convolutions only.
     """
@@ -138,14 +155,14 @@ def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
     # torch 2.6 does not count the fused attention kernel of CPUs
     kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     more: Any = {} if kernel in flop_registry else {kernel: fused_attention}
-    with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=more) as counter:
+    with evaluating(model), FlopCounterMode(display=False, custom_mapping=more) as counter:
         model(images)
     return counter.get_total_flops()
 
 
 def seen_tokens(model: ViT, images: Tensor) -> Tensor:
-    """Run a model on images and return the number of tokens in each block, shape (images, blocks, 2). The last axis holds the
-    number of tokens in the attention and in the MLP.
+    """Run a model on images, in evaluation mode, and return the number of tokens in each block, shape (images, blocks, 2). The
+    last axis holds the number of tokens in the attention and in the MLP.
 
     This also works if the number of tokens depends on the image.
     """
@@ -157,7 +174,7 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
 
     hooks = [block.register_forward_hook(count) for block in model.blocks]
     try:
-        with torch.inference_mode():
+        with evaluating(model):
             model(images)
     finally:
         for hook in hooks:
@@ -189,7 +206,8 @@ def footprint(model: nn.Module, images: Tensor) -> dict[str, float]:
         return {"params": params, "macs": sum(footprint(each, images)["macs"] for each in model.members)}  # pyright: ignore
     if reduces(model) and tokens_per_layer(model) is None:
         return {"params": params, "macs": sum(macs := macs_of_each(model, images)) / len(macs)}
-    return {"params": params, "macs": counted(forward(model), images[:1]) // 2}
+    with evaluating(model):
+        return {"params": params, "macs": counted(forward(model), images[:1]) // 2}
 
 
 def forward(model: Any) -> Callable[[Tensor], Tensor]:
@@ -257,9 +275,21 @@ def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]
         for module in baseline.modules():
             if hasattr(module, "fused"):
                 setattr(module, "fused", fused)  # noqa: B010
-    with torch.inference_mode():
-        own, *others = milliseconds([partial(each, images) for each in (model, *baselines)], repeats)
+    calls = [partial(each, images) for each in (model, *baselines)]
+    with evaluating(nn.ModuleList([model, *baselines])):
+        own, *others = milliseconds(calls, repeats)
     return own, min(others) / own
+
+
+def without_memory(make: Callable[[], Model]) -> Model:
+    """Return the model that the function `make` creates, without memory for its weights (on torch's device "meta"), which is
+    fast. A model whose code computes with values is created on the usual device.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return make()
 
 
 def match_budget(
@@ -280,12 +310,11 @@ def match_budget(
     if of not in ("macs", "tokens"):
         raise ValueError(f"of is {of!r}; expected 'macs' or 'tokens'")
 
-    with torch.device("meta"):
-        built: ViT = model(image, channels, 10)
+    built: ViT = without_memory(partial(model, image, channels, 10))
     contexts, embed = built.layer_contexts(len(built.blocks), image), embed_macs(built, image)
 
     def cost(value: float | None) -> float:
-        with torch.device("meta"):
+        with next(built.parameters()).device:
             for block, context in zip(built.blocks, contexts):
                 block.reduction = None if value is None else reduction(context, **{option: value})
         if of == "macs":

@@ -80,19 +80,20 @@ def nearest(cost: Callable[[Any], float], target: float, values: list) -> Any:
 
 def model_cost(run: Run, of: str) -> float:
     """Return the number of parameters (`of="params"`) or of multiply-adds for one image (`of="macs"`) of the model of a run.
-    The model is built without memory for its weights.
+    The model is built without memory for its weights, if its code allows that.
     """
     import torch
 
-    from smallvit.flops import footprint, reduces, tokens_per_layer
+    from smallvit.flops import footprint, reduces, tokens_per_layer, without_memory
 
     spec = run.data().spec
-    with torch.device("meta"):
-        model = run.model(spec.size, spec.channels, len(spec.classes))
-        if of == "params":
-            return sum(parameter.numel() for parameter in model.parameters())
-        if reduces(model) and tokens_per_layer(model) is None:
-            raise ValueError("the multiply-adds of a model depend on the image, so they cannot be matched; use match='params'")
+    model = without_memory(partial(run.model, spec.size, spec.channels, len(spec.classes)))
+    parameters = list(model.parameters())
+    if of == "params":
+        return sum(parameter.numel() for parameter in parameters)
+    if reduces(model) and tokens_per_layer(model) is None:
+        raise ValueError("the multiply-adds of a model depend on the image, so they cannot be matched; use match='params'")
+    with parameters[0].device if parameters else torch.device("cpu"):
         return footprint(model, torch.zeros(1, spec.channels, *spec.size))["macs"]
 
 

@@ -89,7 +89,8 @@ class SinCos2d(nn.Module):
         table = torch.cat([sines(fastest * index.flatten(), dim // 2, base) for index in (columns, rows)], dim=-1)
         differences = table - table.mean(0)
         if isinstance(amplitude, str):
-            amplitude = 1 / max(float(differences.square().mean().sqrt()), 1e-6)  # 0 on a grid of one patch
+            spread = 1.0 if table.is_meta else float(differences.square().mean().sqrt())  # 0 on a grid of one patch
+            amplitude = 1 / max(spread, 1e-6)
         table = amplitude * (differences if centered else table)
         self.register_buffer("table", table.float(), persistent=False)
 

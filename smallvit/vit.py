@@ -428,7 +428,7 @@ def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
     for name, module in reversed(modules.items()):
         if any(f"{name}.".startswith(f"{parent}.") for parent in untouched):
             continue
-        if isinstance(module, nn.Linear) or hasattr(module, "reset_parameters"):
+        if isinstance(module, nn.Linear | nn.MultiheadAttention) or hasattr(module, "reset_parameters"):
             with torch.random.fork_rng(devices=[], enabled=seed is not None):
                 if seed is not None:
                     torch.default_generator.manual_seed(stream(seed, "init", name))  # weights are drawn on the CPU
@@ -452,5 +452,7 @@ def reset_module(module: Any):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.MultiheadAttention):
+        module._reset_parameters()
     else:
         module.reset_parameters()

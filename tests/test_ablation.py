@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from toys import TINY_VIT
 
-from smallvit import MAE, ArmRun, LocalityAttention, Merge, Pixels, Run, Weights, ablate, accuracy, knn, log_loss
+from smallvit import MAE, ArmRun, LocalityAttention, Merge, Pixels, Run, SinCos2d, Weights, ablate, accuracy, knn, log_loss
 from smallvit.ablation import longest
 from smallvit.commands.explore import exploration_runs
 from smallvit.commands.stored import unused_seeds
@@ -154,6 +154,10 @@ def test_technique_is_brought_to_the_cost_of_its_control(of):
     assert abs(costs["deep"] / costs["a"] - 1) <= TOLERANCE and abs(costs["deeper"] / costs["deep"] - 1) <= TOLERANCE
     assert set(difference(BASE, found["deep"].run)) == {"model.depth", "model.block.mlp_ratio"}
     assert set(difference(BASE, found["+LSA"].run)) == {"model.attention"}, "an equal cost needs no change"
+
+
+def test_cost_of_fixed_positions_is_known():
+    assert model_cost(BASE.vary(position=SinCos2d), "macs") == model_cost(BASE, "macs")
 
 
 def test_pretraining_is_matched_with_the_run_that_uses_it():

@@ -111,7 +111,7 @@ def test_result_has_the_same_shape_with_pixels_in_0_1_and_targets_that_sum_to_1(
 @each_transform
 def test_bytes_are_refused_and_an_empty_batch_stays_empty(transform):
     bytes_ = Batch(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=f"{type(transform).__name__} got torch.uint8 images; expected floats"):
+    with pytest.raises(ValueError, match=f"{type(transform).__name__} got torch.uint8 images; expected float32"):
         transform(bytes_, torch.Generator())
     assert transform(Batch(torch.zeros(0, 3, 8, 8), torch.zeros(0, 4)), torch.Generator()).images.shape == (0, 3, 8, 8)
 
@@ -374,6 +374,26 @@ def test_flip_mirrors_some_images_and_leaves_the_others_unchanged():
 def test_smooth_labels_divides_the_amount_among_all_classes():
     targets = SmoothLabels(amount=0.2)(random_batch(3, classes=4), seeded()).targets
     torch.testing.assert_close(targets[0], torch.tensor([0.85, 0.05, 0.05, 0.05]))
+
+
+def test_smooth_labels_leaves_images_without_a_label_without_one():
+    batch = random_batch(3, classes=4)
+    batch.targets[1] = 0
+    targets = SmoothLabels(amount=0.2)(batch, seeded()).targets
+    torch.testing.assert_close(targets.sum(1), torch.tensor([1.0, 0.0, 1.0]))
+
+
+def test_solarize_clips_pixels_that_lie_outside_of_the_range():
+    images = torch.tensor([-500.0, -0.2, 0.3, 0.8, 1.5, 800.0])[:, None, None, None]
+    changed = Solarize(probability=1)(Batch(images, torch.ones(6, 1)), seeded()).images.flatten()
+    torch.testing.assert_close(changed, torch.tensor([0.0, 0.0, 0.3, 0.2, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8])
+def test_other_numbers_than_float32_are_refused(dtype):
+    batch = random_batch(3)
+    with pytest.raises(ValueError, match=f"Noise got {dtype} images; expected float32"):
+        Noise()(batch._replace(images=batch.images.to(dtype)), seeded())
 
 
 def test_noise_has_the_given_standard_deviation():

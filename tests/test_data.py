@@ -44,7 +44,7 @@ def toy_dataset(counts=(40, 25, 15, 20), val=None):
     number = torch.arange(sum(counts)).view(-1, 1, 1, 1)
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
     labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[order]
-    spec = data.DataSpec(name="toy", channels=1, size=(1, 2), classes=tuple("abcd"[: len(counts)]), mean=(0.0,), std=(1.0,))
+    spec = data.DataSpec(name="toy", channels=1, size=(1, 2), classes=tuple("abcdefghij"[: len(counts)]), mean=(0.0,), std=(1.0,))
     images = data.Images(torch.cat([number // 256, number % 256], 3).to(torch.uint8), labels, spec)
     return data.Dataset(spec=spec, train=images, test=data.HeldOut(images), val=val and images.take(torch.arange(val)))
 
@@ -123,6 +123,8 @@ def test_own_validation_images_are_used_instead_of_training_images():
     few, many = dataset.subset(labels=None, val=8, seed=0), dataset.subset(labels=8, val=None, seed=0)
     assert len(few.train) == 100 and len(few.val) == 8 and len(many.val) == 30
     assert pixel_tuples(few.val) == pixel_tuples(many.val)[:8] == pixel_tuples(dataset.val.take(few.val_index))
+    few.val_index.zero_()  # a caller's own copy
+    assert pixel_tuples(dataset.subset(labels=None, val=8, seed=0).val) == pixel_tuples(few.val)
     with pytest.raises(ValueError, match=r"val=31: .* from 0 to 30"):
         dataset.subset(labels=8, val=31, seed=0)
 
@@ -145,6 +147,12 @@ def test_own_validation_images_are_used_instead_of_training_images():
 def test_impossible_subsets_are_refused_with_the_reason(counts, labels, val, message):
     with pytest.raises(ValueError, match=message):
         toy_dataset(counts).subset(labels=labels, val=val, seed=0)
+
+
+def test_the_only_image_of_a_class_is_never_a_validation_image():
+    for seed in range(20):
+        subset = toy_dataset((91, *[1] * 9)).subset(labels=None, val=None, seed=seed)
+        assert subset.train.labels.unique().tolist() == [*range(10)] and subset.val.labels.unique().tolist() == [0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -273,6 +281,29 @@ def test_float_arrays_are_rounded_to_bytes(tmp_path):
     dataset = data.arrays(write_archive(tmp_path, train_images=floats))
     assert np.abs(dataset.train.pixels().numpy()[:, 0] - floats).max() <= 0.5 / 255 + 1e-6
     assert dataset.val is None
+
+
+def test_float_and_16_bit_arrays_keep_their_values_on_request(tmp_path):
+    narrow = np.linspace(0.5, 0.51, 20 * 6 * 5, dtype=np.float32).reshape(20, 6, 5)
+    path = write_archive(tmp_path, train_images=narrow, test_images=narrow)
+    with pytest.warns(UserWarning, match=r'rounded to 8 bits \(256 values\); pixels="float" keeps them'):
+        assert len(data.arrays(path).train.images.unique()) < 5
+    kept = data.arrays(path, pixels="float")
+    assert np.array_equal(kept.train.pixels().numpy()[:, 0], narrow) and kept.spec.dtype == "float32"
+    assert next(kept.train.batches())[0].std() == pytest.approx(1, abs=0.01)
+    wide = np.arange(20 * 6 * 5, dtype=np.uint16).reshape(20, 6, 5)
+    with pytest.raises(ValueError, match=r'expected uint8 or floats .*16 bits: pixels="float".*, got uint16'):
+        data.arrays(write_archive(tmp_path, train_images=wide))
+    stored = data.arrays(write_archive(tmp_path, train_images=wide, test_images=wide), pixels="float").train
+    assert np.allclose(stored.pixels().numpy()[:, 0] * 65535, wide, atol=1e-2)
+    with pytest.raises(ValueError, match="pixels='16'"):
+        data.arrays(path, pixels="16")
+
+
+def test_pixels_are_a_copy(tmp_path):
+    images = data.arrays(write_archive(tmp_path, train_images=np.full((20, 6, 5), 0.5)), pixels="float").train
+    images.pixels(slice(0, 2)).zero_()
+    assert images.pixels().eq(0.5).all()
 
 
 def test_constant_channel_is_normalized_to_zero(tmp_path):

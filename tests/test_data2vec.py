@@ -123,6 +123,11 @@ def test_the_teacher_starts_equal_gets_no_gradient_and_follows(progress, momentu
         torch.testing.assert_close(teacher, old + 1 - momentum, rtol=1e-4, atol=1e-6)
 
 
+def test_the_teacher_has_no_dropout_in_a_loop_that_never_calls_train(batch):
+    objective = Data2Vec(VIT(dropout=0.5).train(), **SMALL)
+    assert objective.training and torch.equal(objective.targets(batch.images), objective.targets(batch.images))
+
+
 def test_copies_keep_one_student_and_half_precision_gives_nearly_the_same_loss(batch):
     objective, losses = Data2Vec(VIT(), **SMALL), []
     other = copy.deepcopy(objective)

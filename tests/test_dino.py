@@ -276,6 +276,19 @@ def test_the_teacher_has_neither_dropout_nor_drop_path_but_statistics_of_the_bat
     assert not torch.equal(dino.student.features(x), dino.student.features(x))
 
 
+def test_the_teacher_has_no_dropout_in_a_loop_that_never_calls_train():
+    model, batch = VIT(dropout=0.5), make_batch()
+    model.train()
+    dino = DINO(model, **SMALL)
+    assert dino.training and torch.equal(dino.model.features(batch.views[0]), dino.model.features(batch.views[0]))
+
+
+def test_neighbours_are_found_in_half_precision():
+    dino = make_dino(neighbours=2, bank=16, settle=0.0).bfloat16()
+    losses = [dino(make_batch(seed=seed, dtype=torch.bfloat16), 0.5)["loss"] for seed in range(3)]
+    assert all(loss.isfinite() for loss in losses)
+
+
 def test_the_temperature_of_the_teacher_rises_linearly():
     dino = make_dino(warm_temp=0.02, teacher_temp=0.06, warmup=0.4)
     assert [dino.temperature(p) for p in (0.0, 0.2, 0.4, 1.0)] == pytest.approx([0.02, 0.04, 0.06, 0.06])

@@ -17,6 +17,7 @@ from smallvit.flops import (
     counted,
     describe_tokens,
     embed_macs,
+    evaluating,
     footprint,
     forward,
     macs_of_each,
@@ -27,8 +28,10 @@ from smallvit.flops import (
     speedup,
     tokens_per_layer,
     unreduced,
+    without_memory,
 )
 from smallvit.pooling import MeanTokens, Projected
+from smallvit.positions import SinCos2d
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
 from smallvit.references import Pixels, SmallCNN
 from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed
@@ -136,6 +139,18 @@ def test_footprint_counts_one_image_also_in_training():
     assert footprint(cnn, image)["macs"] == macs
     assert footprint(Pixels((8, 8), 1, 10), image) == {"params": 0, "macs": 0}
     assert forward(Pixels((8, 8), 1, 10))(image).shape == (len(image), image[0].numel())
+
+
+@pytest.mark.parametrize("reduction", [partial(LearnedPrune, keep=0.5), partial(Prune, keep=0.5)])
+def test_cost_is_that_of_inference_and_the_model_stays_in_training(reduction):
+    model = small(reduction=reduction, pool=partial(Projected, pool=MeanTokens)).train()
+    before = copy.deepcopy(model.state_dict())
+    found = footprint(model, torch.randn(2, 1, 28, 28)), seen_tokens(model, torch.randn(2, 1, 28, 28)).tolist()
+    assert all(module.training for module in model.modules())
+    with evaluating(model):
+        assert not any(module.training for module in model.modules()) and not model(torch.zeros(1, 1, 28, 28)).requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert found[0] == footprint(model.eval(), torch.randn(2, 1, 28, 28)) and found[1] == [[*map(list, tokens_per_layer(model))]] * 2
 
 
 def test_narrow_heads_cost_less():
@@ -329,6 +344,21 @@ def test_speedup_compares_with_the_faster_kernel_and_leaves_the_model_unchanged(
 
 
 # Options at an equal budget
+
+
+class ValueDependent(ViT):
+    """A ViT that computes with values when it is created, which torch's device "meta" does not allow."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("spread", torch.tensor(float(torch.rand(3).std())))
+
+
+@pytest.mark.parametrize("model", [ValueDependent, partial(ViT, position=SinCos2d)])
+def test_budget_of_a_model_that_computes_with_values_is_matched(model):
+    found = [match_budget(partial(each, dim=32, depth=4), Merge, "r", 0.7, (0.0, 0.5)) for each in (model, ViT)]
+    assert found[0] == pytest.approx(found[1], abs=0.01)
+    assert without_memory(small).head.weight.is_meta and not without_memory(partial(ValueDependent, (28, 28), 1, 10)).spread.is_meta
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])

@@ -674,6 +674,26 @@ def test_archives_that_cannot_be_used_are_refused_by_name(tmp_path, changes, mes
         data.arrays(write_npz(tmp_path / "a.npz", **changes), folds=2)
 
 
+def test_links_to_a_folder_above_are_not_followed(tmp_path):
+    top = write_class_folders(tmp_path / "top")
+    (top / "cat" / "up").symlink_to("..")
+    (top / "cat" / "self").symlink_to(".")
+    (top / "dog" / "elsewhere").symlink_to(write_class_folders(tmp_path / "more", classes=("dogs",)) / "dogs")
+    dataset = data.folder(str(top), test=0.0)
+    assert dataset.train.labels.bincount().tolist() == [6, 12]
+
+
+def test_groups_in_a_file_with_odd_names_and_a_line_without_an_image(tmp_path):
+    top = write_class_folders(tmp_path / "top")
+    (top / "cat" / "0.png").rename(top / "cat" / "a\u2028b.png")
+    lines = [f"{path.relative_to(top)},{i // 2}" for i, path in enumerate(sorted(top.glob("*/*.png")))]
+    (top / "groups.csv").write_text("\n".join(lines))
+    assert len(data.folder(str(top), test=0.3, groups="groups.csv").groups.unique()) < 6
+    (top / "groups.csv").write_text("\n".join([*lines, "cat/lost.png,9"]))
+    with pytest.raises(ValueError, match=r"lines without an image: cat/lost.png; expected a line for each image"):
+        data.folder(str(top), test=0.3, groups="groups.csv", skip_broken=True)
+
+
 # The cache on disk
 
 
@@ -714,6 +734,7 @@ def test_pixels_on_disk_are_used_in_formulas_like_a_tensor(tmp_path, cache):
     assert isinstance(disk, Rows)
     for formula in (
         lambda x: x / 255.0, lambda x: 1 - x / 255, lambda x: (x + 1) * 2 % 7, lambda x: 3 // (x + 1.0), lambda x: abs(-x), lambda x: x**2,
+        lambda x: x[..., 0], lambda x: x[:, 0], lambda x: x[0, 1], lambda x: x[None], lambda x: x[x > 100], lambda x: ~x & 7 | x ^ 3,
         lambda x: x > 100, lambda x: x <= 100, lambda x: x == memory, lambda x: x != 0, lambda x: x - x, lambda x: memory / (x + 1.0),
     ):  # fmt: skip
         assert torch.equal(formula(disk), formula(memory))

@@ -285,6 +285,17 @@ def test_the_ratio_term_is_zero_where_the_targets_are_met(shares, met, batch, mo
     assert (losses[0] == losses[1]) == met
 
 
+def test_learned_reductions_have_no_loss_in_evaluation_mode(batch):
+    with pytest.raises(ValueError, match="LearnToPrune is in evaluation mode, in which it has no loss; call train"):
+        LearnToPrune(PRUNED()).eval()(batch, 0.5)
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 1), (10, 9)])
+def test_labels_that_are_no_probabilities_are_refused(shape):
+    with pytest.raises(ValueError, match=r"got targets of shape .* expected a probability for each class, such as F\.one_hot"):
+        Supervised(SmallCNN((8, 8), 1, 10))(Batch(torch.zeros(10, 1, 8, 8), torch.ones(shape)), 0.5)
+
+
 @pytest.mark.parametrize(
     "objective, defaults",
     [

@@ -534,6 +534,12 @@ def test_initialize_uses_the_global_generator_only_without_a_seed():
     assert torch.equal(initialize(model).head.weight, first)
 
 
+def test_initialize_draws_the_attention_of_torch_from_the_seed():
+    weights = [initialize(nn.TransformerEncoderLayer(8, 2, 16), seed).state_dict() for seed in (3, 3, 4)]
+    name = "self_attn.in_proj_weight"
+    assert torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], weights[2][name])
+
+
 @pytest.mark.parametrize("arm", ["other tokenizer", "other block", "qk-norm", "all"])
 def test_initialize_replaces_every_weight(arm):
     model = small_vit(**ARMS[arm])

@@ -57,8 +57,8 @@ class Transform:
         raise NotImplementedError
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if not batch.images.is_floating_point():
-            raise ValueError(f"{type(self).__name__} got {batch.images.dtype} images; expected floats, usually in [0, 1]")
+        if batch.images.dtype != torch.float32:
+            raise ValueError(f"{type(self).__name__} got {batch.images.dtype} images; expected float32, usually in [0, 1]")
         if self.off or not len(batch.images):
             return batch
         random = self.draw(batch.images.shape, generator)

@@ -103,7 +103,7 @@ class Gray(ChosenTransform):
 @dataclass(frozen=True, kw_only=True)
 class Solarize(ChosenTransform):
     """A transform that solarizes randomly chosen images: every pixel value x of at least `threshold` becomes 1 - x. The option
-    `probability` is the probability for each image.
+    `probability` is the probability for each image. Pixels are first clipped to [0, 1].
 
     `force=True` allows this transform for digits, where it is refused otherwise.
 
@@ -124,6 +124,7 @@ class Solarize(ChosenTransform):
 
     def change(self, batch: Batch, random: Random) -> Batch:
         def solarize(images: Tensor, _) -> Tensor:
+            images = images.clamp_(0, 1)
             return (images - (images >= self.threshold).to(images)).abs_()  # |x - 1| or |x|: much faster than torch.where
 
         return _change_chosen(batch, random, solarize)

@@ -106,7 +106,8 @@ class SmoothLabels(Transform):
         return {}
 
     def change(self, batch: Batch, random: Random) -> Batch:
-        return batch._replace(targets=(1 - self.amount) * batch.targets + self.amount / batch.targets.shape[1])
+        known = batch.targets.sum(1, keepdim=True).round(decimals=6)  # 1, or 0 for an image without a label
+        return batch._replace(targets=(1 - self.amount) * batch.targets + self.amount / batch.targets.shape[1] * known)
 
 
 def _draw_partners(transform: Mixup | CutMix, b: int, generator: Generator) -> Random:

@@ -18,6 +18,8 @@ from .images import DataSpec, HeldOut, Images, with_moments
 from .notes import note
 from .repeats import same_pixels, warn_of_repeats
 
+DTYPES = {"uint8": "uint8", "float": "float32"}  # of the stored images, for each value of the option `pixels`
+
 
 @dataclass(frozen=True, eq=False)
 class Subset:
@@ -159,19 +161,20 @@ class Dataset:
 
     @classmethod
     def from_arrays(
-        cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False
-    ) -> "Dataset":
+        cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False,
+        pixels: str = "uint8",
+    ) -> "Dataset":  # fmt: skip
         """Return a `Dataset` made from numpy arrays. `splits` is a dict that maps "train", "test" and optionally "val" to a
         pair (images, labels). `name` is the name of the data set, and `classes` holds the class names.
 
         Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
-        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`.
+        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`, `pixels` as in `arrays`.
 
         Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
         """
-        pixels = {split: to_uint8(images, f"{name}, {split} images") for split, (images, _) in splits.items()}
-        spec = unnormalized(name, classes, pixels["train"].shape, digits)
-        images = {split: as_images(pixels[split], labels, spec, split) for split, (_, labels) in splits.items()}
+        tensors = {split: to_pixels(images, f"{name}, {split} images", pixels) for split, (images, _) in splits.items()}
+        spec = unnormalized(name, classes, tensors["train"].shape, digits, DTYPES[pixels])
+        images = {split: as_images(tensors[split], labels, spec, split) for split, (_, labels) in splits.items()}
         spec = with_moments(spec, images["train"])
         if black:
             spec = replace(spec, mean=(0.0,) * spec.channels)
@@ -258,9 +261,10 @@ class Dataset:
         The classes take turns, in an order drawn by the seed, and each class gives its images in a shuffled order. So the first
         images of a large subset are a smaller subset: every prefix is class-balanced, and the first 100 of 1,000 labels are the
         subset with labels=100. A data set without validation images gives some training images: those at the end of each
-        class's order, in proportion to the class sizes. They are never labelled, and are the same for every `labels`. The own
-        validation images of a data set are shuffled, and the first `val` are taken. Where images have groups, whole groups are
-        used for validation, so that the number of validation images may differ a little from `val`.
+        class's order, in proportion to the class sizes, with `val=None` never the only image of a class. They are never
+        labelled, and are the same for every `labels`. The own validation images of a data set are shuffled, and the first `val`
+        are taken. Where images have groups, whole groups are used for validation, so that the number of validation images may
+        differ a little from `val`.
 
         Raises    ValueError if there are fewer images than requested, or a class has too few images for a balanced subset.
         """
@@ -270,10 +274,10 @@ class Dataset:
                 raise ValueError(f"{name}={count!r}: expected None or a number from 0 to {most}, the number of images")
         if self.val is None:
             held_out = min(1000, len(self.train) // 5) if val is None else val
-            order, val_index = balanced_split(self.train.labels, held_out, seed, "subset", self.groups)
+            order, val_index = balanced_split(self.train.labels, held_out, seed, "subset", self.groups, keep_one=val is None)
         else:
             order, _ = balanced_split(self.train.labels, 0, seed, "subset")
-            val_index = random_order(len(self.val), seed, "val")[:val]
+            val_index = random_order(len(self.val), seed, "val")[:val].clone()
         self._check_class_sizes(labels, order, seed)
         return Subset(self.train.take(order[:labels]), source.take(val_index), order[:labels], val_index)
 
@@ -322,7 +326,7 @@ def unnormalized(
 
 
 def as_images(pixels: Tensor, labels: np.ndarray, spec: DataSpec, part: str) -> Images:
-    """Return `Images` from uint8 pixels (n, c, h, w), labels (n) or (n, 1) and a description. `part` is the name of the images
+    """Return `Images` from pixels (n, c, h, w), labels (n) or (n, 1) and a description. `part` is the name of the images
     in error messages, such as "train".
 
     Raises    ValueError if the labels are no integers, one for each image, or if pixels or labels do not fit the description.
@@ -336,18 +340,25 @@ def as_images(pixels: Tensor, labels: np.ndarray, spec: DataSpec, part: str) -> 
         raise ValueError(f"{spec.name}, {part}: {error}") from error
 
 
-def to_uint8(array: np.ndarray, name: str) -> Tensor:
-    """Return images as a uint8 tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c) of uint8, or of floats
-    in [0, 1]. `name` describes the array in error messages.
+def to_pixels(array: np.ndarray, name: str, pixels: str = "uint8") -> Tensor:
+    """Return images as a tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c), and `name` describes it in
+    error messages. With `pixels="uint8"` the result is uint8, from uint8 or from floats in [0, 1], which are rounded. With
+    "float" it is float32: 8 and 16 bits are divided by 255 and 65535, and floats keep their values.
     """
     array = array[..., None] if array.ndim == 3 else array
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
         raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")
-    if array.dtype.kind == "f":
-        wrong = np.argwhere(~((array >= 0) & (array <= 1)))  # also finds NaN
+    is_float, keep = array.dtype.kind == "f", pixels == "float"
+    if is_float:
+        wrong = np.argwhere(~np.isfinite(array) if keep else ~((array >= 0) & (array <= 1)))  # both find NaN
         if len(wrong):
-            raise ValueError(f"{name}: expected floats in [0, 1], but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
+            expected = "finite floats" if keep else "floats in [0, 1]"
+            raise ValueError(f"{name}: expected {expected}, but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
+    elif array.dtype not in ((np.uint8, np.uint16) if keep else (np.uint8,)):
+        expected = "uint8, uint16 or floats" if keep else 'uint8 or floats in [0, 1] (16 bits: pixels="float")'
+        raise ValueError(f"{name}: expected {expected}, got {array.dtype}")
+    if keep:
+        array = array.astype(np.float32) / np.float32(1 if is_float else np.iinfo(array.dtype).max)
+    elif is_float:
         array = np.rint(array * 255).astype(np.uint8)
-    if array.dtype != np.uint8:
-        raise ValueError(f"{name}: expected uint8 or floats in [0, 1], got {array.dtype}")
     return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 3, 1, 2)))

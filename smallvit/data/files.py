@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import io
 import os
 import re
 import unicodedata
@@ -219,11 +220,15 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _visible(folder: Path, skipped: Path | None = None) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and each visible folder below it, with the names of the visible files in it. The folder `skipped`, a path
-    without symbolic links, is left out.
+    without symbolic links, is left out, and so are links to a folder that contains them.
     """
+    top = folder.resolve()
+    above = {str(folder): {top, *top.parents}}  # the folders that contain the files of a folder
     for root, folders, files in os.walk(folder, followlinks=True):
-        visible = [name for name in folders if not _is_hidden(name)]
-        folders[:] = [name for name in visible if Path(root, name).resolve() != skipped] if skipped else visible
+        containing = above.pop(root)
+        real = {name: Path(root, name).resolve() for name in folders if not _is_hidden(name)}
+        folders[:] = [name for name, path in real.items() if path != skipped and path not in containing]
+        above |= {os.path.join(root, name): {real[name], *containing} for name in folders}
         yield root, [name for name in files if not _is_hidden(name)]
 
 
@@ -293,7 +298,8 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
         expected = "expected a CSV file in UTF-8 with the columns file, group, its path relative to the folder of images"
         raise ValueError(f"groups={str(table)!r} cannot be read ({error}); {expected}") from error
     head = text.partition("\n")[0]
-    rows = [row for row in csv.reader(text.splitlines(), delimiter=";" if ";" in head and "," not in head else ",") if any(row)]
+    separator = ";" if ";" in head and "," not in head else ","
+    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if any(row)]
     names = {_normal(file): file for file in known}
     count = Counter(map(_name, names))
     names |= {_name(path): file for path, file in names.items() if count[_name(path)] == 1}
@@ -311,7 +317,7 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
     if missing or unknown:
         wrong = [f"no group for {listed(missing)}"] * bool(missing)
         wrong += [f"lines without an image: {listed(unknown)}"] * bool(unknown)
-        expected = f"expected a line for each image, with its path in the folder, such as {files[0]}"
+        expected = f"expected a line for each image, with its path in the folder, such as {(files or known)[0]}"
         raise ValueError(f"{table} has {' and '.join(wrong)}; {expected}")
     return [group[file] for file in files]
 

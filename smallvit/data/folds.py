@@ -35,7 +35,7 @@ class Fold:
 
 
 def balanced_split(
-    labels: Tensor, held_out: int, seed: int, stream: str, groups: Tensor | None = None
+    labels: Tensor, held_out: int, seed: int, stream: str, groups: Tensor | None = None, *, keep_one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Split images at random into two parts, and return two tensors: the indices of each part. The second part has `held_out`
     images, in proportion to the class sizes. In the first part the classes alternate. `labels` holds the labels of all images.
@@ -43,12 +43,15 @@ def balanced_split(
 
     The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
     With `groups`, the group number of each image, whole groups are held out instead, and their number of images is as close to
-    `held_out` as the sizes of the groups allow.
+    `held_out` as the sizes of the groups allow. With `keep_one`, one image of each class is never held out, so that the second
+    part may be smaller than `held_out`.
     """
     index = random_order(len(labels), seed, stream)
     label = labels[index]
     count = torch.bincount(label)
     wanted = _proportional(held_out, count)
+    if keep_one:
+        wanted = wanted.minimum((count - 1).clamp(min=0))
     chosen = None if groups is None else choose_groups(labels, groups, wanted, seed, stream)[index]
     if chosen is not None:  # sorted within a class, the held-out images come last
         last = chosen.to(torch.int8).argsort(stable=True)

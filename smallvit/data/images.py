@@ -69,8 +69,8 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 class Rows:
     """Selected images in a memory-mapped file. An object of this class is used like a tensor of these images: indexing reads
-    only the images that are asked for. Every other method of a tensor, also arithmetic and comparisons such as `images / 255`,
-    first reads all selected images into memory.
+    only the images that are asked for. Everything else first reads all selected images into memory: an index with several axes
+    such as `images[:, 0]`, the methods of a tensor, arithmetic, and comparisons.
 
     stored   a tensor over the memory-mapped file, with all its images
     index    positions of the selected images in the file
@@ -84,6 +84,8 @@ class Rows:
         return len(self.index)
 
     def __getitem__(self, index: Any) -> Tensor:
+        if index is None or index is Ellipsis or isinstance(index, tuple) or getattr(index, "ndim", 1) > 1:
+            return self.stored[self.index][index]
         return self.stored[self.index[index]]
 
     def rows(self, index: Index) -> "Rows":
@@ -115,8 +117,8 @@ def _on_all(name: str) -> Callable[..., Tensor]:
 
 
 # Python looks for the methods of operators in the class itself, where `Rows.__getattr__` does not add them
-ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-for _name in (*ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+for _name in (*ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), "neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Rows, f"__{_name}__", _on_all(f"__{_name}__"))
 
 
@@ -155,10 +157,13 @@ class Images:
         """Return selected images as float32 pixels in [0, 1], shape (batch, channels, height, width). `index` selects the
         images, by default all. `device` is the torch device of the result.
 
-        Images that are stored as float32 keep their values, which may lie outside of [0, 1].
+        The result is a copy. Images that are stored as float32 keep their values, which may lie outside of [0, 1].
         """
-        images = self.images[index].to(device)
-        return images if images.is_floating_point() else images.float() / 255
+        stored = self.images[index]
+        images = stored.to(device)
+        if not images.is_floating_point():
+            return images.float() / 255
+        return images.clone() if images is stored and isinstance(index, slice) else images
 
     def targets(self, index: Index = slice(None), device: Device = None) -> Tensor:
         """Return selected labels as one-hot vectors, float32 of shape (batch, classes). `index` selects the labels, by default

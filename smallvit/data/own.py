@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .cache import Options, load_pixels
-from .dataset import Dataset, as_images, to_uint8, unnormalized
+from .dataset import DTYPES, Dataset, as_images, to_pixels, unnormalized
 from .decode import MODES
 from .files import Found, find_images, find_parts, find_unlabelled, groups_by_name, groups_in_file, listed, state_of
 from .images import Images
@@ -110,7 +110,7 @@ def folder(
     if channels not in (None, *MODES) or not is_size:
         expected = "expected channels 1, 3 or 4 and a size in whole pixels, such as 32 or (32, 48) for (height, width)"
         raise ValueError(f"{expected}, got channels={channels!r} and size={size!r}")
-    if pixels not in ("uint8", "float") or cache not in (None, "memory", "disk"):
+    if pixels not in DTYPES or cache not in (None, "memory", "disk"):
         expected = 'expected pixels="uint8" or "float" and cache="memory" or "disk"'
         raise ValueError(f"{expected}, got pixels={pixels!r} and cache={cache!r}")
     top = Path(path)
@@ -133,7 +133,7 @@ def folder(
     kept = [i for i in loaded.kept if i < labelled]
     if skip_broken:
         names = group_names([files[i] for i in kept])
-    spec = unnormalized(top.name, found.classes, loaded.images.shape, digits, "uint8" if pixels == "uint8" else "float32")
+    spec = unnormalized(top.name, found.classes, loaded.images.shape, digits, DTYPES[pixels])
     no_labels = torch.zeros(len(loaded.kept) - len(kept), dtype=torch.int64)
     everything = Images(loaded.images, torch.cat([found.labels[kept], no_labels]), spec, tuple(files[i] for i in loaded.kept))
     images = everything.take(slice(len(kept)))
@@ -219,12 +219,15 @@ def _warn_of_range(images: Images):
 
 
 @cached_by_path
-def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: float | None = None) -> Dataset:
+def arrays(
+    path: str, digits: bool = False, *, folds: int | None = None, test: float | None = None, pixels: str = "uint8"
+) -> Dataset:
     """Return a `Dataset` from your own .npz archive at `path`. The archive holds the arrays train_images, train_labels,
     test_images and test_labels, and optionally val_images and val_labels. Set `digits=True` if a mirrored image shows something
     else, as with digits and letters.
 
-    This is MedMNIST's layout. Images are `n h w` or `n h w c` with 1, 3 or 4 channels, uint8 or floats in [0, 1]. Labels are
+    This is MedMNIST's layout. Images are `n h w` or `n h w c` with 1, 3 or 4 channels, uint8 or floats in [0, 1], which are
+    rounded to 8 bits. `pixels="float"` keeps the values of floats and of 16 bits (divided by 65535), as in `folder`. Labels are
     integers from 0, `n` or `n 1`. `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label.
 
     An archive without a test part holds the arrays images, labels and optionally groups (`n`, integers or text), and needs one
@@ -233,9 +236,13 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
 
     A second call with the same options returns the same object. The archive is read again if it has changed since.
 
+    Warns     about floats that are rounded to 8 bits and have more values than that, and about float pixels outside of [0, 1].
+
     Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, and for an archive that cannot be
               read or lacks an array.
     """
+    if pixels not in DTYPES:
+        raise ValueError(f'expected pixels="uint8" or "float", got pixels={pixels!r}')
     file = Path(path)
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -257,26 +264,41 @@ def arrays(path: str, digits: bool = False, *, folds: int | None = None, test: f
     classes = tuple(str(label) for label in present)
     if not is_pool:
         content = {prefix[:-1]: (found[f"{prefix}images"], found[f"{prefix}labels"]) for prefix in prefixes}
-        return _with_unlabelled(Dataset.from_arrays(file.name, content, classes, digits=digits), found)
-    pixels = to_uint8(found["images"], f"{file.name}, images")
-    images = as_images(pixels, found["labels"], unnormalized(file.name, classes, pixels.shape, digits), "all")
+        data = Dataset.from_arrays(file.name, content, classes, digits=digits, pixels=pixels)
+        _check_values(data.train, found["train_images"])
+        return _with_unlabelled(data, found, pixels)
+    tensor = to_pixels(found["images"], f"{file.name}, images", pixels)
+    images = as_images(tensor, found["labels"], unnormalized(file.name, classes, tensor.shape, digits, DTYPES[pixels]), "all")
+    _check_values(images, found["images"])
     groups = found.get("groups")
     if groups is not None:
         if groups.shape not in ((len(images),), (len(images), 1)) or groups.dtype.kind not in "iuU":
             expected = f"expected {len(images)} integers or texts"
             raise ValueError(f"{file.name}, groups: {expected}, got {groups.dtype} {groups.shape}")
         groups = torch.from_numpy(np.unique(groups.ravel(), return_inverse=True)[1].astype(np.int64))
-    return _with_unlabelled(Dataset.from_pool(images, groups, folds=folds, test=test), found)
+    return _with_unlabelled(Dataset.from_pool(images, groups, folds=folds, test=test), found, pixels)
 
 
-def _with_unlabelled(data: Dataset, archive: dict[str, np.ndarray]) -> Dataset:
+# Options added since version 0.2.0, as in `folder`
+arrays.added_options = {"pixels": "uint8"}
+
+
+def _with_unlabelled(data: Dataset, archive: dict[str, np.ndarray], pixels: str) -> Dataset:
     """Return the data set with the images without labels of an archive, if it has any. `archive` is a dict from the names of
-    its arrays to the arrays.
+    its arrays to the arrays, and `pixels` is the option of `arrays`.
     """
     if "unlabelled_images" not in archive:
         return data
-    pixels = to_uint8(archive["unlabelled_images"], f"{data.spec.name}, unlabelled images")
-    return data.with_unlabelled(as_images(pixels, np.zeros(len(pixels), dtype=np.int64), data.spec, "unlabelled images"))
+    tensor = to_pixels(archive["unlabelled_images"], f"{data.spec.name}, unlabelled images", pixels)
+    return data.with_unlabelled(as_images(tensor, np.zeros(len(tensor), dtype=np.int64), data.spec, "unlabelled images"))
+
+
+def _check_values(images: Images, array: np.ndarray):
+    """Warn if pixels have lost values, or lie outside of [0, 1]. `images` were made from `array`."""
+    if images.spec.dtype == "float32":
+        _warn_of_range(images)
+    elif array.dtype.kind == "f" and np.abs(array * 255 - np.rint(array * 255)).max() > 1e-3:
+        note(f'{images.spec.name}: floats are rounded to 8 bits (256 values); pixels="float" keeps them')
 
 
 def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):
@@ -285,8 +307,9 @@ def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):
     """
     if images.ndim == 5 or (images.ndim == 4 and min(images.shape[1:]) > 4):
         raise ValueError(
-            f"{name}, {part} images: {images.shape} are 3-D volumes, such as those of OrganMNIST3D; expected n h w or n h w c: "
-            "save one slice of each volume, for example images[:, images.shape[1] // 2]"
+            f"{name}, {part} images: {images.shape} are 3-D volumes, such as those of OrganMNIST3D, or images with more than 4 "
+            "channels; expected n h w, or n h w c with 1, 3 or 4 channels: save one slice of each volume, for example "
+            "images[:, images.shape[1] // 2]"
         )
     if labels.ndim == 2 and labels.shape[1] > 1:
         raise ValueError(

@@ -133,7 +133,7 @@ class Preprocess:
             raise ValueError(f"got pixels of type {images.dtype}; expected uint8, or floats in [0, 1]")
         scale = 1 if is_float else largest[images.dtype]
         if isinstance(images, np.ndarray):
-            images = np.ascontiguousarray(images.astype(np.float32) if is_float else images)
+            images = np.array(images, np.float32 if is_float else None)  # a copy that torch may write to
             images = torch.from_numpy(images).reshape(-1, h, w, c).movedim(-1, 1)
         pixels = images.reshape(-1, c, h, w).contiguous().float()
         if not is_float:

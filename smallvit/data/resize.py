@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from .dataset import Dataset, to_uint8
+from .dataset import Dataset, to_pixels
 from .decode import read_image
 from .images import DataSpec, Images, with_moments
 
@@ -65,4 +65,4 @@ def _pixels(images: Images, size: tuple[int, int]) -> torch.Tensor:
     arrays = (np.ascontiguousarray(pixels.transpose(1, 2, 0)) for part in images.parts() for pixels in part.numpy())
     pictures = (Image.fromarray(array if array.shape[2] > 1 else array[..., 0]) for array in arrays)
     resized = np.stack([read_image(picture, size, mode=None).pixels for picture in pictures])
-    return to_uint8(resized, images.spec.name)
+    return to_pixels(resized, images.spec.name)

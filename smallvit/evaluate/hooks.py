@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.data import Images
+from smallvit.flops import evaluating
 from smallvit.pooling import MeanTokens
 from smallvit.vit import ViT
 
@@ -202,11 +203,5 @@ def frozen(model: nn.Module):
 
     Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(model):
+        yield next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))

@@ -77,6 +77,7 @@ class Data2Vec(Objective):
         initialize(self.decoder)
         self.parts = [mae]  # a list hides the second use of the student
         self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
+        set_teacher_mode(self.model, self.training)
 
     @property
     def trained_model(self) -> Any:

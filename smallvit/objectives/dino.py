@@ -34,7 +34,7 @@ class DINO(Objective):
     Head     lightly's `DINOProjectionHead`: a MLP `hidden` -> `hidden` -> `bottleneck`, normalized, then `prototypes`
              directions, which are frozen for the first fraction `freeze` of the run. Their length is 1, or is learned with
              `norm_last_layer=False`. `layers=1` leaves out the hidden layers, for a model that has them after its pool
-             (`Projected`). Then `hidden` and `batch_norm` have no effect.
+             (`Projected`). Then `hidden` and `batch_norm` have no effect. `copy.deepcopy` does not work with this head.
     Paper    Caron et al. 2021, arXiv:2104.14294. The teacher starts equal to the student and has no gradient, dropout or
              drop-path. Its EMA momentum rises from `momentum` to 1 in a cosine. Loss: lightly's `DINOLoss`, the cross-entropy
              over all pairs of a teacher's view and another view of the student, with temperature `student_temp` for the
@@ -154,7 +154,7 @@ class DINO(Objective):
         if neighbours:  # the teacher's features of the last images and their projections in its head, both of length 1
             self.register_buffer("bank_features", torch.zeros(bank, getattr(projected_pool(model), "dim", width)))
             self.register_buffer("bank_projections", torch.zeros(bank, bottleneck))
-            self.register_buffer("bank_ids", torch.zeros(bank, dtype=torch.float64))
+            self.register_buffer("bank_ids", torch.zeros(bank, dtype=torch.int64))
             self.register_buffer("bank_count", torch.zeros((), dtype=torch.int64))
         self.patches, self.patch_ratio, self.patch_temp = patches, patch_ratio, patch_temp
         if patches:
@@ -167,6 +167,7 @@ class DINO(Objective):
             self.hidden_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(tokens), std=0.02))
             self.register_buffer("patch_center", torch.zeros(prototypes))
         self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
+        set_teacher_mode(self.model, self.training)
 
     @property
     def student_heads(self) -> list[Any]:
@@ -303,14 +304,16 @@ class DINO(Objective):
         mixed, filled = logits, min(int(self.bank_count), size)
         if progress >= self.settle and filled >= self.neighbours:
             with torch.autocast(images.device.type, enabled=False):  # half precision would find other neighbors
-                similarity = feature @ self.bank_features[:filled].T
+                similarity = feature @ self.bank_features[:filled].to(feature).T
             similarity.masked_fill_(ids[:, None] == self.bank_ids[:filled], -torch.inf)  # no image is its own neighbor
             values, nearest = similarity.topk(self.neighbours, dim=1)
             valid = values.isfinite()
             if bool(valid.any()):
                 mixed = self.mix_targets(logits, self.bank_projections[nearest], valid, center, temperature)
         index = (self.bank_count + torch.arange(len(images), device=images.device)) % size
-        self.bank_features[index], self.bank_projections[index], self.bank_ids[index] = feature, projection, ids
+        self.bank_features[index] = feature.to(self.bank_features)
+        self.bank_projections[index] = projection.to(self.bank_projections)
+        self.bank_ids[index] = ids
         self.bank_count += len(images)
         return mixed
 
@@ -379,11 +382,12 @@ def as_float32(x: Tensor) -> Tensor:
 
 
 def image_hashes(images: Tensor) -> Tensor:
-    """Return one number for each image, computed from its pixels, shape (batch,). Equal images get equal numbers. By these
+    """Return one integer for each image, computed from its pixels, shape (batch,). Equal images get equal integers. By these
     numbers DINO recognizes an image in its memory bank of recent images, so that no image is its own neighbor.
     """
     flat = images.flatten(1).double()
-    return (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
+    sums = (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
+    return sums.view(torch.int64)  # the same bits; a model in half precision keeps integers as they are
 
 
 def projected_pool(model: nn.Module) -> Projected | None:
@@ -415,7 +419,7 @@ def feature_width(model: nn.Module) -> int:
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
         raise ValueError(
-            f"{type(model).__name__} has no features(x) followed by one linear head; use a ViT with any pool but"
-            " DistilledTokens, or a SmallCNN"
+            f"{type(model).__name__} has no features(x) followed by one linear head; use a SmallCNN, or a ViT with"
+            " at least one class and any pool but DistilledTokens"
         )
     return head.in_features

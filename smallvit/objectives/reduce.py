@@ -58,6 +58,7 @@ class LearnToPrune(Objective):
         """Return a dict with the loss of a batch under "loss" and, under "kept", the fraction of all patches that is left after
         each pruning layer, averaged over the batch. `progress` is not used.
         """
+        check_training(self)
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
             teacher_logs = self.teacher.head(self.teacher.pooled(teacher_tokens, None)).float().log_softmax(-1)
@@ -133,6 +134,7 @@ class LearnThresholds(Objective):
         """Return a dict with the loss of a batch under "loss" and, under "spent", the multiply-adds of the blocks, divided by
         their multiply-adds without merging and pruning. `progress` is not used.
         """
+        check_training(self)
         with recorded_decisions(self.thresholds) as decisions:
             logits = self.model(batch.images)
         spent = self.compute_share(decisions)
@@ -176,6 +178,15 @@ def active_reductions(model: nn.Module, reduction_class: type, required: str) ->
             f"this objective trains {name}, which no block of the model has, or which is off; expected reduction={name}"
         )
     return found
+
+
+def check_training(objective: nn.Module):
+    """Raise ValueError if an objective is in evaluation mode. Its model then removes tokens, and the decisions about them, from
+    which the loss is computed, are no longer complete.
+    """
+    if not objective.training:
+        name = type(objective).__name__
+        raise ValueError(f"{name} is in evaluation mode, in which it has no loss; call train() first, or evaluate the model")
 
 
 @contextmanager

@@ -66,6 +66,11 @@ class Supervised(Objective):
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the cross-entropy between `logits` and target probabilities `targets`, averaged over the batch. These tensors have
     the shape (batch, classes). The cross-entropy of each image is first multiplied by its number in `weights`, shape (batch).
+
+    Raises ValueError if the shapes differ, as with integer labels.
     """
+    if logits.shape != targets.shape:
+        got = f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}"
+        raise ValueError(f"got {got}; expected a probability for each class, such as F.one_hot(labels, classes).float()")
     each = -(targets * logits.float().log_softmax(-1)).sum(-1)
     return (each if weights is None else weights * each).mean()

@@ -62,9 +62,9 @@ class SAM(Optimizer):
         self, backward: Callable[[], Tensor], objective: Any, changed: Sequence[Tensor], members: bool = False
     ) -> Tensor:
         """Compute the gradients of a step at the moved weights, and return the loss at the original weights. The function
-        `backward` computes the gradients at the present weights and returns the loss. `objective` is the training objective.
-        `changed` are its tensors that a forward pass may change, such as buffers and the weights of a teacher; they change in
-        the first pass only. With `members`, the first axis of all tensors is the run of a stack.
+        `backward` sets the gradients to zero, computes them at the present weights and returns the loss. `objective` is the
+        training objective. `changed` are its tensors that a forward pass may change, such as buffers and the weights of a
+        teacher; they change in the first pass only. With `members`, the first axis of all tensors is the run of a stack.
         """
         if not self.rho:
             return backward()

@@ -149,7 +149,7 @@ def remove_empty(x: Tensor, size: Tensor, original_size: Tensor | None) -> tuple
     is returned.
     """
     present = size > 0
-    longest = int(present.sum(1).max())
+    longest = int(present.sum(1).max()) if len(x) else x.shape[1]
     if longest == x.shape[1]:
         return x, original_size if present.all() else size
     order = (~present).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]

@@ -15,6 +15,7 @@ from smallvit import record as records
 from smallvit.components import options
 from smallvit.data import DataSpec, Preprocess
 from smallvit.data.images import normalize
+from smallvit.flops import without_memory
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
 from smallvit.shapes import printable
@@ -168,7 +169,7 @@ def load(folder: str | Path) -> TrainedModel:
     if too_large(run, preprocess, file.shapes):
         raise ValueError(f"{file.path} has too few weights for the model in {records.RECORD}; {again}")
     make = partial(run.model, preprocess.size, preprocess.channels, len(preprocess.classes))
-    if wrong := sorted(name for name, _ in file.shapes.items() ^ shapes_without_memory(make).items()):
+    if wrong := sorted(name for name, _ in file.shapes.items() ^ shapes_of(without_memory(make)).items()):
         raise ValueError(f"{file.path} does not fit its run: {', '.join(wrong[:5]):.200}; {again}")
     model = make()
     model.load_state_dict(file.read(file.shapes))
@@ -195,17 +196,6 @@ def sizes_in(model: Callable) -> Iterator[tuple[str, int]]:
             yield name, option.default
         elif name == "of" and callable(option.default):
             yield from sizes_in(option.default)
-
-
-def shapes_without_memory(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights of a model, as a dict from name to shape. The function `make` creates the model. It is
-    first created without memory for its weights, if its code allows that.
-    """
-    try:
-        with torch.device("meta"):
-            return shapes_of(make())
-    except (RuntimeError, NotImplementedError, TypeError):  # a model that computes with values when it is created
-        return shapes_of(make())
 
 
 def download(address: str) -> Path:
