@@ -106,17 +106,20 @@ def seed_list(seeds: Sequence[int], count: int) -> list[int]:
     return [*ordered, *range(ordered[-1] + 1, ordered[-1] + 1 + count)][:count]
 
 
-def choose_schedule(declared: int, seen: bool, looks: Sequence[int], added: Sequence[int]) -> tuple[int, ...]:
+def choose_schedule(
+    declared: int, seen: bool, looks: Sequence[int], added: Sequence[int], folds: bool = False
+) -> tuple[int, ...]:
     """Return the numbers of seeds at which a comparison is tested while seeds are added; each test is a look. `declared` is the
     recipe's number of seeds, and `seen` is True if their results exist. Without results, return `looks`, such as (6, 8, 12).
     Results count as the first look: then return `added` if it begins with `declared`, else `declared` and the larger numbers in
     `looks`.
 
-    Results with fewer seeds than the first of `looks` do not count, because there was no verdict to see: return `looks`.
+    Results with fewer seeds than the first of `looks` do not count, because there was no verdict to see: return `looks`. In a
+    cross-validation (`folds`), where `declared` is a number of passes, any number of them has a verdict, so they count.
 
     Raises ValueError if the known result has as many seeds as the last look.
     """
-    if not seen or declared < looks[0]:
+    if not seen or (declared < looks[0] and not folds):
         return tuple(looks)
     if declared >= looks[-1]:
         raise ValueError(f"the recipe has {declared} seeds with results, and the last look is at {looks[-1]}; nothing to add")

@@ -270,6 +270,21 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
             chain.append(control)
 
 
+def by_settings(runs: Iterable["ArmRun"], seeds: Iterable[int]) -> dict[str, list["ArmRun"]]:
+    """Return which runs of a recipe have certain settings, as a dict from the fingerprint (hash of the settings) to a list of
+    runs. The random seed does not count: the dict also has the fingerprint of each run with each of the `seeds`. `runs` are the
+    runs of the recipe; of each arm and condition, the list has one.
+    """
+    from smallvit.run import fingerprint
+
+    seeds = set(seeds)
+    found: dict[str, list[ArmRun]] = {}
+    for entry in {entry.cell: entry for entry in runs}.values():
+        for run in {entry.seed: entry.run, **{seed: entry.run.at_seed(seed) for seed in seeds}}.values():
+            found.setdefault(fingerprint(run), []).append(entry)
+    return found
+
+
 FILTERS = ("arm", "labels", "seed", "pass", "length", "settings")
 
 

@@ -93,8 +93,10 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert (workdir / "mine.md").exists() and (workdir / "mine.html").exists()
     assert main(["report", "mine.py", "--disagreements", "+LSA", "scratch"]) == 0
     assert re.search(r"the images with the most disagreement:\n +image +only first +only second\n  test image \d+", capsys.readouterr().out)
+    Path("mine.py").write_text(Path("mine.py").read_text().replace('"+LSA"', '"LSA"'))
     assert main(["verify", "mine.py", "--jobs", "1"]) == 0
-    assert "identical to the record" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "LSA at 20 labels, seed 0: " in out and "identical to the record" in out, "an arm with a new name was not verified"
     records = read_records(workdir / "mine.jsonl")
     scores = [{name: value + 0.1 * (name == "accuracy") for name, value in r.test.items()} for r in records]
     other = [replace(r, test=test, correct=None) for r, test in zip(records, scores)]
@@ -122,17 +124,17 @@ def test_a_comparison_is_published_in_parts(workdir, capsys):
     assert main(["report", "mine.py", "--publish"]) == 2, "records of other settings were published"
 
 
-def test_one_committed_record_stands_for_a_reference_at_every_length(tmp_path):
+def test_one_committed_record_stands_for_a_reference_at_every_length():
     """A classifier of raw pixels has no training steps, so its runs at two lengths have one fingerprint."""
     scratch = Run(data=digits, model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2))
     runs = ablate({"scratch": scratch, "b": scratch.vary(depth=2)}, labels=[50], seeds=range(2), steps=[10, 20])
     records = [new_record(entry.run, tags(entry, "mine"), "missing") for entry in runs]
     finished = {"status": "finished", "score": "accuracy", "test": {"accuracy": 0.5}, "test_images": 500}
-    write_records(tmp_path / "mine.jsonl", [replace(r, **finished) for r in records])
-    found = report.with_published(records, tmp_path / "mine.jsonl")
+    committed = [replace(r, **finished) for r in records]
+    found = report.with_published(records, committed, "mine.jsonl")
     assert [(r.arm, r.length, r.seed, r.finished) for r in found] == [(r.arm, r.length, r.seed, True) for r in records]
     moved = [replace(r, baseline="b" if r.arm == "small CNN" else r.baseline) for r in records]
-    assert [r.baseline for r in report.with_published(moved, tmp_path / "mine.jsonl")] == [r.baseline for r in moved]
+    assert [r.baseline for r in report.with_published(moved, committed, "mine.jsonl")] == [r.baseline for r in moved]
 
 
 # --dry-run

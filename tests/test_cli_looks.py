@@ -1,18 +1,24 @@
 """`smallvit run --until-decided`: more seeds where a verdict is open, also after an interruption; and `smallvit explore`."""
 
 import json
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from toys import write_recipe
 
-from smallvit import ArmRun, Run, ViT
+from smallvit import ArmRun, PatchEmbed, Run, ViT, ablate, digits
 from smallvit.__main__ import main
 from smallvit.commands import explore, until_decided
-from smallvit.launch.results import recall
+from smallvit.commands.report import with_published
+from smallvit.commands.stored import known_looks, removed_comparisons, with_present_names
+from smallvit.launch.results import recall, tags
 from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
 from smallvit.recipe import load_recipe
-from smallvit.record import RECORD, read_record, read_records
+from smallvit.record import RECORD, Record, read_record, read_records, write_record
+from smallvit.train.fit import new_record
 from smallvit.trials import add_trial, read_trials, trials, trials_file
 from smallvit.verdicts import ADDED_LOOKS, LOOKS
 
@@ -120,6 +126,7 @@ def test_dry_run_shows_the_first_look_and_trains_nothing(workdir, capsys):
     [
         (("--until-decided", "--smoke"), "a smoke test has no verdicts"),
         (("--until-decided", "--only", "seed=0"), "looks choose the seeds"),
+        (("--until-decided", "--only", "pass=0"), "looks choose the passes"),
         (("--until-decided", "--only", "arm=+LSA"), "leaves out 'scratch', the baseline of '+LSA'"),
         (("--until-decided", "--max-seeds", "40"), "expected at most 32"),
         (("--until-decided", "--max-seeds", "5"), "expected at least 6"),
@@ -137,8 +144,74 @@ def test_schedule_depends_on_what_is_known():
     assert choose_schedule(8, True, LOOKS, ADDED_LOOKS) == ADDED_LOOKS
     assert choose_schedule(6, True, LOOKS, ADDED_LOOKS) == LOOKS
     assert choose_schedule(10, True, LOOKS, ADDED_LOOKS) == (10, 12, 16, 24, 32)
+    assert choose_schedule(2, True, LOOKS, ADDED_LOOKS, folds=True) == (2, *LOOKS), "two passes over all folds have a verdict"
     with pytest.raises(ValueError, match="32 seeds with results"):
         choose_schedule(32, True, LOOKS, ADDED_LOOKS)
+
+
+def runs_of(arms: dict[str, Run], count: int, looks: tuple[int, ...] | None = None) -> list[ArmRun]:
+    runs = ablate(arms, labels=[20], seeds=range(count), references=False)
+    return [replace(entry, looks=looks) for entry in runs]
+
+
+def finished(runs: list[ArmRun]) -> list[Record]:
+    return [replace(new_record(e.run, tags(e, "mine"), "finished"), score="accuracy", test={"accuracy": 0.5}) for e in runs]
+
+
+VIT = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
+SCRATCH = Run(data=digits, model=VIT, steps=6, batch=8)
+PAIR = {"scratch": SCRATCH, "deep": SCRATCH.vary(depth=2)}
+
+
+@pytest.mark.parametrize("kept", ["looks.json", "committed records"])
+def test_arm_with_a_new_name_keeps_the_seeds_that_were_added(kept, tmp_path):
+    before = runs_of(PAIR, 8, LOOKS)
+    records, committed = finished(before), []
+    if kept == "looks.json":
+        for index, record in enumerate(records):
+            (tmp_path / "mine" / str(index)).mkdir(parents=True)
+            write_record(tmp_path / "mine" / str(index), record)
+        write_looks(tmp_path / "mine", Looks(LOOKS, {(arm, 20, None, False): 8 for arm in PAIR}))
+    else:
+        committed = records
+    runs = runs_of({"scratch": SCRATCH, "deeper": PAIR["deep"], "new": SCRATCH.vary(depth=3)}, 6)
+    found = with_looks(runs, known_looks(runs, tmp_path, "mine", committed))
+    assert Counter(e.arm for e in found) == {"scratch": 8, "deeper": 8, "new": 6}
+    assert known_looks(runs, tmp_path / "elsewhere", "mine") is None
+
+
+@pytest.mark.parametrize(
+    ("arms", "removed"),
+    [
+        (PAIR, 0),
+        ({"plain": SCRATCH, "deeper": PAIR["deep"]}, 0),
+        ({"scratch": SCRATCH.vary(lr=1e-4), "deep": PAIR["deep"]}, 1),
+        ({"plain": SCRATCH.vary(lr=1e-4), "deep": PAIR["deep"]}, 1),
+        ({"scratch": SCRATCH.vary(lr=1e-4), "deep": PAIR["deep"].vary(lr=1e-4)}, 1),
+        ({"scratch": SCRATCH}, 1),
+    ],
+)
+def test_comparison_with_an_earlier_version_of_the_baseline_still_counts(arms, removed):
+    before, runs = finished(runs_of(PAIR, 2)), runs_of(arms, 2)
+    for records in (before, before + finished(runs)):
+        assert removed_comparisons(runs, records, [record.fingerprint for record in records]) == removed
+
+
+def test_technique_that_was_not_scored_before_the_baseline_was_edited_has_no_comparison_with_the_earlier_one():
+    edited = {"scratch": SCRATCH.vary(lr=1e-4), "deep": PAIR["deep"]}
+    records = finished(runs_of({"scratch": SCRATCH}, 2)) + finished(runs_of(edited, 2))
+    assert removed_comparisons(runs_of(edited, 2), records, [record.fingerprint for record in records]) == 0
+
+
+def test_committed_records_of_a_renamed_arm_and_the_family_stay_when_published(capsys):
+    records = [replace(record, removed=2) for record in finished(runs_of(PAIR, 2))]
+    runs = runs_of({"scratch": SCRATCH, "deeper": PAIR["deep"]}, 2)
+    missing = [new_record(e.run, tags(e, "mine"), "missing") for e in runs]
+    published = with_published(missing, records, "mine.jsonl")
+    assert [(r.arm, r.finished, r.removed) for r in published] == [(e.arm, True, 2) for e in runs]
+    assert "4 of 4 runs have no result here; their committed records in mine.jsonl stay" in capsys.readouterr().out
+    assert [r.removed for r in with_published(finished(runs), records, "mine.jsonl")] == [2] * 4
+    assert [(r.arm, r.baseline) for r in with_present_names(records, runs)] == [(e.arm, e.baseline) for e in runs]
 
 
 def test_added_seeds_follow_the_declared_ones():

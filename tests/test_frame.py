@@ -53,6 +53,13 @@ def test_run_of_the_present_recipe_replaces_that_of_an_earlier_version(names, re
     assert len(frame) == 4 and found == expected | {("tuned: init", new.seed): (0.7, True)}
 
 
+def test_rows_have_the_names_that_the_recipe_gives_their_runs_now(recipe, tmp_path):
+    run = recipe(3)
+    store(tmp_path, "a", record(run, 0.4, "earlier name"))
+    ((_, row),) = smallvit.records("mine.py").iterrows()
+    assert (row["arm"], row["result"], row["current"]) == ("tuned", 0.4, True)
+
+
 @pytest.mark.parametrize("same_run", [False, True])
 def test_committed_record_is_replaced_only_by_a_run_of_the_present_recipe(same_run, recipe, tmp_path):
     old, new = recipe(3), recipe(4)

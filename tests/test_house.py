@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "attention_starts": {"attention", "attention_variants"},
     "block_variants": {"attention_positions", "convolution", "positions", "reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "storage", "train"},
-    "recipe": {"ablation", "components", "tuning"},
+    "recipe": {"ablation", "components", "run", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
     "trials": {"record", "storage", "tuning"},
     "tuning": {"ablation", "components", "record", "run", "storage"},

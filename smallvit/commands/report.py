@@ -22,13 +22,13 @@ from smallvit.run import fingerprint
 from smallvit.storage import write_text
 from smallvit.trackers import Followed, followed, send
 from smallvit.train.fit import Tags, new_record
-from smallvit.train.read_log import READS, scored_settings
+from smallvit.train.read_log import READS, all_reads, scored_settings
 from smallvit.trials import trials
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 from .mistakes import image_names, show_mistakes
-from .stored import known_looks, removed_comparisons, stored_records, unused_seeds
+from .stored import known_looks, removed_comparisons, stored_records, unused_seeds, with_present_names
 from .tune import untuned_note
 
 
@@ -74,16 +74,17 @@ def report(options: argparse.Namespace) -> int:
     if note := untuned_note(module.RUNS, options.recipe):
         print(note, file=sys.stderr)
     runs, out = scaled(module.RUNS, options)
-    runs = with_looks(runs, known_looks(runs, out, path.stem))
-    records = collected = collect(runs, out, path.stem)
     published = path.with_suffix(".jsonl")
+    committed = read_records(published) if published.exists() and options.scale_steps == 1 else []
+    runs = with_looks(runs, known_looks(runs, out, path.stem, committed if options.publish else ()))
+    records = collected = collect(runs, out, path.stem)
     if options.publish:
         if options.scale_steps > 1:
             raise ValueError(
                 f"--publish got --scale-steps {options.scale_steps}, but the two cannot be combined: the recipe file"
                 f" {path.name} sets other numbers of steps; remove --scale-steps"
             )
-        records = with_published(records, published)
+        records = with_published(records, committed, published.name)
         left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
         if left:
             raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
@@ -93,10 +94,10 @@ def report(options: argparse.Namespace) -> int:
         write_tables(records, path.with_suffix(""), options)
         return 0
     if all(record.status == "missing" for record in records):
-        if not published.exists() or options.scale_steps > 1:
+        if not committed:
             command = f"smallvit run {options.recipe}{scale_option(options.scale_steps)}"
             raise ValueError(f"no runs of {path.stem} in {out}; start them with: {command}")
-        records = read_records(published)
+        records = with_present_names(committed, module.RUNS)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
         seeds = {record.seed for record in records}  # --until-decided may have added some
         templates = {entry.cell: entry.run for entry in module.RUNS}.values()
@@ -117,23 +118,26 @@ def report(options: argparse.Namespace) -> int:
     return status(records)
 
 
-def with_published(records: Sequence[Record], path: Path) -> list[Record]:
-    """Return the records of a recipe, where runs that have no result here are replaced by the committed records in the file
-    `path`, if these have the same settings. So the runs of a long comparison can be trained on several machines, or on several
-    days. `records` are the results of the runs on this machine.
+def with_published(records: Sequence[Record], committed: Sequence[Record], file: str) -> list[Record]:
+    """Return the records of a recipe, where runs that have no result here are replaced by `committed` records, if these have
+    the same settings. So the runs of a long comparison can be trained on several machines, or on several days. `records` are
+    the results of the runs on this machine, and `file` is the name of the file with the committed ones.
+
+    Comparisons that were removed from the recipe count as often as they do here or in the committed records.
     """
-    committed = {(r.arm, r.role, r.fingerprint): r for r in read_records(path) if r.finished} if path.exists() else {}
+    known = {record.fingerprint: record for record in committed if record.finished}
+    removed = max((record.removed or 0 for record in [*records, *committed]), default=0)
 
     def stored(missing: Record) -> Record:
-        record = committed.get((missing.arm, missing.role, missing.fingerprint))
+        record = known.get(missing.fingerprint)
         if record is None:
             return missing
         return placed(record, Tags(*(getattr(missing, name) for name in Tags._fields)))  # it may stand for several lengths
 
     found = [r if r.finished else stored(r) for r in records]
     if count := sum(new is not old for new, old in zip(found, records)):
-        print(f"{count} of {len(records)} runs have no result here; their committed records in {path.name} stay")
-    return found
+        print(f"{count} of {len(records)} runs have no result here; their committed records in {file} stay")
+    return [replace(record, removed=removed) for record in found]
 
 
 def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[ArmRun], Path]:
@@ -175,7 +179,8 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
     and the path of the damaged file is printed.
     """
     stored = stored_records(out, recipe)
-    removed, unused = removed_comparisons(runs, stored), unused_seeds(runs, stored)
+    reads = [read["fingerprint"] for read in all_reads(out / recipe / READS)]
+    removed, unused = removed_comparisons(runs, stored, reads), unused_seeds(runs, stored)
     records = []
     for entry in runs:
         record = None

@@ -161,6 +161,7 @@ EXCLUDED = {  # pairs of options that cannot be used together: why, and what to 
     ("--shard", "--log"): "several shards cannot send results at once; send them afterwards with `smallvit report --log`",
     ("--smoke", "--until-decided"): "a smoke test has no verdicts; remove one of them",
     ("--only seed=...", "--until-decided"): "looks choose the seeds; remove one of them",
+    ("--only pass=...", "--until-decided"): "looks choose the passes; remove one of them",
     ("--on slurm", "--shard"): "each job trains a shard of its own; remove --shard",
     ("--on slurm", "--until-decided"): "a look needs the results of all jobs; choose the number of seeds in the recipe",
     ("--on slurm", "--log"): "several jobs cannot send results at once; send them afterwards with `smallvit report --log`",
@@ -181,7 +182,8 @@ NEEDED = {  # options that have a meaning only with another one: one of these
 def check_options(options: argparse.Namespace):
     """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say."""
     values = {"--" + name.replace("_", "-"): value for name, value in vars(options).items() if value}
-    given = {*values, f"--on {options.on}", *("--only seed=..." for text in options.only if text.startswith("seed="))}
+    seeds = [text.partition("=")[0] for text in options.only if text.startswith(("seed=", "pass="))]
+    given = {*values, f"--on {options.on}", *(f"--only {name}=..." for name in seeds)}
     check_excluded(given, EXCLUDED)
     for flag, others in NEEDED.items():
         if flag in given and given.isdisjoint(others):

@@ -1,14 +1,18 @@
 """What the folder of a recipe's runs says beyond the runs that the recipe lists: removed comparisons, other seeds, looks."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.looks import Looks, first_seeds, read_looks
 from smallvit.passes import passes_of
+from smallvit.recipe import by_settings
 from smallvit.record import RECORD, Record, read_record, settings_of
-from smallvit.run import fingerprint
 from smallvit.verdicts.compare import schedule
+from smallvit.verdicts.comparison import Condition, condition_of
 
 
 def stored_records(out: Path, recipe: str) -> list[Record]:
@@ -35,68 +39,87 @@ def finished_records(folders: Iterable[Path]) -> list[Record]:
     return found
 
 
-def by_settings(runs: Iterable[ArmRun], records: Sequence[Record]) -> dict[str, list[ArmRun]]:
-    """Return which runs of a recipe have the settings of a stored run, as a dict from the fingerprint (hash of the settings) to
-    a list of runs. The random seed does not count: the dict also has the fingerprint of each run with the seed of each stored
-    run. `runs` are the runs of the recipe, and `records` are the results of the stored ones.
-    """
-    seeds = {record.seed for record in records}
-    found: dict[str, list[ArmRun]] = {}
-    for entry in {entry.cell: entry for entry in runs}.values():
-        for run in {entry.seed: entry.run, **{seed: entry.run.at_seed(seed) for seed in seeds}}.values():
-            found.setdefault(fingerprint(run), []).append(entry)
-    return found
+def seeds_in(records: Iterable[Record]) -> set[int]:
+    """Return the random seeds of records (results of runs)."""
+    return {record.seed for record in records}
 
 
-def removed_comparisons(runs: Sequence[ArmRun], records: Sequence[Record]) -> int:
+def removed_comparisons(runs: Sequence[ArmRun], records: Sequence[Record], reads: Sequence[str] = ()) -> int:
     """Return how many comparisons were run and are no longer in the recipe. They still count in the Holm correction of
-    p-values: otherwise a comparison could be deleted after its result was seen. `runs` are the current runs of the recipe, and
-    `records` are the results of all stored runs.
+    p-values: otherwise a comparison could be deleted after its result was seen. `runs` are the current runs of the recipe,
+    `records` are the results of all stored runs, and `reads` are the fingerprints of runs in the order in which they were
+    scored on test images.
 
     A comparison is identified by the settings of its arm (variant), with the number of labels and of training steps, but
     without the random seed and without the name of the arm. It counts as removed if no technique of the recipe has these
-    settings now, also if the arm became a reference. It counts as another comparison if the arm was compared with another
-    control before: then the stored runs of the earlier control have other settings than those of the present one.
+    settings now, also if the arm became a reference. A technique of the recipe has one more comparison for each control that it
+    was compared with before and that has other settings than the present one: it had another name, or the technique was scored
+    before the present control was.
     """
-    current, removed = by_settings((entry for entry in runs if entry.role == "technique"), records), set()
+    current, removed = by_settings((entry for entry in runs if entry.role == "technique"), seeds_in(records)), set()
     baselines = {entry.arm for entry in runs if entry.role == "baseline"}
+    stored: dict[tuple[Condition, str], list[Record]] = {}  # the records of each arm; "" stands for the baselines
+    for record in records:
+        for arm in {record.arm, *[""] * (record.role == "baseline")}:
+            stored.setdefault((condition_of(record), arm), []).append(record)
+    place = {run: number for number, run in reversed([*enumerate(reads)])}  # of the first read
+
+    def scored_at(records: Iterable[Record]) -> float:
+        return min((place.get(record.fingerprint, math.inf) for record in records), default=math.inf)
+
+    @cache
+    def settings_now(controls: frozenset[str], labels: int | None) -> Container[str]:
+        return by_settings((entry for entry in runs if entry.arm in controls and entry.labels == labels), seeds_in(records))
+
     for record in records:
         if record.role != "technique":
             continue
-        entries = current.get(record.fingerprint, [])
-        controls = {entry.baseline for entry in entries if entry.baseline} or baselines
+        entries, settings = current.get(record.fingerprint, []), settings_of(record.run, "seed")
         if not entries:
-            removed.add((settings_of(record.run, "seed"), ""))
-        elif record.baseline and record.baseline not in controls:
-            now = by_settings((e for e in runs if e.arm in controls and e.labels == record.labels), records)
-            before = {r.fingerprint for r in records if (r.arm, r.labels) == (record.baseline, record.labels)}
-            if before.isdisjoint(now):  # otherwise the control was only renamed
-                removed.add((settings_of(record.run, "seed"), record.baseline))
+            removed.add((settings, ""))
+            continue
+        controls = frozenset({entry.baseline for entry in entries if entry.baseline} or baselines)
+        now, known = settings_now(controls, record.labels), stored.get((condition_of(record), record.baseline), [])
+        earlier = [control for control in known if control.fingerprint not in now]
+        has_other_name = record.baseline and record.baseline not in controls
+        if has_other_name or scored_at([record]) < scored_at(control for control in known if control.fingerprint in now):
+            removed |= {(settings, settings_of(control.run, "seed")) for control in earlier}
     return len(removed)
 
 
-def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str) -> Looks | None:
+def with_present_names(records: Sequence[Record], runs: Sequence[ArmRun]) -> list[Record]:
+    """Return records (results) with the arm, role and baseline that the recipe now gives runs of these settings in the same
+    condition, as a list. A record stays as it is if the recipe has no such run. `runs` are the runs of the recipe. So an arm
+    that was renamed keeps its committed records.
+    """
+    current, found = by_settings(runs, seeds_in(records)), []
+    for record in records:
+        now = [e for e in current.get(record.fingerprint, []) if e.cell[1:] == tuple(condition_of(record))]
+        entry = next((e for e in now if e.arm == record.arm), now[0] if now else None)
+        found.append(replace(record, arm=entry.arm, role=entry.role, baseline=entry.baseline) if entry else record)
+    return found
+
+
+def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str, committed: Sequence[Record] = ()) -> Looks | None:
     """Return the planned numbers of seeds at which the comparison is tested (each test is a look), and the present number of
     seeds of each arm (variant), as a `Looks` object. Return None if there are no looks. `runs` are the runs of the recipe,
-    `out` is the folder of all results, and `recipe` is the name of the recipe file.
+    `out` is the folder of all results, and `recipe` is the name of the recipe file. `committed` are further records (results).
 
-    They are those of the file `looks.json`. If it is gone, they are those of the stored records: a comparison that was tested
-    several times stays such a comparison.
+    They are those of the file `looks.json` and of the records: a comparison that was tested several times stays such a
+    comparison if the file is gone, and an arm with a new name has as many seeds as before.
     """
-    if looks := read_looks(out / recipe):
-        return looks
-    records = stored_records(out, recipe)
-    if not any(record.looks for record in records):
+    file, records = read_looks(out / recipe), [*stored_records(out, recipe), *committed]
+    records = [record for record in records if record.looks]
+    current = by_settings(runs, seeds_in(records))
+    records = [record for record in records if record.fingerprint in current]
+    if not file and not records:
         return None
-    current = by_settings(runs, records)
-    with_looks = [record for record in records if record.looks and record.fingerprint in current]
-    if not with_looks:
-        return None
-    planned, seeds = schedule(with_looks), {}
-    for record in with_looks:
+    planned, seeds = file.schedule if file else schedule(records), {}
+    for record in records:
         for entry in current[record.fingerprint]:
             seeds.setdefault(entry.cell, set()).update(passes_of([record.seed], entry.run.folds))
-    return Looks(planned, {cell: max(planned[0], len(each)) for cell, each in seeds.items()})
+    written = dict(file.seeds) if file else {}
+    return Looks(planned, written | {cell: max(written.get(cell, planned[0]), len(each)) for cell, each in seeds.items()})
 
 
 def unused_seeds(runs: Sequence[ArmRun], records: Sequence[Record]) -> dict[tuple, list[int]]:
@@ -111,7 +134,7 @@ def unused_seeds(runs: Sequence[ArmRun], records: Sequence[Record]) -> dict[tupl
     for cell, entries in cells.items():
         if entries[0].looks:
             listed[cell].update(first_seeds(entries, entries[0].looks[-1]))
-    current = by_settings((entry for entry in runs if entry.role in ("baseline", "technique")), records)
+    current = by_settings((entry for entry in runs if entry.role in ("baseline", "technique")), seeds_in(records))
     found: dict[tuple, set[int]] = {}
     for record in records:
         for entry in current.get(record.fingerprint, []):

@@ -55,8 +55,8 @@ def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int
     file, `out` is the folder of all results, and `recipe` is the path of the recipe file.
 
     If the committed records contain all these runs and a schedule, this schedule stays. If the results of the recipe's own
-    seeds are known already, they count as the first look, unless there are fewer seeds than at the first look. They are known
-    if all runs have ended in the folder `out`, or if their records are committed.
+    seeds are known already, they count as the first look, unless there are too few seeds for a verdict. They are known if all
+    runs have ended in the folder `out`, or if their records are committed.
     """
     published = recipe.with_suffix(".jsonl")
     current = {fingerprint(entry.run) for entry in runs}
@@ -64,9 +64,9 @@ def first_schedule(runs: Sequence[ArmRun], out: Path, recipe: Path) -> tuple[int
     if len({record.fingerprint for record in committed} & current) == len(current) and (known := schedule(committed)):
         return known
     seen = all_finished(collect(runs, out, recipe.stem), current) or all_finished(committed, current)
-    cells = by_cell(runs).values()
-    declared = max(len(passes_of((entry.seed for entry in entries), entries[0].run.folds)) for entries in cells)
-    return choose_schedule(declared, seen, LOOKS, ADDED_LOOKS)
+    cells, folds = by_cell(runs).values(), runs[0].run.folds
+    declared = max(len(passes_of((entry.seed for entry in entries), folds)) for entries in cells)
+    return choose_schedule(declared, seen, LOOKS, ADDED_LOOKS, bool(folds))
 
 
 def all_finished(records: Iterable[Record], fingerprints: set[str]) -> bool:

@@ -12,6 +12,8 @@ from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, code, read_records
 from smallvit.report import compare_with_committed
 
+from .stored import with_present_names
+
 
 def main(options: argparse.Namespace) -> int:
     """Train a few runs of a recipe again, and compare the results with the published ones, which are stored beside the recipe
@@ -27,11 +29,14 @@ def main(options: argparse.Namespace) -> int:
     published = path.with_suffix(".jsonl")
     if not published.exists():
         raise ValueError(f"{path.stem} has no committed records ({published.name} beside it); create them with --publish")
-    committed = read_records(published)
+    committed = with_present_names(read_records(published), module.RUNS)
     recorded = {key(record): record for record in committed if record.finished}
     published_runs = [entry for entry in module.RUNS if key(entry) in recorded]
     if not published_runs:
         raise ValueError(f"none of the committed records is of a run in {path.name}: its arms, labels or seeds have changed")
+    known = {key(record) for record in committed}
+    if without := sum(key(entry) not in known for entry in module.RUNS):
+        print(f"{without} of {len(module.RUNS)} runs of the recipe have no committed record, so they cannot be verified")
     runs = only(published_runs, [*options.only, *([f"labels={options.labels}"] if options.labels else [])])
     cheapest = min(runs, key=lambda e: (e.labels is None, e.labels or 0, e.tuning is not None, e.length or 0))
     runs = [entry for entry in runs if key(entry)[1:-1] == key(cheapest)[1:-1]]

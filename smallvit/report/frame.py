@@ -1,11 +1,11 @@
 """The results of a recipe's runs as a pandas DataFrame."""
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smallvit.recipe import find_recipe, load_recipe
+from smallvit.recipe import by_settings, find_recipe, load_recipe
 from smallvit.record import RECORD, TYPES, Record, read_record, read_records
 from smallvit.run import fingerprint
 from smallvit.verdicts.comparison import condition_of
@@ -42,14 +42,19 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
         raise ValueError("records needs pandas, which is not installed; install it with: pip install pandas") from error
     path = find_recipe(str(recipe))
     before, now = committed(path), stored(Path(out) / path.stem, path.stem)
-    current = fingerprints(load_recipe(path).RUNS, {record.seed for record, _ in before + now})
+    runs = load_recipe(path).RUNS
+    seeds = {record.seed for record, _ in before + now}
+    current, entries = fingerprints(runs, seeds), by_settings(runs, seeds)
     # a later row replaces an earlier one: a stored run replaces a committed record only if it is a run of the present recipe
     outdated = [row for row in now + before if row[0].fingerprint not in current]
     present = [row for row in before + now if row[0].fingerprint in current]
     found: dict[tuple, dict[str, Any]] = {}
-    for record, source in outdated + present:
-        row = flat(record) | {"source": source, "current": record.fingerprint in current}
-        found[record.arm, condition_of(record), record.seed] = row
+    names = ("arm", "role", "baseline", "length", "tuning")  # as the recipe has them now; two lengths may share a run
+    for each, source in outdated + present:
+        now = [replace(each, **{name: getattr(e, name) for name in names}) for e in entries.get(each.fingerprint, [])]
+        for record in now or [each]:
+            row = flat(record) | {"source": source, "current": record.fingerprint in current}
+            found[record.arm, condition_of(record), record.seed] = row
     if not found:
         raise ValueError(
             f"the recipe {path.stem} has no records, neither in {Path(out) / path.stem} nor in {path.with_suffix('.jsonl')}; "
