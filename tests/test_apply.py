@@ -106,6 +106,12 @@ def test_copy_keeps_mode_and_precision(reduction, training):
     assert new.eval()(torch.randn(2, 1, 28, 28).bfloat16()).isfinite().all()
 
 
+def test_learned_reduction_is_initialized_as_in_a_model_built_with_it():
+    applied, built = apply(TINY(), LearnedPrune), TINY(reduction=LearnedPrune)
+    biases = {name: weight for name, weight in built.named_parameters() if "reduction" in name and name.endswith("bias")}
+    assert biases and all(torch.equal(applied.get_parameter(name), bias) for name, bias in biases.items())
+
+
 def test_reduction_gets_the_context_of_its_layer():
     contexts = []
     apply(TINY(registers=2), lambda context: contexts.append(context) or Merge(context, r=1))
@@ -168,8 +174,8 @@ def test_named_timm_model_keeps_as_many_tokens_as_in_the_paper():
     ("call", "message"),
     [
         (lambda: apply(TINY(), Merge(LayerContext(), r=6)), "reduction is a .*Merge.*; expected a class"),
-        (lambda: apply(Pixels((8, 8), 1, 3), Merge), "this timm model has the class Pixels"),
-        (lambda: apply(SmallCNN((8, 8), 1, 3), Merge), "this timm model has the class SmallCNN"),
+        (lambda: apply(Pixels((8, 8), 1, 3), Merge), r"got a Pixels; expected .* of timm \(vit_\*\), or for `apply` also a ViT"),
+        (lambda: apply(SmallCNN((8, 8), 1, 3), Merge), "got a SmallCNN; expected a plain Vision Transformer"),
     ],
 )
 def test_instances_and_other_models_are_refused(call, message):

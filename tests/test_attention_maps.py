@@ -485,6 +485,12 @@ def eva():
     return Eva(img_size=SIZE, patch_size=2, embed_dim=16, depth=1, num_heads=2, in_chans=1, num_classes=3)
 
 
+def diverged():
+    model = TINY()
+    nn.init.constant_(model.prefix, math.nan)
+    return model
+
+
 def resnet():
     import timm
 
@@ -501,12 +507,13 @@ def resnet():
         (lambda: TINY(attention=WithoutMap), r"WithoutMap gives no attention map; expected AttentionOutput\(x, map="),
         (lambda: TINY(attention=MapWithoutHeads), r"map of MapWithoutHeads has shape \(3, 25, 25\); expected .* here 3 heads 25 25"),
         (lambda: TINY(attention=MapBeforeSoftmax), "rows of the map of MapBeforeSoftmax do not sum to 1"),
+        (diverged, "the map of Attention is not finite; expected a model that has not diverged"),
         (lambda: TINY(block=WithoutAttention), "this ViT has a WithoutAttention, in which no attention is found"),
         (lambda: TINY(block=Twice), "called 6 times in the 3 blocks of this ViT"),
         (lambda: TINY(depth=0), "this ViT has no blocks"),
         (lambda: timm_vit(attn_layer=timm_attention(WithoutMap)).float(), "TimmWithoutMap gives no attention map"),
     ],
-    ids=["cnn", "attention", "resnet", "eva", "no map", "no heads", "logits", "no attention", "twice", "no blocks", "in timm"],
+    ids=["cnn", "attention", "resnet", "eva", "no map", "no heads", "logits", "diverged", "no attention", "twice", "no blocks", "in timm"],
 )
 def test_model_without_maps_is_refused_by_name_and_hooks_removed(build, message):
     model = build()

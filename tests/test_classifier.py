@@ -169,6 +169,8 @@ def test_wrong_images_and_labels_are_refused(digits):
     fitted = classifier(steps=1).fit(X.reshape(-1, 8, 8), y)
     with pytest.raises(ValueError, match=r"images of shape \(4, 16\); expected \(8, 8, 1\)"):
         fitted.predict(X.reshape(-1, 4, 16))
+    with pytest.raises(ValueError, match=r"Found array with 0 sample\(s\)"):
+        fitted.predict(X[:0].reshape(0, 8, 8))
     with pytest.raises(TypeError, match="sample_weight"):
         fitted.fit(X, y, sample_weight=np.ones(300))
 

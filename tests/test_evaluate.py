@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 import re
 from functools import partial
@@ -233,6 +234,13 @@ def test_a_score_with_values_is_the_float_of_their_mean(values):
         assert again == score and np.array_equal(again.values, score.values)
 
 
+def test_values_in_half_precision_are_accepted_and_those_that_are_not_finite_refused():
+    assert PerImage(torch.tensor([0.25, 1.0], dtype=torch.bfloat16)).values.tolist() == [0.25, 1.0]
+    for value in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="values that are NaN or infinite; expected a finite number for each image"):
+            PerImage([1.0, value])
+
+
 @pytest.mark.parametrize("values", [0.5, torch.zeros(2, 3), []])
 def test_values_that_are_not_one_for_each_image_are_refused(values):
     with pytest.raises(ValueError, match="expected one value for each image"):
@@ -350,6 +358,12 @@ def test_cost_is_that_of_a_forward_pass(kind, splits):
 
 def test_cost_of_a_model_without_blocks(cnn, splits):
     assert list(dict(cost(cnn, splits, repeats=1))) == ["macs", "ms"]
+
+
+@pytest.mark.parametrize("options", [{"repeats": 0}, {"batch": 0}, {"batch": 2.5}], ids=str)
+def test_cost_refuses_impossible_options(options, cnn, splits):
+    with pytest.raises(ValueError, match=r"got batch=.* and repeats=.*; expected whole numbers of at least 1"):
+        dict(cost(cnn, splits, **options))
 
 
 def test_reductions_need_fewer_multiply_adds(splits):

@@ -378,6 +378,13 @@ def test_model_that_cannot_be_exported_is_refused_by_name(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_model_in_half_precision_is_exported_in_float32_and_left_unchanged(tmp_path):
+    model = trained_vit()
+    model.model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(), torch.nn.Linear(3 * 16 * 16, 5)).bfloat16().train()
+    assert export(model, tmp_path / "m.pt2", resize=False) <= LARGEST
+    assert model.model.training and model.model[2].weight.dtype == torch.bfloat16
+
+
 def test_file_that_differs_from_the_model_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("smallvit.deploy.onnx.onnx_file", lambda *_: (b"", lambda images: torch.ones(len(images), 5) / 5))
     with pytest.raises(ValueError, match="was not written: its probabilities differ"):

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from contextlib import redirect_stderr
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from toys import TINY_VIT, randomize
 
 from smallvit import data
 from smallvit.data import Images
+from smallvit.data.images import Rows
 from smallvit.evaluate import FeatureExtractor, Splits, features, few_shot, knn, linear_probe
 from smallvit.pooling import ClassToken, MeanTokens, SequencePool
 from smallvit.pretrained import apply, from_timm
@@ -367,6 +369,17 @@ def test_arrays_and_tensors_are_normalized_by_their_spec():
     assert close(found, extractor.transform(images.pixels())) and not np.allclose(found, expected, atol=1e-2)
 
 
+def test_images_in_a_file_and_floats_of_any_value_are_read():
+    model, images = vit(), noise(9)
+    expected, spec = features(model, images), replace(images.spec, mean=(390.0,), std=(300.0,), dtype="float32")
+    wide = Images(1000 * images.pixels() - 10, images.labels, spec)  # equal to `images` after the normalization
+    stored = replace(images, images=Rows(images.images, torch.arange(9)))
+    for X, options in ((stored, {}), (stored.images, {"spec": images.spec}), (wide, {}), (wide.images.numpy(), {"spec": spec})):
+        assert close(FeatureExtractor(model, batch=4, **options).fit_transform(X), expected)
+    deep = images.images.numpy().astype(np.uint16) * 257  # the same pixels with 16 bits
+    assert close(FeatureExtractor(model, spec=replace(images.spec, dtype="float32")).transform(deep), expected)
+
+
 class DataFrame:
     """A table like that of pandas."""
 
@@ -386,10 +399,12 @@ IMAGES, BYTES = np.zeros((5, 1, 8, 8)), np.zeros((5, 1, 8, 8), np.uint8)
         (BYTES, {"spec": None}, "spec=None; expected the DataSpec .* or 'normalised'"),
         (IMAGES, {"spec": "mnist"}, "spec='mnist'; expected the DataSpec"),
         (BYTES, {"spec": "normalised"}, "torch.uint8 with spec='normalised'; expected floats"),
-        (IMAGES + 255.0, {}, r"from 255.0 to 255.0; expected uint8, or floats in \[0, 1\]"),
-        (IMAGES - 0.1, {}, r"expected uint8, or floats in \[0, 1\]"),
-        (IMAGES + np.nan, {}, r"expected uint8, or floats in \[0, 1\]"),
-        (np.full((5, 1, 8, 8), 200), {}, r"got torch.int64 from 200 to 200; expected uint8"),
+        (IMAGES + 255.0, {}, r"from 255 to 255; pass uint8 .*; expected pixels in \[0, 1\]"),
+        (IMAGES - 0.1, {}, r"expected pixels in \[0, 1\]"),
+        (IMAGES + np.nan, {}, r"expected pixels in \[0, 1\]"),
+        (IMAGES + np.nan, {"spec": replace(noise().spec, dtype="float32")}, "NaN or infinite values; expected finite floats"),
+        (np.full((5, 1, 8, 8), 200), {}, "pixels of type torch.int64; expected uint8"),
+        (np.zeros((5, 1, 8, 8), np.uint16), {}, "pixels of type torch.uint16; expected uint8"),
         (np.zeros((5, 8, 8, 1), np.uint8), {}, r"\(5, 8, 8, 1\); expected n 1 h w, channels first"),
         (np.zeros((5, 3, 8, 8), np.uint8), {}, r"\(5, 3, 8, 8\); expected n 1 h w"),
         (BYTES[:0], {}, "no images to evaluate"),

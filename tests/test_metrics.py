@@ -254,6 +254,7 @@ def test_one_class_alone_cannot_be_scored_by_class():
     for metric in (balanced_accuracy, macro_f1, auc):
         with pytest.raises(ValueError, match="there is one class, 'a'; expected at least two"):
             list(metric(model, splits))
+    assert first(log_loss, model, splits) == 0
 
 
 def test_a_class_without_test_images_is_found_before_training():

@@ -116,6 +116,17 @@ def test_steps_are_a_whole_number_that_grows_with_the_images(images, steps):
     assert baseline(load_recipe(Path("recipe.py"))).steps == steps
 
 
+@pytest.mark.parametrize(("size", "patches", "tokens", "comment"), [((42, 28), 24, 24, ""), ((25, 25), 25, 49, ": 49 tokens in an image")])
+def test_convolutional_stem_has_about_as_many_tokens_as_there_are_patches(size, patches, tokens, comment):
+    for kind in ("circle", "square"):
+        for number in range(5):
+            draw(kind, f"odd/{kind}/{number}.png", size, "L")
+    first = {entry.arm: entry.run for entry in reversed(written("odd").RUNS)}
+    grids = [first[arm].model((size[1], size[0]), 1, 2).tokenizer.grid((size[1], size[0])) for arm in ("scratch", "+conv stem")]
+    assert [rows * columns for rows, columns in grids] == [patches, tokens]
+    assert f"# convolutions in place of patches{comment}\n" in Path("odd.py").read_text()
+
+
 def test_recipe_of_photos_has_groups_unequal_classes_and_skips_broken_files():
     photos()
     images = inspect_images(Path("photos"))

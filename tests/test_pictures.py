@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from smallvit.explain import (
     position_similarity,
     reconstruction_figure,
     rollout,
+    token_map,
 )
 from smallvit.objectives import MAE
 from smallvit.pooling import MeanTokens
@@ -153,6 +155,13 @@ def test_each_position_has_a_map_of_its_cosines_to_all_others(position, prefix, 
     assert saved_bytes(figure, tmp_path) > 1000
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_position_similarity_in_another_precision(dtype):
+    expected = drawn_array(position_similarity(make_vit()).axes[0])
+    found = drawn_array(position_similarity(make_vit().to(dtype)).axes[0])
+    np.testing.assert_allclose(found, expected, atol=0.01)
+
+
 def test_position_similarity_for_another_image_size():
     page = drawn_array(position_similarity(make_vit(), image=(4, 4)).axes[0])
     assert page.shape == (5, 5) and np.isnan(page).sum() == 25 - 16
@@ -212,7 +221,7 @@ def clusters(n=60, d=8, k=3):
 
 def points(figure) -> dict[str, np.ndarray]:
     """The drawn points of each class."""
-    return {dots.get_label(): np.asarray(dots.get_offsets()) for dots in figure.axes[0].collections}
+    return dict(zip(legend(figure), (np.asarray(dots.get_offsets()) for dots in figure.axes[0].collections), strict=True))
 
 
 def legend(figure) -> list[str]:
@@ -339,7 +348,7 @@ def test_gallery_shows_images_in_reading_order_below_their_titles(n, columns, sh
     [lambda x: x, lambda x: x.numpy(), lambda x: (255 * x).byte(), lambda x: x.bfloat16(), lambda x: x.clone().requires_grad_()],
     ids=["floats", "array", "bytes", "bf16", "with a gradient"],
 )
-def test_gallery_accepts_several_types_and_clips_floats(kind, caplog, tmp_path):
+def test_gallery_accepts_several_types_and_rescales_floats(kind, caplog, tmp_path):
     pixels = torch.tensor([0.0, 1.0]).expand(1, 1, 2, 2)
     assert drawn_array(gallery(kind(pixels)).axes[0])[0].tolist() == [[0] * 3, [1] * 3]
     beyond = gallery(3 * pixels - 1)
@@ -366,6 +375,15 @@ def test_gallery_accepts_several_types_and_clips_floats(kind, caplog, tmp_path):
 def test_wrong_images_and_models_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_names_of_classes_are_drawn_as_they_are(tmp_path):
+    names, (x, labels) = ["_bg", "$5_$10", r"cost $\foo$"], clusters()
+    points, cells = feature_view(x, labels, classes=names), confusion_figure([0, 1, 2], [0, 1, 1], names)
+    images = gallery(random_images(3), names)
+    ticks = [[label.get_text() for label in axis] for axis in (cells.axes[0].get_xticklabels(), cells.axes[0].get_yticklabels())]
+    assert [legend(points), *ticks, titles(images)] == [names] * 4
+    assert all(saved_bytes(figure, tmp_path) > 1000 for figure in (points, cells, images))
 
 
 # reconstruction_figure
@@ -400,6 +418,18 @@ def test_constant_images_are_drawn(tmp_path):
         assert saved_bytes(reconstruction_figure(MAE(make_vit()), random_images(1, value=value)), tmp_path) > 1000
         assert saved_bytes(attention_figure(make_vit(), random_images(1, value=value)), tmp_path) > 1000
         assert saved_bytes(gallery(random_images(1, value=value)), tmp_path) > 200
+
+
+def test_pixels_beyond_0_and_1_are_drawn_from_the_smallest_to_the_largest_value():
+    images, model = random_images(2), make_vit()
+    spec = replace(images.spec, mean=(300.0,), std=(250.0,), dtype="float32")
+    wide = Images(1000 * images.pixels() - 200, images.labels, spec)
+    low, high = wide.images.aminmax()
+    expected = ((wide.images - low) / (high - low)).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()
+    figures = [attention_figure(model, wide), reconstruction_figure(MAE(model), wide), token_map(model, wide)]
+    for figure in (gallery(wide, columns=1), *figures):
+        for ax, image in zip(np.array(figure.axes).reshape(2, -1)[:, 0], expected):
+            np.testing.assert_allclose(drawn_array(ax), image, atol=0.003)  # a token map holds bytes
 
 
 # Imports

@@ -162,6 +162,28 @@ class Odd(nn.Module):
         return self.turn(self.turn(self.flat(x))) @ self.bias
 
 
+class Returning(nn.Module):
+    """A layer that returns `result(x)`, before a linear layer."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.odd, self.linear = nn.Identity(), nn.Linear(4, 3)
+        self.odd.forward = lambda x: result(x[..., :1])
+
+    def forward(self, x):
+        self.odd(x)
+        return self.linear(x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    "result, shapes",
+    [(lambda x: [x, 2 * x], [(1, 2, 1)]), (lambda x: {"name": "x", "x": x}, [(1, 2, 1)]), (lambda x: None, [])],
+    ids=["list", "dict", "none"],
+)
+def test_layers_may_return_several_tensors_or_none(result, shapes):
+    assert [step.shape for step in summary(Returning(result), (1, 2, 2))] == [(1, 2, 2), *shapes, (3,)]
+
+
 def test_costs_outside_of_layers_are_listed_and_nothing_is_counted_twice():
     steps = summary(Odd(), (1, 2, 2))
     assert [(step.name, step.params, step.macs) for step in steps[1:]] == [

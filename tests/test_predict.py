@@ -3,6 +3,7 @@
 import csv
 import re
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def test_files_folders_and_patterns_give_each_image_once(images):
     assert found[0] == one and len(found) == len(set(found)) == 10
 
 
+def test_other_spellings_of_a_path_mean_the_same_file(images, monkeypatch):
+    monkeypatch.chdir(images.parent)
+    found = find_files(["images/3.png", "./images", str(images), "images/more/../3.png"])
+    assert found[0] == "images/3.png" and len(found) == 10
+
+
 @pytest.mark.parametrize("name", ["nothing.png", "*.tiff", "empty"])
 def test_text_without_images_is_an_error(name, tmp_path):
     (tmp_path / "empty").mkdir()
@@ -143,6 +150,13 @@ def test_ensemble_is_the_mean_of_the_probabilities(arm, images, tmp_path):
     assert main(["predict", str(arm), *files, "--ensemble", "-o", str(tmp_path / "out.csv")]) == 0
     table = rows((tmp_path / "out.csv").read_text())
     assert np.allclose([[float(row[f"p_{c}"]) for c in ensemble.classes] for row in table], expected, atol=1e-5)
+
+
+def test_models_of_other_pixels_are_no_ensemble(arm):
+    one, other = load(arm / "seed0"), load(arm / "seed1")
+    other.preprocess = replace(other.preprocess, dtype="float32")
+    with pytest.raises(ValueError, match="the models differ in dtype: uint8 and float32"):
+        Ensemble([one, other])
 
 
 def test_several_runs_need_ensemble_or_seed(arm, images, capsys):

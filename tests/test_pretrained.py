@@ -272,6 +272,7 @@ def test_weights_of_another_network_are_refused():
         (dict(embed_layer=timm_tokenizer(ShiftedPatchEmbed)), "ShiftedPatchEmbed"),
         (dict(proj_bias=False), "projections without bias"),
         (dict(patch_size=(7, 14)), "patches that are not square"),
+        (dict(depth=0), "no blocks"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -298,7 +299,7 @@ def test_from_timm_names_another_head(head, part):
 @pytest.mark.parametrize("name", ["resnet10t", "deit_tiny_distilled_patch16_224"])
 def test_from_timm_names_the_class_of_another_model(name):
     model = timm.create_model(name)
-    with pytest.raises(ValueError, match=f"this timm model has the class {type(model).__name__}"):
+    with pytest.raises(ValueError, match=f"got a {type(model).__name__}; expected a plain Vision Transformer of timm"):
         from_timm(model)
 
 
@@ -591,6 +592,7 @@ def test_image_size_of_a_timm_model_can_be_changed(make):
 # pickle
 
 
+NAMED = partial(timm.create_model, "vit_tiny_patch16_224", **TIMM.keywords)  # it keeps our classes, too
 PICKLED = [
     dict(attn_layer=timm_attention(LocalityAttention), embed_layer=timm_tokenizer(PatchEmbed)),
     dict(
@@ -602,7 +604,7 @@ PICKLED = [
 
 @pytest.mark.parametrize("slots", PICKLED, ids=["classes", "options"])
 def test_timm_model_with_our_modules_can_be_copied_and_saved(slots, tmp_path):
-    model, x = random_weights(TIMM(**slots)), torch.randn(2, 1, 28, 28)
+    model, x = random_weights(NAMED(**slots)), torch.randn(2, 1, 28, 28)
     torch.save(model, tmp_path / "model.pt")
     for again in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
         assert torch.equal(again(x), model(x))
@@ -616,7 +618,7 @@ def test_timm_model_with_our_modules_can_be_copied_and_saved(slots, tmp_path):
 
 
 def test_saved_timm_model_with_our_modules_gives_equal_logits_in_a_new_process(tmp_path):
-    models, x = [random_weights(TIMM(**slots)) for slots in PICKLED], torch.randn(2, 1, 28, 28)
+    models, x = [random_weights(NAMED(**slots)) for slots in PICKLED], torch.randn(2, 1, 28, 28)
     torch.save((models, x), tmp_path / "models.pt")
     code = """if True:
         import sys, torch
@@ -672,6 +674,7 @@ MIXED = partial(TIMM, embed_layer=timm_tokenizer(PatchEmbed), **LSA)
         (lambda: timm_tokenizer(PatchEmbed)(28, 7, 1, 24, output_fmt="NCHW"), "timm asks PatchEmbed for output_fmt"),
         (lambda: MIXED()(torch.randn(1, 1, 56, 28)), r"images of \(56, 28\), expected \(28, 28\); .*dynamic_img_size=True"),
         (lambda: MIXED()(torch.randn(1, 1, 28, 28), attn_mask=torch.zeros(17, 17)), "mask has dtype torch.float32"),
+        (lambda: timm_attention(Attention)(24, 3)(torch.randn(1, 5, 24), torch.zeros(5, 5), is_causal=True), "mask has dtype"),
     ],
 )
 def test_options_and_inputs_that_a_slot_does_not_support_are_refused(call, message):

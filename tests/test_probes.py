@@ -335,7 +335,7 @@ def test_values_that_do_not_apply_are_left_out(vit, splits):
 
 @pytest.mark.parametrize(
     "probe, message",
-    [(partial(knn, ks=ks), r"ks is .* from 1 on") for ks in ((), (0,), (5, 0), (-1, 3))]
+    [(partial(knn, ks=ks), r"ks is .* from 1 on") for ks in ((), (0,), (5, 0), (-1, 3), (2.0,), (True,))]
     + [
         (partial(knn, ks=(101, 102)), "100 labelled images"),
         (partial(linear_probe, strengths=()), r"strengths is \(\); expected a tuple"),

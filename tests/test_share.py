@@ -15,7 +15,7 @@ from toys import TINY_VIT, write_recipe
 from smallvit import MAE, Merge, Run, arrays, digits, fit, load, load_recipe, share
 from smallvit.__main__ import main
 from smallvit.deploy import onnx
-from smallvit.deploy.hub import result_lines
+from smallvit.deploy.hub import model_card, result_lines
 from smallvit.record import Record, read_record
 from smallvit.storage import file_sha256
 
@@ -67,6 +67,14 @@ def test_model_card_says_what_a_reader_needs(runs, tmp_path, capsys):
     assert f"accuracy of this model on 500 test images: {record.test['accuracy']:.4g}" in text
     assert "accuracy of 3 models that differ in the seed" in text and "95% interval" in text
     assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9" in text and "8 x 8" in text and "100 labels" in text and "Limits" in text
+
+
+def test_model_card_of_float_pixels_says_how_they_are_read(runs):
+    trained = load(runs / "seed0")
+    assert "scaled to [0, 1] and normalized" in model_card(trained, [], None, False, "x")
+    trained.preprocess = replace(trained.preprocess, dtype="float32")
+    text = model_card(trained, [], None, False, "x")
+    assert "kept as floats (16-bit values divided by 65535) and normalized" in text and "[0, 1]" not in text
 
 
 def test_model_card_of_a_cross_validation_counts_passes_and_not_folds(runs):

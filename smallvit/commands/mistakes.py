@@ -1,6 +1,7 @@
 """smallvit report R --mistakes ARM: the test images that an arm gets wrong most often and most surely, over all seeds."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ class Mistake:
     image       the position of the image in the test set; in a cross-validation, among all images of the data set
     name        the name of its file, or a text with its position
     true        the name of its class
-    pixels      the image, shape (channels, height, width), from 0 to 1
+    pixels      the image, shape (channels, height, width), from 0 to 1; pixels that the data set keeps as floats may have any
+                value
     tested      how many models predicted its class
     guesses     the name of the predicted class of each model that was wrong
     confidence  the probability that each of these models gave to its prediction
@@ -53,11 +55,12 @@ class Mistake:
 
 
 def show_mistakes(
-    arm: str, runs: Sequence[ArmRun], records: Sequence[Record], comparison: Comparison, out: Path, recipe: str
+    arm: str, runs: Sequence[ArmRun], records: Sequence[Record], comparison: Comparison, out: Path, recipe: str, command: str
 ) -> str:
     """Return a text that lists the test images that an arm (variant) gets wrong most often, and among these most surely, over
     all seeds. Also draw them and save the drawing as a PNG file beside the report. `runs` are the runs of the recipe `recipe`,
-    `records` are their results, `comparison` holds all results, and `out` is the folder of all results.
+    `records` are their results, `comparison` holds all results, and `out` is the folder of all results. `command` is the
+    command that trains the runs, such as `smallvit run lab/cells.py --out elsewhere`, for an error message.
 
     The trained models in `out` predict the classes of the test images again. No setting is scored by this, so it is not counted
     as a use of the test images. A setting that is changed after looking at the mistakes is counted when it is scored.
@@ -74,7 +77,7 @@ def show_mistakes(
     if not pairs:
         raise ValueError(
             f"no finished run of {arm!r} is in {out}, and its mistakes are found with the trained models; train them with: "
-            f"smallvit run {recipe}"
+            f"{command} --only {shlex.quote(f'arm={arm}')}"
         )
     finished = {condition_of(record) for _, record in pairs}
     condition = next(c for c in reversed((*comparison.conditions, *comparison.main)) if c in finished)
@@ -167,7 +170,7 @@ def draw(wrong: Sequence[Mistake], path: Path) -> str:
     titles = [f"{m.true[:20]}\n→ {m.guess[:18]}\n{len(m.guesses)} of {m.tested} wrong" for m in wrong]
     try:
         figure = gallery(torch.stack([m.pixels for m in wrong]), titles, columns=5)
+        write_atomic(path, lambda new: figure.savefig(new, format="png", dpi=150))
     except ValueError as error:
         return f"the images cannot be drawn: {error}"
-    write_atomic(path, lambda new: figure.savefig(new, format="png", dpi=150))
     return f"drawn in {path}"

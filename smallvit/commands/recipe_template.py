@@ -1,5 +1,6 @@
 """The text of a new recipe that compares all techniques, or three of them, on a folder of images."""
 
+import math
 from textwrap import wrap
 from typing import Any
 
@@ -100,10 +101,9 @@ def literal(value: object) -> str:
 
 def baseline_text(images: Inspection) -> str:
     """Return the lines of the recipe that define the baseline, the run from scratch."""
-    tokens = images.size[0] * images.size[1] // images.patch**2
     steps = min(max(100 * round(EPOCHS * images.training / BATCH / 100), FEWEST_STEPS), MOST_STEPS)
     lines = [
-        f"patch = {images.patch}  # side of a patch in pixels: {tokens} patches in an image",
+        f"patch = {images.patch}  # side of a patch in pixels: {patches(images)} patches in an image",
         "scratch = sv.Run(",
         "    data=data,",
         "    model=partial(",
@@ -123,6 +123,11 @@ def baseline_text(images: Inspection) -> str:
     if images.unequal:
         lines.append("    evaluators=(sv.balanced_accuracy, sv.accuracy),  # the first one judges: every class counts the same")
     return "\n".join([*lines, ")"])
+
+
+def patches(images: Inspection) -> int:
+    """Return the number of patches into which the baseline divides an image."""
+    return images.size[0] * images.size[1] // images.patch**2
 
 
 def validates(images: Inspection) -> bool:
@@ -156,6 +161,9 @@ def techniques(images: Inspection) -> dict[str, tuple[str, str]]:
     """Return the code and the comment of each arm (variant) except the baseline, as a dict by the name of the arm. A comment is
     empty where the code has comments inside. `images` is what was found in the folder of images, on which the choice depends.
     """
+    layers = max(round(math.log2(images.patch)), 1)  # a token of the stem has 2^layers x 2^layers pixels
+    tokens = math.prod(-(-side // 2**layers) for side in images.size)
+    others = f": {tokens} tokens in an image" * (tokens != patches(images))
     arms = {
         "+augmentation": (augmentation(images), ""),
         "+mixup": ("scratch.vary(augment=(sv.augment.Mixup(),))", "two images and their labels are mixed"),
@@ -163,8 +171,8 @@ def techniques(images: Inspection) -> dict[str, tuple[str, str]]:
         "+label smoothing": ("scratch.vary(augment=(sv.augment.SmoothLabels(amount=0.1),))", "labels less sure than 0 and 1"),
         "+SPT": ("scratch.vary(tokenizer=partial(sv.ShiftedPatchEmbed, patch=patch))", "shifted patches"),
         "+conv stem": (
-            f"scratch.vary(tokenizer=partial(sv.ConvStem, layers={max(images.patch.bit_length() - 1, 1)}))",
-            "convolutions in place of patches",
+            f"scratch.vary(tokenizer=partial(sv.ConvStem, layers={layers}))",
+            f"convolutions in place of patches{others}",
         ),
         "+LSA": (
             "scratch.vary(attention=sv.LocalityAttention)",

@@ -109,7 +109,8 @@ def report(options: argparse.Namespace) -> int:
     write_report(path, module, records, target, options.scale_steps, models=trained_here, out=all_results)
     write_tables(records, target, options)
     if options.mistakes:
-        print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem))
+        command = run_command(path, Path(options.out), scale_option(options.scale_steps))
+        print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem, command))
     if options.log:
         print(f"{options.log}: sent {send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))} runs")
     if options.disagreements:

@@ -165,7 +165,7 @@ def as_rows(X: Any) -> tuple[Any, tuple[int, ...] | None]:
     other `X` is returned as it is, with None, so that scikit-learn checks it.
     """
     X = X if hasattr(X, "ndim") else np.asarray(X)
-    return (np.asarray(X).reshape(len(X), -1), tuple(X.shape[1:])) if X.ndim > 2 else (X, None)
+    return (np.asarray(X).reshape(len(X), prod(X.shape[1:])), tuple(X.shape[1:])) if X.ndim > 2 else (X, None)
 
 
 def whole_shape(features: int, found: tuple[int, ...] | None, given: tuple[int, ...] | None) -> tuple[int, int, int]:

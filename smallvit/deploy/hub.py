@@ -140,6 +140,7 @@ def model_card(trained: TrainedModel, records: Sequence[Record], license: str | 
         "datasets": [data],
         "metrics": [record.score or "accuracy"],
     }
+    scaled = "scaled to [0, 1]" if preprocess.dtype == "uint8" else "kept as floats (16-bit values divided by 65535)"
     (h, w), gray = preprocess.size, {1: "gray", 3: "RGB", 4: "RGBA"}.get(preprocess.channels, f"{preprocess.channels} channels")
     counted = f"{record.params:,} parameters" if record.params else "an unknown number of parameters"
     lines = [
@@ -180,7 +181,7 @@ def model_card(trained: TrainedModel, records: Sequence[Record], license: str | 
         "",
         "## Preprocessing",
         "",
-        f"Images are turned upright, converted to {gray}, resized to {h} x {w} pixels (bicubic, antialiased), scaled to [0, 1] "
+        f"Images are turned upright, converted to {gray}, resized to {h} x {w} pixels (bicubic, antialiased), {scaled} "
         f"and normalized with mean {numbers(preprocess.mean)} and standard deviation {numbers(preprocess.std)}. "
         "`smallvit.load` does all this.",
         "",

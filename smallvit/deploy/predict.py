@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from glob import glob
@@ -37,7 +38,7 @@ class Ensemble(ImageClassifier):
             raise ValueError("got no models; expected at least one TrainedModel, as smallvit.load returns it")
         self.models, self.preprocess = list(models), models[0].preprocess
         for model in models:
-            for name in ("classes", "size", "channels"):
+            for name in ("classes", "size", "channels", "dtype"):
                 one, other = getattr(self.preprocess, name), getattr(model.preprocess, name)
                 if one != other:
                     raise ValueError(f"the models differ in {name}: {one} and {other}; expected models of the same images")
@@ -101,13 +102,13 @@ def settings_key(record: Record) -> str:
 
 
 def find_files(names: Iterable[str]) -> list[str]:
-    """Return the image files that the texts `names` stand for, each once. A text is a file, a folder, which is searched with
-    its subfolders, or a pattern such as "scans/*.png". A file that is named directly is always kept; in folders only files with
-    the suffix of an image count, and hidden files and folders do not.
+    """Return the image files that the texts `names` stand for, each once, also if several texts mean it. A text is a file, a
+    folder, which is searched with its subfolders, or a pattern such as "scans/*.png". A file that is named directly is always
+    kept; in folders only files with the suffix of an image count, and hidden files and folders do not.
 
     Raises ValueError if a text stands for no image.
     """
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     for name in names:
         path = Path(name)
         if path.is_dir():
@@ -117,8 +118,9 @@ def find_files(names: Iterable[str]) -> list[str]:
         if not files:
             what = "has no images" if path.is_dir() else "is no file, no folder and no pattern of which a file exists"
             raise ValueError(f"{name} {what}; expected image files, folders with images, or patterns such as 'scans/*.png'")
-        found |= dict.fromkeys(files)
-    return list(found)
+        for file in files:
+            found.setdefault(os.path.abspath(file), file)
+    return list(found.values())
 
 
 def visible_files(folder: Path) -> list[Path]:
@@ -132,8 +134,8 @@ def ignored_files(names: Iterable[str]) -> Counter[str]:
     of an image, for each suffix.
     """
     folders = [Path(name) for name in names if Path(name).is_dir()]
-    files = dict.fromkeys(file for folder in folders for file in visible_files(folder) if not is_image(file.name))
-    return Counter(file.suffix.lower() for file in files)
+    files = {os.path.abspath(file): file for folder in folders for file in visible_files(folder) if not is_image(file.name)}
+    return Counter(file.suffix.lower() for file in files.values())
 
 
 class Predictions(NamedTuple):

@@ -5,13 +5,15 @@ The class follows scikit-learn's protocol without inheriting from it, so that im
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smallvit.data import DataSpec, Images
+from smallvit.data import DataSpec, Images, Preprocess
+from smallvit.data.images import Rows
 
 from .hooks import Array, feature_reader, read_batches
 from .splits import require_images
@@ -26,9 +28,9 @@ class FeatureExtractor:
     `transform` takes `Images`, or an array or tensor of shape (n, c, h, w) or, for one channel, (n, h, w).
 
     spec              how an array is normalized. The `DataSpec` of the data that the model was trained on, for uint8 pixels or
-                      floats in [0, 1]; or "normalised", for floats that are normalized already. It is required for arrays,
-                      since wrongly normalized pixels give wrong features without an error. `Images` use their own spec, unless
-                      one is given here.
+                      floats in [0, 1] (with `dtype="float32"` also uint16, and any floats); or "normalised", for floats that
+                      are normalized already. It is required for arrays, since wrongly normalized pixels give wrong features
+                      without an error. `Images` use their own spec, unless one is given here.
     of, layers, norm  the place where the features are read, as in `features`.
     features          a function `(model, x) -> b d` instead of a place, for any `nn.Module`.
     batch             the number of images in a batch.
@@ -36,8 +38,8 @@ class FeatureExtractor:
     The model is not trained. `fit` only reads the first image, checks that it fits, and remembers the number of features;
     `transform` needs no `fit`. Clones, for example in cross-validation, share the model.
 
-    Raises   ValueError for tables and flattened images, for arrays without `spec`, for pixels outside [0, 1] or with another
-             number of channels than the spec, and as `features` does.
+    Raises   ValueError for tables and flattened images, for arrays without `spec`, for pixels that `Preprocess` refuses or with
+             another number of channels than the spec, and as `features` does.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class FeatureExtractor:
         else:
             raise ValueError("got features= together with of, layers or norm; expected a function or a named place, not both")
         images, spec = as_images(X, self.spec)
-        return read_batches(self.model, map(partial(normalize, spec=spec), images[:limit].split(self.batch)), reader)
+        stop = len(images) if limit is None else limit
+        batches = (images[start : min(start + self.batch, stop)] for start in range(0, stop, self.batch))
+        return read_batches(self.model, map(partial(normalize, spec=spec), batches), reader)
 
     def get_feature_names_out(self, input_features=None) -> Array:
         """Return an array with the names of the features: "featureextractor0", "featureextractor1" and so on. `input_features`
@@ -141,18 +145,19 @@ class FeatureExtractor:
         )
 
 
-def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | None]:
+def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor | Rows, DataSpec | None]:
     """Return images as one tensor (images, channels, height, width), and the `DataSpec` (a description of the data set) with
     the mean and standard deviation to normalize them. `X` is an `Images` object, an array or a tensor. `spec` is a `DataSpec`,
-    None for that of the `Images` object, or "normalised" if `X` is normalized already; then the second result is None.
+    None for that of the `Images` object, or "normalised" if `X` is normalized already; then the second result is None. Images
+    in a memory-mapped file (`Rows`) are not read.
 
-    Raises ValueError for anything but images, and for pixels that do not fit the spec.
+    Raises ValueError for anything but images, and for another number of channels than the spec has.
     """
     import numpy as np
 
     if isinstance(X, Images):
         X, spec = X.images, X.spec if spec is None else spec
-    if not isinstance(X, np.ndarray | Tensor) or X.ndim not in (3, 4):
+    if not isinstance(X, np.ndarray | Tensor | Rows) or len(X.shape) not in (3, 4):
         given = f"shape {tuple(X.shape)}" if isinstance(X, np.ndarray | Tensor) else f"a {type(X).__name__}"
         raise ValueError(f"got {given}; expected Images, or an array or tensor n c h w or n h w; reshape flattened images")
     if not (isinstance(spec, DataSpec) or (isinstance(spec, str) and spec == "normalised")):
@@ -161,26 +166,25 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor, DataSpec | N
             " for floats that are normalized already"
         )
     require_images(X)
-    images = X if isinstance(X, Tensor) else torch.from_numpy(np.ascontiguousarray(X))
-    images = images[:, None] if images.ndim == 3 else images
+    images = torch.from_numpy(np.ascontiguousarray(X)) if isinstance(X, np.ndarray) else X
+    images = images[:, None] if len(images.shape) == 3 else images
     if isinstance(spec, str):
-        if not images.is_floating_point():
+        if not images.dtype.is_floating_point:
             raise ValueError(f"got {images.dtype} with spec='normalised'; expected floats, or a DataSpec to normalize them")
         return images, None
     if images.shape[1] != spec.channels:
         raise ValueError(
             f"got images of shape {tuple(images.shape)}; expected n {spec.channels} h w, channels first, as in {spec.name}"
         )
-    fits = images.dtype == torch.uint8 or (images.is_floating_point() and bool(((images >= 0) & (images <= 1)).all()))
-    if not fits:
-        lowest, highest = images.min().item(), images.max().item()
-        raise ValueError(f"got {images.dtype} from {lowest} to {highest}; expected uint8, or floats in [0, 1]")
     return images, spec
 
 
 def normalize(images: Tensor, spec: DataSpec | None) -> Tensor:
-    """Return images as normalized float tensors. `spec` holds the mean and standard deviation. If `spec` is None, the images
-    are normalized already. Bytes are first divided by 255.
+    """Return images (images, channels, height, width) of any size as normalized float tensors. `spec` holds the mean and
+    standard deviation. If `spec` is None, the images are normalized already.
+
+    Raises ValueError for pixels that `Preprocess` refuses.
     """
-    pixels = images.float() / 255 if images.dtype == torch.uint8 else images.float()
-    return pixels if spec is None else spec.normalise(pixels)
+    if spec is None:
+        return images.float()
+    return replace(Preprocess.from_spec(spec), size=(images.shape[2], images.shape[3]))(images)

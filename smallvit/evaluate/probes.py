@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smallvit.augment.batch import is_whole_number
 from smallvit.data import Images
 from smallvit.rng import shuffled
 
@@ -51,9 +52,10 @@ def knn(
     With `metric="balanced_accuracy"`, "macro_f1" or "auc", this score is yielded first, under its own name. It is that of the
     first k, where the share of the votes is the probability of a class.
 
-    Raises   ValueError for a k below 1, if every k is above the number of labelled images, and for an unknown metric.
+    Raises   ValueError for a k that is no whole number from 1 on, if every k is above the number of labelled images, and for an
+             unknown metric.
     """
-    if not isinstance(ks, tuple | list) or min(ks, default=0) < 1:
+    if not isinstance(ks, tuple | list) or not ks or not all(map(is_whole_number, ks)):
         raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
     ks = tuple(k for k in ks if k <= len(splits.train))
     if not ks:

@@ -139,7 +139,11 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
     `macs` of a model that reduces its tokens comes from a formula if every attention has an output projection `proj`, else it
     is `flops / 2`. The times are measured, so this is the only evaluator that is not deterministic.
+
+    Raises   ValueError for `batch` or `repeats` below 1, and if there are no images.
     """
+    if not (is_whole_number(batch) and is_whole_number(repeats)):
+        raise ValueError(f"got batch={batch!r} and repeats={repeats!r}; expected whole numbers of at least 1")
     images = next(iter(require_images(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as reference:
         images = images.to(reference)

@@ -1,5 +1,6 @@
 """What an evaluator receives and returns: three sets of labelled images, and named numbers."""
 
+import math
 from collections.abc import Iterator, Sized
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,16 +37,20 @@ class PerImage(float):
     If an evaluator yields such a score first, the record of the run keeps the values: as bits if they are 0 or 1 (see
     `Record.correct`), else as numbers. Then verdicts also take into account that the test images are a random sample.
 
-    Raises   ValueError if the values are not one-dimensional, if there are none, or if their mean is not the score.
+    Raises   ValueError if the values are not one-dimensional or not finite, if there are none, or if their mean is not the
+             score.
     """
 
     values: Any
 
     def __new__(cls, values: Any, score: float | None = None) -> "PerImage":
-        array = torch.as_tensor(values).detach().cpu().numpy()
+        tensor = torch.as_tensor(values).detach().cpu()
+        array = (tensor.double() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         if array.ndim != 1 or not array.size:
             raise ValueError(f"got values of shape {array.shape}; expected one value for each image, shape (images,)")
         mean = float(array.mean(dtype="float64"))
+        if not math.isfinite(mean):
+            raise ValueError("got values that are NaN or infinite; expected a finite number for each image")
         if score is not None and not abs(mean - score) <= 1e-6 * max(1.0, abs(score)):
             raise ValueError(f"the values have the mean {mean:.6g}, the score is {score:.6g}; expected values with this mean")
         result = super().__new__(cls, mean if score is None else score)

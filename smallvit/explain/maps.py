@@ -236,8 +236,8 @@ def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
 
 
 def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tensor:
-    """Return the attention map `weights` unchanged if it is valid, else raise ValueError. A valid map has the right shape, and
-    its rows sum to 1. `output` is the output of the attention module `attention`.
+    """Return the attention map `weights` unchanged if it is valid, else raise ValueError. A valid map is finite, has the right
+    shape, and its rows sum to 1. `output` is the output of the attention module `attention`.
 
     None is not valid. Rows may have any sum if the module has an attribute `rows_sum_to_1` that is False.
     """
@@ -249,6 +249,8 @@ def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tens
     b, n = getattr(output, "x", output).shape[:2]
     if weights.ndim != 4 or weights.shape[0] != b or weights.shape[2:] != (n, n):
         raise ValueError(f"the map of {name} has shape {tuple(weights.shape)}; expected b heads n n, here {b} heads {n} {n}")
+    if not weights.isfinite().all():
+        raise ValueError(f"the map of {name} is not finite; expected a model that has not diverged")
     if getattr(attention, "rows_sum_to_1", True) and not ((weights.float().sum(-1) - 1).abs() < 0.02).all():
         raise ValueError(f"the rows of the map of {name} do not sum to 1; expected the weights after the softmax")
     return weights

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .maps import Query, patch_attention, rollout
-from .sheet import GAP, GONE, TITLE, check_spec, image_grid, to_rgb
+from .sheet import GAP, GONE, TITLE, check_spec, image_grid, shown_range, to_rgb
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,12 +83,13 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
     spec = images.spec
     result = mae.reconstruct(spec.normalise(images.pixels()).to(next(mae.parameters())), seed=seed)
     mean, std = result.image.new_tensor([spec.mean, spec.std])[..., None, None]
+    shown = shown_range(images.pixels())
 
     def unnormalize(x: Tensor) -> np.ndarray:
         """Return the normalized images `x` as an array of RGB pixels from 0 to 1. The mean and the standard deviation are those
         of the data set from which the figure's images come.
         """
-        return to_rgb((x * std + mean).double().cpu())
+        return to_rgb((x * std + mean).double().cpu(), shown)
 
     image, hidden = unnormalize(result.image), result.mask.any(1).cpu().numpy()[..., None]
     columns = {
@@ -110,8 +111,9 @@ def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int
     """Return a matplotlib figure that shows many images in a grid, for example misclassified images. `titles` holds one title
     for each image. The option `columns` is the number of images in a row.
 
-    `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats in [0, 1]. Floats outside
-    of this range are clipped. `titles` has one text per image, or is empty.
+    `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats. Where some floats lie
+    outside of [0, 1], the smallest value of all images is drawn in black and the largest one in white. `titles` has one text
+    per image, or is empty.
 
     gallery(test.take(wrong), [f"{guess}, not {label}" for guess, label in zip(guesses[wrong], test.labels[wrong])])
 
@@ -130,7 +132,7 @@ def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int
     for ax, image in zip(axes.flat, pixels):
         ax.imshow(image, interpolation="none")
     for ax, title in zip(axes.flat, titles):
-        ax.set_title(title, fontsize=9, pad=3)
+        ax.set_title(title, fontsize=9, pad=3, parse_math=False)  # the name of a class may contain "$"
     return figure
 
 

@@ -6,6 +6,7 @@ neither a model nor torch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +82,10 @@ def position_embeddings(model: Any, image: tuple[int, int] | None) -> tuple[np.n
         grid = model.tokenizer.grid(image or model.image)
         if model.position is None:
             raise ValueError(f"this {kind} has no positions (position=None); expected a model that adds some to its tokens")
-        zeros = model.prefix.new_zeros(1, len(model.prefix) + grid[0] * grid[1], model.prefix.shape[1])
+        position = copy.deepcopy(model.position).float()  # half precision would round what is added to 1
+        zeros = model.prefix.new_zeros(1, len(model.prefix) + grid[0] * grid[1], model.prefix.shape[1], dtype=torch.float32)
         with torch.inference_mode():
-            table, other = ((model.position(x, grid) - x)[0, len(model.prefix) :] for x in (zeros, zeros + 1))
+            table, other = ((position(x, grid) - x)[0, len(model.prefix) :] for x in (zeros, zeros + 1))
         if not torch.allclose(table, other, atol=1e-3):
             name = type(model.position).__name__
             raise ValueError(f"the positions of this {kind} ({name}) depend on the image; expected Learned or fixed ones")
@@ -151,16 +153,17 @@ def feature_view(
     present = np.unique(numbers)
     legend_columns = -(-len(present) // 20)
     figure, ax = new_figure(5.8 + 0.8 * legend_columns, 5)
-    for number, color in zip(present, class_colors(len(present))):
-        name = str(number if classes is None else classes[number])
+    for place, (number, color) in enumerate(zip(present, class_colors(len(present)))):
         size = float(np.clip(6_000 / len(x), 5, 30))
-        ax.scatter(*points[numbers == number].T, s=size, color=color, alpha=0.8, linewidths=0, label=name)
+        ax.scatter(*points[numbers == number].T, s=size, color=color, alpha=0.8, linewidths=0, label=str(place))
     ax.set(xlabel=axis_names[0], ylabel=axis_names[1], title=f"{len(x):,} images, {x.shape[1]} channels")
     ax.set_aspect("equal", adjustable="datalim")
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, markerscale=2, ncols=legend_columns)
+    legend = figure.legend(loc="outside right upper", frameon=False, markerscale=2, ncols=legend_columns)
+    for text, number in zip(legend.get_texts(), present):  # a label that begins with "_" would be left out
+        text.set(text=str(number if classes is None else classes[number]), parse_math=False)
     return figure
 
 
@@ -240,8 +243,8 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     for row, column in np.argwhere(counts):
         ax.text(column, row, str(counts[row, column]), ha="center", va="center", fontsize=8)
     rotation = 90 if max(map(len, map(str, classes))) > 3 else 0
-    ax.set_xticks(range(k), classes, rotation=rotation)
-    ax.set_yticks(range(k), classes)
+    ax.set_xticks(range(k), classes, rotation=rotation, parse_math=False)
+    ax.set_yticks(range(k), classes, parse_math=False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     wrong = int(np.count_nonzero(predicted != true))

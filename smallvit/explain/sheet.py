@@ -46,12 +46,12 @@ def to_array(values: Any) -> np.ndarray:
     return np.asarray(values)
 
 
-def to_rgb(pixels: Any) -> np.ndarray:
+def to_rgb(pixels: Any, shown: tuple[float, float] | None = None) -> np.ndarray:
     """Return images as an array of RGB floats from 0 to 1 for matplotlib, shape (batch, height, width, 3). `pixels` has the
-    shape (batch, channels, height, width), with bytes from 0 to 255 or floats from 0 to 1.
+    shape (batch, channels, height, width), with bytes from 0 to 255 or floats.
 
-    `pixels` is a tensor or an array of bytes (uint8) or of floats; floats outside of [0, 1] are clipped. Gray images get three
-    equal channels.
+    `pixels` is a tensor or an array of bytes (uint8) or of floats. Gray images get three equal channels. `shown` are the values
+    that become 0 and 1; values outside are clipped. None takes those of `shown_range`.
 
     Raises   ValueError for another type, another number of dimensions, no images, or neither 1 nor 3 channels.
     """
@@ -59,13 +59,24 @@ def to_rgb(pixels: Any) -> np.ndarray:
 
     pixels = to_array(pixels)
     if pixels.dtype != np.uint8 and pixels.dtype.kind not in "bf":
-        raise ValueError(f"got pixels of {pixels.dtype}; expected bytes (uint8), or floats in [0, 1]")
+        raise ValueError(f"got pixels of {pixels.dtype}; expected bytes (uint8), or floats")
     if pixels.ndim != 4 or not len(pixels):
         raise ValueError(f"got pixels of shape {pixels.shape}; expected b c h w, at least one image")
     if pixels.shape[1] not in (1, 3):
         raise ValueError(f"got images of {pixels.shape[1]} channels; expected gray (1) or color (3) to draw")
     pixels = pixels / 255 if pixels.dtype == np.uint8 else pixels
-    return np.broadcast_to(np.clip(pixels, 0, 1).transpose(0, 2, 3, 1), (len(pixels), *pixels.shape[2:], 3))
+    low, high = shown_range(pixels) if shown is None else shown
+    pixels = np.clip((pixels - low) / (high - low), 0, 1)
+    return np.broadcast_to(pixels.transpose(0, 2, 3, 1), (len(pixels), *pixels.shape[2:], 3))
+
+
+def shown_range(pixels: Any) -> tuple[float, float]:
+    """Return the values of `pixels`, a tensor or an array of floats, that are drawn in black and in white. They are 0 and 1 or,
+    if some values lie outside of [0, 1], the smallest and the largest value of all images together.
+    """
+    pixels = to_array(pixels)
+    low, high = (float(pixels.min()), float(pixels.max())) if pixels.size else (0, 1)
+    return (low, high) if low < high and (low < 0 or high > 1) else (0, 1)
 
 
 def check_spec(images: Any):

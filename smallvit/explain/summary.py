@@ -61,6 +61,7 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     Raises   ValueError if `image` is missing for a model that is not a `ViT`, or is not three numbers.
     """
     import torch
+    from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import FlopCounterMode
 
     from smallvit.evaluate import frozen
@@ -92,11 +93,11 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
     def after_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Any):
         """Forward hook of a layer: add a row for the layer to the table. `name` is the name of the layer, and `output` is its
-        output.
+        output. The shape is that of the first tensor in the output, or of the row above if there is none.
 
         Layers such as dropout get no row: they have no parameters, buffers or multiply-adds, and keep the shape.
         """
-        shape = tuple((output[0] if isinstance(output, tuple) else output).shape[1:])
+        shape = next((tuple(x.shape[1:]) for x in tree_leaves(output) if isinstance(x, torch.Tensor)), rows[-1].shape)
         macs, params = (counter.get_total_flops() - flops_before[name]) // 2, count_unseen_parameters(module.parameters())
         if macs or params or shape != rows[-1].shape or any(True for _ in module.buffers()):
             rows.append(Step(name, describe_class(module), shape, params, macs))

@@ -139,7 +139,7 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
 
     The dict has these keys: `shape`, (images, height, width, channels) of the pixels; `pixels`, bytes compressed by zlib and
     written in base64; `grid`, rows and columns of patches; `blocks`; and `groups[image][block][patch]` as in `Trace`. Pixels
-    that are floats become bytes.
+    that are floats become bytes. Where some lie outside of [0, 1], the smallest value becomes 0 and the largest one 255.
 
     Raises   ValueError as `trace` does, for a block number that the model does not have, for pixels without a `spec`, and for
              images with neither 1 nor 3 channels.
@@ -147,7 +147,7 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
     import base64
     import zlib
 
-    import torch
+    import numpy as np
 
     check_spec(images)
     if images.spec.channels not in (1, 3):
@@ -157,7 +157,7 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
     blocks = list(range(depth) if blocks is None else blocks)
     if not blocks or not all(0 <= block < depth for block in blocks):
         raise ValueError(f"blocks is {blocks}; expected some of this model, from 0 to {depth - 1}")
-    pixels = (255 * images.pixels()).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    pixels = (255 * to_rgb(images.images)[..., : images.spec.channels]).round().astype(np.uint8)
     return {
         "shape": list(pixels.shape),
         "pixels": base64.b64encode(zlib.compress(pixels.tobytes(), 9)).decode("ascii"),

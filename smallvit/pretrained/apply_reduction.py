@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smallvit.flops import speedup, unreduced
-from smallvit.vit import ViT, check_slots
+from smallvit.vit import ViT, check_slots, initialize
 
 from .convert import from_timm
 
@@ -34,7 +34,7 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
         return new
     for block, place in zip(new.blocks, new.layer_contexts(len(new.blocks), new.image)):
         made = reduction(place)
-        block.reduction = None if made is None else made.to(new.norm.weight).train(new.training)
+        block.reduction = None if made is None else initialize(made).to(new.norm.weight).train(new.training)
     if timed_on is None:
         return new
     times = speedup(copy.deepcopy(new).eval(), timed_on)[1]

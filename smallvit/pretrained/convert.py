@@ -146,6 +146,12 @@ def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
 
     The function is a `functools.partial`.
     """
+    from timm.models.vision_transformer import VisionTransformer
+
+    kind = type(model)
+    if kind is not VisionTransformer:
+        expected = "a plain Vision Transformer of timm (vit_*), or for `apply` also a ViT"
+        raise ValueError(f"got a {kind.__name__}; expected {expected}")
     if parts := unsupported_parts(model):
         raise ValueError(f"this timm model has {', '.join(parts)}, which a ViT does not; expected a plain vit_* model")
     first, dim = model.blocks[0], model.embed_dim
@@ -180,8 +186,8 @@ def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
 
 
 def unsupported_parts(model: Any) -> list[str]:
-    """Return a list of the classes and settings in a timm model that our `ViT` does not support, as text. The list is empty if
-    the timm model can be converted to a `ViT`.
+    """Return a list of the classes and settings in a Vision Transformer of timm that our `ViT` does not support, as text. The
+    list is empty if the timm model can be converted to a `ViT`.
     """
     import timm.layers
     from timm.models import vision_transformer as vit
@@ -190,8 +196,8 @@ def unsupported_parts(model: Any) -> list[str]:
     known = {vit.VisionTransformer, vit.Block, layers.PatchEmbed, layers.Attention, layers.Mlp, layers.LayerScale}
     known |= {layers.LayerNorm, layers.DropPath, layers.PatchDropout, layers.GELU, nn.GELU, nn.LayerNorm, nn.Linear, nn.Conv2d}
     known |= {nn.Sequential, nn.Dropout, nn.Identity}
-    if type(model) is not vit.VisionTransformer:
-        return [f"the class {type(model).__name__}"]
+    if not len(model.blocks):
+        return ["no blocks"]
     body = [module for name, module in model.named_modules() if not f"{name}.".startswith("head.")]
     unknown = sorted({type(module).__name__ for module in body if type(module) not in known})
     if unknown:

@@ -1,5 +1,6 @@
 """Use our attentions and tokenizers in models of timm, through timm's arguments `attn_layer=` and `embed_layer=`."""
 
+import copyreg
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
@@ -68,7 +69,7 @@ def attention_class(attention: Callable) -> Any:
             self.to(device=device, dtype=dtype)
 
         def forward(self, x, attn_mask=None, is_causal=False):
-            if is_causal:
+            if is_causal and (attn_mask is None or attn_mask.dtype == torch.bool):  # another mask is refused by our attention
                 n = x.shape[1]
                 causal = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
                 attn_mask = causal if attn_mask is None else attn_mask & causal
@@ -205,20 +206,16 @@ def rename_projection(module: nn.Module, state: dict[str, Tensor], prefix: str, 
 def made_once(make: Callable[[Callable], Any], component: Callable) -> Any:
     """Return the class `make(component)`. Equal components (the same class with equal options) give the same class.
 
-    Instances of the class can be pickled: pickle cannot import the class, because a function makes it, so it calls
-    `make_empty` instead.
+    The class and its instances can be pickled: pickle cannot import the class, because a function makes it, so it calls
+    `made_once` again. It does so for the classes of a metaclass that `copyreg` knows.
     """
     key = make, key_of(component)
     if key not in CLASSES:
-        CLASSES[key] = made = make(component)
-        made.__reduce_ex__ = lambda self, protocol: (make_empty, (make, component), self.__getstate__())
+        made = make(component)
+        metaclass: Any = type("MadeOnce", (type(made),), {})
+        copyreg.pickle(metaclass, lambda _: (made_once, (make, component)))
+        CLASSES[key] = metaclass(made.__name__, (made,), {})
     return CLASSES[key]
-
-
-def make_empty(make: Callable[[Callable], Any], component: Callable) -> Any:
-    """Return an instance without any attributes of the class `made_once(make, component)`. pickle then sets its attributes."""
-    made = made_once(make, component)
-    return made.__new__(made)
 
 
 def key_of(value: Any) -> Hashable:

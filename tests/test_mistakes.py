@@ -1,0 +1,38 @@
+"""smallvit report R --mistakes ARM: the drawing of the images, and the command that trains an arm without models."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from smallvit import Run, SmallCNN, ablate
+from smallvit.commands.mistakes import Mistake, draw, show_mistakes
+
+
+def mistake() -> Mistake:
+    """An image of 4 x 4 pixels that two of three models have classified wrongly."""
+    pixels = torch.rand(1, 4, 4)
+    return Mistake(image=0, name="a.png", true="$1_$5", pixels=pixels, tested=3, guesses=["$5_$10"] * 2, confidence=[0.9, 0.6])
+
+
+def test_names_of_classes_with_dollars_are_drawn(tmp_path):
+    path = tmp_path / "mistakes.png"
+    assert draw([mistake()], path) == f"drawn in {path}" and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figure_that_cannot_be_drawn_is_no_error(tmp_path, monkeypatch):
+    def savefig(*_, **options):
+        raise ValueError("no such font")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    line = draw([mistake()], tmp_path / "mistakes.png")
+    assert line.startswith("the images cannot be drawn: ") and "no such font" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_arm_without_models_is_refused_with_the_command_that_trains_it():
+    base = Run(model=SmallCNN, labels=100, val=50, steps=1)
+    runs = ablate({"scratch": base, "small steps": base.vary(lr=1e-4)}, labels=[100], seeds=range(1), references=())
+    advice = "train them with: smallvit run sub/lab.py --out other --only 'arm=small steps'$"
+    with pytest.raises(ValueError, match=f"no finished run of 'small steps' is in other, .* {advice}"):
+        show_mistakes("small steps", runs, [], None, Path("other"), "lab", "smallvit run sub/lab.py --out other")
