@@ -10,7 +10,7 @@ from smallvit.packing import pack_bits
 from smallvit.recipe import find_recipe
 from smallvit.record import Record
 from smallvit.report import format, remarks
-from smallvit.report.answer import answer
+from smallvit.report.answer import answer, runs_done
 from smallvit.report.page import markdown, run_command
 from smallvit.report.tables import verdict_remarks
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
@@ -151,7 +151,12 @@ def test_old_records_of_known_data_sets_give_the_overlap(data, overlap):
 def test_a_verdict_that_shared_training_images_undo_says_so():
     rows = [replace(r, drawn_share=0.97) for r in PLAIN]
     assert row_of(PLAIN, "+A").verdict == "better"
-    assert row_of(rows, "+A").verdict == "inconclusive" and "better with these training images" in row_of(rows, "+A").reason
+    assert row_of(rows, "+A").verdict == "inconclusive" and row_of(rows, "+A").difference.needs == "pool"
+    same = "better with these training images; "
+    assert row_of(rows, "+A").reason == f"{same}the seeds share too many of them to claim the same for others"
+    few = [replace(r, drawn_share=0.5) for r in PLAIN]
+    assert row_of(few, "+A").reason == f"{same}too few seeds to claim the same for others"
+    assert format.what_helps(compare(few), row_of(few, "+A")).startswith("More seeds would help")
 
 
 def test_a_verdict_says_how_often_it_would_come_out_again():
@@ -210,6 +215,7 @@ def test_a_score_that_is_neither_an_accuracy_nor_recorded_per_image_gets_no_verd
     assert row.difference.p is None and row.difference.low is None and row.difference.seeds_low is not None
     assert row.next_look is None and next_looks([r for r in rows if r.seed < 6]) == {}
     assert "earlier version" not in remarks.notes(compare(rows), [])
+    assert row_of([r for r in rows if r.seed == 0], "+A").verdict == "not enough seeds"
     kept = [replace(r, score=score, test={score: r.result}) for r in PLAIN]
     assert row_of(kept, "+A").verdict == "better", "with bits, every score is a mean over images"
 
@@ -386,8 +392,21 @@ def test_an_arm_that_has_stopped_is_complete():
     c = compare(rows)
     row = row_of(rows, "+A")
     assert (row.verdict, row.stopped, row.next_look) == ("better", "decided", None) and not any(r.failures for r in c.rows)
-    assert "have no result" not in remarks.notes(c, []) and len(row.difference.seeds) == 6
+    assert "have no result" not in remarks.notes(c, [], rows) and len(row.difference.seeds) == 6
     assert "An arm stops when it is better or worse" in " ".join(remarks.how_to_read(c))
+
+
+def test_only_runs_of_the_recipe_are_counted_as_missing():
+    failed = {"status": "failed", "test": None, "correct": None, "score": None}
+    rows = first(sequential({"scratch": 0, "+A": 0.02, "+B": 0}), scratch=12, A=6, B=12)
+    rows = change(rows, "+A", **failed)
+    assert row_of(rows, "+A").failures == dict.fromkeys(range(6), "failed") and runs_done(compare(rows), rows) == (24, 30)
+    assert row_of(change(rows, "+A", status="missing"), "+A").failures == dict.fromkeys(range(6), "missing")
+    fewer = first(records({"scratch": 0, "+A": 0.02, "+B": 0}), scratch=6, A=4, B=6)
+    row = row_of(fewer, "+A")
+    assert (row.verdict, row.reason) == ("no verdict", "+A, seeds 4, 5: missing, no such run")
+    assert row.failures == dict.fromkeys((4, 5), "missing: no such run") and runs_done(compare(fewer), fewer) == (16, 16)
+    assert "have no result" not in markdown(fewer, title="demo", doc="")
 
 
 def test_looks_make_a_verdict_harder_than_a_single_test():

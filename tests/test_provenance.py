@@ -78,11 +78,13 @@ def test_arms_with_the_same_alarm_share_one_sentence():
 
 
 def test_warnings_are_about_the_settings_that_the_tables_show():
-    """The tables show tuned settings as soon as the recipe has them, also while only runs with common settings have finished."""
+    """The tables show tuned settings as soon as one run with them has finished, and common settings before."""
     steep = curve([1.30, 1.24, 1.18, 1.14], [0.632, 0.66, 0.68, 0.687])
     tuned = [replace(r, status="missing", fingerprint=f"t{r.seed}") for r in runs("A", steep, tuning={"trials": 0})]
-    assert undertrained(runs("A", steep)) and not undertrained([*runs("A", steep), *tuned])
+    flat = [replace(r, status="finished") for r in runs("A", curve([1.0] * 4, [0.7] * 4), tuning={"trials": 0})]
+    assert undertrained(runs("A", steep)) and undertrained([*runs("A", steep), *tuned])
     assert undertrained([*runs("A", steep), *(replace(r, status="finished") for r in tuned)])
+    assert not undertrained([*runs("A", steep), *flat])
 
 
 def test_only_the_longest_training_can_be_too_short():

@@ -326,6 +326,10 @@ ANSWERS = {
         records({"s": 0, "+A": 0.05, "+B": 0}, seeds=5),
         r"No verdict is possible yet\. All 2 comparisons have fewer than the 6 seeds that a verdict needs\.",
     ),
+    "before the first look": (
+        change(records({"s": 0, "+A": 0.05}, seeds=7), None, looks=[8, 16, 32]),
+        r"No verdict is possible yet\. 1 comparison has fewer than the 8 seeds of the first look\.",
+    ),
     "everything failed": (
         fail(records({"s": 0, "+A": 0}), "+A"),
         r"No verdict is possible yet\. 1 comparison has no verdict, for the reasons in the table\.",
@@ -539,6 +543,14 @@ def test_every_seed_is_on_the_page_and_one_number_of_labels_needs_no_label_axis(
     assert html(change(rows, None, curve=[]), **PAGE).count("<svg") == 2
 
 
+def test_an_arm_whose_runs_all_failed_has_a_line_in_the_terminal():
+    rows = records({"scratch": 0, "+A": 0, "+B": 0}, labels=(100, 1000))
+    broken = [fail([r], "+A")[0] if r.labels == 1000 else r for r in rows]
+    assert "\n+A at 1,000 labels: no verdict (+A, every seed: failed)\n" in text(broken) and "+A at 100 labels: inc" in text(broken)
+    waiting = [replace(r, status="missing", error=None) if r.status == "failed" else r for r in broken]
+    assert "+A at 1,000 labels" not in text(waiting), "an arm that has not started is no news"
+
+
 def test_failures_show_the_line_of_the_recipe_and_fold_the_traceback():
     assert user_line(TRACEBACK) == "mine.py, line 12: return attention(x) + 1" and user_line("") == ""
     rows = fail(PLAIN, "+A", 3, error="TypeError: no", traceback=TRACEBACK)
@@ -609,6 +621,12 @@ def test_unusual_numbers_are_drawn():
     assert "seeds share no step: scratch, +A" in html(uneven, **PAGE)
 
 
+def test_few_multiply_adds_are_in_thousands():
+    rows = change(change(PLAIN, None, macs=1_000), "+A", macs=80_000)
+    assert "| +A | 1,000 | 80.00 k (80× baseline) |" in markdown(rows, **PAGE)
+    assert "| scratch | 1,000 | 0.10 M |" in markdown(change(PLAIN, None, macs=100_000), **PAGE)
+
+
 def test_costs_of_fewer_tokens_are_in_the_tables_and_a_slower_arm_is_marked():
     rows = costed(records({"scratch": 0, "+A": 0, "+B": 0}), **{"+A": (4e6, 0.25e6, 12.34, 0.9), "+B": (6e6, 0, 20, 1.4)})
     page, row = markdown(rows, **PAGE), row_of(rows, "+A")
@@ -627,6 +645,15 @@ def test_costs_of_fewer_tokens_are_in_the_tables_and_a_slower_arm_is_marked():
 
 
 # Figures
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_are_shortened_in_figures_and_any_script_is_drawn():
+    name = f"{'A ' * 75}with a long name, 2"
+    seen = figures.forest(compare(records({"scratch": 0, name: 0.01, "视觉": 0})))
+    assert f"{name[:39]}…{name[-20:]}" in seen and name not in seen and "视觉" in seen
+    seen = figures.by_labels(compare(records({name: 0, "视觉": 0.01}, labels=(100, 1000))))
+    assert f"{name[:39]}…{name[-20:]}" in seen and name not in seen
 
 
 @pytest.mark.parametrize("macs, drawn", [(6e6, True), (4.1e6, False)])

@@ -12,10 +12,11 @@ from smallvit.__main__ import main
 from smallvit.packing import pack_bits
 from smallvit.record import Record, write_records
 from smallvit.report import html, markdown, text
+from smallvit.report.alarms import main_cells
 from smallvit.report.figures import by_length, by_tuning, forest
 from smallvit.report.provenance import warnings
 from smallvit.report.settings import Trial, tuning_curves
-from smallvit.verdicts import compare
+from smallvit.verdicts import Condition, compare
 
 PAGE = {"title": "demo", "doc": "Does it help?"}
 IMAGES = 2_000
@@ -155,6 +156,40 @@ def test_the_terminal_shows_the_main_condition_and_names_the_others(rows):
     assert "100 labels, 2,000 steps, tuned: test accuracy" in seen and "500 steps:" not in seen
     assert seen.splitlines()[-1] == "The report also shows 2 other conditions (common settings, shorter training)."
     assert "The report also shows" not in text(cell(SHORT))
+
+
+@pytest.mark.parametrize(
+    "waits, main, place",
+    [
+        (lambda r: r.tuning, Condition(100, 2_000), "At 100 labels with common settings and 2,000 training steps, "),
+        (lambda r: r.length == 2_000, Condition(100, 500), "At 100 labels with common settings and 500 training steps, "),
+        (lambda r: r.tuning or r.arm == "+A", Condition(100, 2_000), "At 100 labels with common settings and 2,000 "),
+    ],
+)
+def test_conditions_without_a_result_do_not_hide_the_others(waits, main, place, rows):
+    nothing = dict.fromkeys(("test", "correct", "score"))
+    rows = [replace(r, status="missing", **nothing) if waits(r) else r for r in rows]
+    c, seen, page = compare(rows), text(rows), markdown(rows, **PAGE)
+    waiting = [condition for condition in c.conditions if condition.tuned or condition.length > main.length]
+    assert c.main == (main,) and {condition for condition, _ in main_cells(rows)} == {main}
+    assert seen.splitlines()[-1] == f"Without a result: {'; '.join(condition.title for condition in waiting)}."
+    assert f"+B at {main.title}: " in seen and ("The report also shows 1 other condition" in seen) == (main.length == 2_000)
+    assert page.partition("\n\n")[2].partition("\n\n")[2].startswith(place) and "No verdict is possible" not in page
+    order = [f"## Accuracy\n\n### {main.title}\n", f"## Conditions without a result\n\n### {waiting[0].title}\n", "## Costs"]
+    assert sorted(order, key=page.index) == order and page.count(f"### {waiting[0].title}\n") == 2
+
+
+def test_numbers_of_labels_without_a_result_stay_in_the_main_conditions():
+    broken = dict.fromkeys(("test", "correct", "score")) | {"status": "failed"}
+    rows = [replace(r, **broken) if r.labels == 1_000 else r for n in (100, 1_000) for r in cell(SHORT, labels=n)]
+    assert compare(rows).main == (Condition(100), Condition(1_000)) and "3 comparisons have no verdict" in markdown(rows, **PAGE)
+    assert "+A at 1,000 labels: no verdict (" in text(rows) and text(rows).endswith("\nWithout a result: 1,000 labels.")
+
+
+def test_without_any_result_the_main_condition_is_that_of_the_longest_training(rows):
+    nothing = dict.fromkeys(("test", "correct", "score"))
+    c = compare([replace(r, status="missing", **nothing) for r in rows])
+    assert c.main == (Condition(100, 2_000, True),) and not c.done
 
 
 # Trials

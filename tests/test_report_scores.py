@@ -15,6 +15,7 @@ from smallvit import __main__ as cli
 from smallvit.packing import pack_floats
 from smallvit.record import Record, read_record, write_records
 from smallvit.report import csv_table, html, latex_table, markdown, text
+from smallvit.report.answer import small_cnn
 from smallvit.report.classes import CALIBRATION, CLASSES, CONFUSION
 from smallvit.verdicts import compare
 from smallvit.verdicts.score import score_named
@@ -103,6 +104,14 @@ def test_the_terminal_names_the_score():
     assert text(records(ARMS)).startswith("1,000 labels: test accuracy, mean and SD over seeds\n")
 
 
+def test_a_failed_arm_does_not_hide_the_small_cnn():
+    rows = [r for r in scored("log_loss", lower=True) if r.role != "reference"]
+    rows += [replace(r, arm="small CNN", role="reference") for r in rows if r.arm == "vit"]
+    failed = [replace(r, arm="+B") for r in rows if r.arm == "+SPT"]
+    assert "a higher mean than the best arm" in (words := small_cnn(compare(rows)))
+    assert small_cnn(compare(rows + fail(failed, "+B"))) == words
+
+
 # Single classes
 
 
@@ -169,6 +178,8 @@ def test_the_latex_table_is_complete_and_escaped():
     assert table.count("{") == table.count("}") and table.isascii()
     loss = latex_table(compare(scored("log_loss", lower=True)))
     assert "Log loss &" in loss and "(lower is better)" in loss and r"pixels (by linear\_probe)" in loss
+    assert "standard deviation over 8 seeds." in table
+    assert "standard deviation over 1 seed." in latex_table(compare(records(arms, seeds=1)))
     several = latex_table(compare(records(arms, labels=(100, 1000))))
     assert several.count(r"\multicolumn{5}{l}{\emph{") == 2 and several.count(r"\textbf") == 2
 

@@ -24,6 +24,7 @@ from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
 from smallvit.launch.results import folder as folder_of
 from smallvit.packing import pack_bits, pack_floats
 from smallvit.record import CHECKPOINT, Record
+from smallvit.report.answer import answer
 from smallvit.report.remarks import how_to_read
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags, fit
@@ -124,7 +125,7 @@ def test_pass_with_a_fold_without_a_result_has_none(status, error, words):
     left_out = row_of([r for r in RECORDS if (r.arm, r.seed) != ("b", 13)])
     assert left_out.reason == "b, pass 2: missing in fold 3"
     whole = row_of([r for r in RECORDS if r.arm == "a" or r.seed // K != 2])
-    assert whole.reason == "b, pass 2: missing" and whole.failures == {2: "missing"}
+    assert whole.reason == "b, pass 2: missing, no such run" and whole.failures == {2: "missing: no such run"}
 
 
 def test_records_that_do_not_fit_together_are_refused():
@@ -283,6 +284,13 @@ def test_score_with_few_errors_has_an_interval_that_allows_for_more(wrong):
     assert plain.new_images == pytest.approx((1 - expected.high, 1 - expected.low))
 
 
+@pytest.mark.parametrize("passes", [1, 2, 6])
+def test_score_without_values_of_images_has_the_same_reason_for_any_number_of_passes(passes):
+    rows = [replace(r, correct=None, score="hit", test={"hit": r.result}) for r in RECORDS if r.seed < passes * K]
+    row = row_of(rows)
+    assert row.verdict == "no verdict" and row.reason.startswith("the score hit is neither an accuracy nor recorded for each")
+
+
 def test_equal_predictions_in_few_passes_are_inconclusive():
     same = [replace(r, correct=VALUES_OF[r.seed], test=TEST_OF[r.seed]) if r.arm == "b" else r for r in RECORDS if r.seed < K]
     row = row_of(same)
@@ -304,6 +312,8 @@ def test_looks_count_passes():
     assert row.reason.endswith("the next look is at 8 passes")
     early = row_of([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 3 * K])
     assert (early.verdict, early.reason) == ("not enough seeds", "3 of the 6 pairs of the first look")
+    words = "1 comparison has fewer than the 6 passes of the first look."
+    assert answer(compare([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 3 * K])).endswith(words)
 
 
 # Groups

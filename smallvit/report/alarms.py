@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from smallvit.record import RANDOM, Record, format_labels, settings_of
-from smallvit.verdicts.comparison import Condition, condition_of
+from smallvit.verdicts.comparison import Condition, condition_of, main_conditions
 from smallvit.verdicts.folds import pooled
 from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
 from smallvit.verdicts.single_folds import FoldVariance
@@ -24,17 +24,17 @@ LONGER = "Try more steps, such as --scale-steps 4"
 
 def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Record]]:
     """Return the finished runs of baselines and techniques under the main conditions, which are those of `Comparison.main`: the
-    longest training, because a shorter one is short on purpose, and tuned settings if the recipe has any. The result is a dict
-    from (condition, arm) to a list of records (results of a run). An arm is a variant in the comparison; a condition is a
-    number of labels, a training length, and tuned or not. `records` are the results of all runs, also of those without results.
+    longest training, because a shorter one is short on purpose, and tuned settings if the recipe has any. Settings and lengths
+    without a result do not count. The result is a dict from (condition, arm) to a list of records (results of a run). An arm is
+    a variant in the comparison; a condition is a number of labels, a training length, and tuned or not. `records` are the
+    results of all runs, also of those without results.
     """
     shown = [r for r in records if r.role in ("baseline", "technique")]
-    tuned = any(r.tuning is not None for r in shown)
-    shown = [r for r in shown if (r.tuning is not None) == tuned]
-    longest = max((r.length or 0 for r in shown), default=0)
+    done = {condition_of(r) for r in pooled(shown) if r.finished}  # as in `Comparison.main`: of folds, whole passes
+    main = main_conditions({condition_of(r) for r in shown}, done)
     cells: dict[tuple[Condition, str], list[Record]] = {}
     for r in shown:
-        if r.finished and (r.length or 0) == longest:
+        if r.finished and condition_of(r) in main:
             cells.setdefault((condition_of(r), r.arm), []).append(r)
     return cells
 

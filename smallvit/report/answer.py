@@ -18,8 +18,8 @@ def answer(comparison: Comparison) -> str:
     baseline, how a small convolutional network compares (a reference model for orientation), and for which arms no difference
     was shown. `comparison` holds all results.
 
-    Only the main conditions count: tuned settings if there are any, and the longest training. If a verdict differs with common
-    settings, the last sentence says so.
+    Only the main conditions count: tuned settings if there are any, and the longest training. Settings and lengths without a
+    result do not count. If a verdict differs with common settings, the last sentence says so.
     """
     judged = [row for row in comparison.main_rows if row.verdict]
     if not judged:
@@ -33,8 +33,10 @@ def answer(comparison: Comparison) -> str:
         first = "No verdict is possible yet"
     first += f", and {decided_arms(comparison, worse, baselines(worse, 'their own baselines'))}" if worse else ""
     second = [f"no difference was shown for {undecided_arms(comparison, judged, undecided)}"] if undecided else []
+    units, looks = judged[0].units, judged[0].looks
+    needed = f"{looks[0]} {units} of the first look" if looks else f"{MIN_PAIRS} {units} that a verdict needs"
     for verdict, problem in (
-        ("not enough seeds", f"fewer than the {MIN_PAIRS} {judged[0].units} that a verdict needs"),
+        ("not enough seeds", f"fewer than the {needed}"),
         ("no verdict", "no verdict, for the reasons in the table"),
     ):
         if count := sum(row.verdict == verdict for row in judged):
@@ -47,14 +49,11 @@ def answer(comparison: Comparison) -> str:
 def runs_done(comparison: Comparison, records: Sequence[Record]) -> tuple[int, int]:
     """Return how many runs of a comparison have finished, and how many runs it has. A run is one training of one model: in a
     cross-validation, one fold of one pass. Arms (variants) whose external weights are unavailable do not count. `records` are
-    the results of the runs.
+    the results of the runs, and those that have not started have the status "missing".
     """
-    rows = [row for row in comparison.rows if not row.unavailable]
-    cells = {(row.condition, row.arm) for row in rows}
-    total = sum((len(row.values) + len(row.failures)) * (row.folds or 1) for row in rows)
-    if not any(row.folds for row in rows):
-        return sum(len(row.values) for row in rows), total
-    return sum(r.finished and (condition_of(r), r.arm) in cells for r in records), total
+    cells = {(row.condition, row.arm) for row in comparison.rows if not row.unavailable}
+    runs = [r for r in records if r.role != "dependency" and (condition_of(r), r.arm) in cells]
+    return sum(r.finished for r in runs), len(runs)
 
 
 def passes_done(comparison: Comparison, records: Sequence[Record]) -> str:
@@ -85,12 +84,13 @@ def passes_done(comparison: Comparison, records: Sequence[Record]) -> str:
 
 def setting(comparison: Comparison) -> str:
     """Return the beginning of a sentence that names the main conditions: `At 1,000 labels with tuned settings, `. It names the
-    number of labels if there is only one, the training length if there are several, and tuned settings if there are any. The
-    text is empty if none of these applies. `comparison` holds all results.
+    number of labels if there is only one, the training length if there are several, and tuned or common settings if any are
+    tuned. The text is empty if none of these applies. `comparison` holds all results.
     """
     one = comparison.main[0]
     label = f"at {format_labels(one.labels)}" if len(comparison.main) == 1 else ""
-    others = ["tuned settings"] * one.tuned + ([f"{one.length:,} training steps"] if one.length else [])
+    settings = ["tuned settings" if one.tuned else "common settings"] * any(c.tuned for c in comparison.conditions)
+    others = settings + ([f"{one.length:,} training steps"] if one.length else [])
     text = " ".join(filter(None, (label, f"with {' and '.join(others)}" if others else "")))
     return f"{text[0].upper()}{text[1:]}, " if text else ""
 
@@ -145,7 +145,8 @@ def small_cnn(comparison: Comparison) -> str:
     for condition in comparison.main:
         rows = [row for row in comparison.at(condition) if same_score(comparison, row)]
         cnn = next((row for row in rows if row.arm == CNN and row.role == "reference" and row.mean is not None), None)
-        best = max((row for row in rows if row.role != "reference"), key=lambda row: sign * (row.mean or 0), default=None)
+        arms = [row for row in rows if row.role != "reference" and row.mean is not None]
+        best = max(arms, key=lambda row: sign * (row.mean or 0), default=None)
         if cnn is None or cnn.mean is None or best is None or best.mean is None or cnn.mean == best.mean:
             continue
         place, numbers = at_labels([condition.labels]), f"{text(cnn.mean)} against {text(best.mean)}"

@@ -7,7 +7,7 @@ from smallvit.record import Record
 from smallvit.verdicts.comparison import Comparison
 
 from .classes import MOST_CLASSES, class_names, confusions, count, reliabilities
-from .drawing import FAINT, INK, PAGE, style, styles, subplots, svg
+from .drawing import FAINT, INK, PAGE, shortened, style, styles, subplots, svg
 
 RIGHT, WRONG = "#0c0c00", "#0c0c01"  # colors of the first two arms: blue for right predictions, orange for errors
 DARKEST = 0.6  # opacity of a cell with all images of its row, so that its number stays readable
@@ -38,7 +38,7 @@ def confusion_matrices(comparison: Comparison, records: Sequence[Record]) -> str
             depth = DARKEST * (shares[arm][r][c] if r == c else shares[arm][r][c] / most)
             ax.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=RIGHT if r == c else WRONG, alpha=depth, linewidth=0))
             ax.text(c, r, count(matrices[arm][r][c]), ha="center", va="center", fontsize=7.5 if k <= 12 else 5.5)
-        ax.set_title(fill(arm, 26))
+        ax.set_title(fill(shortened(arm), 26))
         ax.set(xlim=(-0.5, k - 0.5), ylim=(k - 0.5, -0.5), xlabel="predicted class", ylabel="true class")
         ax.set_xticks(range(k), names, rotation=90 if rotated else 0)
         ax.set_yticks(range(k), names)
@@ -66,7 +66,7 @@ def reliability_diagrams(comparison: Comparison, records: Sequence[Record]) -> s
             ax.plot([confidence, confidence], [confidence, right], color=FAINT, linewidth=0.8)
             size = 3.5 + 8 * (images / most) ** 0.5
             ax.plot([confidence], [right], "o", color=look["color"], markersize=size, markeredgecolor=PAGE)
-        ax.set_title(fill(arm, 26))
+        ax.set_title(fill(shortened(arm), 26))
         ticks = [0, 0.2, 0.4, 0.6, 0.8, 1]
         ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="mean confidence, %", ylabel="accuracy, %")
         ax.set_xticks(ticks, [f"{100 * t:.0f}" for t in ticks])

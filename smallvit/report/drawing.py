@@ -7,6 +7,7 @@ font. Accuracy axes are stretched towards 100%: halving the error is a step of a
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from smallvit.verdicts.score import Score
 LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f424f", "#2e0099")
 DARK = ("#5891ff", "#ff937f", "#38706c", "#b41eab", "#f0cb59", "#12d7ff", "#fc0017", "#6845ef")
 GLYPHS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★", "p": "⬟"}
+LONGEST = 60  # characters of a name in a figure; longer names leave no room for the panels
 INK, FAINT, PAGE, ARM = "#0a0a0a", "#0b0b0b", "#0d0d0d", "#0c0c{:02x}"  # replaced by the CSS variables when the SVG is written
 STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
@@ -74,9 +76,17 @@ def subplots(names: list, arms: Sequence[str] = (), *, height=0.0, width=0.0, co
         ax.set(title=name.title if isinstance(name, Condition) else name)
         if arms:
             first = place % columns == 0
-            ax.set_yticks(range(len(arms)), arms if first else [""] * len(arms))
+            ax.set_yticks(range(len(arms)), map(shortened, arms) if first else [""] * len(arms))
             ax.set_ylim(len(arms) - 0.4, -0.6)
     return figure, panels
+
+
+def shortened(name: str) -> str:
+    """Return the name of an arm (variant) as text for a figure. Only the beginning and the end of a long line are kept: `a very
+    … name`.
+    """
+    lines = (line if len(line) <= LONGEST else f"{line[:39]}…{line[-20:]}" for line in name.split("\n"))
+    return "\n".join(lines)
 
 
 def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
@@ -194,7 +204,7 @@ def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, 
     for arm, (x, _) in ends.items():
         start = float(place.transform((x, 0.5))[0]) + 0.008, heights[arm]
         line = {"arrowstyle": "-", "color": looks[arm]["color"], "linewidth": 0.8, "relpos": (0, 0.5), "shrinkB": 0}
-        text = ": ".join(filter(None, (arm, (words or {}).get(arm))))
+        text = ": ".join(filter(None, (shortened(arm), (words or {}).get(arm))))
         ax.annotate(text, xy=start, xytext=(1.06, text_heights[arm]), xycoords="axes fraction", va="center", arrowprops=line)
 
 
@@ -216,7 +226,8 @@ def svg(figure, name: str, label: str) -> str:
     """Return a matplotlib figure as SVG text. `name` makes the ids inside the SVG unique, and `label` describes the figure for
     screen readers.
 
-    The colors are CSS variables. Equal figures give equal texts. A figure without panels gives an empty text.
+    The colors are CSS variables. Equal figures give equal texts. A figure without panels gives an empty text. Characters that
+    the font of matplotlib lacks are no problem, because the page has a font of its own.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -224,7 +235,8 @@ def svg(figure, name: str, label: str) -> str:
     if not figure.axes:
         return ""
     page, canvas = io.StringIO(), FigureCanvasSVG(figure)
-    with matplotlib.rc_context({"svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
         figure.dpi = 72  # the unit of SVG
         if layout := figure.get_layout_engine():
             layout.execute(figure)  # `figure.savefig` would draw everything once more to find the layout

@@ -85,12 +85,12 @@ def cells(row: Row, bold: bool, other: bool) -> list[str]:
 def caption(comparison: Comparison) -> str:
     """Return the caption of a LaTeX table: the score, the number of seeds, and what the intervals and p-values are about."""
     score = score_in(comparison)
-    units = "passes" if any(row.folds for row in comparison.rows) else "seeds"
     counts = sorted({len(row.values) for row in comparison.main_rows if row.values})
+    unit, units = ("pass", "passes") if any(row.folds for row in comparison.rows) else ("seed", "seeds")
     numbers = join_names([str(n) for n in counts], len(counts)) or "0"
     conditions = comparison.main
     place = f" at {latex(conditions[0].title)}" if len(conditions) == 1 else ""
-    text = f"Test {latex(score.title)}{place}: mean and standard deviation over {numbers} {units}"
+    text = f"Test {latex(score.title)}{place}: mean and standard deviation over {numbers} {unit if counts == [1] else units}"
     text += " (lower is better)" * score.lower
     baselines = join_names([f"“{name}”" for name in comparison.baselines])
     text += f". Differences are paired and from {latex(baselines)}"

@@ -19,11 +19,13 @@ from .drawing import (
     set_log_ticks,
     set_score_axis,
     shifted,
+    shortened,
     style,
     styles,
     subplots,
     svg,
 )
+from .format import multiply_adds
 from .settings import Trial, option_names
 from .units import score_in
 
@@ -47,7 +49,7 @@ def forest(comparison: Comparison) -> str:
         for arm, d in rows[c].items():
             draw_arm(ax, arms.index(arm), d, styles(comparison)[arm], scale=100 if score.percent else 1)
         ax.locator_params(axis="x", nbins=6)
-        control = comparison.baseline if names == arms else "the arm that it is compared with"
+        control = shortened(comparison.baseline) if names == arms else "the arm that it is compared with"
         ax.set(xlabel=f"{'points' if score.percent else score.title} above {control}")
     return svg(figure, "forest", "paired differences to the baseline")
 
@@ -103,7 +105,7 @@ def by_macs(comparison: Comparison) -> str:
             x, look = share[r.arm] + 0.01 * (equal.index(r.arm) - (len(equal) - 1) / 2), looks[r.arm]
             draw_mean(ax, x, r, look)
         set_score_axis(ax, "y", [v for r in rows[c] for v in (r.mean, r.low, r.high)], 7, score)
-        ax.set(xlabel=f"MACs, relative to {comparison.baseline}")
+        ax.set(xlabel=f"MACs, relative to {shortened(comparison.baseline)}")
     figure.supylabel(f"test {score.title}{score.unit}", fontsize="medium")
     return svg(figure, "macs", f"test {score.title} against MACs")
 
@@ -169,7 +171,7 @@ def by_hyperparameter(comparison: Comparison, hyperparameters: Mapping[str, Mapp
             ax.plot(xs_seeds, r.values, "o", color=look["color"], alpha=0.45, markersize=3)
             draw_mean(ax, x, r, look, linewidth=2)
         macs = [r.budget["macs"] for r in rows]
-        ax.set_xticks(xs, [f"{x:,g}" + (f"\n{m / 1e6:,.2f} M" if m else "") for x, m in zip(xs, macs)])
+        ax.set_xticks(xs, [f"{x:,g}" + (f"\n{multiply_adds(m)}" if m else "") for x, m in zip(xs, macs)])
         ax.minorticks_off()
         ax.set_xlim(shifted(min(xs), xs, -0.08, log), shifted(max(xs), xs, 0.08, log))
         shown = [r for c, _, others in cells.values() if c == condition for r in others]
@@ -296,7 +298,7 @@ def learning_curves(comparison: Comparison, records: Sequence[Record]) -> str:
             ax.set(title="", yscale="log" if min(shown, default=0) > 0 else "linear")
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("")
-        remark = f" (seeds share no step: {', '.join(disjoint)})" if disjoint else ""
+        remark = f" (seeds share no step: {', '.join(map(shortened, disjoint))})" if disjoint else ""
         ax.set(xlabel="training step" + epoch_length(records, condition.labels) + remark)
         ax.set_ylabel("validation accuracy, %" if kind == "accuracy" else "training loss")
     return svg(figure, "curves", "validation accuracy and training loss against training step")

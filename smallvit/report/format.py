@@ -82,7 +82,7 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     if value is None:
         return "–", []
     forms = {
-        "macs": f"{value / 1e6:,.2f} M",
+        "macs": multiply_adds(value),
         "seconds": f"{value:,.1f}",
         "tuning_seconds": f"{value:,.1f}",
         "tokens": f"{value:,.1f}",
@@ -90,10 +90,17 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
         "speedup": f"{value:.2f}×",
     }
     sd = row.forward["macs_sd"] if name == "macs" else None
-    remarks = [f"± {sd / 1e6:,.2f} M SD"] if sd is not None else []
+    remarks = [f"± {multiply_adds(sd, value)} SD"] if sd is not None else []
     remarks += [excess(row.unequal[name])] if name in row.unequal else []
     remarks += ["slower"] if name == "speedup" and value < 1 else []
     return forms.get(name, f"{value:,.0f}"), remarks
+
+
+def multiply_adds(x: float, like: float | None = None) -> str:
+    """Return a number of multiply-adds (MACs) as text: `2.43 M`, or `80.00 k` if there are fewer than 0.1 million of them. The
+    number `like` chooses the unit; the default is `x` itself.
+    """
+    return f"{x / 1e3:,.2f} k" if 0 < (x if like is None else like) < 1e5 else f"{x / 1e6:,.2f} M"
 
 
 def excess(fraction: float) -> str:

@@ -155,7 +155,8 @@ def text(records: Sequence[Record]) -> str:
     """Return a short report for the terminal: the mean score of every arm (variant), then one line for each verdict.
     `records` are the results of the runs.
 
-    Only the main conditions are shown: tuned settings if there are any, and the longest training.
+    Only the main conditions are shown: tuned settings if there are any, and the longest training. An arm without any result
+    has a line with the reason if its runs failed.
     """
     comparison = compare(records)
     if not any(row.values for row in comparison.rows):
@@ -169,9 +170,12 @@ def text(records: Sequence[Record]) -> str:
         lines.append(f"{condition.title}: test {score.title}, mean and SD over {units}{score.direction}")
         for row in (row for row in rows if row.condition == condition):
             lines.append(f"  {row.arm:{width}}  {mean_sd(row)}" + f" ({row.score})" * (score_of(row) != score))
-    lines += ["", *(format.sentence(comparison, row) for row in rows if row.role == "technique")]
-    if others := len(comparison.conditions) - len(comparison.main):
+    judged = [row for row in comparison.main_rows if row.role == "technique" and not row.unavailable]
+    lines += ["", *(format.sentence(comparison, row) for row in judged if row.values or row.failed)]
+    if others := len(comparison.done.difference(comparison.main)):
         lines.append(f"The report also shows {others} other condition{'s' * (others > 1)} (common settings, shorter training).")
+    if waiting := [condition.title for condition in comparison.conditions if condition not in comparison.done]:
+        lines.append(f"Without a result: {'; '.join(waiting)}.")
     return "\n".join(lines)
 
 
@@ -251,7 +255,7 @@ def content(
         "comparison": comparison,
         "superseded": remarks.superseded(shown),
         "answer": " ".join(filter(None, first)),
-        "notes": remarks.notes(comparison, warned, shown, more_seeds=not first[0]),
+        "notes": remarks.notes(comparison, warned, records, more_seeds=not first[0]),
         "tables": tables(comparison, shown) | class_tables(comparison, shown),
         "explained": {name: in_units(text, comparison) for name, text in EXPLAINED.items()} | timed,
         "warnings": warned,

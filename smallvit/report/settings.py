@@ -138,7 +138,8 @@ def tuning_of(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[i
 
     The arms are those of the comparison, under its main conditions.
     """
-    shown = [r for r in records if r.tuning and r.arm in comparison.arms and condition_of(r) in comparison.main]
+    main = comparison.main
+    shown = [r for r in records if r.tuning and r.arm in comparison.arms and condition_of(r) in main]
     return {(r.labels, r.arm): r.tuning for r in shown if r.tuning}
 
 

@@ -57,13 +57,15 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
     tuned = any(condition.tuned for condition in main)
     others = [condition for condition in comparison.conditions if condition not in main]
     common = [condition for condition in others if tuned and not condition.tuned]
+    shorter = [c for c in others if c.tuned == tuned and (c.length or 0) < (main[0].length or 0)]
     score = score_in(comparison).capital
     found = {
         score: score_tables(comparison, main),
         TUNED: tuning_tables(comparison, records),
         LENGTHS: length_tables(comparison),
-        f"{score} after shorter training": score_tables(comparison, [c for c in others if c not in common]),
+        f"{score} after shorter training": score_tables(comparison, shorter),
         f"{score} with common settings": score_tables(comparison, common),
+        "Conditions without a result": score_tables(comparison, [c for c in others if c not in (*shorter, *common)]),
         "Costs": cost_tables(comparison, main),
         OTHER_COSTS: cost_tables(comparison, others),
         "Probes of frozen features": probe_tables(comparison, records),

@@ -18,6 +18,8 @@ __all__ = [
     "next_looks", "unequal",
 ]  # fmt: skip
 
+NO_RUN = "no such run"  # of an arm that lacks a seed of its baseline, in the recipe and in the records
+
 
 def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     """Compare each arm (variant) with its control, the arm it is compared with, and return a `Comparison` with all verdicts.
@@ -140,8 +142,7 @@ def next_looks(
     rows = {(row.condition, row.arm): row for row in comparison.rows}
     found: dict[Cell, int] = {}
     for (c, arm), row in rows.items():
-        failed = any(not why.startswith("missing") for why in row.failures.values())
-        wanted = row.next_look if row.role == "technique" else None if failed or len(row.seeds) >= looks[0] else looks[0]
+        wanted = row.next_look if row.role == "technique" else None if row.failed or len(row.seeds) >= looks[0] else looks[0]
         if wanted is None or wanted > (max_seeds or looks[-1]):
             continue
         while True:  # from the arm to its control, and so on up to the baseline
@@ -285,7 +286,9 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
     for name, each in {arm: runs, control: control_runs}.items():
         for s in seeds:
             if not ((r := each.get(s)) and r.finished) and (s in needed or status_of(r) != "missing"):
-                found.setdefault((name, (r.gap if isinstance(r, Pass) else "") or status_of(r)), []).append(s)
+                problem = (r.gap if isinstance(r, Pass) else "") or status_of(r)
+                problem += f", {NO_RUN}" * (r is None and any(each.values()))
+                found.setdefault((name, problem), []).append(s)
     for s in seeds:
         r, other = runs[s], control_runs.get(s)
         if r and other and r.finished and other.finished and images_of(r) != images_of(other):
@@ -332,17 +335,17 @@ def first_finished(runs: Runs) -> Record | None:
 
 def failures_of(runs: Runs, sequential: bool) -> dict[int, str]:
     """Return a dict from each seed without a result to the status and the error of its run, as text. `runs` is a dict from a
-    seed to the results of a run of one arm (variant). With `sequential=True`, seeds are added step by step: seeds after the
-    last finished one that have not run are then left out.
+    seed to the results of a run of one arm (variant). A seed that only other arms have is one too: its reason is that there is
+    no such run.
 
-    With `sequential=True`, seeds after the last finished one that have not run are left out: the arm has stopped, or waits for
-    its next look.
+    With `sequential=True`, seeds are added step by step. Seeds after the last run of the arm are then left out: the arm has
+    stopped, or waits for its next look.
     """
-    last = max((s for s, r in runs.items() if r and r.finished), default=None)
+    last = max((s for s, r in runs.items() if r), default=-1)
     return {
-        s: ": ".join(filter(None, (status_of(r), r and r.error)))
+        s: ": ".join(filter(None, (status_of(r), r.error if r else NO_RUN)))
         for s, r in runs.items()
-        if not (r and r.finished) and not (sequential and status_of(r) == "missing" and last is not None and s > last)
+        if not (r and r.finished) and not (sequential and s > last)
     }
 
 

@@ -4,6 +4,7 @@ Accuracies are fractions here; the pages show percent.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,6 +43,17 @@ class Condition(NamedTuple):
 def condition_of(record: Record) -> Condition:
     """Return the condition (number of labelled images, training length, tuned or not) of a run. `record` holds its results."""
     return Condition(record.labels, record.length, record.tuning is not None)
+
+
+def main_conditions(conditions: Collection[Condition], done: Collection[Condition]) -> tuple[Condition, ...]:
+    """Return the main ones of some conditions as a tuple: those with tuned settings, if there are any, and of these the ones
+    with the longest training. Settings and lengths without a result do not count, unless there is no result at all. `done` are
+    the conditions with a result.
+    """
+    among = done or conditions
+    tuned = any(c.tuned for c in among)
+    longest = max((c.length or 0 for c in among if c.tuned == tuned), default=0)
+    return tuple(c for c in conditions if c.tuned == tuned and (c.length or 0) == longest)
 
 
 Cell = tuple[Condition, str]  # condition, arm
@@ -252,6 +264,11 @@ class Row:
         """
         return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
 
+    @property
+    def failed(self) -> bool:
+        """Whether a run of this arm (variant in the comparison) has started and gave no result. Missing runs do not count."""
+        return any(not why.startswith("missing") for why in self.failures.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -287,11 +304,15 @@ class Comparison:
         """The main conditions as a tuple. A condition is a number of labelled images, a training length, and whether the
         settings were tuned. The main ones have the longest training, and tuned settings if there are any. The summary of a
         report is about them.
+
+        Settings and lengths without a result do not count: see `main_conditions`.
         """
-        tuned = any(c.tuned for c in self.conditions)
-        chosen = [c for c in self.conditions if c.tuned == tuned]
-        longest = max((c.length or 0 for c in chosen), default=0)
-        return tuple(c for c in chosen if (c.length or 0) == longest)
+        return main_conditions(self.conditions, self.done)
+
+    @property
+    def done(self) -> set[Condition]:
+        """The conditions in which a baseline or a technique has a result, as a set. Elsewhere, runs are missing or failed."""
+        return {row.condition for row in self.rows if row.values and row.role != "reference"}
 
     @property
     def main_rows(self) -> tuple[Row, ...]:
@@ -299,7 +320,8 @@ class Comparison:
         The main conditions have the longest training, and tuned settings if there are any. The summary of a report is about
         them.
         """
-        return tuple(row for row in self.rows if row.condition in self.main)
+        main = self.main
+        return tuple(row for row in self.rows if row.condition in main)
 
     @property
     def baseline(self) -> str:

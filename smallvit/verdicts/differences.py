@@ -180,9 +180,9 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     if found.folds and len(pairs) < MIN_PAIRS and table is not None and p is None:
         return over_folds(found, pairs)
     if variance is None:
-        score = "" if table is not None or found.metric == "accuracy" else found.metric
+        found = replace(found, score="" if table is not None or found.metric == "accuracy" else found.metric)
         each_half = 0.0 if sd is None else critical_t(level, len(values) - 1) * sd / math.sqrt(len(values))
-        return found if sd is None else replace(found, seeds_low=mean - each_half, seeds_high=mean + each_half, score=score)
+        return found if sd is None else replace(found, seeds_low=mean - each_half, seeds_high=mean + each_half)
     half, seeds_half = half_width(variance, level, overlap=overlap), seeds_half_width(variance, level)
     return replace(
         found,

@@ -159,7 +159,11 @@ def partial_evidence(d: Difference) -> str:
         return ""
     p = two_part_p(d.mean, d.variance)
     if p is not None and p < d.level:
-        return f"{word} with these training images; the seeds share too many of them to claim the same for others"
+        problem = {
+            "pool": "the seeds share too many of them to claim the same for others",
+            "seeds": "too few seeds to claim the same for others",
+        }.get(d.needs, "not shown for others")
+        return f"{word} with these training images; {problem}"
     problem = {
         "images": "too few images to claim the same for new ones",
         "records": "earlier records cannot claim the same for new ones",
@@ -188,7 +192,7 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
     if gaps or d is None:
         return "no verdict", gaps
     n = len(d.values)
-    if d.score:
+    if d.score and (n > 1 or d.folds):
         problem = f"the score {d.score} is neither an accuracy nor recorded for each test image"
         return "no verdict", f"{problem}, so it may not be a mean over images; no test for such scores is built yet"
     if (n > 1 or d.single_folds) and not d.enough_images:
