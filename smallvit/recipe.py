@@ -318,7 +318,7 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
             similar = get_close_matches(one, offered, 1, 0.4)
             advice = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(map(repr, offered))}"
             if folds and key == "seed":
-                advice = f"it has {seed_ranges(offered)}; a seed is one of {folds} folds, and pass=0 is a pass over all folds"
+                advice = f"it has {seed_filter(offered)}; a seed is one of {folds} folds, and pass=0 is a pass over all folds"
             raise ValueError(f"this recipe has no {key} {one!r}; {advice}")
         selected = [e for e in selected if filter_value(e, key) in selection or (references and e.role == "reference")]
     if not selected:
@@ -339,7 +339,7 @@ def filter_value(entry: "ArmRun", key: str) -> str:
     return "all" if value is None else str(value)
 
 
-def seed_ranges(seeds: Sequence[str]) -> str:
+def seed_filter(seeds: Sequence[str]) -> str:
     """Return the seeds of a recipe as text, such as `seed=0-29`. `seeds` are the seeds, each as text."""
     numbers = sorted(map(int, seeds))
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))

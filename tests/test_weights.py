@@ -321,7 +321,7 @@ def test_parts_that_do_not_fit_must_be_listed_in_new(files, options, new, messag
     ("call", "message"),
     [
         (lambda: like("vit_tiny_patch16_225"), r"timm has no model 'vit_tiny_patch16_225'; expected one of .*vit_tiny"),
-        (lambda: like("resnet10t"), "this timm model has the class ResNet"),
+        (lambda: like("resnet10t"), "got a ResNet; expected a plain Vision Transformer of timm"),
         (lambda: Weights(name=TINY, file="weights.onnx"), "'weights.onnx'; expected one that ends in .safetensors"),
         (lambda: Weights(name=""), "name is ''; expected timm's name"),
         (lambda: Weights(name=TINY, new="head"), "new is 'head'; expected names of parts"),

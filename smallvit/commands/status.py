@@ -12,6 +12,7 @@ from smallvit.launch.progress import clock, count_text
 from smallvit.launch.status import Progress, RecipeState
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.shapes import printable
 
 from .report import scaled
 from .stored import known_looks
@@ -69,7 +70,7 @@ def page(state: RecipeState, height: int | None = None) -> list[str]:
     lines = table(state)
     end = [numbers(state) + time_left(state)]
     if problems := [one.problem for one in state.states if one.problem]:
-        first = printable(problems[0])
+        first = printable(problems[0])[:200]
         end.append(f"{len(problems)} records cannot be used, such as: {first}")
     running = [describe(entry, progress) for entry, progress in state.running]
     most = len(running) if height is None else max(height - len(lines) - len(end) - 3, 1)
@@ -84,7 +85,7 @@ def table(state: RecipeState) -> list[str]:
     """
     counts: dict[tuple[str, str], Counter[str]] = {}
     for entry, one in zip(state.entries, state.states):
-        counts.setdefault((printable(entry.arm), entry.condition), Counter())[one.state] += 1
+        counts.setdefault((entry.arm, entry.condition), Counter())[one.state] += 1
     others = sorted({one.state for one in state.states} - {*COLUMNS})
     columns = [*COLUMNS, *others]
     rows = [("arm", "condition", *columns)]
@@ -100,8 +101,8 @@ def describe(entry: ArmRun, progress: Progress) -> str:
     """Return a line about a run in training: its arm (variant), condition and seed, its steps, the time left, and the machine
     that trains it. `progress` is what its worker process (a process that trains runs) has written.
     """
-    name = printable(f"{entry.arm}, {entry.condition}, {entry.seed_text}")
-    place = f"{printable(progress.host)}, process {progress.pid}"
+    name = f"{entry.arm}, {entry.condition}, {entry.seed_text}"
+    place = f"{printable(progress.host)[:200]}, process {progress.pid}"
     step = f"step {progress.step:,} of {progress.steps:,}"
     if progress.silent:
         return f"  {name}: stopped (no sign of life for {clock(progress.age)}) at {step}, {place}"
@@ -121,10 +122,3 @@ def time_left(state: RecipeState) -> str:
     """Return a text with the estimated time until all runs of a recipe have been trained. It is empty if it is not known."""
     left = state.seconds_left()
     return "" if left is None else f"; about {clock(left)} left"
-
-
-def printable(text: str) -> str:
-    """Return a text in which characters that could change the terminal, such as an escape sequence, are replaced by `?`. Names
-    may come from files that others have written.
-    """
-    return "".join(character if character.isprintable() else "?" for character in text)[:200]
