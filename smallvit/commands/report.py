@@ -13,12 +13,11 @@ from smallvit.ablation import ArmRun
 from smallvit.launch.progress import error_text
 from smallvit.launch.results import Damaged, folder, placed, recall, tags
 from smallvit.looks import with_looks
-from smallvit.recipe import find_recipe, import_recipe, load_recipe
+from smallvit.recipe import by_settings, find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records
 from smallvit.report import csv_table, html, latex_table, markdown, text
 from smallvit.report.page import how_to_predict, reported, run_command
 from smallvit.report.provenance import warnings
-from smallvit.run import fingerprint
 from smallvit.storage import write_text
 from smallvit.trackers import Followed, followed, send
 from smallvit.train.fit import Tags, new_record
@@ -28,7 +27,7 @@ from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 from .mistakes import image_names, show_mistakes
-from .stored import known_looks, removed_comparisons, stored_records, unused_seeds, with_present_names
+from .stored import known_looks, removed_comparisons, seeds_in, stored_records, unused_seeds, with_present_names
 from .tune import untuned_note
 
 
@@ -79,19 +78,7 @@ def report(options: argparse.Namespace) -> int:
     runs = with_looks(runs, known_looks(runs, out, path.stem, committed if options.publish else ()))
     records = collected = collect(runs, out, path.stem)
     if options.publish:
-        if options.scale_steps > 1:
-            raise ValueError(
-                f"--publish got --scale-steps {options.scale_steps}, but the two cannot be combined: the recipe file"
-                f" {path.name} sets other numbers of steps; remove --scale-steps"
-            )
-        records = with_published(records, committed, published.name)
-        left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
-        if left:
-            raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
-        records = one_picture_per_arm(records)
-        write_records(published, records)
-        write_report(path, module, records, path.with_suffix(""), models=out)
-        write_tables(records, path.with_suffix(""), options)
+        publish(with_published(records, committed, published.name), path, module, out, options)
         return 0
     if all(record.status == "missing" for record in records):
         if not committed:
@@ -99,9 +86,7 @@ def report(options: argparse.Namespace) -> int:
             raise ValueError(f"no runs of {path.stem} in {out}; start them with: {command}")
         records = with_present_names(committed, module.RUNS)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
-        seeds = {record.seed for record in records}  # --until-decided may have added some
-        templates = {entry.cell: entry.run for entry in module.RUNS}.values()
-        current = {fingerprint(run.at_seed(seed)) for run in templates for seed in seeds}
+        current = by_settings(module.RUNS, seeds_in(records))  # --until-decided may have added seeds
         if old := sum(record.fingerprint not in current for record in records):
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
     trained_here = out if records is collected and options.scale_steps == 1 else None
@@ -117,6 +102,26 @@ def report(options: argparse.Namespace) -> int:
         found = disagreements(records, *options.disagreements)
         print("\n" + disagreement_text(found, image_names(runs, records, options.disagreements[0])))
     return status(records)
+
+
+def publish(records: Sequence[Record], path: Path, module: ModuleType, out: Path, options: argparse.Namespace):
+    """Write the records (results) of all runs of a recipe, and their report, beside the recipe file `path`, to be committed.
+    `module` is the loaded recipe, `out` is the folder of all results, and `options` are the arguments of the command line.
+
+    Raises ValueError if a run has not finished. Runs whose external weights are unavailable may be missing, but no baseline.
+    """
+    if options.scale_steps > 1:
+        raise ValueError(
+            f"--publish got --scale-steps {options.scale_steps}, but the two cannot be combined: the recipe file"
+            f" {path.name} sets other numbers of steps; remove --scale-steps"
+        )
+    left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
+    if left:
+        raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
+    records, target = one_picture_per_arm(records), path.with_suffix("")
+    write_records(path.with_suffix(".jsonl"), records)
+    write_report(path, module, records, target, models=out)
+    write_tables(records, target, options)
 
 
 def with_published(records: Sequence[Record], committed: Sequence[Record], file: str) -> list[Record]:
