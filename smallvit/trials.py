@@ -2,11 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smallvit.storage import locked, write_text
+
+if TYPE_CHECKING:
+    from smallvit.ablation import ArmRun
 
 NEEDED = {"arm": str, "labels": int | None, "fingerprint": str, "seeds": int, "val": float | int}
 
@@ -18,10 +21,11 @@ def trials_file(recipe: str | Path) -> Path:
     return Path(recipe).with_suffix(".trials.jsonl")
 
 
-def trials(recipe: str | Path, folder: str | Path | None = None) -> dict[str, int]:
+def trials(recipe: str | Path, folder: str | Path | None = None, runs: Sequence["ArmRun"] = ()) -> dict[str, int]:
     """Return how many settings of each arm (variant in the comparison) have been tried on validation images, as a dict from the
     name of the arm to this number. `recipe` is the path of the recipe file; the list of tried settings lies beside it. `folder`
-    is a second folder in which the list may lie: the folder of the recipe's runs.
+    is a second folder in which the list may lie: the folder of the recipe's runs. `runs` are all runs of the recipe: an arm
+    that was renamed after its present settings had been tried keeps its trials.
 
     They are the trials of `smallvit explore` and those of `smallvit tune`. The list lies in `folder` if the folder of the
     recipe file cannot be written. Different numbers of labels, training lengths and options count as different settings; seeds
@@ -29,11 +33,14 @@ def trials(recipe: str | Path, folder: str | Path | None = None) -> dict[str, in
 
     Raises ValueError if a file is damaged.
     """
+    from smallvit.recipe import by_settings
     from smallvit.tuning import read, tuned_file
 
     places = [trials_file(recipe), *([Path(folder) / trials_file(recipe).name] if folder else [])]
-    found = {(trial["arm"], trial["fingerprint"]) for path in places for trial in read_trials(path)}
-    counts = Counter(arm for arm, _ in sorted(found))
+    found: set[tuple[str, str]] = {(trial["arm"], trial["fingerprint"]) for path in places for trial in read_trials(path)}
+    arms, current = {entry.arm for entry in runs}, by_settings(runs, [0])
+    renamed = {arm: current[settings][0].arm for arm, settings in found if arm not in arms and settings in current}
+    counts = Counter(renamed.get(arm, arm) for arm, _ in sorted(found))
     if tuned_file(recipe).exists():
         for tuned in read(tuned_file(recipe))[1]:
             counts[tuned.arm] += len(tuned.trials)

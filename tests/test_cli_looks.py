@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from toys import write_recipe
 
-from smallvit import ArmRun, PatchEmbed, Run, ViT, ablate, digits
+from smallvit import ArmRun, PatchEmbed, Run, ViT, ablate, digits, fingerprint
 from smallvit.__main__ import main
 from smallvit.commands import explore, until_decided
 from smallvit.commands.report import with_published
@@ -268,6 +268,15 @@ def test_trials_lie_with_the_runs_if_the_recipe_folder_cannot_be_written(workdir
     assert main(["explore", "mine.py", "--only", "arm=pixels", "--jobs", "1"]) == 0
     assert not trials_file("mine.py").exists() and "the list is runs/mine/mine.trials.jsonl" in capsys.readouterr().out
     assert trials("mine.py", "runs/mine") == {"pixels": 1} and trials("mine.py") == {}
+
+
+def test_arm_with_a_new_name_keeps_its_trials(tmp_path):
+    shared = {"labels": 20, "seeds": 1, "val": 0.5}
+    for run in (PAIR["deep"], PAIR["deep"].vary(lr=1e-4)):  # the present settings, and others that were tried
+        add_trial(trials_file(tmp_path / "mine.py"), shared | {"arm": "deep", "fingerprint": fingerprint(run.vary(labels=20))})
+    deeper = runs_of({"scratch": SCRATCH, "deeper": PAIR["deep"]}, 2)
+    assert trials(tmp_path / "mine.py", runs=deeper) == {"deeper": 2}
+    assert trials(tmp_path / "mine.py", runs=runs_of(PAIR, 2)) == trials(tmp_path / "mine.py") == {"deep": 2}
 
 
 @pytest.mark.parametrize(

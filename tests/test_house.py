@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "storage", "train"},
     "recipe": {"ablation", "components", "run", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
-    "trials": {"record", "storage", "tuning"},
+    "trials": {"ablation", "recipe", "record", "storage", "tuning"},
     "tuning": {"ablation", "components", "record", "run", "storage"},
     "ablation": {"components", "evaluate", "match", "passes", "record", "reference_runs", "run", "shapes"},
     "reference_runs": {

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
         count, folds = f" ({len(done)} seed{'s' * (len(done) > 1)})", entries[0].run.folds
         count = f", {run_count([record.seed for record in done], folds)}" if folds else count
         print(f"{name}: {text}{count}{note}")
-    counts = trials(path, Path(options.out) / path.stem)
+    counts = trials(path, Path(options.out) / path.stem, module.RUNS)
     arms = dict.fromkeys(entry.arm for entry in runs)
     print("trials of each arm so far: " + ", ".join(f"{arm} {counts.get(arm, 0)}" for arm in arms))
     if left:

@@ -227,7 +227,7 @@ def write_report(
     no such command: `smallvit predict` does not find models that are not there, or that have other numbers of steps. `out`
     is the folder of all results, for commands in the report that run the recipe again; None: they have only its name.
     """
-    options, tried = scale_option(scale_steps), trials(path, target.parent)
+    options, tried = scale_option(scale_steps), trials(path, target.parent, module.RUNS)
     command = "" if out is None else run_command(path, out, options)
     for suffix, page in ((".md", markdown), (".html", html)):
         content = page(
