@@ -185,8 +185,9 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
     and the path of the damaged file is printed.
     """
     stored = stored_records(out, recipe)
-    reads = [read["fingerprint"] for read in all_reads(out / recipe / READS)]
-    removed, unused = removed_comparisons(runs, stored, reads), unused_seeds(runs, stored)
+    reads = all_reads(out / recipe / READS)
+    removed = removed_comparisons(runs, stored, [read["fingerprint"] for read in reads])
+    unused = unused_seeds(runs, stored)
     records = []
     for entry in runs:
         record = None
@@ -203,7 +204,7 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
     for index, record in enumerate(records):
         if record.status == "missing" and (other := tried.get(record.arm)):
             records[index] = replace(record, **{name: getattr(other, name) for name in copied})
-    scored = scored_settings(out / recipe / READS, [(record.fingerprint, record.arm) for record in records])
+    scored = scored_settings(reads, [(record.fingerprint, record.arm) for record in records])
     return [
         replace(record, test_settings=max(count, record.test_settings or 0)) if count and record.finished else record
         for record, count in zip(records, scored)

@@ -110,7 +110,7 @@ def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str, committed: Seque
     """
     file, records = read_looks(out / recipe), [*stored_records(out, recipe), *committed]
     records = [record for record in records if record.looks]
-    current = by_settings(runs, seeds_in(records))
+    current = by_settings(runs, seeds_in(records)) if records else {}
     records = [record for record in records if record.fingerprint in current]
     if not file and not records:
         return None

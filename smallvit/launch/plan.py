@@ -254,15 +254,13 @@ def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
     reducing = {arm: entry.run for arm, entry in first.items() if may_reduce(entry.run.model)}
     if not reducing:
         return {}
-    import torch
-
-    from smallvit.flops import describe_tokens, reduces
+    from smallvit.flops import describe_tokens, reduces, without_memory
 
     texts = {}
     for arm, run in reducing.items():
         spec = run.data().spec
-        with suppress(Exception), torch.device("meta"):  # a model that cannot be built fails in its own run
-            model = run.model(spec.size, spec.channels, len(spec.classes))
+        with suppress(Exception):  # a model that cannot be built fails in its own run
+            model = without_memory(partial(run.model, spec.size, spec.channels, len(spec.classes)))
             texts |= {arm: describe_tokens(model)} if reduces(model) else {}
     return texts
 

@@ -74,19 +74,17 @@ def lines_in(path: Path) -> list[bytes]:
     return [line.rstrip(b"\r\n") for line in lines]
 
 
-def scored_settings(path: Path, runs: Iterable[tuple[str, str]]) -> list[int | None]:
+def scored_settings(reads: Iterable[dict], runs: Iterable[tuple[str, str]]) -> list[int | None]:
     """Return how many different settings of an arm (variant) have been scored until now on the test images of a run, as a list
-    with one number for each run. It is None if the file does not list the run. `path` is the file that lists all reads of the
-    test images, and `runs` has pairs: the fingerprint of a run, and the present name of its arm.
+    with one number for each run. It is None if the run was not read. `reads` are all reads of the test images, as `all_reads`
+    returns them, and `runs` has pairs: the fingerprint of a run, and the present name of its arm.
 
     Settings that were scored after the run count as well, because the first ones that were tried may have been the best. If the
     run was scored under another name of the arm, the settings under this name count, too.
-
-    Raises ValueError if the file is damaged.
     """
     places: dict[str, set[tuple[str, str]]] = {}
     settings: dict[tuple[str, str], set[str]] = {}
-    for read in all_reads(Path(path)):
+    for read in reads:
         places.setdefault(read["fingerprint"], set()).add((read["data"], read["arm"]))
         settings.setdefault((read["data"], read["arm"]), set()).add(read["settings"])
     found: list[int | None] = []
