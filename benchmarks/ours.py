@@ -23,8 +23,9 @@ from smallvit.launch.autotune import race, ways_to_try, winner
 from smallvit.native import reason_against
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.train.loop import Training
+from smallvit.train.stack import Stack
 
-STACK = 4
+STACK, STACK_ON_GPU = 4, 16
 
 
 def vit(shape: Shape) -> Callable:
@@ -33,10 +34,10 @@ def vit(shape: Shape) -> Callable:
     return partial(ViT, tokenizer=tokenizer, block=block, dim=shape.dim, depth=shape.depth, heads=shape.heads)
 
 
-def training(shape: Shape, data: Dataset, numerics: Numerics = DEFAULT, **choices) -> Training:
+def training(shape: Shape, data: Dataset, numerics: Numerics = DEFAULT, device: str = "cpu", **choices) -> Training:
     """Return a training as `fit` starts it, but without the moving average of weights, which the peers do not have."""
     run = Run(model=vit(shape), batch=shape.batch, steps=10**6, ema=0.0, **choices)
-    started = Training(run, data, data.subset(labels=None, val=0, seed=0), "cpu", numerics=numerics)
+    started = Training(run, data, data.subset(labels=None, val=0, seed=0), device, numerics=numerics)
     started.objective.train()
     return started
 
@@ -60,6 +61,15 @@ def fast(shape: Shape, data: Dataset, bf16: bool = True, given: dict = {}, **cho
 def step(shape: Shape, numerics: Numerics = DEFAULT) -> Callable[[], None]:
     """Return a call that makes one training step, including the choice of the batch, normalization and learning rate."""
     return training(shape, dataset(), numerics).train_step
+
+
+def steps_at_once(shape: Shape, runs: int, bf16: bool) -> Callable[[], None]:
+    """Return a call that makes one training step of several runs on a GPU, as one model, including the choice of the batches.
+    They differ in their seeds. With `bf16`, matrix products have half precision.
+    """
+    data, numerics = dataset(), Numerics("bf16" if bf16 else "fp32")
+    members = [training(shape, data, numerics, "cuda", seed=seed) for seed in range(runs)]
+    return (Stack(members) if runs > 1 else members[0]).train_step
 
 
 def step_with_images(shape: Shape, images: int) -> Callable[[], None]:
@@ -109,7 +119,9 @@ def views(data: Dataset, crops: Sequence[Callable], batch: int) -> list[Tensor]:
 
 
 def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu", stack: int = STACK):
-    """Train `number` seeds in an empty folder on all cores, `stack` of them as one model. Raises RuntimeError if one fails."""
+    """Train `number` seeds in an empty folder, `stack` of them as one model: on all cores, or in four processes on a GPU.
+    Raises RuntimeError if one fails.
+    """
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         file = Path(folder) / "digits.npz"
         (train, train_labels), (test, test_labels) = splits(28).values()
@@ -126,7 +138,8 @@ def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"
         )
         seeds = [ArmRun(run=run.vary(seed=seed), arm="ViT") for seed in range(number)]
         numerics = Numerics(kernel=None if device != "cpu" or reason_against() else "native")
-        records = launch(seeds, folder, recipe="benchmark", stack=stack, device=device, numerics=numerics)
+        jobs = None if device == "cpu" else 4
+        records = launch(seeds, folder, recipe="benchmark", jobs=jobs, stack=stack, device=device, numerics=numerics)
     failed = [record.error for record in records if record.status != "finished"]
     if failed:
         raise RuntimeError(failed[0])

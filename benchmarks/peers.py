@@ -129,11 +129,17 @@ def vit_pytorch_vit(shape: Shape, side: int, channels: int, best: bool) -> nn.Mo
 VITS = {"timm": timm_vit, "vit-pytorch": vit_pytorch_vit}
 
 
-def step(shape: Shape, peer: str, best: bool, bf16: bool = True) -> Callable[[], None]:
-    """Return a call that makes one training step, always on the same batch. `bf16=False` leaves bf16 out of the best flags."""
+def step(
+    shape: Shape, peer: str, best: bool, bf16: bool = True, device: str = "cpu", compiled: bool = False
+) -> Callable[[], None]:  # fmt: skip
+    """Return a call that makes one training step, always on the same batch. `bf16=False` leaves bf16 out of the best flags.
+    `compiled` compiles the model with torch.compile, and records CUDA graphs (`mode="reduce-overhead"`).
+    """
     data = dataset()
-    model = VITS[peer](shape, data.spec.size[0], data.spec.channels, best)
-    return partial(learn, model, adamw(model, best), *first_batch(data, shape.batch), best, bf16)
+    model = VITS[peer](shape, data.spec.size[0], data.spec.channels, best and device == "cpu").to(device)
+    model = torch.compile(model, mode="reduce-overhead") if compiled else model
+    batch = (part.to(device) for part in first_batch(data, shape.batch))
+    return partial(learn, model, adamw(model, best), *batch, best, bf16)
 
 
 def learn(

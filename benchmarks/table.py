@@ -35,7 +35,7 @@ def title(line: dict) -> str:
 
 def peer_cells(line: dict) -> list[str]:
     """Return two cells: what the peer needs with each of its settings, and how many times that of smallvit this is."""
-    if line[FLAGS[0]] is None:
+    if all(line[flags] is None for flags in FLAGS):
         return ["not installed", ""]
     return ["" if line[flags] is None else peer_cell(line, line[flags]) for flags in FLAGS]
 

@@ -246,23 +246,58 @@ def recipe(
     """
     check_models(shape)
     where = "on a GPU" if device == "cuda" else "on all cores"
-    stacked = f"smallvit trains {ours.STACK} as one model"
+    of_peer = min(runs, 2) if device == "cuda" else runs  # one after another, all of them would take too long
+    scaled = f", the peer: scaled from {of_peer} runs" if of_peer < runs else ""
+    stack = ours.STACK_ON_GPU if device == "cuda" else ours.STACK
+    stacked = f"smallvit trains {stack} as one model{scaled}"
     name = f"{runs} runs of a {count_tokens(shape)}-token ViT {where}, {labels:,} labels ({stacked})"
     for length in steps:
-        job = (shape, runs, length, labels, device)
-        theirs = {"timm": {flags: partial(peers.runs, *job, best) for flags, best in flags_of("timm").items()}}
-        yield Task(name, partial(ours.runs, *job), theirs, "s", seconds, length)
+        job = (length, labels, device)
+        theirs = {"timm": {flags: partial(peers.runs, shape, of_peer, *job, best) for flags, best in flags_of("timm").items()}}
+        measure = partial(seconds, factor=runs / of_peer)
+        yield Task(name, partial(ours.runs, shape, runs, *job, stack), theirs, "s", measure, length)
 
 
-def gpu(steps: Sequence[int] = (20, 60)) -> Iterator[Task]:
-    """The recipe with 64 runs on a GPU, if there is one."""
-    if torch.cuda.is_available():
-        yield from recipe(steps, runs=64, device="cuda")
+def gpu(steps: Sequence[int] = (20, 60), runs: Sequence[int] = (1, 16, 64), shape: Shape = TINY) -> Iterator[Task]:
+    """On a GPU, if there is one: a training step of several runs at once, and the recipe with 64 runs.
+
+    The peers train one run after another, so their time is that of one run, multiplied by the number of runs.
+    """
+    if not torch.cuda.is_available():
+        return
+    for bf16, suffix in [(True, ""), (False, ", without bf16")]:
+        step = partial(peers.step, shape, "timm", bf16=bf16, device="cuda")
+        of_timm = {flags: step(best) for flags, best in flags_of("timm").items()}
+        compiled = {"best flags": step(True, compiled=True)} if of_timm and bf16 else {}
+        for number in runs:
+            name = f"training step of {number} run{'s' * (number > 1)} on a GPU, {describe_shape(shape)}{suffix}"
+            theirs = {"timm, one after another": of_timm}
+            theirs |= {"timm, one after another, torch.compile": compiled} if compiled else {}
+            measure = partial(steps_on_gpu, number)
+            yield Task(name, ours.steps_at_once(shape, number, bf16), theirs, measure=measure)
+    yield from recipe(steps, runs=max(runs), device="cuda")
 
 
-def seconds(calls: Sequence[Call], repeats: int) -> list[float]:
-    """Return the time of each call in seconds, in one repetition after one that is not counted, because it takes minutes."""
-    return [time / 1_000 for time in milliseconds(calls, repeats=1)]
+def steps_on_gpu(runs: int, calls: Sequence[Call], repeats: int, steps: int = 20) -> list[float]:
+    """Return the milliseconds of a step of so many runs. The first call takes a step of all of them, each of the others a step
+    of one run. A GPU works while the program goes on, so it is waited for only after 20 steps.
+    """
+
+    def several(call: Call):
+        for _ in range(steps):
+            call()
+        torch.cuda.synchronize()
+
+    own, *others = milliseconds([partial(several, call) for call in calls], repeats)
+    return [own / steps, *(runs * other / steps for other in others)]
+
+
+def seconds(calls: Sequence[Call], repeats: int, factor: float = 1) -> list[float]:
+    """Return the time of each call in seconds, in one repetition after one that is not counted, because it takes minutes. The
+    times of all calls but the first are multiplied by a factor.
+    """
+    own, *others = (time / 1_000 for time in milliseconds(calls, repeats=1))
+    return [own, *(factor * other for other in others)]
 
 
 def scale(

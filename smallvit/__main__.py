@@ -196,13 +196,13 @@ HELP = {
     "recipe": "the name of a recipe (see smallvit list) or the path of a recipe file",
     "--out": "folder in which the runs are stored (default: ./runs)",
     "--scale-steps": "multiply the training steps of every run by N; these runs are stored in a folder of their own",
-    "--jobs": "number of worker processes, with one thread each (default: the number of cores)",
+    "--jobs": "number of worker processes, with one thread each (default: one for each core, or 4 on each GPU)",
     "--device": "cpu, cuda, mps or auto (default: cpu)",
     "--gpus": "train on all GPUs of this machine (all) or on some (0,2), with one worker process on each; means --device cuda",
     "--per-gpu": "with --gpus or --on: N worker processes share each GPU (default: 1); with --on ray also the share that each "
     "gets, such as 0.25",
-    "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1); in a cross-validation N "
-    "runs of any folds, best a multiple of the number of folds",
+    "--stack": "train N seeds of an arm as one model, which is faster for small models (default: 1, with run --device cuda by "
+    "the size of the models); in a cross-validation N runs of any folds, best a multiple of the number of folds",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",
     "--numerics": "how training steps are computed; --fast does not change what is given here: "

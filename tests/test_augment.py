@@ -160,6 +160,26 @@ def test_several_batches_changed_at_once_are_bitwise_equal_to_each_batch_alone(t
     assert torch.equal(together.targets, torch.cat([batch.targets for batch in alone]))
 
 
+@pytest.mark.parametrize("transforms", [(), (augment.Warp(),), (*digits(), Flip(), *ON)], ids=["none", "off", "all"])
+def test_apply_with_several_generators_changes_each_part_as_alone(transforms):
+    batches = [Batch(torch.rand(5, 3, 16, 16, generator=seeded(i)), torch.eye(5)) for i in range(3)]
+    joined = Batch(*(torch.cat(tensors) for tensors in zip(*((batch.images, batch.targets) for batch in batches))))
+    before = joined.images.clone()
+    together = augment.apply(transforms, joined, [seeded(i) for i in range(3)])
+    alone = [augment.apply(transforms, batch, seeded(i)) for i, batch in enumerate(batches)]
+    assert torch.equal(together.images, torch.cat([batch.images for batch in alone]))
+    assert torch.equal(together.targets, torch.cat([batch.targets for batch in alone]))
+    assert torch.equal(joined.images, before)
+
+
+def test_apply_refuses_parts_of_different_sizes_and_transforms_that_cannot_change_parts():
+    batch = Batch(torch.rand(5, 1, 8, 8), torch.eye(5))
+    with pytest.raises(ValueError, match="5 images cannot be divided into 2 equal parts"):
+        augment.apply(digits(), batch, [seeded(0), seeded(1)])
+    with pytest.raises(ValueError, match="is no Transform, so it cannot change several parts at once"):
+        augment.apply([lambda batch, generator: batch], Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])
+
+
 def test_apply_returns_tensors_that_gradients_can_flow_through():
     transforms, batch = (*photos(), *augment.photo_crops(local=1, size=7)), random_batch(c=3)
     result = augment.apply(transforms, batch, seeded())

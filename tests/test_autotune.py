@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from toys import TINY_VIT
 
-from smallvit import DINO, ArmRun, PatchEmbed, Run, ablate, augment
+from smallvit import DINO, ArmRun, PatchEmbed, Run, ViT, ablate, augment
 from smallvit.__main__ import main
+from smallvit.flops import footprint
 from smallvit.launch import autotune, launch
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.record import WEIGHTS, read_record
@@ -187,6 +188,18 @@ def test_kinds_of_runs_are_weighed_by_their_steps(tmp_path, monkeypatch):
     assert autotune.autotune(runs[1:], tmp_path / "b", 1, "cpu", given)[0] == Numerics(kernel="fused")
     start = SHORT.vary(objective=DINO, augment=augment.digit_crops(), clip=0.0, ema=0.0, steps=100)
     assert [steps for _, steps in autotune.kinds_of(comparison(tuned=SHORT.vary(init=start)))] == [100, 12]
+
+
+@pytest.mark.parametrize("dim, depth, batch", [(16, 2, 8), (64, 4, 64), (64, 4, 256), (192, 12, 64)])
+def test_stack_on_a_gpu_depends_on_the_work_of_a_step(dim, depth, batch):
+    model = partial(ViT, tokenizer=partial(PatchEmbed, patch=1), dim=dim, depth=depth, heads=4)
+    runs = comparison(a=SHORT.vary(model=model, batch=batch, augment=()), b=SHORT)
+    work = batch * footprint(model((8, 8), 1, 10), torch.zeros(1, 1, 8, 8))["macs"]
+    assert autotune.stack_for_gpu(runs) == max(1, min(64, int(8e9 / work)))
+
+
+def test_stack_on_a_gpu_is_one_run_if_there_is_nothing_to_train():
+    assert autotune.stack_for_gpu(comparison(a=SHORT.vary(steps=0))) == 1
 
 
 def test_compilation_is_tried_for_long_recipes_and_must_save_more_than_it_costs(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from toys import TINY_VIT
 
 from smallvit import ArmRun, Run
 from smallvit.__main__ import main
+from smallvit.commands import run as command
 from smallvit.launch import gpus, launch
 from smallvit.launch.engine import Settings
 from smallvit.launch.local import Worker, process_context
@@ -108,6 +109,42 @@ def test_contradictions_and_missing_gpus_are_refused(words, message, workdir, ca
     assert os.environ[gpus.VISIBLE] == "4,5"
 
 
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--device", "cuda"], ["4", "5"] * 4),
+        (["--device", "cuda", "--jobs", "3"], []),
+        (["--gpus", "all"], ["4", "5"]),
+        ([], []),
+    ],
+)
+def test_processes_share_the_gpus_unless_their_number_is_given(words, expected, workdir, monkeypatch):
+    found = []
+    monkeypatch.setenv(gpus.VISIBLE, "4,5")
+    monkeypatch.setattr(command, "check_device", lambda device: None)
+    monkeypatch.setattr(command, "run", lambda options, workers: found.append(workers) or 0)
+    assert main(["run", "mine.py", *words]) == 0
+    assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    "words, stack, said",
+    [
+        (["--device", "cuda", "--jobs", "1"], 7, True),
+        (["--device", "cuda", "--jobs", "1", "--stack", "2"], 2, False),
+        (["--jobs", "1"], 1, False),
+    ],
+)
+def test_runs_are_stacked_on_a_gpu_unless_their_number_is_given(words, stack, said, workdir, monkeypatch, capsys):
+    found = []
+    monkeypatch.setattr(command, "check_device", lambda device: None)
+    monkeypatch.setattr(command, "stack_for_gpu", lambda runs: 7)
+    monkeypatch.setattr(command, "launch", lambda *args, stack, **options: found.append(stack))
+    main(["run", "mine.py", *words])
+    assert found == [stack]
+    assert ("on a GPU: up to 7 runs" in capsys.readouterr().err) == said
+
+
 def test_machine_without_a_gpu_is_named(workdir, capsys, monkeypatch):
     monkeypatch.setattr(gpus, "listed_gpus", lambda: [])
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
@@ -148,8 +185,8 @@ def test_each_worker_process_sees_its_own_gpu_from_the_beginning_also_after_a_ki
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_two_worker_processes_train_on_gpus(tmp_path):
-    found = gpus.visible_gpus(os.environ)
+    found, before = gpus.visible_gpus(os.environ), torch.cuda.is_initialized()
     runs = [ArmRun(run=Run(model=TINY_VIT, labels=20, val=20, steps=20, batch=8, seed=seed), arm="a") for seed in range(4)]
     records = launch(runs, tmp_path, recipe="t", device="cuda", gpus=(found * 2)[:2])
     assert all(record.finished and record.device == torch.cuda.get_device_name(0) for record in records)
-    assert not torch.cuda.is_initialized()
+    assert torch.cuda.is_initialized() == before, "only the workers need the GPU"

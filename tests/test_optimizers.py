@@ -377,6 +377,7 @@ def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch
     runs = [run.vary(lr=rate * run.lr) for rate in rates]
     alone, together = ([training_of(one, seed, double=True) for one, seed in zip(runs, (3, 1))] for _ in range(2))
     stack = Stack(together)
+    stack.source = None  # each draws its own batch, in double precision
     for _ in range(3):
         stack.train_step()
         for one in alone:

@@ -25,6 +25,7 @@ from smallvit import (
     PatchEmbed,
     Projected,
     Run,
+    SemiSupervised,
     ShiftedPatchEmbed,
     SmallCNN,
     Supervised,
@@ -39,7 +40,7 @@ from smallvit.optim import tensor_pairs
 from smallvit.record import CHECKPOINT, WEIGHTS
 from smallvit.train import checkpoint, fit, fit_stacked, loop
 from smallvit.train.loop import Training
-from smallvit.train.stack import NotStackable, Stack
+from smallvit.train.stack import NotStackable, Stack, can_draw_together
 
 fit_module = import_module("smallvit.train.fit")  # the attribute `fit` of the package is the function
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, clip=0.5, augment=augment.digits())
@@ -96,6 +97,7 @@ def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch
     alone, together = ([training(one, seed) for one, seed in zip(runs, (3, 1, 4))] for _ in range(2))
     initial = [weights(one) for one in together]
     stack = Stack(together)
+    stack.source = None  # each draws its own batch, in double precision
     for one in (*alone, *together):
         one.objective.train()
     for _ in range(6):
@@ -118,6 +120,49 @@ def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch
 def distilled(**options) -> Run:
     pool = {"pool": DistilledTokens} if "token" in options else {}
     return SHORT.vary(objective=partial(Distill, **options), teacher=SHORT.vary(model=SmallCNN), **pool)
+
+
+SEMI = partial(SemiSupervised, weak=augment.digits(0.3), strong=augment.strong_digits(), threshold=0.5)
+DRAWN = {
+    "plain": SHORT,
+    "no augmentation": SHORT.vary(augment=()),
+    "mixed": SHORT.vary(augment=(*augment.digits(), augment.Mixup(), augment.RandomErasing())),
+    "unlabelled images": SHORT.vary(objective=SEMI),
+}
+
+
+def members_of(run: Run, seeds=(3, 1, 4)) -> list[Training]:
+    data = digits()
+    runs = [run.vary(seed=seed) for seed in seeds]
+    return [Training(one, data, data.subset(labels=one.labels, val=one.val, seed=one.seed), "cpu") for one in runs]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name):
+    alone, together = members_of(DRAWN[name]), members_of(DRAWN[name])
+    stack = Stack(together)
+    stored = {part.images.untyped_storage().data_ptr() for part in (one.images for one in together)}
+    assert stack.source is not None and len(stored) == 1, "the images of the runs are not in one tensor"
+    for step in (0, 1, 5, 40):
+        for one in (*alone, *together):
+            one.step = step
+        batch, expected = stack.next_batch(), [one.next_batch() for one in alone]
+        for number, own in enumerate(expected):
+            assert torch.equal(batch.images[number], own.images) and torch.equal(batch.targets[number], own.targets)
+            assert len(batch.views) == len(own.views)
+            assert all(torch.equal(views[number], one) for views, one in zip(batch.views, own.views))
+        assert [one.trace.batches for one in together] == [one.trace.batches for one in alone]
+
+
+def test_runs_with_a_transform_of_somebody_else_draw_their_own_batches():
+    def brighter(batch, generator):
+        return batch._replace(images=batch.images + 0.1 * torch.rand(1, generator=generator))
+
+    members = members_of(SHORT)
+    assert can_draw_together(members)
+    for one in members:
+        object.__setattr__(one.run, "augment", (*one.run.augment, brighter))
+    assert not can_draw_together(members)
 
 
 @pytest.mark.parametrize(

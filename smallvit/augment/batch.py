@@ -83,29 +83,68 @@ def concatenate(draws: Sequence[Random]) -> Random:
     return {name: torch.cat([random[name] for random in draws]) for name in draws[0]}
 
 
-def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator) -> Batch:
+def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator | Sequence[Generator]) -> Batch:
     """Apply all transforms to a batch, one after the other, and return the new batch. `generator` is the random number
     generator.
 
-    Raises    ValueError if the images are not float32 `b c h w`, or if there is not one row of targets for each image.
+    `generator` may also be a list of generators. Then the batch consists of as many parts of equal size, and each part changes
+    as it does alone with its own generator. All parts are changed at once, which is faster.
+
+    Raises    ValueError if the images are not float32 `b c h w`, if there is not one row of targets for each image, or if the
+              batch cannot be divided into as many parts as there are generators.
     """
     images, targets = batch.images, batch.targets
     if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or images.dtype != torch.float32:
         got = f"{images.dtype} {tuple(images.shape)} and {tuple(targets.shape)}"
         raise ValueError(f"expected float32 images b c h w in [0, 1] and targets b k, got {got}")
+    generators = [generator] if isinstance(generator, Generator) else [*generator]
+    if not generators or len(images) % len(generators):
+        raise ValueError(f"{len(images)} images cannot be divided into {len(generators)} equal parts, one for each generator")
     changed = batch
     with torch.inference_mode():  # records nothing for gradients, which makes small operations faster
         for transform in transforms:
-            changed = transform(changed, generator)
+            if len(generators) == 1:
+                changed = transform(changed, generators[0])
+            else:
+                changed = _change_parts(transform, changed, generators)
     if changed is batch:
         return batch
     images, targets, *views = map(_usual, (changed.images, changed.targets, *changed.views))
     return changed._replace(images=images, targets=targets, views=tuple(views))
 
 
+def _change_parts(transform: Augmentation, batch: Batch, generators: Sequence[Generator]) -> Batch:
+    """Return a batch whose equal parts have each been changed by the transform, with the generator of the part."""
+    images = batch.images
+    if not changes_parts(transform):
+        raise ValueError(f"{transform!r} is no Transform, so it cannot change several parts at once; expected one generator")
+    assert isinstance(transform, Transform)
+    if images.dtype != torch.float32 or transform.off or not len(images):
+        return transform(batch, generators[0])
+    shape = (len(images) // len(generators), *images.shape[1:])
+    random = concatenate([transform.draw(shape, generator) for generator in generators])
+    return transform.change(batch._replace(images=images.clone()) if transform.in_place else batch, random)
+
+
+def changes_parts(transform: Augmentation) -> bool:
+    """Return whether a transform can change several parts of a batch at once, each with its own random numbers. A `Transform`
+    can, unless it replaces `__call__`.
+    """
+    return isinstance(transform, Transform) and type(transform).__call__ is Transform.__call__
+
+
 def _usual(tensor: Tensor) -> Tensor:
     """Return a tensor that can be used to compute gradients, a copy of a tensor that was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, as `tensor.to(device)` does. The program goes on while a GPU still computes: for this, the
+    values are first copied to memory that the GPU can read at any time ("pinned").
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def symmetric_uniform(*shape: int, generator: Generator) -> Tensor:

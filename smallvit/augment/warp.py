@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from .batch import Batch, Random, Transform, check_interval, check_range, concatenate, height_width, symmetric_uniform
+from .batch import Batch, Random, Transform, check_interval, check_range, concatenate, height_width, symmetric_uniform, upload
 
 
 class Crops(NamedTuple):
@@ -222,7 +222,7 @@ class Warp(Transform):
         if self.crop != (1, 1):
             extent = crops.extent[:, :, None]
             from_x, from_y = from_x * extent, from_y * extent
-        from_x, from_y = from_x.to(images.device).add_(crops.center[:, :, None]), from_y.to(images.device)
+        from_x, from_y = upload(from_x, images.device).add_(crops.center[:, :, None]), upload(from_y, images.device)
         return from_x[:, :, None, :] + from_y[:, :, :, None]
 
     def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, control: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class Warp(Transform):
         control = control * (2 * self.elastic * _grid_scale(h, w)[:, :, None])
         if self.crop != (1, 1):
             control = control * extent.T[:, :, None, None]
-        across = control.to(grid.device).transpose(0, 1).flatten(0, 1) @ columns.T
+        across = upload(control, grid.device).transpose(0, 1).flatten(0, 1) @ columns.T
         return grid.flatten(0, 1).baddbmm_(rows.expand(len(across), -1, -1), across).view_as(grid)
 
     def control_weights(self, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:

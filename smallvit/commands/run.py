@@ -1,6 +1,7 @@
 """smallvit run: train the runs of a recipe, or one part of them, and write its report."""
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
-from smallvit.launch.autotune import autotune
-from smallvit.launch.gpus import VISIBLE, gpu_workers
+from smallvit.launch.autotune import autotune, stack_for_gpu
+from smallvit.launch.gpus import SHARING, VISIBLE, gpu_workers, visible_gpus
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
@@ -47,6 +48,8 @@ def main(options: argparse.Namespace) -> int:
     if options.on != "here":
         return run(options, [])
     gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device) if options.gpus else []
+    if options.device == "cuda" and not options.gpus and options.jobs is None and (visible := visible_gpus(os.environ)):
+        gpus = visible * SHARING
     with environment_variables({VISIBLE: gpus[0]} if gpus else {}):  # on which this process measures the speed, if it does
         check_device(options.device)
         return run(options, gpus)
@@ -237,6 +240,10 @@ def trainer(
     The options in `given` are not changed.
     """
     numerics, stack, engine = Numerics(**given), options.stack or 1, None
+    if options.device == "cuda" and options.on == "here" and not (options.stack or options.fast or options.shard):
+        stack = stack_for_gpu(recipe_runs)
+        text = f"up to {stack} runs that differ only in their seed are trained as one model" if stack > 1 else "each run alone"
+        print(f"on a GPU: {text}; --stack N changes this", file=sys.stderr)
     if options.on == "ray":
         engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)
     if options.fast:

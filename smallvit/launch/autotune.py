@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 STEPS, FEWEST_STEPS = 8, 3  # timed for each variant; the smaller number for slow ones
 TIME_LIMIT = 20.0  # seconds for the timed steps of all variants
 STACKS = (1, 2, 4, 8)
+GPU_WORK, GPU_STACK = 8e9, 64  # multiply-adds of a step, and runs, from which on a larger stack saves no more time on a GPU
 GAIN = 0.95  # another variant is chosen only if it takes less than this share of the time: it also changes rounding
 STACK_GAIN = 0.9
 TOO_SLOW = 3.0  # a variant that takes so many times as long as another one is not timed further
@@ -273,6 +274,18 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
         texts.append(f"{len(failed)} of {len(kinds)} kinds of runs cannot be stacked")
     best = min(times, key=times.__getitem__, default=1)
     return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(texts)
+
+
+def stack_for_gpu(runs: Sequence[ArmRun]) -> int:
+    """Return how many of the `runs` are best trained as one model (a stack) on a GPU. Nothing is measured: a step of a small
+    model takes as long as it takes to start its operations, so runs are put together until a step has about 8 billion
+    multiply-adds, or 64 runs. The number is the same for the whole recipe; its largest model decides.
+    """
+    most = 0.0
+    for run, _ in kinds_of(runs):
+        with suppress(Exception):  # the record of a run that fails will say why
+            most = max(most, run.batch * begun(run, DEFAULT, "cpu").footprint()["macs"])
+    return max(1, min(GPU_STACK, int(GPU_WORK / most))) if most else 1
 
 
 def kinds_of(runs: Sequence[ArmRun]) -> Kinds:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARING = 4  # worker processes on each GPU with `--device cuda`; while one waits for its CPU, the others use the GPU
 TIMEOUT = 60  # seconds for nvidia-smi, which may have to start the driver
 
 

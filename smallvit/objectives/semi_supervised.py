@@ -184,7 +184,9 @@ class SemiSupervised(Objective):
             each = (prediction.softmax(-1, dtype=target.dtype) - target).square().sum(-1)
         else:
             each = -(target * prediction.log_softmax(-1, dtype=target.dtype)).sum(-1)
-        weight = self.weight * (exp(-5 * (1 - progress / self.ramp) ** 2) if progress < self.ramp else 1.0)
+        weight = self.weight
+        if self.ramp and progress < self.ramp:
+            weight *= exp(-5 * (1 - progress / self.ramp) ** 2)
         return {"loss": cross_entropy(logits, batch.targets) + weight * (accepted * each).mean(), "accepted": accepted.mean()}
 
     def predict(self, views: Sequence[Tensor], prediction: Tensor) -> Tensor:

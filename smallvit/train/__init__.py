@@ -2,6 +2,8 @@
 
 fit.py            fit: trains and evaluates a run and writes its record; start reading here
 loop.py           train, Training.train_step, next_batch, validate: the training loop
+batches.py        which images a step sees; the batches of several runs are drawn together
+cuda_graph.py     GradientStep: the forward and backward pass of a step, on a GPU recorded once and repeated
 evaluation.py     the scores of a finished training, for its record
 checkpoint.py     saving an unfinished training and resuming it
 read_log.py       the file that counts the reads of the test images

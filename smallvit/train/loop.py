@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smallvit.augment import Batch, apply
+from smallvit.augment import Batch
 from smallvit.data import Dataset, Images, Subset
 from smallvit.data.images import joined
 from smallvit.evaluate import Splits, accuracy, frozen, knn
@@ -30,6 +30,8 @@ from smallvit.run import Run
 from smallvit.vit import ViT
 
 from . import checkpoint
+from .batches import Source, draw_batch
+from .cuda_graph import GradientStep, reason_against
 from .evaluation import evaluation_numerics
 from .initialize import initial_objective
 from .trace import Trace, digest, distance
@@ -238,19 +240,41 @@ class Training:
         at moved weights, and the loss at the present ones.
         """
         if isinstance(self.optimizer, SAM):
-            changed = [p for p in self.objective.parameters() if not p.requires_grad] + [*self.objective.buffers()]
-            return self.optimizer.two_passes(lambda: self.backward(batch), self.objective, changed)
+            return self.optimizer.two_passes(lambda: self.backward(batch), self.objective, self.not_trained)
         return self.backward(batch)
+
+    @functools.cached_property
+    def not_trained(self) -> list[Tensor]:
+        """All tensors of the objective that are not trained, which a forward pass may change: buffers, and parameters such as
+        those of a teacher.
+        """
+        return [p for p in self.objective.parameters() if not p.requires_grad] + [*self.objective.buffers()]
 
     def backward(self, batch: Batch) -> Tensor:
         """Compute the gradient of the loss on a batch at the present weights, and return the loss."""
         if self.flat is None and self.joins_parameters and self.optimizer.state:  # from the second step on
             self.flat = FlatAdamW(self.optimizer)
-        (self.flat or self.optimizer).zero_grad()  # before the forward pass, which needs the memory
-        with self.computing(), self.numerics_context.gradients_in_place(self.flat is not None):
-            loss = self.objective(batch, self.progress)["loss"]
-        loss.backward()
-        return loss.detach()
+        return self.gradient_step(batch, self.progress)
+
+    @functools.cached_property
+    def gradient_step(self) -> GradientStep:
+        """The function that computes the gradients and the loss of a step; see `GradientStep`."""
+
+        def compute(batch: Batch, progress: Any) -> Tensor:
+            (self.flat or self.optimizer).zero_grad()  # before the forward pass, which needs the memory
+            with self.computing(), self.numerics_context.gradients_in_place(self.flat is not None):
+                loss = self.objective(batch, progress)["loss"]
+            loss.backward()
+            return loss.detach()
+
+        return GradientStep(compute, self.parameters, self.not_trained, self.reason_against_graph)
+
+    @property
+    def reason_against_graph(self) -> str | None:
+        """Why the steps are not recorded as a CUDA graph, or None if they may be."""
+        if isinstance(self.optimizer, SAM):
+            return "SAM computes gradients twice in a step"
+        return reason_against(self.objective, self.device, self.run.steps, bool(self.numerics.compiled))
 
     def update_weights(self, loss: Tensor):
         """Update the weights and their average (EMA) from the gradients of a step, and count the step with its `loss`."""
@@ -265,6 +289,7 @@ class Training:
             nn.utils.clip_grad_norm_(self.parameters, self.run.clip)
         (self.flat or self.optimizer).step()
         self.count_step(loss)
+        self.loss += loss
         self.objective.after_step(self.progress)
         if self.run.ema:
             ema_update(self.ema_pairs, self.ema_weight)
@@ -275,31 +300,32 @@ class Training:
 
         Also seeds torch's generator, which dropout draws from during the step.
         """
-        run, images, step = self.run, self.images, self.step
-        seed_generators(stream(run.seed, "dropout", step), self.device)
-        index = batch_index(len(images), run.batch, step, run.seed).to(images.labels.device)
-        generator = torch.Generator().manual_seed(stream(run.seed, "augment", step))
-        batch = apply(run.augment, Batch(images.pixels(index), self.label_mask * images.targets(index)), generator)
-        if self.pool is not None:
-            batch = batch._replace(views=self.unlabelled_views(self.pool))
-        normalise = self.spec.normalise
-        batch = batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
-        if type(self.objective).prepare is not Objective.prepare:
+        self.seed_generators()
+        return self.prepare(draw_batch([self], Source([self.images]), None if self.pool is None else Source([self.pool])))
+
+    def seed_generators(self):
+        """Seed torch's generators of the CPU and of the device for the current step. `torch.manual_seed` does the same for all
+        kinds of devices, and takes longer than a small layer: it keeps a traceback for each kind that is not there.
+        """
+        seed = stream(self.run.seed, "dropout", self.step)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Return the `batch` of the current step with the values that the objective adds, such as the logits of a teacher. The
+        hash of the batch is kept if it is one of the first.
+        """
+        if self.prepares:
             with self.computing():
                 batch = self.objective.prepare(batch)
-        self.trace.add_batch(step, batch)
+        self.trace.add_batch(self.step, batch)
         return batch
 
-    def unlabelled_views(self, pool: Images) -> tuple[Tensor, ...]:
-        """Return the views of unlabelled images that the objective needs in the current step, not yet normalized. `pool` are
-        all unlabelled images. Their order and each view have random streams of their own.
-        """
-        ratio, views = self.objective.unlabelled
-        seed = stream(self.run.seed, "unlabelled")
-        index = batch_index(len(pool), ratio * self.run.batch, self.step, seed).to(self.device)
-        batch = Batch(pool.pixels(index), pool.targets(index))
-        generators = [torch.Generator().manual_seed(stream(seed, "view", f"{self.step}/{i}")) for i in range(len(views))]
-        return tuple(apply(transforms, batch, generator).images for transforms, generator in zip(views, generators))
+    @property
+    def prepares(self) -> bool:
+        """Whether the objective adds values to each batch."""
+        return type(self.objective).prepare is not Objective.prepare
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer):
         """Set the learning rate of each parameter group of an optimizer to the value for the current step."""
@@ -342,11 +368,8 @@ class Training:
         return NumericsContext(self.objective, self.numerics)
 
     def count_step(self, loss: Tensor):
-        """Count a training step that was taken, and add its loss to a sum. The mean of this sum is later a point of the
-        learning curve.
-        """
+        """Count a training step that was taken, with its loss."""
         self.step += 1
-        self.loss += loss
         self.trace.add_loss(self.step, loss)
 
     @functools.cached_property
@@ -445,29 +468,3 @@ class Training:
             return {}
         with frozen(self.model):
             return footprint(self.model, self.spec.normalise(self.images.pixels(slice(256))))
-
-
-def seed_generators(seed: int, device: torch.device):
-    """Seed torch's generators of the CPU and of the `device`, which dropout draws from. `torch.manual_seed` does the same for
-    all kinds of devices, and takes longer than a small layer: it keeps a traceback for each kind that is not there.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
-def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
-    """Return the indices of the training images in one batch, as a tensor of shape (batch,). `n` is the number of training
-    images, `step` is the number of the training step, and `seed` decides the random order.
-
-    All images are shuffled again for each epoch. The epochs are joined into one sequence, which is cut into batches.
-    """
-    start, end = step * batch, (step + 1) * batch
-    epochs = range(start // n, (end - 1) // n + 1)
-    return torch.cat([epoch_order(n, e, seed)[max(start - e * n, 0) : end - e * n] for e in epochs])
-
-
-@functools.lru_cache(maxsize=64)  # the members of a stack take turns
-def epoch_order(n: int, epoch: int, seed: int) -> Tensor:
-    """Return the random order of the `n` training images in one epoch, as a tensor with their indices."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch)))

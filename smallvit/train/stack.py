@@ -6,6 +6,7 @@ are trained, so everything outside the step works as for a single run. They shar
 """
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from smallvit.augment import Batch
+from smallvit.augment.batch import changes_parts
+from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.optim import ema_update
 from smallvit.optimizers import SAM, SCALARS
 
+from .batches import Source, draw_batch
+from .cuda_graph import GradientStep
 from .loop import Training
+from .trace import BATCHES
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: batched products round differently
 # of each gradient on the first batch, relative to its own norm, and relative to the norm of the largest gradient
@@ -62,6 +68,9 @@ class Stack:
             if reason := getattr(module, "not_stackable", None):
                 raise NotStackable(f"{type(module).__name__} {reason}")
         self.members, self.first = members, first
+        # PyTorch's fused attention for GPUs does not work in `torch.func.vmap`
+        gpu_rule = first.device.type != "cpu" and first.numerics.kernel is None
+        self.attention = NumericsContext(first.objective, Numerics(kernel="explicit") if gpu_rule else DEFAULT)
         if not resumed:
             self.check_first_step()
         self.weights = stack_modules([member.objective for member in members])
@@ -74,20 +83,29 @@ class Stack:
             group["shares"] = self.rate_shares
         for member in members:
             member.stacked = len(members)
+        self.losses_so_far = torch.stack([member.loss for member in members])
+        for member, loss in zip(members, self.losses_so_far):
+            member.loss = loss
+        self.source = self.pool = None
+        if can_draw_together(members):
+            self.source = Source([member.images for member in members])
+            self.pool = None if first.pool is None else Source([member.pool for member in members if member.pool is not None])
+            for number, member in enumerate(members):
+                member.images, member.pool = self.source.parts[number], self.pool and self.pool.parts[number]
         self.ema_pairs = []
         if first.run.ema:
             averages = stack_modules([member.model for member in members])
             self.ema_pairs = [(tensor, self.weights[f"model.{name}"].detach()) for name, tensor in averages.items()]
 
-    def losses(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:
+    def losses(self, weights: dict[str, Tensor], batch: Batch, progress: Any) -> Tensor:
         """Return the loss of each training run in the stack on its own batch, as a tensor of shape (runs,). In `weights` and
-        `batch`, the first axis of all tensors is the run.
+        `batch`, the first axis of all tensors is the run. `progress` is the finished fraction of the training.
         """
 
         def loss(own_weights: dict[str, Tensor], own_batch: Batch) -> Tensor:
-            return functional_call(self.first.objective, own_weights, (own_batch, self.first.progress))["loss"]
+            return functional_call(self.first.objective, own_weights, (own_batch, progress))["loss"]
 
-        with self.first.computing():
+        with self.first.computing(), self.attention.active():
             return vmap(loss)(weights, batch)
 
     def check_first_step(self):
@@ -105,7 +123,7 @@ class Stack:
         states = [{name: t.detach().clone() for name, t in tensors_of(member.objective).items()} for member in self.members]
         stacked = stack_states(states)
         try:
-            losses = self.losses(with_gradients(stacked, names), stack_batches(batches))
+            losses = self.losses(with_gradients(stacked, names), stack_batches(batches), self.first.progress)
             gradients = torch.autograd.grad(losses.sum(), [stacked[name] for name in names], materialize_grads=True)
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             reason = str(error).strip().splitlines()[0]
@@ -158,30 +176,69 @@ class Stack:
         its own batch, weights and loss.
         """
         self.fastest.set_learning_rates(self.optimizer)
-        losses = self.compute_gradients(stack_batches([member.next_batch() for member in self.members]))
-        if self.first.run.clip:
-            clip([p.grad for p in self.parameters.values() if p.grad is not None], self.first.run.clip)
+        losses = self.compute_gradients(self.next_batch())
         self.update_weights()
+        self.losses_so_far += losses
         for member, loss in zip(self.members, losses):
             member.count_step(loss)
         if self.ema_pairs:
             ema_update(self.ema_pairs, self.first.ema_weight)
 
+    def next_batch(self) -> Batch:
+        """Return the batches of the current step of all runs, as tensors whose first axis is the run. The batches are drawn
+        together if all transforms allow it: see `draw_batch`.
+        """
+        if self.source is None:
+            return stack_batches([member.next_batch() for member in self.members])
+        joined = draw_batch(self.members, self.source, self.pool)
+        count = len(self.members)
+        images, targets = (tensor.unflatten(0, (count, -1)) for tensor in joined[:2])
+        batch = Batch(images, targets, tuple(views.unflatten(0, (count, -1)) for views in joined.views))
+        if not self.first.prepares and self.first.step >= BATCHES:
+            return batch
+        prepared = []
+        for number, member in enumerate(self.members):
+            member.seed_generators()
+            own = Batch(batch.images[number], batch.targets[number], tuple(views[number] for views in batch.views))
+            prepared.append(member.prepare(own))
+        return stack_batches(prepared)
+
     def compute_gradients(self, batch: Batch) -> Tensor:
-        """Compute the gradients of the losses of all runs in the stack, each on its own part of `batch`, and return the losses,
-        shape (runs,). With `SAM`, these are the gradients at moved weights; each run has its own move.
+        """Compute the gradients of the losses of all runs in the stack, each on its own part of `batch`, clip them if the runs
+        say so, and return the losses, shape (runs,). With `SAM`, these are the gradients at moved weights; each run has its own
+        move.
         """
 
-        def backward() -> Tensor:
+        if not isinstance(self.optimizer, SAM):
+            return self.gradient_step(batch, self.first.progress)
+        backward = partial(self.gradient_step, batch, self.first.progress)
+        losses = self.optimizer.two_passes(backward, self.first.objective, self.others, members=True)
+        self.clip_gradients()
+        return losses
+
+    def clip_gradients(self):
+        """Clip the gradients of each run, if the runs say so."""
+        if self.first.run.clip:
+            clip([p.grad for p in self.parameters.values() if p.grad is not None], self.first.run.clip)
+
+    @cached_property
+    def others(self) -> list[Tensor]:
+        """The tensors of the runs that are not trained: buffers, and parameters that are kept as they are."""
+        return [tensor for name, tensor in self.weights.items() if name not in self.parameters]
+
+    @cached_property
+    def gradient_step(self) -> GradientStep:
+        """The function that computes the gradients and the losses of a step; see `GradientStep`."""
+
+        def compute(batch: Batch, progress: Any) -> Tensor:
             self.optimizer.zero_grad()
-            losses = self.losses(self.weights, batch)
+            losses = self.losses(self.weights, batch, progress)
             losses.sum().backward()
+            if not isinstance(self.optimizer, SAM):  # SAM needs the gradients of its first pass as they are
+                self.clip_gradients()
             return losses.detach()
 
-        if not isinstance(self.optimizer, SAM):
-            return backward()
-        changed = [tensor for name, tensor in self.weights.items() if name not in self.parameters]
-        return self.optimizer.two_passes(backward, self.first.objective, changed, members=True)
+        return GradientStep(compute, [*self.parameters.values()], self.others, self.first.reason_against_graph)
 
     @torch.no_grad()
     def update_weights(self):
@@ -197,6 +254,16 @@ class Stack:
         for parameter, start in zip(parameters, before):
             share = self.rate_shares.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype)
             torch.lerp(start, parameter, share, out=parameter)
+
+
+def can_draw_together(members: Sequence[Training]) -> bool:
+    """Return whether the batches of several runs can be drawn by `draw_batch`: all transforms can change several parts of a
+    batch at once, and the runs normalize their images alike, unlike the folds of a cross-validation.
+    """
+    first = members[0]
+    views = [] if first.pool is None else first.objective.unlabelled.views
+    known = all(changes_parts(transform) for transforms in (first.run.augment, *views) for transform in transforms)
+    return known and all(member.spec == first.spec for member in members)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,0 +1,168 @@
+"""CUDA graphs: the forward and backward pass of a training step on a GPU, recorded once and then repeated as a whole.
+
+A small ViT computes less than its GPU could: most of a step passes while Python and PyTorch start some hundred small operations
+one after another. A CUDA graph records these operations once. From then on one call starts all of them. They are the same
+operations on the same memory, so the numbers do not change.
+
+A recorded step cannot react to anything but the values of its tensors: Python code does not run again. So a step is recorded
+only if its code comes from libraries whose steps are known to be always the same, and the recording is used only if it gives
+the same loss and gradients as the code on the batch with which it was made. Everything else is computed as usual.
+
+Set the environment variable SMALLVIT_CUDA_GRAPHS to 0 to record nothing.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smallvit.augment import Batch
+
+SWITCH = "SMALLVIT_CUDA_GRAPHS"
+FIRST_STEPS = 3  # computed as usual; they also load kernels and fill caches
+FEWEST_STEPS = 32  # of a training for which recording pays
+LIBRARIES = ("smallvit", "torch", "torchvision", "timm", "lightly")
+TOLERANCE = 1e-3  # of the loss and of the norm of the gradient; some operations of a GPU add in any order
+
+
+class Unused:
+    """Stands for the finished fraction of the training while a step is recorded. Any use of it raises TypeError: the recorded
+    step would keep the value.
+    """
+
+    def __bool__(self) -> bool:
+        raise TypeError("the step depends on the finished fraction of the training")
+
+    __eq__ = __float__ = __index__ = __bool__  # pyright: ignore[reportAssignmentType]
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+class GradientStep:
+    """Computes the gradients of training steps: as a CUDA graph where this is possible, otherwise by the usual code.
+
+    compute(batch, progress)   the usual code: removes all gradients, computes new ones, and returns the loss or the losses
+    parameters                 what gets the gradients
+    others                     all other tensors of the model, which `compute` may change
+    reason                     why nothing is recorded, or None. It is set if recording fails.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Batch, Any], Tensor],
+        parameters: Sequence[Tensor],
+        others: Sequence[Tensor],
+        reason: str | None,
+    ):
+        self.compute, self.parameters, self.others, self.reason = compute, parameters, others, reason
+        self.steps = 0
+        self.graph: Any = None
+
+    def __call__(self, batch: Batch, progress: float) -> Tensor:
+        """Compute the gradients of a step, and return the loss or the losses. They keep their values until the next call."""
+        self.steps += 1
+        if self.reason is None and self.steps > FIRST_STEPS:
+            if self.graph is not None and self.places != self.places_now():  # a tensor has moved: record again
+                self.graph = None
+            if self.graph is None:
+                self.record(batch)
+            if self.graph is not None:
+                return self.replay(batch)
+        return self.compute(batch, progress)
+
+    def record(self, batch: Batch):
+        """Record a step, and check it on the `batch`. If this fails, `reason` says why, and nothing is recorded later."""
+        device = batch.images.device
+        state, others = torch.cuda.get_rng_state(device), [other.clone() for other in self.others]
+
+        def restore():
+            torch.cuda.set_rng_state(state, device)
+            for other, before in zip(self.others, others):
+                other.data.copy_(before)
+
+        try:
+            self.batch = map_tensors(torch.clone, batch)
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):  # as PyTorch asks for: twice, so that nothing is allocated or chosen anew later
+                for _ in range(2):
+                    restore()
+                    expected = self.summary(self.compute(self.batch, Unused()))
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.loss = self.compute(self.batch, Unused())
+            self.gradients = [parameter.grad for parameter in self.parameters]
+            restore()
+            graph.replay()
+            found = self.summary(self.loss)
+            for one, other in zip(found, expected):
+                if not math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+                    raise ValueError(f"the recorded step has {found} as loss and norm of the gradient instead of {expected}")
+            self.graph, self.places = graph, self.places_now()
+        except Exception as error:  # a step that cannot be recorded can raise anything
+            self.reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        restore()
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Compute the gradients of a step by the recorded operations, and return the loss or the losses."""
+        for own, new in zip(tensors_in(self.batch), tensors_in(batch), strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients):
+            parameter.grad = gradient
+        return self.loss
+
+    def summary(self, loss: Tensor) -> list[float]:
+        """Return the sum of the losses and the norm of all gradients that there are now."""
+        norms = [parameter.grad.double().norm() for parameter in self.parameters if parameter.grad is not None]
+        return [loss.double().sum().item(), torch.stack(norms).norm().item()]
+
+    def places_now(self) -> list[int]:
+        """Return the addresses of all tensors of the model. A recorded step reads them there."""
+        return [tensor.data_ptr() for tensor in (*self.parameters, *self.others)]
+
+
+def reason_against(objective: Any, device: torch.device, steps: int, compiled: bool) -> str | None:
+    """Return why the training steps of an objective are not recorded, as text, or None if recording can be tried. `steps` is
+    the number of steps of the training, and `compiled` says whether blocks are compiled.
+    """
+    if device.type != "cuda":
+        return "there is no CUDA device"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
+    if steps < FEWEST_STEPS:
+        return f"{steps} steps are too few"
+    if compiled:
+        return "blocks are compiled"
+    if not objective.stackable:
+        return f"{type(objective).__name__} changes state outside the gradient step"
+    if objective.scheduled_modules:
+        return f"{type(objective.scheduled_modules[0]).__name__} changes during the training"
+    for module in objective.modules():
+        kind = type(module)
+        if kind.__module__.partition(".")[0] not in LIBRARIES or getattr(module, "not_stackable", None):
+            return f"nothing is known about the steps of {kind.__module__}.{kind.__qualname__}"
+        if has_hooks(module):
+            return f"{kind.__name__} has hooks"
+    return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether functions of others are called in the forward or the backward pass of a module."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in names)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Return the batch with all its tensors changed by a function."""
+    images, targets, *others = batch
+    return Batch(function(images), function(targets), *(tuple(map(function, tensors)) for tensors in others))
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a batch, in their order."""
+    images, targets, *others = batch
+    return [images, targets, *(tensor for tensors in others for tensor in tensors)]
