@@ -25,7 +25,7 @@ from smallvit.data import Images
 from smallvit.evaluate import scores
 from smallvit.record import read_records
 from smallvit.report import compare_with_committed
-from smallvit.train import loop
+from smallvit.train import batches, loop
 from smallvit.train.loop import Training
 
 FIT = importlib.import_module("smallvit.train.fit")
@@ -68,8 +68,8 @@ def never_updates_the_average(patch):
 
 def draws_by_arm(name, patch):
     """Random draws of one kind depend on something else than the seed, such as the name of the arm."""
-    patch.setattr(loop, "stream", lambda seed, kind, step=0: stream(seed + 7 * (kind == name), kind, step))
-    patch.setattr(loop, "epoch_order", loop.epoch_order.__wrapped__)  # its cache would keep the wrong orders for other tests
+    patch.setattr(batches, "stream", lambda seed, kind, step=0: stream(seed + 7 * (kind == name), kind, step))
+    patch.setattr(batches, "epoch_order", batches.epoch_order.__wrapped__)  # its cache would keep the wrong orders for other tests
 
 
 def initializes_by_arm(patch):
@@ -139,7 +139,7 @@ def swaps_labels(patch):
     patch.setattr(FIT, "load_data", swap)
 
 
-stream, initialize, load_data = loop.stream, importlib.import_module("smallvit.vit").initialize, FIT.load_data
+stream, initialize, load_data = batches.stream, importlib.import_module("smallvit.vit").initialize, FIT.load_data
 evaluate, learning_rate = FIT.evaluate, loop.learning_rate
 
 ERRORS = {  # name -> the error and what the message says on another machine

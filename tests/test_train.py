@@ -44,8 +44,9 @@ from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, code, re
 from smallvit.rng import stream
 from smallvit.storage import HOST
 from smallvit.train import checkpoint
+from smallvit.train.batches import batch_index
 from smallvit.train.fit import Tags, evaluate
-from smallvit.train.loop import CHECKS, Training, batch_index
+from smallvit.train.loop import CHECKS, Training
 
 SHORT = Run(model=TINY_VIT, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
 

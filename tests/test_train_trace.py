@@ -9,7 +9,8 @@ from toys import TINY_VIT
 from smallvit import MAE, Attention, Pixels, Run, ShiftedPatchEmbed, augment, fit, knn
 from smallvit.optim import ema_update
 from smallvit.train import fit_stacked
-from smallvit.train.loop import Training, batch_index
+from smallvit.train.batches import batch_index
+from smallvit.train.loop import Training
 from smallvit.train.trace import digest, distance, norm
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, ema=0.25, augment=augment.digits())
@@ -116,7 +117,7 @@ def test_one_other_image_in_the_first_batches_shows(step, shown, monkeypatch):
         found[0] = (found[0] + 1) % n if now == step else found[0]
         return found
 
-    monkeypatch.setattr("smallvit.train.loop.batch_index", other_index)
+    monkeypatch.setattr("smallvit.train.batches.batch_index", other_index)
     assert (trace(SHORT)["batches"] != before["batches"]) == shown
 
 

@@ -113,12 +113,11 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
     return changed._replace(images=images, targets=targets, views=tuple(views))
 
 
-def _change_parts(transform: Augmentation, batch: Batch, generators: Sequence[Generator]) -> Batch:
+def _change_parts(transform: Any, batch: Batch, generators: Sequence[Generator]) -> Batch:
     """Return a batch whose equal parts have each been changed by the transform, with the generator of the part."""
     images = batch.images
     if not changes_parts(transform):
         raise ValueError(f"{transform!r} is no Transform, so it cannot change several parts at once; expected one generator")
-    assert isinstance(transform, Transform)
     if images.dtype != torch.float32 or transform.off or not len(images):
         return transform(batch, generators[0])
     shape = (len(images) // len(generators), *images.shape[1:])

@@ -6,7 +6,7 @@ on a GPU.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +61,7 @@ def draw_batch(members: Sequence["Training"], source: Source, pool: Source | Non
     indices = [batch_index(len(part), run.batch, step, seed) for part, seed in zip(source.parts, seeds)]
     batch = source.take(indices)
     batch = batch._replace(targets=first.label_mask * batch.targets)
-    batch = apply(run.augment, batch, generators([(seed, "augment", step) for seed in seeds]))
+    batch = apply(run.augment, batch, generators(stream(seed, "augment", step) for seed in seeds))
     if pool is not None:
         batch = batch._replace(views=unlabelled_views(members, pool))
     normalise = first.spec.normalise
@@ -77,13 +77,16 @@ def unlabelled_views(members: Sequence["Training"], pool: Source) -> tuple[Tenso
     ratio, views = first.objective.unlabelled
     seeds = [stream(member.run.seed, "unlabelled") for member in members]
     batch = pool.take([batch_index(len(part), ratio * first.run.batch, first.step, s) for part, s in zip(pool.parts, seeds)])
-    drawn = (generators([(seed, "view", f"{first.step}/{number}") for seed in seeds]) for number in range(len(views)))
-    return tuple(apply(transforms, batch, own).images for transforms, own in zip(views, drawn))
+    result = []
+    for number, transforms in enumerate(views):
+        own = generators(stream(seed, "view", f"{first.step}/{number}") for seed in seeds)
+        result.append(apply(transforms, batch, own).images)
+    return tuple(result)
 
 
-def generators(streams: Sequence[tuple]) -> list[Generator]:
-    """Return a random number generator for each of the named random streams; see `smallvit.rng.stream`."""
-    return [Generator().manual_seed(stream(*names)) for names in streams]
+def generators(seeds: Iterable[int]) -> list[Generator]:
+    """Return a random number generator for each random stream; see `smallvit.rng.stream`, which makes the `seeds`."""
+    return [Generator().manual_seed(seed) for seed in seeds]
 
 
 def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
