@@ -67,6 +67,8 @@ TECHNIQUES = {
     "Distances between patches (DrLoc)": ("self_supervised", "DrLoc", "drloc"),
     "DINO and label spreading": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
     "Distillation from a CNN": ("distill", "taught by a CNN", "distillation"),
+    "Ensemble of 4, against 4x steps": ("ensembles", "ensemble of 4", "deep_ensembles"),
+    "Taught by it, against 4x steps": ("ensembles", "taught by the ensemble, four times the steps", "deep_ensembles"),
     "2-D sines for learned positions": ("explain", "2-D sines", "positions"),
     "2-D sines with short waves": ("positions", "2-D sines", "positions"),
     "PEG for learned positions": ("blocks", "PEG", "conditional_positions"),

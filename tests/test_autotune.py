@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from toys import TINY_VIT
 
-from smallvit import DINO, ArmRun, PatchEmbed, Run, ViT, ablate, augment
+from smallvit import DINO, ArmRun, PatchEmbed, Run, SemiSupervised, ViT, ablate, augment
 from smallvit.__main__ import main
 from smallvit.flops import footprint
 from smallvit.launch import autotune, launch
@@ -196,6 +196,14 @@ def test_stack_on_a_gpu_depends_on_the_work_of_a_step(dim, depth, batch):
     runs = comparison(a=SHORT.vary(model=model, batch=batch, augment=()), b=SHORT)
     work = batch * footprint(model((8, 8), 1, 10), torch.zeros(1, 1, 8, 8))["macs"]
     assert autotune.stack_for_gpu(runs) == max(1, min(64, int(8e9 / work)))
+
+
+def test_stack_on_a_gpu_counts_unlabelled_images_and_all_kinds_of_runs():
+    weak = {"weak": augment.digits(0.3), "strong": augment.digits()}
+    small, large = (SHORT.vary(objective=partial(SemiSupervised, ratio=ratio, **weak)) for ratio in (1, 1_000))
+    many = {f"a{batch}": SHORT.vary(batch=batch, steps=100) for batch in range(4, 16)}
+    assert autotune.stack_for_gpu(comparison(a=small)) == 64
+    assert autotune.stack_for_gpu(comparison(a=large)) == autotune.stack_for_gpu(comparison(**many, b=large)) < 64
 
 
 def test_stack_on_a_gpu_is_one_run_if_there_is_nothing_to_train():

@@ -2,10 +2,12 @@
 recorded.
 """
 
+import random
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_semi_supervised import FIXMATCH
@@ -155,6 +157,15 @@ def test_hooks_a_foreign_module_and_a_switch_prevent_recording(monkeypatch):
     assert cuda_graph.reason_against(made.objective, torch.device("cuda"), STEPS, False) == message
     made.objective.model.norm.register_forward_hook(lambda *args: None)
     assert cuda_graph.reason_against(made.objective, torch.device("cuda"), STEPS, False) == "LayerNorm has hooks"
+    made = training(SHORT.vary(steps=STEPS), 0, "cpu")
+    made.objective.model.norm.weight.register_hook(lambda gradient: 2 * gradient)
+    assert cuda_graph.reason_against(made.objective, torch.device("cuda"), STEPS, False) == "LayerNorm has hooks"
+    made = training(SHORT.vary(steps=STEPS), 0, "cpu")
+    made.objective.model.head.forward = lambda x: x
+    assert "torch.nn.modules.linear.Linear" in cuda_graph.reason_against(made.objective, torch.device("cuda"), STEPS, False)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert reason() == "all modules have a hook"
+    handle.remove()
     monkeypatch.setenv(cuda_graph.SWITCH, "0")
     assert reason() == "SMALLVIT_CUDA_GRAPHS is 0"
 
@@ -244,10 +255,10 @@ def test_recorded_steps_are_the_usual_ones(name, seeds, fake_graphs, monkeypatch
 
 
 def test_recording_that_computes_something_else_is_not_used(fake_graphs, monkeypatch):
-    fake_graphs.changed = lambda loss: 2 * loss
+    fake_graphs.changed = lambda loss: 1.1 * loss
     recorded, step = trained(RUNS["batch norm"], [3], monkeypatch)
     usual, _ = trained(RUNS["batch norm"], [3], monkeypatch, graphs=False)
-    assert step.graph is None and step.reason.startswith("ValueError: the recorded step has [")
+    assert step.graph is None and step.reason == "ValueError: the recorded step has another loss or other gradients than the usual one"
     assert all(torch.equal(recorded[0][key], usual[0][key]) for key in usual[0])
 
 
@@ -257,6 +268,28 @@ def test_step_that_depends_on_the_progress_is_computed_as_usual(fake_graphs, mon
     usual, _ = trained(run, [3], monkeypatch, graphs=False)
     assert step.graph is None and step.reason.startswith("TypeError")
     assert all(torch.equal(recorded[0][key], usual[0][key]) for key in usual[0])
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.rand], ids=["torch", "Python", "NumPy"])
+def test_step_that_draws_on_the_cpu_is_computed_as_usual(draw, fake_graphs, monkeypatch):
+    made = training(RUNS["plain"], 3, "cpu")
+    compute = made.gradient_step.compute
+    made.gradient_step.compute = lambda batch, progress: compute(batch, progress) * (1 + 0 * float(draw()))
+    for _ in range(5):
+        made.train_step()
+    assert made.gradient_step.graph is None
+    assert made.gradient_step.reason == "ValueError: the step draws random numbers on the CPU"
+
+
+def test_batch_of_another_shape_is_computed_as_usual(fake_graphs, monkeypatch):
+    made = training(RUNS["plain"], 3, "cpu")
+    for _ in range(5):
+        made.train_step()
+    batch = made.next_batch()
+    half = batch._replace(images=batch.images[:4], targets=batch.targets[:4])
+    loss = made.gradient_step(half, 0.5)
+    expected = made.gradient_step.compute(half, 0.5)
+    assert made.gradient_step.graph is not None and torch.equal(loss, expected)
 
 
 def test_step_is_recorded_again_if_a_tensor_has_moved(fake_graphs, monkeypatch):

@@ -113,7 +113,7 @@ def test_contradictions_and_missing_gpus_are_refused(words, message, workdir, ca
     "words, expected",
     [
         (["--device", "cuda"], ["4", "5"] * 4),
-        (["--device", "cuda", "--jobs", "3"], []),
+        (["--device", "cuda", "--jobs", "3"], ["4", "5", "4"]),
         (["--gpus", "all"], ["4", "5"]),
         ([], []),
     ],

@@ -117,7 +117,8 @@ def _change_parts(transform: Any, batch: Batch, generators: Sequence[Generator])
     """Return a batch whose equal parts have each been changed by the transform, with the generator of the part."""
     images = batch.images
     if not changes_parts(transform):
-        raise ValueError(f"{transform!r} is no Transform, so it cannot change several parts at once; expected one generator")
+        text = "is no transform of smallvit, so it cannot change several parts at once; expected one generator"
+        raise ValueError(f"{transform!r} {text}")
     if images.dtype != torch.float32 or transform.off or not len(images):
         return transform(batch, generators[0])
     shape = (len(images) // len(generators), *images.shape[1:])
@@ -126,10 +127,10 @@ def _change_parts(transform: Any, batch: Batch, generators: Sequence[Generator])
 
 
 def changes_parts(transform: Augmentation) -> bool:
-    """Return whether a transform can change several parts of a batch at once, each with its own random numbers. A `Transform`
-    can, unless it replaces `__call__`.
+    """Return whether a transform can change several parts of a batch at once, each with its own random numbers. Those of this
+    package can. A `Transform` of somebody else could mix images of different parts.
     """
-    return isinstance(transform, Transform) and type(transform).__call__ is Transform.__call__
+    return isinstance(transform, Transform) and type(transform).__module__.startswith("smallvit.augment.")
 
 
 def _usual(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from math import tau
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform
+from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform, upload
 
 # Matrices for an RGB pixel x. GRAY x: its gray value (ITU-R BT.601), three times. CHROMA x: the rest, x - GRAY x.
 # QUARTER_TURN x: the chroma, rotated by 90 degrees from red towards green.
@@ -66,10 +66,11 @@ class Jitter(Transform):
         if self.hue:  # all four changes at once: one 3 x 3 matrix for each image, and a constant for the contrast
             angle = tau * change[3, :, None, None]
             mix = contrast * brightness * (GRAY + saturation * (angle.cos() * CHROMA + angle.sin() * QUARTER_TURN))
-            mean = images.mean(dim=(1, 2, 3))[:, None, None] * ((1 - contrast) * brightness).to(images.device)
-            changed = torch.bmm(mix.to(images.device), images.flatten(2)).add_(mean).clamp_(0, 1)
+            mean = images.mean(dim=(1, 2, 3))[:, None, None] * upload((1 - contrast) * brightness, images.device)
+            changed = torch.bmm(upload(mix, images.device), images.flatten(2)).add_(mean).clamp_(0, 1)
             return batch._replace(images=changed.view_as(images))
-        brightness, contrast, saturation = (factor[:, None].to(images.device) for factor in (brightness, contrast, saturation))
+        factors = (brightness, contrast, saturation)
+        brightness, contrast, saturation = (upload(factor[:, None], images.device) for factor in factors)
         images = images * brightness
         images = torch.lerp(images.mean(dim=(1, 2, 3), keepdim=True), images, contrast)
         if self.saturation:
@@ -163,7 +164,7 @@ class Blur(ChosenTransform):
 
     def change(self, batch: Batch, random: Random) -> Batch:
         def blur(images: Tensor, index: Tensor) -> Tensor:
-            sigma = random["sigma"].to(images.device)[index]
+            sigma = upload(random["sigma"], images.device)[index]
             weights = {length: _gaussian_weights(length, sigma) for length in set(images.shape[2:])}
             rows, columns = (weights[length] for length in images.shape[2:])
             return rows[:, None] @ (images.flatten(1, 2) @ columns.mT.contiguous()).view_as(images)
@@ -175,7 +176,7 @@ def _change_chosen(batch: Batch, random: Random, change: Callable[[Tensor, Tenso
     """Change the chosen images of a batch in place, and return the batch. `random["chosen"]` says for each image whether it is
     chosen. `change(images, index)` gets the chosen images and their positions in the batch, and returns the changed images.
     """
-    images, index = batch.images, random["chosen"].nonzero()[:, 0].to(batch.images.device)
+    images, index = batch.images, upload(random["chosen"].nonzero()[:, 0], batch.images.device)
     if len(index) == len(images):
         images.copy_(change(images, index))
     else:

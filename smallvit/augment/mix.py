@@ -7,7 +7,7 @@ from math import pi
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, Random, Transform, check_range
+from .batch import Batch, Random, Transform, check_range, upload
 from .pixels import draw_rectangles, rectangle_mask
 
 
@@ -39,7 +39,7 @@ class Mixup(Transform):
         return _draw_partners(self, shape[0], generator)
 
     def change(self, batch: Batch, random: Random) -> Batch:
-        partner, weight = _partner(random, batch.images.device), random["weight"][:, None].to(batch.images.device)
+        partner, weight = _partner(random, batch.images.device), upload(random["weight"][:, None], batch.images.device)
         images = torch.lerp(batch.images[partner], batch.images, weight[:, :, None, None])
         return batch._replace(images=images, targets=torch.lerp(batch.targets[partner], batch.targets, weight))
 
@@ -130,4 +130,4 @@ def _draw_partners(transform: Mixup | CutMix, b: int, generator: Generator) -> R
 
 def _partner(random: Random, device: torch.device) -> Tensor:
     """Return the index of the image that each image is mixed with. `random` comes from `_draw_partners`."""
-    return (torch.arange(len(random["distance"])) + random["distance"]).to(device)
+    return upload(torch.arange(len(random["distance"])) + random["distance"], device)

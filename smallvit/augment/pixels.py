@@ -7,7 +7,7 @@ from math import log
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range
+from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Flip(ChosenTransform):
 
     def change(self, batch: Batch, random: Random) -> Batch:
         images = batch.images
-        weight = random["chosen"][:, None, None, None].to(images)  # 0 or 1
+        weight = upload(random["chosen"][:, None, None, None], images.device).to(images)  # 0 or 1
         return batch._replace(images=torch.lerp(images, images.flip(-1), weight))  # exact, and faster than torch.where
 
 
@@ -98,7 +98,7 @@ class Noise(Transform):
         return {"noise": torch.randn(*shape, generator=generator)}
 
     def change(self, batch: Batch, random: Random) -> Batch:
-        noise = random["noise"].to(batch.images.device)
+        noise = upload(random["noise"], batch.images.device)
         return batch._replace(images=torch.add(batch.images, noise, alpha=self.std).clamp_(0, 1))
 
 
@@ -119,7 +119,7 @@ def rectangle_mask(random: Random, images: Tensor) -> Tensor:
         size = (fraction * length).round()[:, None]
         start = (place[:, None] * (length - size + 1)).floor()
         pixel = torch.arange(length)
-        return ((pixel >= start) & (pixel < start + size)).to(images)
+        return upload((pixel >= start) & (pixel < start + size), images.device).to(images)
 
     rows = span(random["height"], random["top"], images.shape[2])
     columns = span(random["width"], random["left"], images.shape[3])

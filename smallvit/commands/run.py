@@ -48,8 +48,8 @@ def main(options: argparse.Namespace) -> int:
     if options.on != "here":
         return run(options, [])
     gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device) if options.gpus else []
-    if options.device == "cuda" and not options.gpus and options.jobs is None and (visible := visible_gpus(os.environ)):
-        gpus = visible * SHARING
+    if options.device == "cuda" and not options.gpus and (visible := visible_gpus(os.environ)):
+        gpus = [visible[number % len(visible)] for number in range(options.jobs or SHARING * len(visible))]
     with environment_variables({VISIBLE: gpus[0]} if gpus else {}):  # on which this process measures the speed, if it does
         check_device(options.device)
         return run(options, gpus)

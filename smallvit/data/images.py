@@ -63,8 +63,20 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
     """Return normalized images, (pixels - mean) / std. `pixels` has the shape (batch, channels, height, width). `mean` and
     `std` hold one number for each channel.
     """
-    means, stds = pixels.new_tensor([mean, std])[..., None, None]
+    if type(pixels) is Tensor and pixels.is_cuda:
+        means, stds = _moments(tuple(mean), tuple(std), pixels.device, pixels.dtype)
+    else:
+        means, stds = pixels.new_tensor([mean, std])[..., None, None]
     return (pixels - means) / stds
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the tensors are kept, and may be used where gradients are computed
+def _moments(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return means and standard deviations as a tensor of shape (2, channels, 1, 1) on a GPU. It is kept: to copy numbers to a
+    GPU in each step would mean to wait for it.
+    """
+    return torch.tensor([mean, std], dtype=dtype, device=device)[..., None, None]
 
 
 class Rows:

@@ -279,21 +279,24 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
 def stack_for_gpu(runs: Sequence[ArmRun]) -> int:
     """Return how many of the `runs` are best trained as one model (a stack) on a GPU. Nothing is measured: a step of a small
     model takes as long as it takes to start its operations, so runs are put together until a step has about 8 billion
-    multiply-adds, or 64 runs. The number is the same for the whole recipe; its largest model decides.
+    multiply-adds, or 64 runs. The number is the same for the whole recipe; the run with the most multiply-adds decides.
     """
     most = 0.0
-    for run, _ in kinds_of(runs):
+    for run, _ in kinds_of(runs, most=None):
         with suppress(Exception):  # the record of a run that fails will say why
-            most = max(most, run.batch * begun(run, DEFAULT, "cpu").footprint()["macs"])
+            training = begun(run, DEFAULT, "cpu")
+            unlabelled = training.objective.unlabelled
+            images = run.batch * (1 if unlabelled is None else 1 + unlabelled.ratio * len(unlabelled.views))
+            most = max(most, images * training.footprint()["macs"])
     return max(1, min(GPU_STACK, int(GPU_WORK / most))) if most else 1
 
 
-def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
+def kinds_of(runs: Sequence[ArmRun], most: int | None = MOST_KINDS) -> Kinds:
     """Group runs for a measurement of speed. The runs in a group have the same model, objective and batch size, so that their
     training steps take equally long. Return a list of pairs: one run of each group, and the total number of training steps of
     the group. `runs` are all runs to train.
 
-    At most 8 groups are returned, those with the most steps first. Reference models are left out.
+    At most 8 groups are returned, or `most`, those with the most steps first. Reference models are left out.
     """
     found: dict[tuple, tuple[Run, int]] = {}
     for entry in with_dependencies(runs)[0]:
@@ -302,7 +305,7 @@ def kinds_of(runs: Sequence[ArmRun]) -> Kinds:
             key = json.dumps(describe(run)["model"], sort_keys=True), function(run.objective), run.batch
             first, steps = found.get(key, (run, 0))
             found[key] = first, steps + run.steps
-    return sorted(found.values(), key=lambda kind: -kind[1])[:MOST_KINDS]
+    return sorted(found.values(), key=lambda kind: -kind[1])[:most]
 
 
 def first_line(error: Exception) -> str:

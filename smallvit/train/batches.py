@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 class Source:
     """The training images of one run, or of several runs, from which batches are drawn. `parts` has the images of each run.
 
-    The images of several runs are moved into one tensor, so that one operation reads a batch of each. The attribute `parts`
-    then has parts of this tensor. Images on a disk (a memory-mapped file) stay there.
+    On a GPU, the images of several runs are moved into one tensor, so that one operation reads a batch of each. The attribute
+    `parts` then has parts of this tensor. On a CPU they stay where they are, also on a disk.
     """
 
     def __init__(self, parts: Sequence[Images]):
         self.parts, self.whole = list(parts), parts[0] if len(parts) == 1 else None
         sizes = [len(part) for part in parts]
         self.starts = [sum(sizes[:number]) for number in range(len(parts))]
-        if self.whole is None and all(isinstance(part.images, Tensor) for part in parts):
+        if self.whole is None and parts[0].labels.device.type != "cpu":
             pixels, labels = (torch.cat([getattr(part, name) for part in parts]) for name in ("images", "labels"))
             self.whole = Images(pixels, labels, parts[0].spec)
             self.parts = [self.whole.take(slice(start, start + size)) for start, size in zip(self.starts, sizes)]
@@ -100,7 +100,7 @@ def batch_index(n: int, batch: int, step: int, seed: int) -> Tensor:
     return torch.cat([epoch_order(n, e, seed)[max(start - e * n, 0) : end - e * n] for e in epochs])
 
 
-@functools.lru_cache(maxsize=128)  # the runs of a stack take turns
+@functools.lru_cache(maxsize=256)  # the runs of a stack take turns
 def epoch_order(n: int, epoch: int, seed: int) -> Tensor:
     """Return the random order of the `n` training images in one epoch, as a tensor with their indices."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(stream(seed, "order", epoch)))

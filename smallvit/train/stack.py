@@ -190,6 +190,7 @@ class Stack:
         """
         if self.source is None:
             return stack_batches([member.next_batch() for member in self.members])
+        self.members[-1].seed_generators()  # as when each draws its own: an evaluator may draw from torch's generators
         joined = draw_batch(self.members, self.source, self.pool)
         count = len(self.members)
         images, targets = (tensor.unflatten(0, (count, -1)) for tensor in joined[:2])
