@@ -114,6 +114,7 @@ def test_contradictions_and_missing_gpus_are_refused(words, message, workdir, ca
     [
         (["--device", "cuda"], ["4", "5"] * 4),
         (["--device", "cuda", "--jobs", "3"], ["4", "5", "4"]),
+        (["--device", "auto", "--jobs", "1"], ["4"]),
         (["--gpus", "all"], ["4", "5"]),
         ([], []),
     ],
@@ -121,6 +122,7 @@ def test_contradictions_and_missing_gpus_are_refused(words, message, workdir, ca
 def test_processes_share_the_gpus_unless_their_number_is_given(words, expected, workdir, monkeypatch):
     found = []
     monkeypatch.setenv(gpus.VISIBLE, "4,5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "check_device", lambda device: None)
     monkeypatch.setattr(command, "run", lambda options, workers: found.append(workers) or 0)
     assert main(["run", "mine.py", *words]) == 0

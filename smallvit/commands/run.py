@@ -47,6 +47,10 @@ def main(options: argparse.Namespace) -> int:
         check_tracker(options.log)
     if options.on != "here":
         return run(options, [])
+    if options.device == "auto":
+        import torch
+
+        options.device = "cuda" if torch.cuda.is_available() else "auto"
     gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device) if options.gpus else []
     if options.device == "cuda" and not options.gpus and (visible := visible_gpus(os.environ)):
         gpus = [visible[number % len(visible)] for number in range(options.jobs or SHARING * len(visible))]
