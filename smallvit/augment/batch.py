@@ -117,8 +117,9 @@ def _change_parts(transform: Any, batch: Batch, generators: Sequence[Generator])
     """Return a batch whose equal parts have each been changed by the transform, with the generator of the part."""
     images = batch.images
     if not changes_parts(transform):
-        text = "is no transform of smallvit, so it cannot change several parts at once; expected one generator"
-        raise ValueError(f"{transform!r} {text}")
+        raise ValueError(
+            f"{transform!r} is no transform of smallvit, so it cannot change several parts at once; expected one generator"
+        )
     if images.dtype != torch.float32 or transform.off or not len(images):
         return transform(batch, generators[0])
     shape = (len(images) // len(generators), *images.shape[1:])
