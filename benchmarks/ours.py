@@ -20,6 +20,7 @@ from smallvit.augment import Batch, apply
 from smallvit.flops import counted, milliseconds
 from smallvit.launch import launch
 from smallvit.launch.autotune import race, ways_to_try, winner
+from smallvit.launch.gpus import SHARING
 from smallvit.native import reason_against
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.train.loop import Training
@@ -138,7 +139,7 @@ def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu"
         )
         seeds = [ArmRun(run=run.vary(seed=seed), arm="ViT") for seed in range(number)]
         numerics = Numerics(kernel=None if device != "cpu" or reason_against() else "native")
-        jobs = None if device == "cpu" else 4
+        jobs = None if device == "cpu" else SHARING
         records = launch(seeds, folder, recipe="benchmark", jobs=jobs, stack=stack, device=device, numerics=numerics)
     failed = [record.error for record in records if record.status != "finished"]
     if failed:

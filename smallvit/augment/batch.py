@@ -56,13 +56,19 @@ class Transform:
         """Return the changed batch. `random` holds its random numbers, from `draw`."""
         raise NotImplementedError
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        if batch.images.dtype != torch.float32:
-            raise ValueError(f"{type(self).__name__} got {batch.images.dtype} images; expected float32, usually in [0, 1]")
-        if self.off or not len(batch.images):
+    def __call__(self, batch: Batch, *generators: Generator) -> Batch:
+        """Return the changed batch. With several generators, the batch consists of as many parts of equal size, and each part
+        has random numbers of its own generator.
+        """
+        images = batch.images
+        if images.dtype != torch.float32:
+            raise ValueError(f"{type(self).__name__} got {images.dtype} images; expected float32, usually in [0, 1]")
+        if self.off or not len(images):
             return batch
-        random = self.draw(batch.images.shape, generator)
-        return self.change(batch._replace(images=batch.images.clone()) if self.in_place else batch, random)
+        shape = (len(images) // len(generators), *images.shape[1:])
+        draws = [self.draw(shape, generator) for generator in generators]
+        random = concatenate(draws) if len(draws) > 1 else draws[0]
+        return self.change(batch._replace(images=images.clone()) if self.in_place else batch, random)
 
 
 class ChosenTransform(Transform):
@@ -100,31 +106,19 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
     generators = [generator] if isinstance(generator, Generator) else [*generator]
     if not generators or len(images) % len(generators):
         raise ValueError(f"{len(images)} images cannot be divided into {len(generators)} equal parts, one for each generator")
+    unknown = [transform for transform in transforms if len(generators) > 1 and not changes_parts(transform)]
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]!r} is no transform of smallvit, so it cannot change several parts at once; expected one generator"
+        )
     changed = batch
     with torch.inference_mode():  # records nothing for gradients, which makes small operations faster
         for transform in transforms:
-            if len(generators) == 1:
-                changed = transform(changed, generators[0])
-            else:
-                changed = _change_parts(transform, changed, generators)
+            changed = transform(changed, *generators)
     if changed is batch:
         return batch
     images, targets, *views = map(_usual, (changed.images, changed.targets, *changed.views))
     return changed._replace(images=images, targets=targets, views=tuple(views))
-
-
-def _change_parts(transform: Any, batch: Batch, generators: Sequence[Generator]) -> Batch:
-    """Return a batch whose equal parts have each been changed by the transform, with the generator of the part."""
-    images = batch.images
-    if not changes_parts(transform):
-        raise ValueError(
-            f"{transform!r} is no transform of smallvit, so it cannot change several parts at once; expected one generator"
-        )
-    if images.dtype != torch.float32 or transform.off or not len(images):
-        return transform(batch, generators[0])
-    shape = (len(images) // len(generators), *images.shape[1:])
-    random = concatenate([transform.draw(shape, generator) for generator in generators])
-    return transform.change(batch._replace(images=images.clone()) if transform.in_place else batch, random)
 
 
 def changes_parts(transform: Augmentation) -> bool:

@@ -1,7 +1,6 @@
 """smallvit run: train the runs of a recipe, or one part of them, and write its report."""
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.autotune import autotune, stack_for_gpu
-from smallvit.launch.gpus import SHARING, VISIBLE, gpu_workers, visible_gpus
+from smallvit.launch.gpus import VISIBLE, gpu_workers
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
@@ -51,9 +50,7 @@ def main(options: argparse.Namespace) -> int:
         import torch
 
         options.device = "cuda" if torch.cuda.is_available() else "auto"
-    gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device) if options.gpus else []
-    if options.device == "cuda" and not options.gpus and (visible := visible_gpus(os.environ)):
-        gpus = [visible[number % len(visible)] for number in range(options.jobs or SHARING * len(visible))]
+    gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device)
     with environment_variables({VISIBLE: gpus[0]} if gpus else {}):  # on which this process measures the speed, if it does
         check_device(options.device)
         return run(options, gpus)

@@ -13,15 +13,19 @@ SHARING = 4  # worker processes on each GPU with `--device cuda`; while one wait
 TIMEOUT = 60  # seconds for nvidia-smi, which may have to start the driver
 
 
-def gpu_workers(gpus: str, per_gpu: int | None, jobs: int | None, device: str) -> list[str]:
+def gpu_workers(gpus: str | None, per_gpu: int | None, jobs: int | None, device: str) -> list[str]:
     """Return the GPU of each worker process that `smallvit run` starts, as values of CUDA_VISIBLE_DEVICES. A GPU that several
-    processes share occurs several times. `gpus` is the value of `--gpus`, `per_gpu` is the number of processes that share a
-    GPU, `jobs` is the value of `--jobs`, and `device` the device, which must be CUDA.
+    processes share occurs several times. `gpus` is the value of `--gpus`, or None without this option, `per_gpu` is the number
+    of processes that share a GPU, `jobs` is the value of `--jobs`, and `device` the device, which must be CUDA with `--gpus`.
 
-    Processes that are started first get different GPUs.
+    Without `--gpus`, a CUDA device means all GPUs of this machine, with `jobs` processes in all, or four on each. The list is
+    empty for another device, and if there is no GPU. Processes that are started first get different GPUs.
 
     Raises ValueError for a GPU that is not there or is named twice, and for options that contradict each other.
     """
+    if not gpus:
+        visible = visible_gpus(os.environ) if device == "cuda" else []
+        return [visible[number % len(visible)] for number in range(jobs or SHARING * len(visible))] if visible else []
     if device != "cuda":
         raise ValueError(f"--gpus {gpus} and --device {device} cannot be combined: --gpus means CUDA; remove one of them")
     names = chosen_gpus(gpus, visible_gpus(os.environ)) * (per_gpu or 1)

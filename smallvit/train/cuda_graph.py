@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_leaves, tree_map
 
 from smallvit.augment import Batch
+from smallvit.optimizers.sam import copy_all, random_states, set_random_states
 
 SWITCH = "SMALLVIT_CUDA_GRAPHS"
 FIRST_STEPS = 3  # computed as usual; they also load kernels and fill caches
@@ -71,22 +73,24 @@ class GradientStep:
                 self.graph = None
             if self.graph is None:
                 self.record(batch)
-            if self.graph is not None and shapes(batch) == shapes(self.batch):
-                return self.replay(batch)
+            tensors = tree_leaves(batch)
+            if self.graph is not None and shapes(tensors) == self.shapes:
+                return self.replay(tensors)
         return self.compute(batch, progress)
 
     def record(self, batch: Batch):
         """Record a step, and check it on the `batch`. If this fails, `reason` says why, and nothing is recorded later."""
         device = batch.images.device
-        state, others = torch.cuda.get_rng_state(device), [other.clone() for other in self.others]
+        draws, others = random_states(device), [other.clone() for other in self.others]
 
         def restore():
-            torch.cuda.set_rng_state(state, device)
-            for other, before in zip(self.others, others):
-                other.data.copy_(before)
+            set_random_states(device, draws)
+            copy_all(self.others, others)
 
         try:
-            self.batch = map_tensors(torch.clone, batch)
+            self.batch = tree_map(torch.clone, batch)
+            self.tensors = tree_leaves(self.batch)
+            self.shapes = shapes(self.tensors)
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):  # as PyTorch asks for: twice, so that nothing is allocated or chosen anew later
@@ -114,10 +118,11 @@ class GradientStep:
             self.reason = f"{type(error).__name__}: {error}".splitlines()[0]
         restore()
 
-    def replay(self, batch: Batch) -> Tensor:
-        """Compute the gradients of a step by the recorded operations, and return the loss or the losses."""
-        for own, new in zip(tensors_in(self.batch), tensors_in(batch), strict=True):
-            own.copy_(new)
+    def replay(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Compute the gradients of a step by the recorded operations, and return the loss or the losses. `tensors` are those of
+        the batch.
+        """
+        copy_all(self.tensors, tensors)
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.gradients):
             parameter.grad = gradient
@@ -176,18 +181,6 @@ def cpu_generators() -> list[Any]:
     return [torch.get_rng_state().tolist(), name, list(keys), place, random.getstate()]
 
 
-def shapes(batch: Batch) -> list[tuple]:
-    """Return the shape and the type of each tensor of a batch."""
-    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(batch)]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return the batch with all its tensors changed by a function."""
-    images, targets, *others = batch
-    return Batch(function(images), function(targets), *(tuple(map(function, tensors)) for tensors in others))
-
-
-def tensors_in(batch: Batch) -> list[Tensor]:
-    """Return all tensors of a batch, in their order."""
-    images, targets, *others = batch
-    return [images, targets, *(tensor for tensors in others for tensor in tensors)]
+def shapes(tensors: Sequence[Tensor]) -> list[tuple]:
+    """Return the shape and the type of each tensor."""
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -213,7 +213,7 @@ class Stack:
         if not isinstance(self.optimizer, SAM):
             return self.gradient_step(batch, self.first.progress)
         backward = partial(self.gradient_step, batch, self.first.progress)
-        losses = self.optimizer.two_passes(backward, self.first.objective, self.others, members=True)
+        losses = self.optimizer.two_passes(backward, self.first.objective, self.not_trained, members=True)
         self.clip_gradients()
         return losses
 
@@ -223,7 +223,7 @@ class Stack:
             clip([p.grad for p in self.parameters.values() if p.grad is not None], self.first.run.clip)
 
     @cached_property
-    def others(self) -> list[Tensor]:
+    def not_trained(self) -> list[Tensor]:
         """The tensors of the runs that are not trained: buffers, and parameters that are kept as they are."""
         return [tensor for name, tensor in self.weights.items() if name not in self.parameters]
 
@@ -239,7 +239,7 @@ class Stack:
                 self.clip_gradients()
             return losses.detach()
 
-        return GradientStep(compute, [*self.parameters.values()], self.others, self.first.reason_against_graph)
+        return GradientStep(compute, [*self.parameters.values()], self.not_trained, self.first.reason_against_graph)
 
     @torch.no_grad()
     def update_weights(self):
