@@ -308,7 +308,7 @@ class Feature(NamedTuple):
 FEATURES = {
     "`--stack`": Feature(
         reason_against_stack,
-        "trains runs that differ in their seed and learning rate as one model. *No*: they are trained one by one.",
+        "trains runs that differ in seed, learning rate or number of labels as one model. *No*: they are trained one by one.",
     ),
     "native kernel": Feature(
         reason_against_native,

@@ -179,9 +179,9 @@ class Run:
     @property
     def stack_key(self) -> str:
         """A fingerprint (short hash) that is equal for runs that can be trained together as one model: runs that differ only
-        in their random seed and in their learning rate.
+        in their random seed, their learning rate and their number of labelled images.
         """
-        return fingerprint(replace(self.at_seed(0), lr=1.0))
+        return fingerprint(replace(without_labels(self.at_seed(0)), lr=1.0))
 
     @property
     def stackable(self) -> bool:
@@ -311,6 +311,11 @@ def fingerprint(run: Run) -> str:
     that has the value given in `added_options` of its component (or of `Run`).
     """
     return hashlib.sha256(json.dumps(canonical(run), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def without_labels(run: Run) -> Run:
+    """Return a copy of a run in which the number of labelled images is not set, as in all earlier runs that it needs."""
+    return replace(run, labels=None, **{name: without_labels(other) for name, other in run.dependencies.items()})
 
 
 def canonical(run: Run) -> dict[str, Any]:

@@ -344,6 +344,21 @@ def test_seeds_are_stacked_in_equal_groups_while_the_other_workers_still_have_ru
     assert schedule.next_group(2) == [] and not schedule.queue
 
 
+def test_runs_with_other_numbers_of_labels_fill_up_a_stack(tmp_path):
+    arms = {"scratch": SHORT, "+LSA": SHORT.vary(attention=LocalityAttention)}
+    runs = ablate(arms, labels=[50, 100], seeds=range(3), references=False)
+
+    def groups(stack: int) -> list[list[tuple[str, int | None]]]:
+        schedule, found = scheduler(runs, tmp_path, stack=stack), []
+        while group := schedule.next_group(1):
+            found.append([(schedule.runs[i].arm, schedule.runs[i].labels) for i in group])
+        return found
+
+    cells = [[("scratch", 50)] * 3, [("+LSA", 50)] * 3, [("scratch", 100)] * 3, [("+LSA", 100)] * 3]
+    assert groups(4) == cells, "seeds of one number of labels first"
+    assert groups(6) == [cells[0] + cells[2], cells[1] + cells[3]]
+
+
 def test_runs_that_cannot_be_stacked_are_divided_among_the_workers(tmp_path):
     dino = SHORT.vary(objective=DINO, unlabelled=True, augment=augment.digit_crops())
     arms = {"DINO": dino, "stops early": SHORT.vary(early_stop=2), "scratch": SHORT}

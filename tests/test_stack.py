@@ -89,11 +89,15 @@ def double_cross_entropy(logits, targets, weights=None):
     return (each if weights is None else weights * each).mean()
 
 
-@pytest.mark.parametrize("rates", [(1, 1, 1), (0.3, 3, 1)], ids=["one rate", "three rates"])
+@pytest.mark.parametrize(
+    ("rates", "labels"),
+    [((1, 1, 1), (50, 50, 50)), ((0.3, 3, 1), (50, 50, 50)), ((1, 1, 1), (10, 400, None))],
+    ids=["equal", "three rates", "three numbers of labels"],
+)
 @pytest.mark.parametrize("run", STACKABLE.values(), ids=STACKABLE)
-def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch):
+def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, labels, monkeypatch):
     monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double_cross_entropy)
-    runs = [run.vary(lr=rate * run.lr) for rate in rates]
+    runs = [run.vary(lr=rate * run.lr, labels=count) for rate, count in zip(rates, labels)]
     alone, together = ([training(one, seed) for one, seed in zip(runs, (3, 1, 4))] for _ in range(2))
     initial = [weights(one) for one in together]
     stack = Stack(together)
@@ -131,15 +135,16 @@ DRAWN = {
 }
 
 
-def members_of(run: Run, seeds=(3, 1, 4)) -> list[Training]:
+def members_of(run: Run, seeds=(3, 1, 4), labels=(50, 50, 50)) -> list[Training]:
     data = digits()
-    runs = [run.vary(seed=seed) for seed in seeds]
+    runs = [run.vary(seed=seed, labels=count) for seed, count in zip(seeds, labels)]
     return [Training(one, data, data.subset(labels=one.labels, val=one.val, seed=one.seed), "cpu") for one in runs]
 
 
+@pytest.mark.parametrize("labels", [(50, 50, 50), (10, 400, None)], ids=["equal", "three numbers of labels"])
 @pytest.mark.parametrize("name", DRAWN)
-def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name):
-    alone, together = members_of(DRAWN[name]), members_of(DRAWN[name])
+def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name, labels):
+    alone, together = members_of(DRAWN[name], labels=labels), members_of(DRAWN[name], labels=labels)
     stack = Stack(together)
     assert stack.source is not None
     for step in (0, 1, 5, 40):
@@ -318,10 +323,10 @@ def test_run_that_cannot_be_stacked_is_trained_alone(run, reason, tmp_path):
         assert_equal_weights(tmp_path / "alone", folders[1])
 
 
-@pytest.mark.parametrize("change", [{"steps": 24}, {"weight_decay": 0.5}, {"labels": 40}], ids=lambda x: next(iter(x)))
-def test_runs_that_differ_in_more_than_seed_and_learning_rate_are_trained_alone(change, tmp_path):
+@pytest.mark.parametrize("change", [{"steps": 24}, {"weight_decay": 0.5}, {"val": 40}], ids=lambda x: next(iter(x)))
+def test_runs_that_differ_in_more_than_seed_learning_rate_and_labels_are_trained_alone(change, tmp_path):
     runs = [SHORT, SHORT.vary(seed=1, **change)]
-    with pytest.raises(NotStackable, match="more than their seed and learning rate"):
+    with pytest.raises(NotStackable, match="more than seed, learning rate and number of labels"):
         Stack([training(run, run.seed) for run in runs])
     assert [r.stacked for r in fit_stacked(runs, [tmp_path / "0", tmp_path / "1"])] == [None, None]
 

@@ -44,8 +44,8 @@ class Scheduler:
     out, recipe  the runs lie in the folder `out/recipe`
     recipe_runs  all runs of the recipe. A dependency that is one of them keeps its arm and its folder
     try_again    a function of a record: whether a run that has this record is trained once more
-    stack        the largest number of runs, equal except for seed and learning rate, that are trained together. Runs that were
-                 trained together when they were interrupted are trained together again
+    stack        the largest number of runs that are trained together. These runs differ only in seed, learning rate and number
+                 of labels. If they are interrupted, they are trained together again
     full_stacks  train as many runs together as `stack` allows, also if other workers then have nothing to do. Which runs are
                  trained together, and so how they round, then does not depend on the number of workers
     test_images  the runs are scored on test images: data without any are an error
@@ -208,10 +208,11 @@ class Scheduler:
         """
         if index in self.alone:
             return [index]
-        key, rate = self.stack_keys[index], self.runs[index].run.lr
+        key, labels, rate = self.stack_keys[index], self.runs[index].labels, self.runs[index].run.lr
         taken = {*self.alone, *self.stacks}
         equal = [i for i in ready if self.stack_keys[i] == key and i not in taken and self.is_free(i)]
-        equal.sort(key=lambda i: self.runs[i].run.lr != rate)  # stable: seeds of one arm first
+        # stable: seeds of one arm first, then the same number of labels
+        equal.sort(key=lambda i: (self.runs[i].labels != labels, self.runs[i].run.lr != rate))
         if self.full_stacks:
             return equal[: self.stack]
         most = min(self.stack, -(-len(ready) // workers))  # leaves enough runs for the other workers

@@ -54,9 +54,9 @@ def exit_with(parent: BaseProcess | None):
 
 
 def work(tasks: list[Task], settings: Settings) -> list[Record]:
-    """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
-    `tasks` has the settings and the folder of each run, and `settings` what is the same for all runs: the recipe file, the
-    device, the numerics, and what is measured.
+    """Train one run, or several runs that differ only in seed, learning rate and number of labels, and return their records
+    (results). `tasks` has the settings and the folder of each run, and `settings` what is the same for all runs: the recipe
+    file, the device, the numerics, and what is measured.
 
     The recipe file is needed if it defines components that the runs use. While the runs are trained, the file `progress.json`
     in their folders says how far they are.
@@ -79,9 +79,9 @@ def work(tasks: list[Task], settings: Settings) -> list[Record]:
 
 
 def fit_group(runs: Sequence[Run], tasks: Sequence[Task], settings: Settings, report: Callable[[float], Any]) -> list[Record]:
-    """Train one run, or several runs that differ only in their seed and learning rate, and return their records (results).
-    `tasks` has their folders, and `settings` what is the same for all runs. `report` is called after each step with the number
-    of steps that all runs have taken together.
+    """Train one run, or several runs that differ only in seed, learning rate and number of labels, and return their records
+    (results). `tasks` has their folders, and `settings` what is the same for all runs. `report` is called after each step with
+    the number of steps that all runs have taken together.
     """
     _, tags, folders, dependencies = zip(*tasks)
     options: dict[str, Any] = settings._asdict() | {"tags": tags, "dependencies": dependencies}

@@ -37,7 +37,7 @@ class Objective(nn.Module):
     needs_init     True if the model must be initialized from another run.
     needs_teacher  True if the objective learns from the trained model of another run. The constructor is then called with
                    `(model, teacher)`.
-    stackable      True if runs that differ only in their seed and learning rate can be trained together by `torch.func.vmap`.
+    stackable      True if runs that differ only in seed, learning rate and number of labels can be trained together by `vmap`.
                    For this, a step may change only two things: parameters, by their gradients, and buffers, in `forward`. The
                    default is False for a subclass that overrides `before_step` or `after_step`, or that needs no labels.
     changes_weights  True if `after_step` changes weights that are trained, for example limits them.

@@ -9,7 +9,7 @@ checkpoint.py     saving an unfinished training and resuming it
 read_log.py       the file that counts the reads of the test images
 trace.py          hashes of the first steps, by which two trainings are compared
 initialize.py     the objective before its first step, with new, earlier or external weights
-stack.py          Stack: runs that differ only in seed and learning rate, trained together as one model
+stack.py          Stack: runs that differ only in seed, learning rate and number of labels, trained together as one model
 parallel.py       fit_parallel: one run trained by several processes or GPUs
 publish.py        writing the weights and the record of a finished run; the first process that finishes it wins
 trained_model.py  load, TrainedModel: predictions of a finished run

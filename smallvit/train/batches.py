@@ -54,7 +54,7 @@ def draw_batch(members: Sequence["Training"], source: Source, pool: Source | Non
     the second, and so on. The images are drawn, augmented and normalized. `members` are the `Training` objects of the runs,
     `source` has their training images, and `pool` the unlabelled images that their objective sees beside these, if any.
 
-    The runs differ only in their seed and learning rate.
+    The runs differ only in seed, learning rate and number of labels.
     """
     first = members[0]
     run, step, seeds = first.run, first.step, [member.run.seed for member in members]

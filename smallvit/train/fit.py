@@ -119,8 +119,8 @@ def fit_stacked(
     reads: str | Path | None = None,
     curves: bool = True,
 ) -> list[Record]:
-    """Train several runs that differ only in their seed and learning rate at the same time, as one model (a stack): each weight
-    tensor has an additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has
+    """Train several runs that differ only in seed, learning rate and number of labels at the same time, as one model (a stack):
+    each weight tensor has an additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has
     one folder for each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the folders of earlier
     runs that each run needs.
 
@@ -159,8 +159,8 @@ def watch_one(watch: Watch, before: int, runs: int, step: int, accuracy: float |
 
 
 def train_together(members: Sequence[Training], watch: Watch):
-    """Resume the checkpoints of runs that differ only in their seed and learning rate, and train those that have not begun as
-    one model (a stack). `members` are the `Training` objects of the runs, and `watch` is called after each step. The others
+    """Resume the checkpoints of runs that differ only in seed, learning rate and number of labels, and train those that have
+    not begun as one model (a stack). `members` are the `Training` objects of the runs, and `watch` is called after each step. The others
     are only resumed.
 
     A checkpoint is also written before the first step, so that a stack is continued with the same runs whenever it is killed.

@@ -1,4 +1,4 @@
-"""Stacking: runs that differ only in their seed and learning rate, trained together as one model with a leading axis.
+"""Stacking: runs that differ only in seed, learning rate and number of labels, trained as one model with a leading axis.
 
 A small model does not keep the machine busy; k of them at once do. `torch.func.vmap` computes one step for all of them. Each
 run (a member of the stack) keeps its own random streams, weights, curve and record: its weights are slices of the tensors that
@@ -34,8 +34,8 @@ class NotStackable(ValueError):
 
 
 class Stack:
-    """Several training runs that are computed together as one model, because this is faster. They differ only in their seed and
-    in their learning rate. `members` are their `Training` objects, and each keeps its own weights, optimizer state and loss.
+    """Several training runs that are computed together as one model, because this is faster. They differ only in their seed,
+    learning rate and number of labels. `members` are their `Training` objects, and each keeps its own weights, optimizer state and loss.
 
     Each member also keeps its own moving average (EMA) and step, so it can be saved and evaluated like a single training.
 
@@ -46,8 +46,8 @@ class Stack:
 
     `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
 
-    Raises NotStackable for trainings at different steps, runs that differ in more than seed and learning rate, an objective
-    that is not stackable, and losses or gradients that differ from those of the members alone.
+    Raises NotStackable for trainings at different steps, runs that differ in more than seed, learning rate and number of
+    labels, an objective that is not stackable, and losses or gradients that differ from those of the members alone.
     """
 
     def __init__(self, members: Sequence[Training], *, resumed: bool = False):
@@ -55,7 +55,7 @@ class Stack:
         if not first.run.steps:
             raise NotStackable("there is nothing to train")
         if len({member.run.stack_key for member in members}) > 1:
-            raise NotStackable("the runs differ in more than their seed and learning rate")
+            raise NotStackable("the runs differ in more than seed, learning rate and number of labels")
         if len({member.step for member in members}) > 1:
             raise NotStackable(f"the runs are at steps {[member.step for member in members]}; expected the same for all")
         if len({member.numerics for member in members}) > 1 or first.numerics.compiled:
