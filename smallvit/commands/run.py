@@ -243,7 +243,8 @@ def trainer(
     numerics, stack, engine = Numerics(**given), options.stack or 1, None
     if options.device == "cuda" and options.on == "here" and not (options.stack or options.fast or options.shard):
         stack = stack_for_gpu(recipe_runs)
-        text = f"up to {stack} runs that differ only in seed or number of labels are trained as one model" if stack > 1 else "each run alone"
+        same = "runs that differ only in seed or number of labels are trained as one model"
+        text = f"up to {stack} {same}" if stack > 1 else "each run alone"
         print(f"on a GPU: {text}; --stack N changes this", file=sys.stderr)
     if options.on == "ray":
         engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)

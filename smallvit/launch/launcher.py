@@ -55,8 +55,8 @@ def launch(
                  processes. There are then as many processes as values, and `jobs` does not count
     engine       a function that creates the `Engine` that trains the runs, from `Settings` and a number of groups of runs. None
                  means the worker processes of this machine
-    stack        train so many runs that differ only in seed, learning rate and number of labels as one model. This is faster for
-                 small models. The weights agree with those of single runs up to rounding
+    stack        train so many runs that differ only in seed, learning rate and number of labels as one model. This is faster
+                 for small models. The weights agree with those of single runs up to rounding
     device       "cpu", "cuda", "mps" or "auto"
     numerics     precision, attention kernel and compilation; `smallvit.launch.autotune.autotune` finds the fastest
     fail_fast    start no further run after the first failure

@@ -60,8 +60,8 @@ def independent_parts(
 ) -> tuple[list[Part], list[tuple[str, ...]]]:
     """Return the smallest parts into which runs can be divided, in the order of their first runs, and the kind of each part.
     Runs that need the same earlier run, such as pretraining, lie in one part, and so do equal runs of several conditions.
-    Parts of the same kind differ only in seeds, learning rates and numbers of labels, so their runs can be trained as one model. The
-    parameters are those of `divide`. If `stack` is 1, the kinds are not needed and are all equal.
+    Parts of the same kind differ only in seeds, learning rates and numbers of labels, so their runs can train as one model.
+    The parameters are those of `divide`. If `stack` is 1, the kinds are not needed and are all equal.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components

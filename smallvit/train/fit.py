@@ -120,9 +120,9 @@ def fit_stacked(
     curves: bool = True,
 ) -> list[Record]:
     """Train several runs that differ only in seed, learning rate and number of labels at the same time, as one model (a stack):
-    each weight tensor has an additional first axis, the run. Return the list of their records (settings, results and costs). `folders` has
-    one folder for each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the folders of earlier
-    runs that each run needs.
+    each weight tensor has an additional first axis, the run. Return the list of their records (settings, results and costs).
+    `folders` has one folder for each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the
+    folders of earlier runs that each run needs.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from checkpoints of their own, are trained one after another. `dependencies` are the folders of the
@@ -160,8 +160,8 @@ def watch_one(watch: Watch, before: int, runs: int, step: int, accuracy: float |
 
 def train_together(members: Sequence[Training], watch: Watch):
     """Resume the checkpoints of runs that differ only in seed, learning rate and number of labels, and train those that have
-    not begun as one model (a stack). `members` are the `Training` objects of the runs, and `watch` is called after each step. The others
-    are only resumed.
+    not begun as one model (a stack). `members` are the `Training` objects of the runs, and `watch` is called after each
+    step. The others are only resumed.
 
     A checkpoint is also written before the first step, so that a stack is continued with the same runs whenever it is killed.
     After the last step, each run gets a checkpoint of its own: from there, it can be scored without the others.

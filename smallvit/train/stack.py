@@ -35,7 +35,8 @@ class NotStackable(ValueError):
 
 class Stack:
     """Several training runs that are computed together as one model, because this is faster. They differ only in their seed,
-    learning rate and number of labels. `members` are their `Training` objects, and each keeps its own weights, optimizer state and loss.
+    learning rate and number of labels. `members` are their `Training` objects, and each keeps its own weights, optimizer state
+    and loss.
 
     Each member also keeps its own moving average (EMA) and step, so it can be saved and evaluated like a single training.
 
