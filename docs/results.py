@@ -74,8 +74,8 @@ TECHNIQUES = {
     "PEG for learned positions": ("blocks", "PEG", "conditional_positions"),
     "Rotary for learned positions": ("positions", "rotary, mixed", "attention_positions"),
     "Rotary and learned positions": ("positions", "learned and rotary, mixed", "attention_positions"),
-    "Token merging (ToMe), half the MACs": ("tokens", "patch 4, ToMe tuned", "token_merging"),
-    "Token pruning (EViT), half the MACs": ("tokens", "patch 4, EViT tuned", "token_pruning"),
+    "Token merging (ToMe), half the MACs": ("many_tokens", "ToMe, as long again", "token_merging"),
+    "Token pruning (EViT), half the MACs": ("many_tokens", "EViT, as long again", "token_pruning"),
 }
 # techniques with results at other numbers of labels -> recipe and arm that measured these
 OTHER_LABELS = {
