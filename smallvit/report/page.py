@@ -68,7 +68,7 @@ def markdown(
         for heading, found in page["tables"].items():
             folded = heading.endswith(FOLDED)
             parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
-            parts += [part for table in found for part in (f"### {_md(table.title)}", _table(table))]
+            parts += [part for table in found for part in (f"### {_md(table.title)}" * bool(table.title), _table(table))]
             parts += [_md(page["explained"][heading])] if heading in page["explained"] else []
             parts += ["</details>"] if folded else []
         failures = [text for text, _ in page["failures"]]

@@ -55,7 +55,7 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
     """
     main = comparison.main
     tuned = any(condition.tuned for condition in main)
-    others = [condition for condition in comparison.conditions if condition not in main]
+    others = [condition for condition in comparison.conditions if condition not in main and condition in comparison.done]
     common = [condition for condition in others if tuned and not condition.tuned]
     shorter = [c for c in others if c.tuned == tuned and (c.length or 0) < (main[0].length or 0)]
     score = score_in(comparison).capital
@@ -65,7 +65,7 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
         LENGTHS: length_tables(comparison),
         f"{score} after shorter training": score_tables(comparison, shorter),
         f"{score} with common settings": score_tables(comparison, common),
-        "Conditions without a result": score_tables(comparison, [c for c in others if c not in (*shorter, *common)]),
+        "Conditions without a result": missing_tables(comparison),
         "Costs": cost_tables(comparison, main),
         OTHER_COSTS: cost_tables(comparison, others),
         "Probes of frozen features": probe_tables(comparison, records),
@@ -122,6 +122,20 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
 
     found = [(title, {row.arm: cells(row) for row in rows}) for title, rows in each_table(comparison, conditions)]
     return [Table(title=title, columns=columns, rows=rows) for title, rows in found]
+
+
+def missing_tables(comparison: Comparison) -> list[Table]:
+    """Return a table of the conditions without any result, such as numbers of labels with which nothing was trained so far, as
+    a list with one table. It shows how many arms (variants) each of them has, and why the first one has no result. The list is
+    empty if there are no such conditions, or if they are the main ones, which have tables of their own.
+    """
+    cells: dict[str, list[Cell]] = {}
+    for condition in comparison.conditions:
+        rows = [row for row in comparison.rows if row.condition == condition and not row.unavailable]
+        if rows and condition not in comparison.done and condition not in comparison.main:
+            cells[condition.title.capitalize()] = [(str(len(rows)), []), (rows[0].reason or "–", [])]
+    columns = ("Arms", "Reason")
+    return [Table(title="", columns=columns, rows=cells, head="Condition", text=("Reason",))] if cells else []
 
 
 def difference_remarks(row: Row, d: Difference) -> list[str]:

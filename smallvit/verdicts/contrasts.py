@@ -76,7 +76,10 @@ def tuned_pairs(comparison: Comparison) -> list[tuple[Row, Row]]:
     """Return pairs of results of the same arm (variant) as a list of tuples of two `Row` objects: the result with common
     settings (those of the recipe), and the one with tuned settings (chosen for this arm). Both have the same number of labelled
     images and the same training length. `comparison` holds all results.
+
+    Numbers of labels at which nothing has a result with common settings are left out.
     """
-    common = {(row.arm, row.condition): row for row in comparison.rows if not row.tuned}
+    done = comparison.done
+    common = {(row.arm, row.condition): row for row in comparison.rows if not row.tuned and row.condition in done}
     pairs = [(common.get((row.arm, row.condition._replace(tuned=False))), row) for row in comparison.rows if row.tuned]
     return [(before, row) for before, row in pairs if before]
