@@ -201,7 +201,7 @@ HELP = {
     "--gpus": "train on all GPUs of this machine (all) or on some (0,2), with one worker process on each; means --device cuda",
     "--per-gpu": "with --gpus or --on: N worker processes share each GPU (default: 1); with --on ray also the share that each "
     "gets, such as 0.25",
-    "--stack": "train N runs of an arm as one model, which is faster for small models (default: 1, with run --device cuda by "
+    "--stack": "train N runs of an arm as one model, which is faster for small models (default: 1, with --device cuda by "
     "the size of the models); in a cross-validation N runs of any folds, best a multiple of the number of folds",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",

@@ -20,7 +20,7 @@ class Numerics(NamedTuple):
     """Options for how the training steps of a run are computed: precision, attention kernel and compilation. These options
     change speed and rounding, but not the method.
 
-    precision   "fp32" or "bf16" for matrix products; None uses the precision of the run
+    precision   "fp32" or "bf16" for matrix products and convolutions; None uses the precision of the run
     kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; "native" computes
                 whole blocks by compiled code (`smallvit.native`), and leaves to PyTorch what that cannot compute; None lets
                 `smallvit.attention.attend` choose
@@ -76,6 +76,23 @@ def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"--numerics got {name} twice; expected each choice once")
         options[name] = CHOICES[name][value]
     return options
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Context manager inside which a GPU computes convolutions of float32 numbers in float32, forward and backward.
+
+    By default PyTorch computes them in TF32, which keeps 10 of the 23 bits after the leading one, and matrix products in
+    float32. A stack (runs that are trained as one model) would then give other convolutions than its runs alone.
+    """
+    import torch
+
+    cudnn = torch.backends.cudnn
+    before, cudnn.allow_tf32 = cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before
 
 
 class NumericsContext:

@@ -14,7 +14,7 @@ from test_semi_supervised import FIXMATCH
 from test_stack import SHORT, STACKABLE, Killed, distilled
 from toys import TINY_VIT
 
-from smallvit import DINO, SAM, Block, Run, augment, digits, fit
+from smallvit import DINO, SAM, Block, ConvTokenizer, Run, SmallCNN, augment, digits, fit, textured_shapes
 from smallvit.train import cuda_graph, fit_stacked
 from smallvit.train.loop import Training
 from smallvit.train.stack import Stack
@@ -83,6 +83,24 @@ def test_stack_on_a_gpu_learns_like_its_members_alone_on_the_cpu(run, tmp_path):
         assert other.finished and other.stacked == 3 and other.device == torch.cuda.get_device_name(0)
         assert other.trace["batches"] == one.trace["batches"]
         assert [point[1] for point in other.curve] == pytest.approx([point[1] for point in one.curve], abs=2e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("change", [{"model": SmallCNN}, {"tokenizer": ConvTokenizer}], ids=["CNN", "CCT"])
+def test_convolutions_on_larger_images_are_stacked_on_a_gpu(change, tmp_path):
+    """In TF32, PyTorch's default for convolutions, a stack would differ from its runs."""
+    data = partial(textured_shapes, train=200, test=20)
+    runs = [SHORT.vary(data=data, augment=(), **change).at_seed(seed) for seed in range(8)]
+    records = fit_stacked(runs, [tmp_path / str(one.seed) for one in runs], device="cuda")
+    assert [record.stacked for record in records] == [8] * 8
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_training_computes_convolutions_in_float32_and_leaves_the_switch_as_it_was(before, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
+    seen = []
+    fit(SHORT, tmp_path, watch=lambda step, accuracy: seen.append(torch.backends.cudnn.allow_tf32))
+    assert seen == [False] * SHORT.steps and torch.backends.cudnn.allow_tf32 is before
 
 
 @needs_gpu

@@ -1,6 +1,7 @@
 """The GPUs of one machine: which ones are found and chosen, and that each worker process sees its own."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from toys import TINY_VIT
 
 from smallvit import ArmRun, Run
 from smallvit.__main__ import main
+from smallvit.commands import explore
 from smallvit.commands import run as command
-from smallvit.launch import gpus, launch
+from smallvit.launch import autotune, gpus, launch, launcher
 from smallvit.launch.engine import Settings
 from smallvit.launch.local import Worker, process_context
 from smallvit.numerics import DEFAULT
@@ -140,11 +142,31 @@ def test_processes_share_the_gpus_unless_their_number_is_given(words, expected, 
 def test_runs_are_stacked_on_a_gpu_unless_their_number_is_given(words, stack, said, workdir, monkeypatch, capsys):
     found = []
     monkeypatch.setattr(command, "check_device", lambda device: None)
-    monkeypatch.setattr(command, "stack_for_gpu", lambda runs: 7)
+    monkeypatch.setattr(autotune, "stack_for_gpu", lambda runs: 7)
     monkeypatch.setattr(command, "launch", lambda *args, stack, **options: found.append(stack))
     main(["run", "mine.py", *words])
     assert found == [stack]
     assert ("on a GPU: up to 7 runs" in capsys.readouterr().err) == said
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_all_commands_use_all_gpus_and_stacks(device, workdir, monkeypatch):
+    """`smallvit explore` starts as many processes on the GPUs, and stacks as many runs, as `smallvit run` does."""
+    found = []
+
+    class Engine:
+        def __init__(self, settings, groups, jobs, gpus):
+            found.append((settings.device, list(gpus)))
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv(gpus.VISIBLE, "4,5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(explore, "check_device", lambda device: None)
+    monkeypatch.setattr(autotune, "stack_for_gpu", lambda runs: found.append(len(runs)) or 3)
+    monkeypatch.setattr(launcher, "LocalEngine", Engine)
+    with suppress(KeyboardInterrupt):
+        main(["explore", "mine.py", "--device", device, "--jobs", "3"])
+    assert found[1:] == [("cuda", ["4", "5", "4"])] and found[0] > 0
 
 
 def test_machine_without_a_gpu_is_named(workdir, capsys, monkeypatch):

@@ -11,6 +11,8 @@ from statistics import fmean
 
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.launch import launch
+from smallvit.launch.autotune import stack_to_use
+from smallvit.launch.gpus import cuda_for_auto
 from smallvit.launch.launcher import check_device
 from smallvit.launch.tune import may_succeed
 from smallvit.looks import seed_list
@@ -37,7 +39,8 @@ def main(options: argparse.Namespace) -> int:
 
     Raises ValueError for an arm without validation images.
     """
-    check_device(options.device)
+    device = cuda_for_auto(options.device)
+    check_device(device)
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     if any(text.startswith("seed=") for text in options.only):
@@ -61,8 +64,8 @@ def main(options: argparse.Namespace) -> int:
         recipe_runs=runs,
         source=path,
         jobs=options.jobs,
-        stack=options.stack or 1,
-        device=options.device,
+        stack=stack_to_use(options.stack, runs, device),
+        device=device,
         numerics=Numerics(**parse_numerics(options.numerics)),
         retry=may_succeed,
         validation_only=True,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
-from smallvit.launch.autotune import autotune, stack_for_gpu
-from smallvit.launch.gpus import VISIBLE, gpu_workers
+from smallvit.launch.autotune import autotune, stack_to_use
+from smallvit.launch.gpus import VISIBLE, cuda_for_auto, gpu_workers
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
@@ -46,10 +46,7 @@ def main(options: argparse.Namespace) -> int:
         check_tracker(options.log)
     if options.on != "here":
         return run(options, [])
-    if options.device == "auto":
-        import torch
-
-        options.device = "cuda" if torch.cuda.is_available() else "auto"
+    options.device = cuda_for_auto(options.device)
     gpus = gpu_workers(options.gpus, options.per_gpu, options.jobs, options.device)
     with environment_variables({VISIBLE: gpus[0]} if gpus else {}):  # on which this process measures the speed, if it does
         check_device(options.device)
@@ -241,11 +238,8 @@ def trainer(
     The options in `given` are not changed.
     """
     numerics, stack, engine = Numerics(**given), options.stack or 1, None
-    if options.device == "cuda" and options.on == "here" and not (options.stack or options.fast or options.shard):
-        stack = stack_for_gpu(recipe_runs)
-        same = "runs that differ only in seed or number of labels are trained as one model"
-        text = f"up to {stack} {same}" if stack > 1 else "each run alone"
-        print(f"on a GPU: {text}; --stack N changes this", file=sys.stderr)
+    if options.on == "here" and not (options.fast or options.shard):
+        stack = stack_to_use(options.stack, recipe_runs, options.device)
     if options.on == "ray":
         engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)
     if options.fast:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smallvit.ablation import ArmRun
+from smallvit.launch.autotune import stack_to_use
+from smallvit.launch.gpus import cuda_for_auto
 from smallvit.launch.launcher import check_device
 from smallvit.launch.tune import Candidates, candidates, run_count, tune_arms
 from smallvit.numerics import Numerics, parse_numerics
@@ -42,7 +44,8 @@ def main(options: argparse.Namespace) -> int:
     """
     from filelock import FileLock
 
-    check_device(options.device)
+    device = cuda_for_auto(options.device)
+    check_device(device)
     check_optuna("tune")
     path = find_recipe(options.recipe)
     module = load_recipe(path, tuned=False)
@@ -67,8 +70,8 @@ def main(options: argparse.Namespace) -> int:
         recipe=path.stem,
         source=path,
         jobs=options.jobs,
-        stack=options.stack or 1,
-        device=options.device,
+        stack=stack_to_use(options.stack, [arm.entry for arm in todo], device),
+        device=device,
         numerics=Numerics(**parse_numerics(options.numerics)),
     )
     with FileLock(file.with_name(f".{file.stem}.lock")):

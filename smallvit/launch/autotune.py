@@ -4,6 +4,7 @@ All runs of a recipe use the same choice, so that its arms stay comparable. The 
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -274,6 +275,18 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
         texts.append(f"{len(failed)} of {len(kinds)} kinds of runs cannot be stacked")
     best = min(times, key=times.__getitem__, default=1)
     return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(texts)
+
+
+def stack_to_use(given: int | None, runs: Sequence[ArmRun], device: str) -> int:
+    """Return how many of the `runs` are trained as one model (a stack). `given` is the number that the user has chosen, if any.
+    Otherwise the number is 1 on a CPU. For the device "cuda" it is that of `stack_for_gpu`, and a line is printed.
+    """
+    if given or device != "cuda":
+        return given or 1
+    stack = stack_for_gpu(runs)
+    same = "runs that differ only in seed, learning rate or number of labels are trained as one model"
+    print(f"on a GPU: {f'up to {stack} {same}' if stack > 1 else 'each run alone'}; --stack N changes this", file=sys.stderr)
+    return stack
 
 
 def stack_for_gpu(runs: Sequence[ArmRun]) -> int:

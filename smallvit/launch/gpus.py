@@ -13,8 +13,17 @@ SHARING = 4  # worker processes on each GPU with `--device cuda`; while one wait
 TIMEOUT = 60  # seconds for nvidia-smi, which may have to start the driver
 
 
+def cuda_for_auto(device: str) -> str:
+    """Return "cuda" in the place of "auto" if this machine has a GPU for CUDA, so that all of its GPUs are used. Otherwise
+    return `device` as it is.
+    """
+    import torch
+
+    return "cuda" if device == "auto" and torch.cuda.is_available() else device
+
+
 def gpu_workers(gpus: str | None, per_gpu: int | None, jobs: int | None, device: str) -> list[str]:
-    """Return the GPU of each worker process that `smallvit run` starts, as values of CUDA_VISIBLE_DEVICES. A GPU that several
+    """Return the GPU of each worker process that is started, as values of CUDA_VISIBLE_DEVICES. A GPU that several
     processes share occurs several times. `gpus` is the value of `--gpus`, or None without this option, `per_gpu` is the number
     of processes that share a GPU, `jobs` is the value of `--jobs`, and `device` the device, which must be CUDA with `--gpus`.
 

@@ -16,6 +16,7 @@ from smallvit.record import Record
 from smallvit.train.read_log import READS
 
 from .engine import Engine, Settings
+from .gpus import cuda_for_auto, gpu_workers
 from .local import LocalEngine, process_context
 from .scheduler import Scheduler
 
@@ -50,9 +51,10 @@ def launch(
     out, recipe  the runs lie in the folder `out/recipe`
     recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
     source       the recipe file, if it defines components that the runs use
-    jobs         number of worker processes; None means one for each core
+    jobs         number of worker processes; None means one for each core, or with CUDA four on each GPU
     gpus         the GPU of each worker process, as a value of CUDA_VISIBLE_DEVICES. A GPU that occurs twice is used by two
-                 processes. There are then as many processes as values, and `jobs` does not count
+                 processes. There are then as many processes as values, and `jobs` does not count. The default is all GPUs of
+                 this machine if the device is CUDA
     engine       a function that creates the `Engine` that trains the runs, from `Settings` and a number of groups of runs. None
                  means the worker processes of this machine
     stack        train so many runs that differ only in seed, learning rate and number of labels as one model. This is faster
@@ -80,6 +82,8 @@ def launch(
         return not record.finished and (retry(record) if callable(retry) else retry)
 
     if engine is None:
+        device = cuda_for_auto(device)
+        gpus = gpus or gpu_workers(None, None, jobs, device)
         engine = partial(LocalEngine, jobs=jobs, gpus=gpus)
         if not gpus:
             process_context(device)  # the server of the workers imports torch while the records are read

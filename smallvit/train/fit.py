@@ -16,7 +16,7 @@ from smallvit.components import function
 from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
-from smallvit.numerics import DEFAULT, Numerics
+from smallvit.numerics import DEFAULT, Numerics, full_float32
 from smallvit.passes import check_same_fold
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
@@ -206,7 +206,7 @@ def prepare_training(
     record stays and is returned.
     """
     reason = "this run is scored on validation images only" if validation_only else "a run reads them only when it is scored"
-    with locked(folder / ".lock"), sealed_test_images(reason):
+    with locked(folder / ".lock"), sealed_test_images(reason), full_float32():
         if done := finished_record(run, folder, validation_only):
             yield None, lambda: done
             return

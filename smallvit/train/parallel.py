@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from smallvit.augment import Batch
 from smallvit.components import function
 from smallvit.data import sealed_test_images
-from smallvit.numerics import DEFAULT, Numerics
+from smallvit.numerics import DEFAULT, Numerics, full_float32
 from smallvit.objectives import Supervised
 from smallvit.optimizers import SAM
 from smallvit.record import Record
@@ -189,7 +189,7 @@ def follow(run: Run, folder: Path, device: str, init: str | Path | None, numeric
     """
     state = share()
     if state is not None:
-        with sealed_test_images("a run reads them only when it is scored"):
+        with sealed_test_images("a run reads them only when it is scored"), full_float32():
             place = Path(init or folder / "init") if "init" in run.dependencies else None
             training = Training(run, *load_data(run), device, place, None, numerics)
             checkpoint.restore(training, torch.load(io.BytesIO(state), map_location=device, weights_only=True))
