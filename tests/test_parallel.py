@@ -59,6 +59,8 @@ def main(name: str, folder: str, deadly_step: str):
             os.kill(os.getpid(), signal.SIGKILL)
 
     record = parallel.fit_parallel(RUNS[name], folder, watch=watch)
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print("threads of gloo:", sum("gloo" in thread for thread in threads))
     tensors = [*trained[-1].objective.state_dict().values(), *trained[-1].model.state_dict().values()]
     print("weights", hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
     print("record", hashlib.sha256(records.to_json(record).encode()).hexdigest())
@@ -113,6 +115,7 @@ def assert_as_one_process(name: str, folder: Path, processes: int):
     assert {file.name for file in (folder / "parallel").iterdir()} == {file.name for file in (folder / "alone").iterdir()}
     assert [output.count("step ") for output in outputs] == [RUNS[name].steps] + [0] * (processes - 1)
     assert len({output[output.index("weights ") :] for output in outputs}) == 1, "the processes end with other weights or records"
+    assert all("threads of gloo: 0\n" in output for output in outputs), "threads at the end of Python can abort a process"
 
 
 def test_two_processes_have_the_weights_and_the_record_of_one(tmp_path):

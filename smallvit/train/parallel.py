@@ -129,6 +129,10 @@ def joined(device: str) -> Iterator[str]:
         torch.cuda.set_device(own)
     started_here = not dist.is_initialized()
     if started_here:
+        # PyTorch imports this module later, and the defaults of its functions then keep the group of processes that exists. It
+        # would not be destroyed below, and its threads, still running at the end of Python, could abort the process.
+        from torch.distributed.nn import functional  # noqa: F401
+
         store, rank, processes = next(rendezvous("env://", timeout=PATIENCE))
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         own_store = store_of_this_start(store, rank, processes)
