@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from smallvit import data
 from smallvit.data import Preprocess
+from smallvit.data.dataset import to_pixels
 from smallvit.data.decode import read_image
 from smallvit.rng import shuffled
 
@@ -274,6 +275,13 @@ def test_arrays_of_any_channels_and_size_are_loaded(tmp_path, shape):
     for split, images in {"train": dataset.train, "test": dataset.test.open(), "val": dataset.val}.items():
         assert np.array_equal(images.images.permute(0, 2, 3, 1).numpy().reshape(shape), stored[f"{split}_images"])
         assert images.labels.tolist() == [i % 4 for i in range(20)]
+
+
+@pytest.mark.parametrize("channels", [(), (1,), (3,)], ids=["gray", "one channel", "color"])
+def test_images_in_memory_have_the_usual_strides(channels):
+    """With the strides (64, 1, 8, 1), which are also contiguous, convolutions rounded differently on a CPU with AVX2."""
+    pixels = to_pixels(np.zeros((5, 8, 8, *channels), np.uint8), "images")
+    assert pixels.stride() == torch.empty(pixels.shape).stride()
 
 
 def test_float_arrays_are_rounded_to_bytes(tmp_path):

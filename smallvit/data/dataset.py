@@ -361,4 +361,5 @@ def to_pixels(array: np.ndarray, name: str, pixels: str = "uint8") -> Tensor:
         array = array.astype(np.float32) / np.float32(1 if is_float else np.iinfo(array.dtype).max)
     elif is_float:
         array = np.rint(array * 255).astype(np.uint8)
-    return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 3, 1, 2)))
+    # a copy, whose strides are the usual ones: with others, which only gray images can have, convolutions may round differently
+    return torch.from_numpy(np.array(array.transpose(0, 3, 1, 2), order="C"))
