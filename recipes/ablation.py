@@ -26,8 +26,8 @@ Found     Five arms are shown to be better than the ViT from scratch (93.25% at 
 
 Limits    This recipe was planned with 156 comparisons: also with 10 and 10,000 labels, and with eight arms that learn from
           unlabelled digits. The others were left out because they take too long, and because other recipes have most of them.
-          This was decided after most of these results were known. With the correction for all 156, the tokenizer of CCT at 100
-          labels, and mixup and dropout at 1,000, would be inconclusive. Only the learning rate was tuned, in runs of a quarter
+          This was decided after most of these results were known. With the correction for all 156, mixup and dropout would be
+          inconclusive at 1,000 labels, and the other verdicts the same. Only the learning rate was tuned, in runs of a quarter
           of the steps, and a technique has the options of its paper or those of an earlier recipe. Nine arms were still
           improving at 1,000 labels (`smallvit report` prints a warning), so a part of their differences may be slower learning.
           Most runs were trained on a GPU, where the convolutions of three arms were computed in TF32, and the last ten arms,
