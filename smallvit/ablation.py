@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from smallvit.components import function
+from smallvit.components import function, python_numbers
 from smallvit.evaluate import declaration
 from smallvit.passes import common_folds, seeds_of
 from smallvit.record import ROLES, condition_text
@@ -363,7 +363,7 @@ def as_list(values: Iterable, name: str) -> list:
         is_count = name == "seeds" and isinstance(values, int) and values > 0
         several = f"range({values})" if is_count else "range(8)" if name == "seeds" else f"[{values!r}]"
         raise ValueError(f"{name} is {values!r}; expected several values, such as {name}={several}")
-    values = list(values)
+    values = python_numbers(list(values))
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} are {values}; expected at least one, and each once")
     return values

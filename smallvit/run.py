@@ -107,6 +107,7 @@ class Run:
 
     def __post_init__(self):
         for f in fields(self):
+            object.__setattr__(self, f.name, components.python_numbers(getattr(self, f.name)))
             check_value(f.name, getattr(self, f.name), f.default, f.metadata)
         for name in ("data", "model", "objective", "optimizer"):
             check(getattr(self, name), name)

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from smallvit.ablation import longest
-from smallvit.components import check_option, options
+from smallvit.components import check_option, options, python_numbers
 from smallvit.record import format_labels
 from smallvit.run import Run, fingerprint
 from smallvit.storage import write_text
@@ -71,7 +71,8 @@ class Tune:
         if not isinstance(self.own, dict) or not all(isinstance(ranges, dict) for ranges in self.own.values()):
             raise ValueError(f"own is {self.own!r}; expected a dict such as {{'+SPT': {{'depth': [2, 4]}}}}")
         for name, low in (("trials", 2), ("seeds", 1), ("val", 1)):
-            value = getattr(self, name)
+            value = python_numbers(getattr(self, name))
+            object.__setattr__(self, name, value)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} of Tune is {value!r}; expected a whole number, at least {low}")
         if not isinstance(self.steps, int | float) or isinstance(self.steps, bool) or not 0 < self.steps <= 1:

@@ -13,6 +13,7 @@ import types
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,10 +38,12 @@ from smallvit import (
     SinCos2d,
     SmallCNN,
     Supervised,
+    Tune,
     ViT,
     ablate,
     accuracy,
     arrays,
+    at_size,
     augment,
     cost,
     describe,
@@ -48,6 +51,7 @@ from smallvit import (
     digits,
     few_shot,
     fingerprint,
+    fit,
     folder,
     knn,
     label_spreading,
@@ -158,6 +162,20 @@ def test_setting_of_a_wrong_type_or_size_is_refused_by_name(name, value):
 )
 def test_limits_of_a_setting_are_allowed_values(name, value):
     assert getattr(Run(**{name: value}), name) == value
+
+
+def test_numbers_of_numpy_are_python_numbers(tmp_path):
+    """A sweep over `np.arange` gives runs, comparisons and tuning like one over `range`, and they can be trained."""
+    vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=np.int64(4)), depth=1, heads=np.int32(2))
+    run = Run(data=partial(at_size, data=digits, size=np.int64(8)), model=vit, batch=np.uint8(4), val=20, steps=2)
+    run = run.vary(dim=np.arange(20)[8], lr=np.float32(0.5), labels=np.int64(20), seed=np.arange(2)[1])
+    plain = run.vary(tokenizer=partial(PatchEmbed, patch=4), heads=2, dim=8, lr=0.5, data=partial(at_size, data=digits, size=8))
+    assert run == plain and json.dumps(describe(run)) == json.dumps(describe(plain))
+    assert fit(run, tmp_path).finished
+    runs = ablate({"scratch": run, "deep": run.vary(depth=np.int64(2))}, labels=np.array([20]), seeds=np.arange(2), references=[])
+    assert [(entry.labels, entry.seed) for entry in runs] == [(20, 0), (20, 0), (20, 1), (20, 1)]
+    assert json.dumps([Tune({"lr": (1e-3, 1e-2)}, trials=np.int64(4)).plain()["trials"], runs[-1].labels]) == "[4, 20]"
+    assert run.with_data(run.data).data is run.data  # without numbers of NumPy nothing is made anew
 
 
 def module_level_function(x):
