@@ -363,7 +363,7 @@ def as_list(values: Iterable, name: str) -> list:
         is_count = name == "seeds" and isinstance(values, int) and values > 0
         several = f"range({values})" if is_count else "range(8)" if name == "seeds" else f"[{values!r}]"
         raise ValueError(f"{name} is {values!r}; expected several values, such as {name}={several}")
-    values = python_numbers(list(values))
-    if not values or len(set(values)) < len(values):
-        raise ValueError(f"{name} are {values}; expected at least one, and each once")
-    return values
+    found: list = python_numbers(list(values))
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"{name} are {found}; expected at least one, and each once")
+    return found

@@ -30,17 +30,19 @@ VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (wei
 
 def python_numbers(value: Any) -> Any:
     """Return a value with Python numbers in the place of NumPy numbers, such as those of `np.arange(3)`. They are replaced also
-    inside lists and tuples and in the options of a `partial`. A value without such numbers is returned as it is.
+    inside lists, tuples and dicts and in the options of a `partial`. A value without such numbers is returned as it is.
     """
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()
     if type(value) in (list, tuple):
         changed = [python_numbers(item) for item in value]
         return value if all(map(operator.is_, changed, value)) else type(value)(changed)
+    if type(value) is dict:
+        given = {name: python_numbers(item) for name, item in value.items()}
+        return value if all(given[name] is item for name, item in value.items()) else given
     if isinstance(value, partial):
-        args, given = python_numbers(value.args), {name: python_numbers(option) for name, option in value.keywords.items()}
-        unchanged = args is value.args and all(given[name] is option for name, option in value.keywords.items())
-        return value if unchanged else partial(value.func, *args, **given)
+        args, given = python_numbers(value.args), python_numbers(value.keywords)
+        return value if args is value.args and given is value.keywords else partial(value.func, *args, **given)
     return value
 
 

@@ -1,7 +1,7 @@
 """How the steps of a run are computed: precision, attention kernel and compilation. These change rounding and speed only."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,12 +87,20 @@ def full_float32() -> Iterator[None]:
     """
     import torch
 
-    cudnn = torch.backends.cudnn
-    before, cudnn.allow_tf32 = cudnn.allow_tf32, False
+    cudnn: Any = torch.backends.cudnn
+    switches: list[tuple[Any, str, Any]] = []  # object, attribute, and its value for full precision
+    with suppress(RuntimeError):  # PyTorch refuses to read the older switch if somebody has set one of the newer ones
+        switches += [(cudnn, "allow_tf32", False)] * isinstance(cudnn.allow_tf32, bool)
+    if hasattr(cudnn, "conv"):  # since PyTorch 2.9
+        switches += [(cudnn.conv, "fp32_precision", "ieee"), (cudnn.rnn, "fp32_precision", "ieee")]
+    before = [getattr(owner, name) for owner, name, _ in switches]
+    for owner, name, exact in switches:
+        setattr(owner, name, exact)
     try:
         yield
     finally:
-        cudnn.allow_tf32 = before
+        for (owner, name, _), value in zip(switches, before):
+            setattr(owner, name, value)
 
 
 class NumericsContext:

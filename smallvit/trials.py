@@ -39,8 +39,8 @@ def trials(recipe: str | Path, folder: str | Path | None = None, runs: Sequence[
     places = [trials_file(recipe), *([Path(folder) / trials_file(recipe).name] if folder else [])]
     found: set[tuple[str, str]] = {(trial["arm"], trial["fingerprint"]) for path in places for trial in read_trials(path)}
     arms, current = {entry.arm for entry in runs}, by_settings(runs, [0]) if found else {}
-    renamed = {arm: current[settings][0].arm for arm, settings in found if arm not in arms and settings in current}
-    counts = Counter(renamed.get(arm, arm) for arm, _ in sorted(found))
+    renamed = {arm: current[settings][0].arm for arm, settings in sorted(found) if arm not in arms and settings in current}
+    counts = Counter(arm for arm, _ in sorted({(renamed.get(arm, arm), settings) for arm, settings in found}))
     if tuned_file(recipe).exists():
         for tuned in read(tuned_file(recipe))[1]:
             counts[tuned.arm] += len(tuned.trials)

@@ -66,13 +66,14 @@ class Tune:
     common: bool = True
 
     def __post_init__(self):
+        for f in fields(self):
+            object.__setattr__(self, f.name, python_numbers(getattr(self, f.name)))
         if not isinstance(self.ranges, dict) or not self.ranges:
             raise ValueError(f"Tune got the ranges {self.ranges!r}; expected a dict such as {{'lr': (3e-4, 6e-3)}}")
         if not isinstance(self.own, dict) or not all(isinstance(ranges, dict) for ranges in self.own.values()):
             raise ValueError(f"own is {self.own!r}; expected a dict such as {{'+SPT': {{'depth': [2, 4]}}}}")
         for name, low in (("trials", 2), ("seeds", 1), ("val", 1)):
-            value = python_numbers(getattr(self, name))
-            object.__setattr__(self, name, value)
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} of Tune is {value!r}; expected a whole number, at least {low}")
         if not isinstance(self.steps, int | float) or isinstance(self.steps, bool) or not 0 < self.steps <= 1:

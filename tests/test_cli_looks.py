@@ -276,6 +276,9 @@ def test_arm_with_a_new_name_keeps_its_trials(tmp_path):
         add_trial(trials_file(tmp_path / "mine.py"), shared | {"arm": "deep", "fingerprint": fingerprint(run.vary(labels=20))})
     deeper = runs_of({"scratch": SCRATCH, "deeper": PAIR["deep"]}, 2)
     assert trials(tmp_path / "mine.py", runs=deeper) == {"deeper": 2}
+    add_trial(trials_file(tmp_path / "mine.py"), shared | {"arm": "deeper", "fingerprint": fingerprint(PAIR["deep"].vary(labels=20))})
+    assert trials(tmp_path / "mine.py", runs=deeper) == {"deeper": 2}, "the same settings, explored again under the new name"
+    trials_file(tmp_path / "mine.py").write_text("".join(trials_file(tmp_path / "mine.py").read_text().splitlines(True)[:2]))
     assert trials(tmp_path / "mine.py", runs=runs_of(PAIR, 2)) == trials(tmp_path / "mine.py") == {"deep": 2}
 
 

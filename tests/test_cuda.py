@@ -15,6 +15,7 @@ from test_stack import SHORT, STACKABLE, Killed, distilled
 from toys import TINY_VIT
 
 from smallvit import DINO, SAM, Block, ConvTokenizer, Run, SmallCNN, augment, digits, fit, textured_shapes
+from smallvit.numerics import full_float32
 from smallvit.train import cuda_graph, fit_stacked
 from smallvit.train.loop import Training
 from smallvit.train.stack import Stack
@@ -101,6 +102,22 @@ def test_training_computes_convolutions_in_float32_and_leaves_the_switch_as_it_w
     seen = []
     fit(SHORT, tmp_path, watch=lambda step, accuracy: seen.append(torch.backends.cudnn.allow_tf32))
     assert seen == [False] * SHORT.steps and torch.backends.cudnn.allow_tf32 is before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="needs the newer switches of PyTorch 2.9")
+@pytest.mark.parametrize("wide, narrow", [("none", "none"), ("ieee", "none"), ("tf32", "none"), ("tf32", "tf32"), ("none", "tf32")])
+def test_convolutions_are_in_float32_also_with_the_newer_switches_of_pytorch(wide, narrow):
+    """A script may set them for everything or for convolutions alone. PyTorch then refuses the older switch."""
+    backends, conv = torch.backends, torch.backends.cudnn.conv
+    before = backends.fp32_precision, conv.fp32_precision
+    try:
+        backends.fp32_precision, conv.fp32_precision = wide, narrow
+        chosen = conv.fp32_precision
+        with full_float32():
+            assert conv.fp32_precision == "ieee"
+        assert (backends.fp32_precision, conv.fp32_precision) == (wide, chosen)
+    finally:
+        backends.fp32_precision, conv.fp32_precision = before
 
 
 @needs_gpu

@@ -14,7 +14,8 @@ from smallvit.commands import explore
 from smallvit.commands import run as command
 from smallvit.launch import autotune, gpus, launch, launcher
 from smallvit.launch.engine import Settings
-from smallvit.launch.local import Worker, process_context
+from smallvit.launch.local import LocalEngine, Worker, process_context
+from smallvit.launch.results import Killed
 from smallvit.numerics import DEFAULT
 from smallvit.recipe import load_recipe
 
@@ -191,6 +192,24 @@ def test_variables_of_a_worker_process_are_its_own_also_after_it_was_killed(monk
     finally:
         for worker in workers:
             worker.pool.shutdown()
+
+
+@pytest.mark.parametrize("text, same", [("CUDA error: an illegal memory access was encountered", False), ("wrong shape", True)])
+def test_worker_process_that_has_lost_its_gpu_is_replaced(text, same, monkeypatch):
+    """After such an error CUDA refuses everything in this process, and the runs that follow would fail as well."""
+    engine = LocalEngine(Settings(None, "cpu", DEFAULT), groups=1, jobs=1)
+    try:
+        before = engine.workers[0].pool.submit(os.getpid).result()
+        engine.busy[engine.workers[0].pool.submit(fail, text)] = engine.workers[0]
+        (_, error), *_ = engine.wait(60)
+        assert isinstance(error, RuntimeError) and text in str(error) and not isinstance(error, Killed)
+        assert (engine.workers[0].pool.submit(os.getpid).result() == before) == same
+    finally:
+        engine.close()
+
+
+def fail(text: str):
+    raise RuntimeError(text)
 
 
 @pytest.mark.slow

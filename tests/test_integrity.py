@@ -340,6 +340,7 @@ ENVIRONMENT = [
     OSError(errno.EIO, "I/O"), OSError(errno.EMFILE, "too many files"), MemoryError(), Killed("killed"), NotWritten("full"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
     RuntimeError("unable to open file </tmp/x>: Too many open files (24)"), torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: out of memory"),
 ]  # fmt: skip
 FAULTS = [FloatingPointError("the loss is nan"), ValueError("wrong"), FileNotFoundError(2, "no"), RuntimeError("shape"), KeyError(3)]
 

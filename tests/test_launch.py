@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from toys import TINY_VIT
 
@@ -409,6 +410,14 @@ def test_runs_of_a_failed_stack_are_tried_alone_and_a_run_killed_twice_is_interr
     first, second = schedule.requested_records
     assert first.finished and second.status == "interrupted" and "killed twice" in second.error
     assert not schedule.queue and not schedule.in_training
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("CUDA error: out of memory")])
+def test_runs_of_a_stack_that_needs_too_much_memory_are_tried_alone(error, tmp_path):
+    schedule = scheduler(comparison(2, {"scratch": SHORT}), tmp_path, stack=2)
+    schedule.handle(schedule.next_group(1), error)
+    schedule.handle(schedule.next_group(1), error)
+    assert schedule.next_group(1) == [0] and schedule.next_group(1) == [1] and schedule.requested_records == []
 
 
 def test_fail_fast_starts_nothing_after_the_first_failure(tmp_path):

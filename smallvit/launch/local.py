@@ -20,7 +20,7 @@ from smallvit.record import Record
 
 from .engine import Engine, Settings
 from .gpus import VISIBLE
-from .results import Killed
+from .results import Killed, is_gpu_lost
 from .scheduler import Task
 from .status import remove_progress
 
@@ -57,6 +57,9 @@ class LocalEngine(Engine):
             if isinstance(error, BrokenProcessPool):
                 worker.restart()
                 error = Killed("the worker process was killed")
+            elif is_gpu_lost(error):  # every later run of this process would fail as well
+                worker.kill()
+                worker.restart()
             found.append((worker.group, future.result() if error is None else error))
         return found
 

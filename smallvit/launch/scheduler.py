@@ -22,7 +22,18 @@ from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
 
 from .progress import Bar
-from .results import Damaged, Killed, blocked_by, folder, is_interruption, placed, recall, record_failure, tags
+from .results import (
+    Damaged,
+    Killed,
+    blocked_by,
+    folder,
+    is_interruption,
+    is_out_of_memory,
+    placed,
+    recall,
+    record_failure,
+    tags,
+)
 
 
 class Task(NamedTuple):
@@ -267,8 +278,8 @@ class Scheduler:
         runs. `result` is the list of their records (results), or an exception.
 
         What was no fault of the runs, such as a killed worker or a full disk, is tried once more: a stack with the same runs,
-        so that it continues from its checkpoint. If a stack fails, or if its worker is killed twice, each of its runs is tried
-        alone.
+        so that it continues from its checkpoint. If a stack fails, or if its worker is killed or out of memory twice, each of
+        its runs is tried alone.
         """
         self.in_training.difference_update(group)
         interrupted = is_interruption(result)
@@ -281,7 +292,7 @@ class Scheduler:
             self.tried.update(group)
             self.stacks |= {index: [*group] for index in group if len(group) > 1}
             self.queue[:0] = group
-        elif len(group) > 1 and (isinstance(result, Killed) or not interrupted):
+        elif len(group) > 1 and (isinstance(result, Killed) or is_out_of_memory(result) or not interrupted):
             self.part(group)
             self.alone.update(group)
             self.queue[:0] = group

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,9 @@ class Training:
         seed = stream(self.run.seed, "dropout", self.step)
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
+            module = torch.get_device_module(self.device)
+            with module.device(self.device) if self.device.index else nullcontext():  # otherwise the present GPU
+                module.manual_seed(seed)
 
     def prepare(self, batch: Batch) -> Batch:
         """Return the `batch` of the current step with the values that the objective adds, such as the logits of a teacher. The

@@ -126,6 +126,8 @@ class Stack:
         try:
             losses = self.losses(with_gradients(stacked, names), stack_batches(batches), self.first.progress)
             gradients = torch.autograd.grad(losses.sum(), [stacked[name] for name in names], materialize_grads=True)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             reason = str(error).strip().splitlines()[0]
             if "random" in reason:

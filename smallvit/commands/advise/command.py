@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smallvit.baselines import fitting_patch
+from smallvit.launch.gpus import cuda_for_auto, gpu_workers
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import cores
 from smallvit.report.format import join_names
@@ -42,6 +43,7 @@ def main(options: argparse.Namespace) -> int:
         )
     if options.digits and options.photos:
         raise ValueError("got --digits and --photos; expected one of them, or none to let smallvit guess")
+    options.device = cuda_for_auto(options.device)
     check_device(options.device)
     check_optuna("advise")
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
@@ -103,7 +105,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         minutes=options.minutes,
         digits=images.digits,
         group_by=images.group_by if images.grouped else "",
-        jobs=options.jobs or cores(),
+        jobs=options.jobs or len(gpu_workers(None, None, None, options.device)) or cores(),
         share=share,
         folds=folds,
         val=validation_images(images, share),
