@@ -413,11 +413,28 @@ def test_runs_of_a_failed_stack_are_tried_alone_and_a_run_killed_twice_is_interr
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("CUDA error: out of memory")])
-def test_runs_of_a_stack_that_needs_too_much_memory_are_tried_alone(error, tmp_path):
-    schedule = scheduler(comparison(2, {"scratch": SHORT}), tmp_path, stack=2)
-    schedule.handle(schedule.next_group(1), error)
-    schedule.handle(schedule.next_group(1), error)
-    assert schedule.next_group(1) == [0] and schedule.next_group(1) == [1] and schedule.requested_records == []
+def test_stack_that_needs_too_much_memory_is_halved_until_it_fits(error, tmp_path):
+    runs = comparison(4, {"scratch": SHORT})
+    schedule = scheduler(runs, tmp_path, stack=4)
+    for _ in range(2):
+        schedule.handle(schedule.next_group(1), error)
+    assert schedule.next_group(1) == [0, 1] and schedule.next_group(1) == [2, 3]
+    schedule.handle([2, 3], error)
+    schedule.handle([0, 1], [finished(entry) for entry in runs[:2]])
+    assert schedule.next_group(1) == [2] and schedule.next_group(1) == [3] and len(schedule.requested_records) == 2
+
+
+def test_one_diverging_run_costs_the_others_of_its_stack_little(tmp_path):
+    """Of 16 runs, the 7th diverges in every stack. The others are trained in stacks of 8, 4, 2 and 1."""
+    runs = comparison(16, {"scratch": SHORT})
+    schedule, trained = scheduler(runs, tmp_path, stack=16), []
+    while group := schedule.next_group(1):
+        trained.append(group)
+        ended = [finished(runs[index]) for index in group]
+        schedule.handle(group, FloatingPointError("the loss is nan") if 6 in group else ended)
+    assert [len(group) for group in trained if 6 in group] == [16, 8, 4, 2, 1]
+    assert sorted(len(group) for group in trained if 6 not in group) == [1, 2, 4, 8]
+    assert [r.status for r in schedule.requested_records] == ["finished"] * 6 + ["failed"] + ["finished"] * 9
 
 
 def test_fail_fast_starts_nothing_after_the_first_failure(tmp_path):

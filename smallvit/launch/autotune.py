@@ -93,7 +93,8 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
     those in `kinds` are measured: one of each group that takes equally long, with its steps. `jobs` is the number of worker
     processes; options in `given` are fixed.
 
-    First the attention kernel and the precision are measured, then the number of runs in a stack, then whether to compile.
+    First the attention kernel and the precision are measured, then the number of runs in a stack, then whether to compile. On a
+    GPU the number of runs is not measured: it is that of `stack_for_gpu`, as without this measurement.
     `kinds` is the result of `kinds_of`, and `device` is the device of the training, such as "cpu".
     """
     import torch
@@ -105,9 +106,13 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
 
     counts = [steps for _, steps in kinds]
     variants = ways_to_try(given, fp32=all(entry.run.precision == "fp32" for entry in with_dependencies(runs)[0]))
+    stack = given.get("stack", 1 if given.get("compiled") else None)
+    if stack is None and device == "cuda":
+        stack = stack_for_gpu(runs)
+        if stack > 1 and "kernel" not in given:
+            variants = [variant for variant in variants if variant.kernel != "fused"]  # cannot be stacked
     times, texts = race(variants, begin, counts)
     best = winner(times, variants)
-    stack = given.get("stack", 1 if given.get("compiled") else None)
     if stack is None:
         stack, text = stack_size(runs, jobs, device, best)
         texts.append(text)

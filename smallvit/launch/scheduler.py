@@ -235,6 +235,15 @@ class Scheduler:
         for index in group:
             self.stacks.pop(index, None)
 
+    def halve(self, group: Sequence[int]):
+        """Divide runs that were trained together into two groups. `group` are their positions. A single run is trained
+        alone.
+        """
+        middle = len(group) // 2
+        for half in (group[:middle], group[middle:]):
+            self.stacks |= {index: [*half] for index in half}
+        self.alone.update(index for index in group if len(self.stacks[index]) == 1)
+
     def ready(self) -> list[int]:
         """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
         it needs, such as pretraining, have ended.
@@ -278,8 +287,8 @@ class Scheduler:
         runs. `result` is the list of their records (results), or an exception.
 
         What was no fault of the runs, such as a killed worker or a full disk, is tried once more: a stack with the same runs,
-        so that it continues from its checkpoint. If a stack fails, or if its worker is killed or out of memory twice, each of
-        its runs is tried alone.
+        so that it continues from its checkpoint. If a stack fails, or if its worker is killed or out of memory twice, it is
+        divided into two halves, and these again, so that in the end only the runs at fault fail.
         """
         self.in_training.difference_update(group)
         interrupted = is_interruption(result)
@@ -293,8 +302,7 @@ class Scheduler:
             self.stacks |= {index: [*group] for index in group if len(group) > 1}
             self.queue[:0] = group
         elif len(group) > 1 and (isinstance(result, Killed) or is_out_of_memory(result) or not interrupted):
-            self.part(group)
-            self.alone.update(group)
+            self.halve(group)
             self.queue[:0] = group
         else:
             for index in group:
