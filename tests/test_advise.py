@@ -141,6 +141,13 @@ def in_parts(**counts: int) -> Path:
     return Path("parts")
 
 
+def test_as_many_processes_share_a_gpu_as_in_other_commands(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    images = replace(inspect_images(shapes()), patch=4)
+    assert opened_plan(Path("shapes"), images, Path("advice"), options(jobs=None, device="cuda")).jobs == 8
+    assert opened_plan(Path("shapes"), images, Path("other"), options(jobs=3, device="cuda")).jobs == 3
+
+
 def test_trials_use_at_most_the_validation_images_of_the_folder():
     images = replace(inspect_images(in_parts(train=40, test=5, val=4)), patch=4)
     made = opened_plan(Path("parts"), images, Path("advice"), options(folder="parts"))
