@@ -29,11 +29,12 @@ VALUE_MODULES = ("pretrained",)  # a record may create dataclasses of these (wei
 
 
 def python_numbers(value: Any) -> Any:
-    """Return a value with Python numbers in the place of NumPy numbers, such as those of `np.arange(3)`. They are replaced also
-    inside lists, tuples and dicts and in the options of a `partial`. A value without such numbers is returned as it is.
+    """Return a value with Python numbers in the place of NumPy numbers, such as those of `np.arange(3)`, and with a list in the
+    place of an array with one axis. They are replaced also inside lists, tuples and dicts and in the options of a `partial`. A
+    value without them is returned as it is.
     """
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return value.item()
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 2) < 2:
+        return value.tolist()
     if type(value) in (list, tuple):
         changed = [python_numbers(item) for item in value]
         return value if all(map(operator.is_, changed, value)) else type(value)(changed)

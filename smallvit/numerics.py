@@ -83,7 +83,8 @@ def full_float32() -> Iterator[None]:
     """Context manager inside which a GPU computes convolutions of float32 numbers in float32, forward and backward.
 
     By default PyTorch computes them in TF32, which keeps 10 of the 23 bits after the leading one, and matrix products in
-    float32. A stack (runs that are trained as one model) would then give other convolutions than its runs alone.
+    float32. A stack (runs that are trained as one model) would then give other convolutions than its runs alone. At the end the
+    switches have the values that PyTorch returned before: one that followed `torch.backends.fp32_precision` then has its value.
     """
     import torch
 

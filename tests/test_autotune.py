@@ -320,11 +320,13 @@ def test_without_fast_nothing_is_measured(tmp_path, monkeypatch):
 
 
 def test_fast_on_a_gpu_stacks_as_many_runs_as_without_it(monkeypatch, tmp_path):
-    """The measurement is made on the CPU here. The fused kernel cannot be stacked, so it is not tried."""
+    """The measurement is made on the CPU here. The fused kernel cannot be stacked, and the native one is for CPUs."""
     begun = autotune.begun
     monkeypatch.setattr(autotune, "check_device", lambda device: None)
     monkeypatch.setattr(autotune, "begun", lambda run, numerics, device, *more: begun(run, numerics, "cpu", *more))
     runs = comparison(seeds=2)
     numerics, stack, reason = autotune.autotune(runs, tmp_path, 1, "cuda")
-    assert stack == autotune.stack_for_gpu(runs) > 1 and numerics.kernel != "fused" and "fused" not in reason
+    assert stack == autotune.stack_for_gpu(runs) > 1 and numerics.kernel in (None, "explicit")
+    assert "fused" not in reason and "native" not in reason
+    assert autotune.autotune(runs, tmp_path, 1, "cuda", {"kernel": "fused"})[1] == 1
     assert "fused" in autotune.autotune(runs, tmp_path, 1, "cpu")[2]

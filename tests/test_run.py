@@ -174,7 +174,7 @@ def test_numbers_of_numpy_are_python_numbers(tmp_path):
     assert fit(run, tmp_path).finished
     runs = ablate({"scratch": run, "deep": run.vary(depth=np.int64(2))}, labels=np.array([20]), seeds=np.arange(2), references=[])
     assert [(entry.labels, entry.seed) for entry in runs] == [(20, 0), (20, 0), (20, 1), (20, 1)]
-    tune = Tune({"dim": list(np.arange(8, 24, 8)), "lr": (np.float32(0.25), 1.0)}, trials=np.int64(4), steps=np.float32(0.5))
+    tune = Tune({"dim": np.arange(8, 24, 8), "lr": (np.float32(0.25), 1.0)}, trials=np.int64(4), steps=np.float32(0.5))
     assert json.dumps(tune.plain()) == json.dumps(Tune({"dim": [8, 16], "lr": (0.25, 1.0)}, trials=4, steps=0.5).plain())
     assert run.with_data(run.data).data is run.data  # without numbers of NumPy nothing is made anew
 

@@ -1,5 +1,6 @@
 """Stacked runs: the same training as one by one, up to rounding; runs that cannot be stacked are trained alone."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -241,6 +242,26 @@ def test_resumed_stack_ends_with_equal_weights(tmp_path, monkeypatch):
     assert [r.steps for r in fit_stacked(runs, broken)] == [12, 12]
     for one, other in zip(whole, broken):
         assert_equal_weights(one, other)
+
+
+def test_run_that_cannot_be_stacked_is_trained_once_although_one_of_its_group_diverges(tmp_path, monkeypatch):
+    """The launcher divides a group that failed. Runs that had reached their last step are only scored then."""
+    runs = [SHORT.vary(dropout=0.1).at_seed(seed) for seed in range(4)]
+    steps, train_step = [], Training.train_step
+
+    def one_step(self):
+        steps.append(self.run.seed)
+        train_step(self)
+        if self.run.seed == 3:
+            raise FloatingPointError("the loss is nan")
+
+    monkeypatch.setattr(Training, "train_step", one_step)
+    records = []
+    for group in (runs, runs[:2], runs[2:], runs[2:3]):
+        with suppress(FloatingPointError):
+            records += fit_stacked(group, [tmp_path / str(one.seed) for one in group])
+    assert [steps.count(seed) for seed in range(3)] == [SHORT.steps] * 3 and len(records) == 3
+    assert all(record.finished and record.stacked is None for record in records)
 
 
 def test_run_that_is_further_than_the_others_is_trained_alone(tmp_path):

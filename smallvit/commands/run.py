@@ -136,7 +136,7 @@ def print_plan(
     print(plan(runs, jobs, device_to_measure(options), finished, recipe_runs, time.perf_counter() - options.started))
     if faster := [f"--{name}" for name in ("stack", "fast") if getattr(options, name)]:
         print(f"the time is that without {' and '.join(faster)}; the runs may be faster with it")
-    elif options.device == "cuda":
+    elif options.device == "cuda" and options.on == "here" and not options.shard:  # then `stack_to_use` is asked
         print("the time is that of runs that are trained one at a time; small models are faster, since they are put together")
     if options.until_decided and looks:
         print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")

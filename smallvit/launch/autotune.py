@@ -109,8 +109,10 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
     stack = given.get("stack", 1 if given.get("compiled") else None)
     if stack is None and device == "cuda":
         stack = stack_for_gpu(runs)
-        if stack > 1 and "kernel" not in given:
-            variants = [variant for variant in variants if variant.kernel != "fused"]  # cannot be stacked
+        if given.get("kernel") == "fused":  # cannot be stacked
+            stack = 1
+        elif stack > 1:
+            variants = [variant for variant in variants if variant.kernel in (None, "explicit")] or variants
     times, texts = race(variants, begin, counts)
     best = winner(times, variants)
     if stack is None:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from smallvit.record import Record
+from smallvit.train.failures import is_gpu_lost
 
 from .engine import Engine, Settings
 from .gpus import VISIBLE
-from .results import Killed, is_gpu_lost
+from .results import Killed
 from .scheduler import Task
 from .status import remove_progress
 

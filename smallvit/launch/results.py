@@ -5,11 +5,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-
-import torch
 
 from smallvit import record as records
 from smallvit.ablation import ArmRun
@@ -18,6 +16,7 @@ from smallvit.record import Record
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
 from smallvit.storage import NotWritten, locked, read_bounded
+from smallvit.train.failures import has_text, is_out_of_memory
 from smallvit.train.fit import Tags, new_record
 from smallvit.train.publish import publish
 
@@ -26,7 +25,6 @@ LONGEST_NAME = 100  # characters of an arm in the name of its folder
 ENVIRONMENT = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.EAGAIN,
 )  # fmt: skip
-NO_MEMORY = ("can't allocate memory", "not enough memory", "cuda error: out of memory")  # texts of torch's RuntimeErrors
 
 
 class Interrupted(RuntimeError):
@@ -187,23 +185,6 @@ def is_interruption(error: object) -> bool:
     if isinstance(error, OSError):
         return error.errno in ENVIRONMENT
     return has_text(error, map(os.strerror, ENVIRONMENT)) or is_out_of_memory(error)
-
-
-def is_out_of_memory(error: object) -> bool:
-    """Return whether the memory of the computer or of a GPU was too small for a run that ended with this error."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or has_text(error, NO_MEMORY)
-
-
-def is_gpu_lost(error: object) -> bool:
-    """Return whether a process cannot use its GPU any more after this error. This is so after an error that CUDA reports, such
-    as an illegal address, but not if PyTorch itself finds too little memory.
-    """
-    return has_text(error, ["cuda error"])
-
-
-def has_text(error: object, texts: Iterable[str]) -> bool:
-    """Return whether an error is a RuntimeError whose message contains one of these texts."""
-    return isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in texts)
 
 
 def blocked_by(earlier: Mapping[str, Record | None]) -> Exception | None:

@@ -18,6 +18,7 @@ from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
 from smallvit.storage import can_lock
 from smallvit.train.checkpoint import runs_in
+from smallvit.train.failures import is_out_of_memory
 from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
 
@@ -28,7 +29,6 @@ from .results import (
     blocked_by,
     folder,
     is_interruption,
-    is_out_of_memory,
     placed,
     recall,
     record_failure,

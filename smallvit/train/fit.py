@@ -147,7 +147,10 @@ def fit_stacked(
         with suppress(NotStackable):
             train_together(members, watch)
         for done, member in enumerate(members):  # returns at once for runs that the stack has finished
+            one_of_several = len(members) > 1 and not member.ended
             train([member], member.train_step, partial(watch_one, watch, done * member.run.steps, len(members)))
+            if one_of_several:  # need not be trained again if one of the others fails
+                checkpoint.save([member], member.checkpoint_file)
         return [close() for _, close in opened_runs]
 
 

@@ -21,6 +21,7 @@ from smallvit.optimizers import SAM, SCALARS
 
 from .batches import Source, draw_batch
 from .cuda_graph import GradientStep
+from .failures import is_gpu_lost, is_out_of_memory
 from .loop import Training
 from .trace import BATCHES
 
@@ -69,8 +70,8 @@ class Stack:
             if reason := getattr(module, "not_stackable", None):
                 raise NotStackable(f"{type(module).__name__} {reason}")
         self.members, self.first = members, first
-        # PyTorch's fused attention for GPUs does not work in `torch.func.vmap`
-        gpu_rule = first.device.type != "cpu" and first.numerics.kernel is None
+        # PyTorch's fused attention for GPUs does not work in `torch.func.vmap`, and native blocks are for CPUs
+        gpu_rule = first.device.type != "cpu" and first.numerics.kernel in (None, "native")
         self.attention = NumericsContext(first.objective, Numerics(kernel="explicit") if gpu_rule else DEFAULT)
         if not resumed:
             self.check_first_step()
@@ -126,9 +127,9 @@ class Stack:
         try:
             losses = self.losses(with_gradients(stacked, names), stack_batches(batches), self.first.progress)
             gradients = torch.autograd.grad(losses.sum(), [stacked[name] for name in names], materialize_grads=True)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
+            if is_out_of_memory(error) or is_gpu_lost(error):
+                raise
             reason = str(error).strip().splitlines()[0]
             if "random" in reason:
                 reason = "the model draws random numbers inside a step, as dropout does"
