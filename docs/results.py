@@ -352,8 +352,8 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     cost += "Speed-up: against the same model without reduction. " * faster
     note = (
         f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
-        "from the baseline, or from the arm after *against*, in percentage points, with 95% intervals for new seeds and new "
-        f"test images. {cost}Bold: the verdict is better or worse. {seeds} seeds. The full report is "
+        "from the baseline (or from the arm named after *against*), in percentage points, with 95% intervals for new seeds and "
+        f"new test images. {cost}Bold: the verdict is better or worse. {seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
     return markdown_table(lines), note
