@@ -89,19 +89,18 @@ def full_float32() -> Iterator[None]:
     import torch
 
     cudnn: Any = torch.backends.cudnn
-    switches: list[tuple[Any, str, Any]] = []  # object, attribute, and its value for full precision
+    switches: list[tuple[Any, str, Any, Any]] = []  # object, attribute, its value for full precision, and its value before
     with suppress(RuntimeError):  # PyTorch refuses to read the older switch if somebody has set one of the newer ones
-        switches += [(cudnn, "allow_tf32", False)] * isinstance(cudnn.allow_tf32, bool)
+        switches.append((cudnn, "allow_tf32", False, cudnn.allow_tf32))
     if hasattr(cudnn, "conv"):  # since PyTorch 2.9
-        switches += [(cudnn.conv, "fp32_precision", "ieee"), (cudnn.rnn, "fp32_precision", "ieee")]
-    before = [getattr(owner, name) for owner, name, _ in switches]
-    for owner, name, exact in switches:
+        switches += [(each, "fp32_precision", "ieee", each.fp32_precision) for each in (cudnn.conv, cudnn.rnn)]
+    for owner, name, exact, _ in switches:
         setattr(owner, name, exact)
     try:
         yield
     finally:
-        for (owner, name, _), value in zip(switches, before):
-            setattr(owner, name, value)
+        for owner, name, _, before in switches:
+            setattr(owner, name, before)
 
 
 class NumericsContext:

@@ -23,17 +23,7 @@ from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
 
 from .progress import Bar
-from .results import (
-    Damaged,
-    Killed,
-    blocked_by,
-    folder,
-    is_interruption,
-    placed,
-    recall,
-    record_failure,
-    tags,
-)
+from .results import Damaged, Killed, blocked_by, folder, is_interruption, placed, recall, record_failure, tags
 
 
 class Task(NamedTuple):
@@ -108,7 +98,6 @@ class Scheduler:
             print(f"unavailable: {reason}; the runs that need these weights are left out", file=sys.stderr)
         self.queue, self.in_training = dependencies_first(todo, self.dependencies), set[int]()
         self.stopped = False  # by fail_fast
-        self.alone = set[int]()  # runs that are not stacked any more, because a stack with them has failed
         self.tried = set[int]()  # runs that were interrupted in this launch, and are not tried once more
         self.stacks = self.interrupted_stacks()
         self.stack_keys = [e.run.stack_key if stack > 1 and e.run.stackable else i for i, e in enumerate(self.runs)]
@@ -217,11 +206,8 @@ class Scheduler:
         """Return the positions of the runs that are trained together with a run. `index` is its position, `ready` are those of
         all runs that can start, and `workers` is the number of processes.
         """
-        if index in self.alone:
-            return [index]
         key, labels, rate = self.stack_keys[index], self.runs[index].labels, self.runs[index].run.lr
-        taken = {*self.alone, *self.stacks}
-        equal = [i for i in ready if self.stack_keys[i] == key and i not in taken and self.is_free(i)]
+        equal = [i for i in ready if self.stack_keys[i] == key and i not in self.stacks and self.is_free(i)]
         # stable: seeds of one arm first, then the same number of labels
         equal.sort(key=lambda i: (self.runs[i].labels != labels, self.runs[i].run.lr != rate))
         if self.full_stacks:
@@ -242,7 +228,6 @@ class Scheduler:
         middle = len(group) // 2
         for half in (group[:middle], group[middle:]):
             self.stacks |= {index: [*half] for index in half}
-        self.alone.update(index for index in group if len(self.stacks[index]) == 1)
 
     def ready(self) -> list[int]:
         """Return the positions of the waiting runs that are ready to start, as a list. A run is ready if all earlier runs that
