@@ -309,7 +309,7 @@ def test_float_and_16_bit_arrays_keep_their_values_on_request(tmp_path):
 
 
 def test_pixels_are_a_copy(tmp_path):
-    images = data.arrays(write_archive(tmp_path, train_images=np.full((20, 6, 5), 0.5)), pixels="float").train
+    images = data.arrays(write_archive(tmp_path, **dict.fromkeys(["train_images", "test_images"], np.full((20, 6, 5), 0.5))), pixels="float").train
     images.pixels(slice(0, 2)).zero_()
     assert images.pixels().eq(0.5).all()
 

@@ -21,6 +21,7 @@ from toys import TINY_VIT
 
 from smallvit import MAE, ArmRun, Run, SemiSupervised, data, fingerprint, fit, knn, label_spreading
 from smallvit.data import Preprocess
+from smallvit.data.decode import read_image
 from smallvit.data.images import Rows, joined
 from smallvit.launch import launch
 from smallvit.launch.plan import data_text
@@ -290,6 +291,28 @@ def test_images_beside_the_parts_are_named(tmp_path):
         assert noted.endswith(f": {used}{others}loose.png" + ", more/cat/0.png, more/dog/0.png" * (place != "more"))
 
 
+def test_stray_image_beside_the_classes_of_a_part_does_not_make_the_part_a_class(tmp_path):
+    for name in ("train", "test"):
+        write_class_folders(tmp_path / name)
+    Image.fromarray(noise()).save(tmp_path / "train" / "overview.png")
+    dataset, (noted,) = load(tmp_path)
+    assert dataset.spec.classes == ("cat", "dog") and len(dataset.train) == dataset.test.count == 12
+    assert noted.endswith("images outside of the class folders are not used: train/overview.png")
+    Image.fromarray(noise()).save(tmp_path / "test" / "overview.png")
+    assert load(tmp_path)[1][0].endswith(": test/overview.png, train/overview.png")
+    shutil.rmtree(tmp_path / "test")
+    write_class_folders(tmp_path, classes=("bus",))  # without test images, a folder with images in it is a class
+    assert load(tmp_path, folds=3)[0].spec.classes == ("bus", "train")
+
+
+def test_class_folders_whose_names_differ_only_in_how_accents_are_stored(tmp_path):
+    for part, form in (("train", "NFC"), ("test", "NFD")):
+        write_class_folders(tmp_path / "parts" / part, classes=(unicodedata.normalize(form, "caf\u00e9"), "dog"))
+        write_class_folders(tmp_path / "pool", classes=(unicodedata.normalize(form, "caf\u00e9"), "dog"))
+    assert load(tmp_path / "parts")[0].test.count == 12
+    assert "two folders have the name caf\u00e9, with its accents stored in two ways" in error_of(tmp_path / "pool", folds=2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -312,6 +335,22 @@ def test_new_options_leave_fingerprints_of_older_runs_valid():
     assert fingerprint(run) == "611f4743cc415c0d", "the fingerprint in version 0.2.0"
     assert fingerprint(Run(data=partial(data.arrays, path="x.npz", digits=True))) == "ce1751431c65058f"
     assert fingerprint(Run(data=partial(data.folder, path="shapes", size=32, folds=5))) != fingerprint(run)
+
+
+def test_finished_runs_are_not_used_for_images_that_have_changed(tmp_path):
+    """Another image draws other test images, so that a finished pretraining has seen some of them."""
+    write_class_folders(tmp_path / "top", count=8)
+    source = partial(data.folder, path=str(tmp_path / "top"), test=0.25, size=8)
+    run = Run(data=source, model=TINY_VIT, val=2, steps=1, batch=4)
+    fine_tuned = run.vary(init=run)
+    assert fit(run, tmp_path / "run").finished
+    assert fit(run, tmp_path / "run").data_sha256 == run.data().sha256
+    Image.fromarray(noise()).save(tmp_path / "top" / "cat" / "more.png")
+    for again in (lambda: fit(run, tmp_path / "run"), lambda: fit(fine_tuned, tmp_path / "tuned", init=tmp_path / "run")):
+        with pytest.raises(ValueError, match=r"trained on other images or labels than folder.* contains now; restore the data"):
+            again()
+    shutil.move(tmp_path / "top", tmp_path / "elsewhere")
+    assert fit(run, tmp_path / "run").finished, "the data are not needed any more"
 
 
 def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypatch):
@@ -571,6 +610,46 @@ def test_float_model_trains_and_predicts(tmp_path):
     assert direct is None or torch.equal(trained.predict_proba(file), direct)
 
 
+def test_images_of_an_archive_are_all_floats_or_all_integers(tmp_path):
+    labels = {"train_labels": np.arange(8) % 2, "test_labels": np.arange(8) % 2, "images": None, "labels": None}
+    path = write_npz(tmp_path / "a.npz", train_images=noise(8, 6, 5), test_images=noise(8, 6, 5) / 1.0, **labels)
+    with pytest.raises(ValueError, match=r"floats and of integers \(train_images uint8, test_images float64\)"):
+        data.arrays(path, pixels="float")
+
+
+def test_nearly_black_bytes_are_noted_at_prediction():
+    preprocess = Preprocess(size=(2, 2), channels=1, mean=(0.0,), std=(1.0,), classes=("a", "b"))
+    with pytest.warns(UserWarning, match="largest pixel is 1 of 255, so they are nearly black"):
+        preprocess.pixels(np.eye(2, dtype=np.uint8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        preprocess.pixels(np.zeros((2, 2), np.uint8))
+
+
+# TIFF
+
+
+def test_tiff_files_that_pillow_would_read_as_other_pixels(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    ramp = np.arange(48, dtype=np.uint16).reshape(4, 4, 3) * 1_000
+    planar, inverted, signed, unknown = (tmp_path / f"{name}.tif" for name in ("planar", "inverted", "signed", "unknown"))
+    tifffile.imwrite(planar, np.moveaxis(ramp, -1, 0), photometric="rgb", planarconfig="separate")
+    tifffile.imwrite(inverted, ramp[..., 0], photometric="miniswhite")
+    tifffile.imwrite(signed, np.array([[-1, 5]], np.int8))
+    tifffile.imwrite(unknown, noise(4, 4, 4), photometric="rgb", extrasamples=["unspecified"])
+    assert np.array_equal(read_image(planar, None, None, "float").pixels, ramp.astype(np.float32) / np.float32(65_535))
+    brightness = read_image(inverted, None, None, "float").pixels[..., 0]
+    assert np.allclose(brightness, 1 - ramp[..., 0] / 65_535, atol=1e-6)
+    for file, pixels, message in (
+        (planar, "uint8", "16 bits a channel"),
+        (signed, "uint8", "bytes with a sign"),
+        (unknown, "uint8", "ExtraSamples 0"),
+        (unknown, "float", "ExtraSamples 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_image(file, None, None, pixels)
+
+
 # DICOM
 
 
@@ -580,6 +659,9 @@ def test_dicom_files_give_bytes_units_or_shares_and_inverted_grays_are_turned(tm
     write_dicom(ct, np.array([[0, 1024], [2048, 4095]], np.uint16), bits=12, RescaleSlope=1, RescaleIntercept=-1024)
     write_dicom(xray, np.array([[0, 4095]], np.uint16), "MONOCHROME1", bits=12)
     write_dicom(us, np.array([[[255, 0, 7]]], np.uint8), "RGB")
+    inverted_ct, empty = tmp_path / "inverted.dcm", tmp_path / "empty.dcm"
+    write_dicom(inverted_ct, np.array([[0, 4095]], np.uint16), "MONOCHROME1", bits=12, RescaleSlope=1, RescaleIntercept=-1024)
+    write_dicom(empty, np.array([[0, 4095]], np.uint16), bits=12, RescaleSlope=None, RescaleIntercept=None)
     signed = tmp_path / "signed.dcm"
     write_dicom(signed, np.array([[-1000, 40]], np.int16), RescaleSlope=1, RescaleIntercept=0)
 
@@ -588,6 +670,7 @@ def test_dicom_files_give_bytes_units_or_shares_and_inverted_grays_are_turned(tm
         return Preprocess(**spec, dtype="float32").pixels(file).flatten().tolist()
 
     assert read(ct, size=(2, 2)) == [-1024, 0, 1024, 3071] and read(xray) == [1, 0] and read(signed) == [-1000, 40]
+    assert read(inverted_ct) == [-1024, 3071] and read(empty) == [0, 1], "a unit stays a unit; an empty rescale is none"
     assert read(us, 3, (1, 1)) == pytest.approx([1, 0, 7 / 255])
     write_class_folders(tmp_path / "top", c=1)
     for file in (ct, us):
@@ -638,6 +721,23 @@ def test_identical_images_stay_on_one_side(tmp_path, options):
 # .npz archives
 
 
+def test_copies_of_a_training_image_are_not_validation_images(tmp_path):
+    for part, copies in (("train", 4), ("test", 1)):
+        for name in ("cat", "dog"):
+            write_class_folders(tmp_path / part, count=5, classes=(name,))
+            for file in [*(tmp_path / part / name).iterdir()]:
+                for copy in range(1, copies):
+                    shutil.copy(file, file.with_name(f"{file.stem}-{copy}.png"))
+    by_folder = load(tmp_path)[0]
+    labels = {f"{part}_labels": np.repeat([0, 1], 4) for part in ("train", "test")}
+    images = {"train_images": np.repeat(noise(4, 6, 5), 2, axis=0), "test_images": noise(8, 6, 5), "images": None, "labels": None}
+    archive = data.arrays(write_npz(tmp_path / "a.npz", **images, **labels))
+    for dataset in (by_folder, archive):
+        for seed in range(4):
+            subset = dataset.subset(labels=None, val=None, seed=seed)
+            assert len(subset.val) and not {*subset.val.pixel_hashes} & {*subset.train.pixel_hashes}
+
+
 def write_npz(path, n=20, **changes):
     content = {"images": GENERATOR.integers(0, 256, (n, 6, 5), np.uint8), "labels": np.arange(n) % 2} | changes
     np.savez(path, **{name: array for name, array in content.items() if array is not None})
@@ -667,6 +767,8 @@ def test_archives_without_a_test_part_are_split(tmp_path):
         ({"groups": np.zeros(20)}, "groups: expected 20 integers or texts, got float64"),
         ({"labels": None}, "leave it out|has no"),
         ({"labels": np.arange(20) % 2 + 1}, "labels must be 0, 1, 2"),
+        ({"test_images": np.zeros((2, 6, 5), np.uint8)}, "has images and labels, and also test_images, which would not be used"),
+        ({"train_images": np.zeros((2, 6, 5), np.uint8)}, "has the parts train and test, and also images, labels, which would not"),
     ],
 )
 def test_archives_that_cannot_be_used_are_refused_by_name(tmp_path, changes, message):

@@ -635,6 +635,16 @@ def test_steps_before_an_interruption_are_not_timed(monkeypatch, capsys):
     assert bar.seconds_left() == pytest.approx(290 * 30 / 110)
 
 
+def test_sleep_of_the_computer_does_not_change_the_time_left(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    bar = progress.Bar([ArmRun(run=SHORT.vary(steps=1_000), arm="scratch")], [None], [0])
+    for seconds, steps in ((0, 0.0), (20, 100.0), (36_000, 101.0), (20, 201.0)):
+        clock[0] += seconds
+        bar.show_progress([([0], steps)])
+    assert bar.seconds_left() == pytest.approx(799 * 40 / 201)
+
+
 def test_time_left_follows_the_recent_speed(monkeypatch):
     """After 1,000 s, another program takes nine tenths of the processor."""
     clock = [0.0]

@@ -1,12 +1,18 @@
 """smallvit report R --mistakes ARM: the drawing of the images, and the command that trains an arm without models."""
 
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from toys import TINY_VIT
 
-from smallvit import Run, SmallCNN, ablate
+from smallvit import ArmRun, Run, SmallCNN, ablate, arrays, fit
 from smallvit.commands.mistakes import Mistake, draw, show_mistakes
+from smallvit.launch.results import folder
+from smallvit.train.fit import Tags
+from smallvit.verdicts import compare
 
 
 def mistake() -> Mistake:
@@ -28,6 +34,20 @@ def test_figure_that_cannot_be_drawn_is_no_error(tmp_path, monkeypatch):
     line = draw([mistake()], tmp_path / "mistakes.png")
     assert line.startswith("the images cannot be drawn: ") and "no such font" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_on_images_that_have_changed_are_refused(tmp_path):
+    """Among the test images of the changed folder are images on which the model was trained."""
+    pixels = np.random.default_rng(0).integers(0, 256, (22, 8, 8), np.uint8)
+    np.savez(tmp_path / "a.npz", images=pixels[:20], labels=np.arange(20) % 2)
+    run = Run(data=partial(arrays, path=str(tmp_path / "a.npz"), test=0.5), model=TINY_VIT, val=2, steps=1, batch=8)
+    entry = ArmRun(run=run, arm="scratch", role="baseline")
+    record = fit(run, folder(entry, tmp_path, "lab"), tags=Tags("lab", "scratch", "baseline"))
+    given = "scratch", [entry], [record], compare([record]), tmp_path, "lab", "smallvit run lab"
+    assert show_mistakes(*given).startswith("Mistakes of scratch")
+    np.savez(tmp_path / "a.npz", images=pixels, labels=np.arange(22) % 2)
+    with pytest.raises(ValueError, match=r"have changed since 'scratch' was trained.*; restore the data, or"):
+        show_mistakes(*given)
 
 
 def test_arm_without_models_is_refused_with_the_command_that_trains_it():

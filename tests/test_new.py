@@ -134,7 +134,7 @@ def test_recipe_of_photos_has_groups_unequal_classes_and_skips_broken_files():
     module = written("photos")
     options = data_options(module)
     assert options["size"] == (40, 56) and options["channels"] == 3 and options["folds"] == 2 and options["skip_broken"]
-    assert options["group_by"].startswith("(?i)(.*?patient")
+    assert options["group_by"].startswith("(?i).*?(patient")
     data = baseline(module).data()
     assert data.skipped == 1 and len(data.train) == 56 and len(data.groups.unique()) == 20
     assert [function(evaluator).__name__ for evaluator in baseline(module).evaluators] == ["balanced_accuracy", "accuracy"]
@@ -188,7 +188,7 @@ def test_command_prints_what_it_found_and_never_overwrites(capsys, estimates):
         "1 file cannot be read and will be left out",
         "circle/patient_001_7.jpg",
         "20 groups, such as 'patient_000'",
-        r'the pattern is group_by=r"(?i)(.*?patient[_ -]?\d+)(?:\D.*)?";',
+        r'the pattern is group_by=r"(?i).*?(patient[_ -]?\d+)(?:\D.*)?";',
         "2 folds instead of 5, because the smallest class has 2 groups",
         "wrote photos.py\n14 arms and 4 references and earlier runs, ",
         "smallvit run photos.py --dry-run",
@@ -275,7 +275,7 @@ def test_report_shows_no_instruction_of_the_recipe_but_what_the_user_expects():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ValueError('group_by=r"x" must match'), r'group_by=r"x" must match; change line \d+: group_by=r"\(\?i\)\(\.\*\?patient'),
+        (ValueError('group_by=r"x" must match'), r'group_by=r"x" must match; change line \d+: group_by=r"\(\?i\)\.\*\?\(patient'),
         (RuntimeError("no luck"), r"RuntimeError: no luck; change line \d+: data = partial\("),
     ],
     ids=["named option", "anything else"],
@@ -375,6 +375,7 @@ def test_large_folders_have_a_fixed_test_part(monkeypatch):
         ([f"{label}/scan{number}.png" for label in "ab" for number in range(20)], 0),
         ([f"{label}/scan{number // 2}_{number % 2}.png" for label in "ab" for number in range(20)], 10),
         ([f"{label}/P{number // 3:02}{label}_img{number % 3}.png" for label in "ab" for number in range(18)], 12),
+        ([f"{label}/{side}_{word}{n}_{n}.png" for label in "ab" for n in range(9) for side, word in (("left", "patient"), ("right", "Patient"))], 9),
         ([f"{label}/2024-05-{number:02}_scan.png" for label in "ab" for number in range(18)], 0),
     ],
 )

@@ -245,7 +245,7 @@ def test_model_without_a_trained_head_is_refused(tmp_path):
 
 
 def test_paths_in_the_settings_are_named(tmp_path, capsys):
-    pixels, labels = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2
+    pixels, labels = np.arange(20 * 64).reshape(20, 8, 8).astype(np.uint8), np.arange(20) % 2
     np.savez(tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
     data = partial(arrays, path=str(tmp_path / "a.npz"))
     fit(Run(data=data, model=TINY_VIT, val=2, steps=1, batch=8), tmp_path / "run")

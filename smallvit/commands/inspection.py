@@ -205,7 +205,7 @@ def groups_of(files: dict[str, int]) -> tuple[str, dict[str, str]]:
     """
     from smallvit.data.files import groups_by_name
 
-    named = {rf"(?i)(.*?{word}[_ -]?\d+)(?:\D.*)?": word for word in (*BEINGS, *THINGS)}
+    named = {rf"(?i).*?({word}[_ -]?\d+)(?:\D.*)?": word for word in (*BEINGS, *THINGS)}
     for pattern in (*named, TWO_NUMBERS, NUMBERED):
         try:
             names = dict(zip(files, groups_by_name([*files], pattern)))

@@ -67,7 +67,8 @@ def show_mistakes(
 
     The runs are those of the main condition with the most labelled images in which the arm has finished.
 
-    Raises ValueError for an unknown arm, an arm without finished runs in `out`, and an arm whose models have no trained head.
+    Raises ValueError for an unknown arm, an arm without finished runs in `out`, an arm whose models have no trained head, and
+    images or labels that have changed since the arm was trained.
     """
     known = list(dict.fromkeys(entry.arm for entry in runs))
     if arm not in known:
@@ -81,7 +82,9 @@ def show_mistakes(
         )
     finished = {condition_of(record) for _, record in pairs}
     condition = next(c for c in reversed((*comparison.conditions, *comparison.main)) if c in finished)
-    entries = [entry for entry, record in pairs if condition_of(record) == condition]
+    shown = [(entry, record) for entry, record in pairs if condition_of(record) == condition]
+    entries = [entry for entry, _ in shown]
+    check_same_images(shown)
     found = find_mistakes(entries, out, recipe)
     wrong = sorted((m for m in found if m.guesses), key=lambda m: (-len(m.guesses) / m.tested, -m.surety, m.image))
     title = f"Mistakes of {arm} at {condition.title}: {len(wrong):,} of {len(found):,} test images are wrong in at least one of"
@@ -118,6 +121,18 @@ def name_of(images: "Images", place: int, image: int) -> str:
     in `images`, and `image` that in the test set or, in a cross-validation, among all images of the data set.
     """
     return images.files[place] if images.files else f"test image {image}"
+
+
+def check_same_images(pairs: Sequence[tuple[ArmRun, Record]]):
+    """Raise ValueError if the images or labels have changed since runs were trained: other images may then be test images, and
+    the models may have been trained on them. `pairs` are the runs and their results.
+    """
+    for entry, record in pairs:
+        if record.data_sha256 not in (None, entry.run.data().sha256):
+            raise ValueError(
+                f"the images or labels have changed since {entry.arm!r} was trained, so its test images may be others now; "
+                "restore the data, or train all runs again in another --out folder"
+            )
 
 
 def find_mistakes(entries: Sequence[ArmRun], out: Path, recipe: str) -> list[Mistake]:

@@ -136,7 +136,7 @@ def print_plan(
     print(plan(runs, jobs, device_to_measure(options), finished, recipe_runs, time.perf_counter() - options.started))
     if faster := [f"--{name}" for name in ("stack", "fast") if getattr(options, name)]:
         print(f"the time is that without {' and '.join(faster)}; the runs may be faster with it")
-    elif options.device == "cuda" and options.on == "here" and not options.shard:  # then `stack_to_use` is asked
+    elif options.device == "cuda" and chooses_stack(options):
         print("the time is that of runs that are trained one at a time; small models are faster, since they are put together")
     if options.until_decided and looks:
         print(f"this is the first part; seeds are added at the looks {', '.join(map(str, looks.schedule))}")
@@ -228,6 +228,13 @@ def end_shard(records: Sequence[Record], options: argparse.Namespace) -> int:
     return BUSY if left and left <= {"missing", *RETRIED} else int(bool(left))
 
 
+def chooses_stack(options: argparse.Namespace) -> bool:
+    """Return True if `stack_to_use` chooses how many runs are trained as one model. With `--fast` this is measured instead, and
+    the runs of a shard or of another machine are put together only on request. `options` are the command-line arguments.
+    """
+    return options.on == "here" and not (options.fast or options.shard)
+
+
 def trainer(
     options: argparse.Namespace, out: Path, recipe: Path, recipe_runs: Sequence[ArmRun], given: dict, gpus: Sequence[str]
 ) -> Callable[[Sequence[ArmRun], Sequence[ArmRun]], None]:
@@ -240,7 +247,7 @@ def trainer(
     The options in `given` are not changed.
     """
     numerics, stack, engine = Numerics(**given), options.stack or 1, None
-    if options.on == "here" and not (options.fast or options.shard):
+    if chooses_stack(options):
         stack = stack_to_use(options.stack, recipe_runs, options.device)
     if options.on == "ray":
         engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)

@@ -38,11 +38,14 @@ def other_seeds(run: Path) -> list[Record]:
 
 
 def local_paths(record: Record | None) -> list[str]:
-    """Return the absolute paths among the settings of a run, such as that of its data, from its record."""
+    """Return the paths among the settings of a run from its record: absolute ones, those in the home folder, and that of its
+    data.
+    """
 
-    def texts(plain: object) -> list[str]:
+    def texts(plain: object, name: object = None) -> list[str]:
         if isinstance(plain, dict | list):
-            return [text for part in (plain.values() if isinstance(plain, dict) else plain) for text in texts(part)]
-        return [plain] if isinstance(plain, str) and Path(plain).is_absolute() else []
+            parts = plain.items() if isinstance(plain, dict) else enumerate(plain)
+            return [text for key, part in parts for text in texts(part, key)]
+        return [plain] if isinstance(plain, str) and (name == "path" or plain[:1] == "~" or Path(plain).is_absolute()) else []
 
     return list(dict.fromkeys(texts(record.run))) if record else []

@@ -194,10 +194,11 @@ class Dataset:
         spec = with_moments(images.spec, images.take(parts["train"]))
         found = {part: images.take(where).with_spec(spec) for part, where in parts.items()}
         train_groups, test_groups = (None, None) if groups is None else (groups[parts["train"]], groups[parts["test"]])
-        return cls(
+        data = cls(
             spec, found["train"], HeldOut(found["test"]), found.get("val"), groups=train_groups, test_groups=test_groups,
             skipped=skipped,
         )  # fmt: skip
+        return data.with_repeats_together()
 
     @classmethod
     def from_pool(
@@ -234,6 +235,14 @@ class Dataset:
         train_groups, test_groups = (None, None) if groups is None else (groups[train_index], groups[test_index])
         held_out = HeldOut(images.take(test_index).with_spec(spec))
         return cls(spec, train.with_spec(spec), held_out, groups=train_groups, test_groups=test_groups, skipped=skipped)
+
+    def with_repeats_together(self) -> "Dataset":
+        """Return the same data set with identical training images in one group, if they have no groups and the validation
+        images are drawn from them. So none of them is a validation image while a copy is a training image.
+        """
+        if self.groups is not None or self.val is not None:
+            return self
+        return replace(self, groups=same_pixels(self.train))
 
     def with_unlabelled(self, images: Images) -> "Dataset":
         """Return the same data set with more training images, whose class is not known. Training without labels uses them.

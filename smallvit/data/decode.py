@@ -45,7 +45,7 @@ def read_image(
     name = name or (str(source) if isinstance(source, str | Path) else "the PIL image")
     image = _load(source, pixels, name)
     if isinstance(image, np.ndarray):
-        return Decoded(_fit_floats(image, size, mode, name), "float")
+        return Decoded(fit_floats(image, size, mode, name), "float")
     array = _fit_bytes(image, size, mode, name)
     return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode)
 
@@ -67,16 +67,19 @@ def _load(source: Any, pixels: str, name: str) -> Any:
             file.open("rb") if file else nullcontext() as stream,
             Image.open(stream) if stream else nullcontext(source) as opened,
         ):
-            raw, kind = _raw_mode(opened), opened.format  # before the pixels are read
+            raw, kind, tags = _raw_mode(opened), opened.format, _tiff_tags(opened)  # before the pixels are read
             image = ImageOps.exif_transpose(opened)
     except Exception as error:  # each image format raises its own kinds of errors
         reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
         if isinstance(error, UnidentifiedImageError):
-            if file and file.suffix.lower() in TIFF and pixels == "float" and file.stat().st_size:
+            is_tiff = file and file.suffix.lower() in TIFF and file.stat().st_size
+            if file and is_tiff and pixels == "float":
                 return _read_tiff(file, name)
             reason = "the file is empty" if file and not file.stat().st_size else "its content is no known image format"
+            reason += '; pixels="float" reads TIFF files with floats or more than 8 bits a channel' * bool(is_tiff)
         raise ValueError(f"{name} cannot be read as an image ({reason})") from error
-    bits = 16 if ";16" in raw else 8
+    _check_tiff(tags, name)
+    bits = 16 if ";16" in raw or max(tags.bits) > 8 else 8
     if bits == 8 and image.mode[0] not in "IF":
         if image.mode not in NATURAL:
             raise ValueError(f"{name} has the color mode {image.mode}; expected gray, RGB, RGBA, a palette or CMYK")
@@ -87,7 +90,8 @@ def _load(source: Any, pixels: str, name: str) -> Any:
     if image.mode == "F":
         return _check_finite(np.array(image)[..., None], name)
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
-        return np.array(image)[..., None].astype(np.float32) / np.float32(65535)
+        values = np.array(image)[..., None].astype(np.float32) / np.float32(65535)
+        return np.float32(1) - values if tags.inverted else values
     if file and kind == "PNG":
         from torchvision.io import ImageReadMode, decode_image  # Pillow has no color images of 16 bits
 
@@ -97,6 +101,39 @@ def _load(source: Any, pixels: str, name: str) -> Any:
         return _read_tiff(file, name)
     what = "integers of more than 16 bits or with a sign" if image.mode == "I" else "16 bits a channel in color"
     raise ValueError(f"{name} has {what}, which cannot be read here; save it as a 16-bit PNG file or a float TIFF file")
+
+
+class TiffTags(NamedTuple):
+    """How the pixels of a TIFF file are stored: the bits of each channel, whether one has a sign, whether 0 is white, and
+    whether a channel after gray or RGB has no stated meaning. The defaults are those of another file.
+    """
+
+    bits: tuple[int, ...] = (8,)
+    signed: bool = False
+    inverted: bool = False
+    unknown_channel: bool = False
+
+
+def _tiff_tags(image: Any) -> TiffTags:
+    """Return how the pixels of a PIL image are stored in its file, if that is a TIFF file."""
+    if image.format != "TIFF":
+        return TiffTags()
+    found = image.tag_v2
+    bits, signs = tuple(found.get(258, (1,))), tuple(found.get(339, (1,)))
+    return TiffTags(bits, any(sign == 2 for sign in signs), found.get(262) == 0, 0 in tuple(found.get(338, ())))
+
+
+def _check_tiff(tags: TiffTags, name: str):
+    """Raise ValueError for a TIFF file whose pixels would be read as others: bytes with a sign, and a further channel that need
+    not be transparency. `name` is the name of the file in error messages.
+    """
+    if tags.signed and max(tags.bits) <= 8:
+        raise ValueError(f"{name} has bytes with a sign; expected 8-bit values from 0 to 255; save it as a float TIFF file")
+    if tags.unknown_channel:
+        raise ValueError(
+            f"{name} has a further channel besides gray or RGB, and does not say what it is (TIFF ExtraSamples 0); expected "
+            "gray, RGB, or RGB with transparency: save it without this channel, or use arrays"
+        )
 
 
 def _raw_mode(image: Any) -> str:
@@ -127,7 +164,7 @@ def _fit_bytes(image: Any, size: tuple[int, int] | None, mode: str | None, name:
     return np.array(converted).reshape(converted.height, converted.width, len(mode))
 
 
-def _fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | None, name: str) -> np.ndarray:
+def fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | None, name: str) -> np.ndarray:
     """Return a float32 array (h, w, c), converted to the color `mode` and resized to `size`, if given. Raise ValueError, with
     the image's `name`, for transparency that the mode cannot hold.
 
@@ -164,10 +201,14 @@ def _read_tiff(file: Path, name: str) -> np.ndarray:
         raise ValueError(f"{name} needs the package tifffile: pip install 'smallvit[tiff]'") from error
     try:
         with tifffile.TiffFile(file) as tiff:
-            orientation = tiff.pages.first.tags.valueof(ORIENTATION, 1)
+            page: Any = tiff.pages.first
+            orientation = page.tags.valueof(ORIENTATION, 1)
             values = np.asarray(tiff.asarray(key=0))
+            values = np.moveaxis(values, 0, -1) if page.planarconfig == 2 and values.ndim == 3 else values  # c h w
+            unknown = 0 in tuple(page.extrasamples or ())
     except Exception as error:  # tifffile and its codecs raise their own kinds of errors
         raise ValueError(f"{name} cannot be read as an image ({error})") from error
+    _check_tiff(TiffTags(unknown_channel=unknown), name)
     values = values[..., None] if values.ndim == 2 else values
     is_float = values.dtype.kind == "f"
     if values.ndim != 3 or values.shape[-1] > 4 or not (is_float or values.dtype in (np.uint8, np.uint16)):
@@ -189,12 +230,12 @@ def _read_dicom(file: Path, pixels: str, name: str) -> Any:
     """Return the image of a DICOM file: a PIL image if it has 8 bits, otherwise a float32 array (h, w, c) if `pixels` is
     "float". `name` is the file's name in error messages.
 
-    Inverted gray values (MONOCHROME1) are turned, so that larger is brighter. A rescale that changes the values is applied, so
-    that they have their unit (Hounsfield units in CT); other values are divided by the largest possible one.
+    A rescale that changes the values is applied, so that they have their unit (Hounsfield units in CT). Other values are
+    divided by the largest possible one, and inverted gray values (MONOCHROME1) are turned, so that larger is brighter.
     """
     try:
         import pydicom
-        from pydicom.pixels.processing import apply_color_lut, apply_rescale
+        from pydicom.pixels.processing import apply_color_lut
         from pydicom.pixels.utils import pixel_array
     except ImportError as error:
         raise ValueError(f"{name} is a DICOM file and needs the package pydicom: pip install 'smallvit[dicom]'") from error
@@ -206,6 +247,8 @@ def _read_dicom(file: Path, pixels: str, name: str) -> Any:
         stored = pixel_array(header) if frames == 1 else np.zeros(0)
         palette = header.PhotometricInterpretation == "PALETTE COLOR"
         stored = apply_color_lut(stored, header) if palette else stored
+        given = [header.get(tag) for tag in ("RescaleSlope", "RescaleIntercept")]
+        slope, intercept = (default if value in (None, "") else float(value) for value, default in zip(given, (1.0, 0.0)))
     except Exception as error:  # pydicom and its decoders raise their own kinds of errors
         raise ValueError(f"{name} cannot be read as an image ({error})") from error
     if frames != 1:
@@ -213,16 +256,15 @@ def _read_dicom(file: Path, pixels: str, name: str) -> Any:
     bits = stored.dtype.itemsize * 8 if palette else int(header.BitsStored)
     signed = stored.dtype.kind == "i"
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    if header.PhotometricInterpretation == "MONOCHROME1":
+    has_unit = (slope, intercept) != (1, 0) or (signed and given[0] not in (None, ""))
+    if header.PhotometricInterpretation == "MONOCHROME1" and not has_unit:
         stored = (low + high - stored.astype(np.int64)).astype(stored.dtype)
-    slope, intercept = float(header.get("RescaleSlope", 1)), float(header.get("RescaleIntercept", 0))
-    has_unit = (slope, intercept) != (1, 0) or (signed and "RescaleSlope" in header)
     if bits == 8 and not signed and not has_unit:
         return Image.fromarray(stored.astype(np.uint8))
     if pixels == "uint8":
         depth = "rescaled values" if has_unit else f"{bits} bits a channel"
         raise ValueError(f'{name} is a DICOM file with {depth}: expected 8 bits; pixels="float" keeps its values')
-    values = apply_rescale(stored, header) if has_unit else (stored.astype(np.float64) - low) / (high - low)
+    values = stored * slope + intercept if has_unit else (stored.astype(np.float64) - low) / (high - low)
     return _check_finite((values[..., None] if values.ndim == 2 else values).astype(np.float32), name)
 
 

@@ -80,10 +80,13 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
             parts[part] |= {(file.relative_to(top)).as_posix(): label for file in files}
     first = classes[next(iter(parts))]
     for part, found in classes.items():
-        if found != first:
-            differ = sorted({*first} ^ {*found})
+        if repeated := [name for name, count in Counter(map(_composed, found)).items() if count > 1]:
+            text = f"two folders have the name {repeated[0]}, with its accents stored in two ways"
+            raise ValueError(f"{top}: {text}; expected one folder for each class; join them")
+        if [*map(_composed, found)] != [*map(_composed, first)]:
+            differ = sorted({*map(_composed, first)} ^ {*map(_composed, found)})
             raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:SHOWN]}")
-    outside = [top / file for file in filter(is_image, _files_in(top))]  # the folders of parts have no images directly in them
+    outside = [folder / file for folder in {top, *folders.values()} for file in filter(is_image, _files_in(folder))]
     if "pool" in parts:
         _check_subfolders(top, parts["pool"])
     else:
@@ -98,21 +101,27 @@ def find_parts(top: Path, unlabelled: Path | None = None) -> dict[str, Path]:
     such folders, `top` itself is the only part, "pool".
 
     The folder of a part has one of the names in `PARTS`, in small or large letters. A folder that has images in it, and not in
-    subfolders, is a class and no part. Other names than train, test and val count only where both training and test images are
-    found, because classes may have these names. Under such a name, the folder `unlabelled` is no part.
+    subfolders, is a class and no part. A folder with images both in it and in subfolders is a part only where training and test
+    images are found. The same holds for other names than train, test and val, because classes may have these names. Under such
+    a name, the folder `unlabelled` is no part.
 
     Raises    ValueError if there is no folder `top`, if only one of train and test exists, and for two folders of one part.
     """
     if not top.is_dir():
         raise ValueError(f"{top}: {EXPECTED} (there is no such folder)")
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
+    mixed: set[Path] = set()  # folders with images both in them and in subfolders
     for folder in _folders_in(top):
         part = next((part for part, names in PARTS.items() if folder.name.lower() in names), None)
-        if part is None or any(map(is_image, _files_in(folder))):
+        has_own = any(map(is_image, _files_in(folder)))
+        if part is None or (has_own and not any(map(_has_images, _folders_in(folder)))):
             continue
+        mixed |= {folder} if has_own else set()
         is_unlabelled = unlabelled is not None and folder.resolve() == unlabelled.resolve()
         if folder.name == part or (not is_unlabelled and _has_images(folder)):
             found[part].append(folder)
+    if not (found["train"] and found["test"]):
+        found = {part: [folder for folder in folders if folder not in mixed] for part, folders in found.items()}
     exact = {folder.name for folders in found.values() for folder in folders} & {"train", "test"}
     if not exact and not (found["train"] and found["test"]):
         return {"pool": top}
@@ -218,6 +227,11 @@ def _folders_in(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """Return the visible files in a folder and its subfolders, sorted by path."""
+    return sorted(Path(root, name) for root, names in _visible(folder) for name in names)
+
+
 def _visible(folder: Path, skipped: Path | None = None) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and each visible folder below it, with the names of the visible files in it. The folder `skipped`, a path
     without symbolic links, is left out, and so are links to a folder that contains them.
@@ -262,7 +276,8 @@ def _warn_of_other_files(top: Path, other: Counter, outside: list[str]):
 
 def groups_by_name(files: list[str], pattern: str) -> list[str]:
     """Return the name of the group of each file. `pattern` is a regular expression that must match the whole file name, without
-    folder and suffix; its first pair of parentheses is the name of the group.
+    folder and suffix; its first pair of parentheses is the name of the group. With `(?i)` in the pattern, large and small
+    letters make no difference between groups.
 
     Raises    ValueError for an invalid expression, and for files that do not match, which are listed.
     """
@@ -279,7 +294,8 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
             f'group_by=r"{pattern}" must match the whole file name without its suffix, and does not match {shown}{more}; for '
             'example, r"([^_]+)_.*" takes everything before the first _ as the group'
         )
-    return [match[1] for match in matches if match is not None]
+    found = [match[1] for match in matches if match is not None]
+    return [name.lower() for name in found] if compiled.flags & re.IGNORECASE else found
 
 
 def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]:
@@ -324,7 +340,12 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
 
 def _normal(file: str) -> str:
     """Return a file name in one form: "/" between folders, and accents as single characters."""
-    return unicodedata.normalize("NFC", PurePosixPath(file.strip().replace("\\", "/")).as_posix())
+    return _composed(PurePosixPath(file.strip().replace("\\", "/")).as_posix())
+
+
+def _composed(name: str) -> str:
+    """Return a name with its accents as single characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def _name(path: str) -> str:

@@ -94,7 +94,8 @@ def folder(
                  without labels uses them, such as DINO with `Run(unlabelled=True)`. It should have no images of the groups
                  (patients, say) that are tested
 
-    Without groups, identical images are one group where images are split by `folds` or `test`.
+    Without groups, identical images are one group where images are split: by `folds` or `test`, or into training and validation
+    images.
 
     Warns        about CMYK images (converted to RGB), images of formats that are not read, images outside of the class folders,
                  classes that all have the same subfolders, identical images on both sides of a split or with different labels,
@@ -238,8 +239,8 @@ def arrays(
 
     Warns     about floats that are rounded to 8 bits and have more values than that, and about float pixels outside of [0, 1].
 
-    Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, and for an archive that cannot be
-              read or lacks an array.
+    Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, floats beside integers with
+              pixels="float", and for an archive that cannot be read, lacks an array, or has one that would not be used.
     """
     if pixels not in DTYPES:
         raise ValueError(f'expected pixels="uint8" or "float", got pixels={pixels!r}')
@@ -250,6 +251,7 @@ def arrays(
     except Exception as error:  # numpy, zipfile and zlib each raise their own errors for a damaged file
         raise ValueError(f"{file} cannot be read as an .npz of plain arrays ({error})") from error
     is_pool = {"images", "labels"} <= found.keys() and "train_images" not in found
+    _check_layout(file, found, is_pool)
     _check_split(str(file), not is_pool, folds, test)
     prefixes = [""] if is_pool else ["train_", "test_"] + ["val_"] * bool({"val_images", "val_labels"} & found.keys())
     missing = {prefix + kind for prefix in prefixes for kind in ("images", "labels")} - found.keys()
@@ -257,6 +259,7 @@ def arrays(
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}; it has {', '.join(found)}")
     for prefix in prefixes:
         _check_kind(file.name, found[f"{prefix}images"], found[f"{prefix}labels"], prefix[:-1])
+    _check_one_scale(file, found, pixels)
     present = np.unique(found[f"{prefixes[0]}labels"]).tolist()
     if present != [*range(len(present))]:
         name = f"{prefixes[0]}labels"
@@ -266,7 +269,7 @@ def arrays(
         content = {prefix[:-1]: (found[f"{prefix}images"], found[f"{prefix}labels"]) for prefix in prefixes}
         data = Dataset.from_arrays(file.name, content, classes, digits=digits, pixels=pixels)
         _check_values(data.train, found["train_images"])
-        return _with_unlabelled(data, found, pixels)
+        return _with_unlabelled(data.with_repeats_together(), found, pixels)
     tensor = to_pixels(found["images"], f"{file.name}, images", pixels)
     images = as_images(tensor, found["labels"], unnormalized(file.name, classes, tensor.shape, digits, DTYPES[pixels]), "all")
     _check_values(images, found["images"])
@@ -281,6 +284,32 @@ def arrays(
 
 # Options added since version 0.2.0, as in `folder`
 arrays.added_options = {"pixels": "uint8"}
+
+
+def _check_layout(file: Path, archive: dict[str, np.ndarray], is_pool: bool):
+    """Raise ValueError for arrays of an archive that would not be used: parts beside `images`, and `groups` or `images` beside
+    parts. `archive` is a dict from the names of the arrays in `file` to the arrays.
+    """
+    if not is_pool and "train_images" not in archive:  # it lacks an array
+        return
+    parts = [f"{part}_{kind}" for part in ("train", "test", "val") for kind in ("images", "labels")]
+    if unused := sorted(archive.keys() & {*(parts if is_pool else ("images", "labels", "groups"))}):
+        used = "images and labels" if is_pool else "the parts train and test"
+        raise ValueError(
+            f"{file} has {used}, and also {', '.join(unused)}, which would not be used; expected train_images, train_labels, "
+            "test_images and test_labels, or images, labels and groups; save an archive with one of them"
+        )
+
+
+def _check_one_scale(file: Path, archive: dict[str, np.ndarray], pixels: str):
+    """Raise ValueError if the images of an archive are partly floats, which keep their values, and partly integers, which are
+    divided by the largest possible one. `archive` is a dict from the names of the arrays in `file` to the arrays, and `pixels`
+    is the option of `arrays`.
+    """
+    kinds = {name: array.dtype for name, array in archive.items() if name.endswith("images")}
+    if pixels == "float" and len({kind.kind == "f" for kind in kinds.values()}) > 1:
+        found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        raise ValueError(f"{file} has images of floats and of integers ({found}); expected one kind of pixels in all arrays")
 
 
 def _with_unlabelled(data: Dataset, archive: dict[str, np.ndarray], pixels: str) -> Dataset:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .decode import MODES, read_image
 from .images import DataSpec, normalize
+from .notes import note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,8 @@ class Preprocess:
             images = torch.from_numpy(images).reshape(-1, h, w, c).movedim(-1, 1)
         pixels = images.reshape(-1, c, h, w).contiguous().float()
         if not is_float:
+            if float(pixels.max()) == 1:
+                note(f"got images whose largest pixel is 1 of {scale}, so they are nearly black; pass floats for 0 and 1")
             return pixels / scale
         if self.dtype == "float32":
             if not pixels.isfinite().all():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.data import Preprocess
+from smallvit.data.decode import MODES, fit_floats
 from smallvit.storage import write_atomic
 from smallvit.train.trained_model import ImageClassifier, TrainedModel
 
@@ -244,7 +245,7 @@ def description(classifier: ImageClassifier, resize: bool) -> dict[str, str]:
     trained, preprocess = members(classifier), classifier.preprocess
     (h, w), channels = preprocess.size, preprocess.channels
     size = f"any height and width; they are resized to {h} x {w}" if resize else f"height {h}, width {w}"
-    floats = "float32 as in training (pixels of 16 bits divided by 65535, so that they lie between 0 and 1)"
+    floats = "float32 as in training (8 bits divided by 255, 16 bits by 65535; floats and DICOM units as they are)"
     kind = floats if takes_floats(preprocess) else "bytes from 0 to 255 (uint8)"
     return {
         "description": (
@@ -273,10 +274,11 @@ def largest_difference(classifier: ImageClassifier, run: Runner, resize: bool) -
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
     batches = [draw(n, h, w, c) for n in CHECKED_BATCHES]
-    pairs = [(images, images.numpy()) for images in batches]
-    for shape in ((3 * h, 2 * w), (h // 2 + 1, w), (4 * h, w // 2 + 1)) if resize and not floats else ():
+    pairs: list[tuple[Tensor, Any]] = [(images, images.numpy()) for images in batches]
+    for shape in ((3 * h, 2 * w), (h // 2 + 1, w), (4 * h, w // 2 + 1)) if resize else ():
         images = draw(1, *shape, c)
-        pairs.append((images, as_pil(images[0])))
+        same = fit_floats(images[0].numpy(), (h, w), MODES[c], "the image") if floats else as_pil(images[0])
+        pairs.append((images, same))
     return max((run(images) - classifier.predict_proba(same)).abs().max().item() for images, same in pairs)
 
 

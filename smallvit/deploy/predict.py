@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smallvit.components import differences
-from smallvit.data.files import is_image
+from smallvit.data.files import is_image, visible_files
 from smallvit.record import RECORD, Record, read_record, settings_of
 from smallvit.run import fingerprint, rebuild
 from smallvit.train.trained_model import ImageClassifier, TrainedModel, load
@@ -121,12 +121,6 @@ def find_files(names: Iterable[str]) -> list[str]:
         for file in files:
             found.setdefault(os.path.abspath(file), file)
     return list(found.values())
-
-
-def visible_files(folder: Path) -> list[Path]:
-    """Return the files in a folder and its subfolders, sorted, without hidden files and those in hidden folders."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 def ignored_files(names: Iterable[str]) -> Counter[str]:

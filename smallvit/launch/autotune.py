@@ -288,7 +288,7 @@ def stack_to_use(given: int | None, runs: Sequence[ArmRun], device: str) -> int:
     """Return how many of the `runs` are trained as one model (a stack). `given` is the number that the user has chosen, if any.
     Otherwise the number is 1 on a CPU. For the device "cuda" it is that of `stack_for_gpu`, and a line is printed.
     """
-    if given or device != "cuda":
+    if given or device != "cuda" or not runs:
         return given or 1
     stack = stack_for_gpu(runs)
     same = "runs that differ only in seed, learning rate or number of labels are trained as one model"

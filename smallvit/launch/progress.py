@@ -18,27 +18,35 @@ WAITING, ELSEWHERE = "waiting", "trained by another process"
 BASIS = 2.0  # seconds of training from which the time left is estimated
 RECENT, RECENT_SHARE = 300.0, 0.25  # the speed is that of the last seconds, or of this share of the time passed if it is longer
 FIRST_CHECKPOINT = 10.0  # seconds of training before which a run has no checkpoint, so that it was not resumed
+ASLEEP = 120.0  # after so many seconds without news of the workers, the computer was asleep: news come every half a second
 
 
 class Speed:
     """Measures how fast the runs of a recipe are trained at present, by all worker processes together. Steps that were taken
-    before an interruption do not count. `runs` are all runs.
+    before an interruption do not count, and neither does the time in which the computer was asleep. `runs` are all runs.
 
     taken    steps that were taken since the first one was seen
     samples  pairs (time, steps taken until then), the oldest one first, of the time over which the speed is measured
     seen     positions of a group of runs in training -> steps of the group when it was seen first, and when it was seen last.
              The former is 0 if time is measured only since then
+    heard    time of the last news, in seconds, or None before the first ones
+    asleep   seconds in which the computer was asleep
     """
 
     def __init__(self, runs: Sequence[ArmRun]):
         self.runs, self.taken, self.began = runs, 0.0, 0.0
         self.samples: deque[tuple[float, float]] = deque()
         self.seen: dict[tuple[int, ...], tuple[float, float]] = {}
+        self.heard: float | None = None
+        self.asleep = 0.0
 
     def update(self, groups: Sequence[tuple[Sequence[int], float]], now: float):
         """Note how many steps each group of runs in training has taken. `groups` is that of `Bar.show_progress`, and `now` is
         the present time in seconds.
         """
+        if self.heard is not None and now - self.heard > ASLEEP:
+            self.asleep += now - self.heard
+        self.heard, now = now, now - self.asleep
         seen, self.seen = self.seen, {}
         for group, steps in groups:
             if steps > 0:  # the first number that is seen is large if the run continues after an interruption
@@ -68,6 +76,7 @@ class Speed:
         """Return the estimated time for a number of training steps, in seconds. The result is None as long as too few steps
         have been timed.
         """
+        now -= self.asleep
         began, before = self.samples[0] if self.samples else (now, 0.0)
         taken = self.taken - before
         return (now - began) * steps / taken if taken > 0 and now - began >= BASIS else None

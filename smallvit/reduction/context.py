@@ -70,23 +70,8 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     if x.ndim == 2:
         return x.gather(1, index)
     # index_select copies whole rows, which is faster than gathering element by element
-    return x.flatten(0, 1).index_select(0, rows_of(index, x.shape[1])).unflatten(0, index.shape)
-
-
-def add_to_tokens(x: Tensor, index: Tensor, added: Tensor) -> Tensor:
-    """Return the tokens `x` (b, n, d) with `added` (b, m, d) added at the positions `index` (b, m), of which several may be
-    equal. Without gradients, `x` itself is changed, which saves a copy; so it must be a new tensor that nobody else needs.
-    """
-    flat = x.flatten(0, 1)
-    add = flat.index_add if torch.is_grad_enabled() else flat.index_add_
-    return add(0, rows_of(index, x.shape[1]), added.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-def rows_of(index: Tensor, n: int) -> Tensor:
-    """Return where the tokens with the positions `index` (b, m) are among all tokens of a batch, `n` for each image, as
-    indices of shape (b m).
-    """
-    return (index + n * torch.arange(index.shape[0], device=index.device)[:, None]).flatten()
+    rows = index + x.shape[1] * torch.arange(index.shape[0], device=index.device)[:, None]
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, index.shape)
 
 
 def expand_index(index: Tensor, x: Tensor) -> Tensor:

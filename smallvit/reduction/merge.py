@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, add_to_tokens, gather_tokens
+from .context import LayerContext
 
 
 class Merge(nn.Module):
@@ -65,7 +65,7 @@ class Merge(nn.Module):
         return (patches // 2) * (patches - patches // 2) * head_dim if self.count(n) else 0
 
     def forward(self, x: Tensor, size: Tensor | None, key: Any, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
-        n, p = x.shape[1], self.prefix
+        (b, n, _), p = x.shape, self.prefix
         r = self.count(n)
         if r == 0:
             return x, size
@@ -73,22 +73,26 @@ class Merge(nn.Module):
             raise ValueError("Merge needs the keys of the attention, which gives none; return AttentionOutput(x, key=...)")
         k = F.normalize(key().detach(), dim=-1)
         first_source, first_target = p + p % 2, p + 1 - p % 2
-        score, match = (k[:, first_source::2] @ k[:, first_target::2].transpose(1, 2)).max(-1)
+        score, match = torch.bmm(k[:, first_source::2], k[:, first_target::2].transpose(1, 2)).max(-1)
         order = score.argsort(dim=-1, descending=True, stable=True)
-        merged, match = order[:, :r], match.gather(1, order[:, :r])
-        unmerged = order[:, r:].sort(-1).values
+        sources, tokens = first_source + 2 * order, torch.arange(n, device=x.device).expand(b, -1)
+        unmerged = sources[:, r:].sort(-1).values
+        match = match.gather(1, order[:, :r]) + p + unmerged.shape[1]
 
-        index = torch.arange(n, device=x.device).expand(x.shape[0], -1)
-        remaining = torch.cat([index[:, :p], first_source + 2 * unmerged, index[:, first_target::2]], dim=1)
-        merged, match = first_source + 2 * merged, match + p + unmerged.shape[1]
-        x, moved = gather_tokens(x, remaining), gather_tokens(x, merged)
-        before = x.new_ones(index.shape) if size is None else size
-        mass = gather_tokens(before, merged)
-        new_size = gather_tokens(before, remaining).scatter_add(1, match, mass)
+        # the tokens of all images are in one list, so that each image needs no calls of its own
+        image = torch.arange(b, device=x.device)[:, None]
+        before, after = n * image, (n - r) * image  # the first token of each image
+        remaining = (torch.cat([tokens[:, :p], unmerged, tokens[:, first_target::2]], dim=1) + before).flatten()
+        merged, match = (sources[:, :r] + before).flatten(), (match + after).flatten()
+        x = x.flatten(0, 1)
+        size = x.new_ones(b * n) if size is None else size.flatten()
+        x, moved, mass = x.index_select(0, remaining), x.index_select(0, merged), size.index_select(0, merged)
+        size = size.index_select(0, remaining).index_add(0, match, mass)
         # the mean is computed as a step towards the merged token, so that tokens without a merge stay bit for bit the same
-        share = mass / gather_tokens(new_size, match)
-        step = (moved - gather_tokens(x, match)) * share[..., None]
-        return add_to_tokens(x, match, step), new_size
+        share = mass / size.index_select(0, match)
+        step = (moved - x.index_select(0, match)) * share[:, None]
+        x = x.index_add(0, match, step) if torch.is_grad_enabled() else x.index_add_(0, match, step)
+        return x.unflatten(0, (b, n - r)), size.unflatten(0, (b, n - r))
 
 
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:

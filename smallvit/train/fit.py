@@ -12,7 +12,7 @@ from torch import nn
 
 from smallvit import record as records
 from smallvit.augment.check import check_labels_kept
-from smallvit.components import function
+from smallvit.components import describe_value, function
 from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
@@ -85,8 +85,9 @@ def fit(
                arm have been scored on these test images (`test_settings`).
 
     Raises     ValueError for settings that do not fit the data, for data without test images (unless `validation_only`), for a
-               folder that holds another run, for a full disk, and if anything but the final scoring of a run reads the test
-               images; FloatingPointError if the loss is not finite;
+               folder that holds another run or one that was trained on other images or labels than the data set has now, for a
+               full disk, and if anything but the final scoring of a run reads the test images; FloatingPointError if the loss
+               is not finite;
                filelock.Timeout if another process trains this run.
     """
     if done := finished_record(run, Path(folder), validation_only):
@@ -331,7 +332,8 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
     What a process left that was killed right after it wrote the record is put in order: see `damaged_weights`. The checkpoint
     of a finished run is deleted.
 
-    Raises ValueError if the folder holds another run, a run that was scored on other images, or damaged files.
+    Raises ValueError if the folder holds another run, a run that was scored on other images, a run that was trained on other
+    images or labels than its data set has now, or damaged files.
     """
     done = records.read_record(folder)
     if done is None:
@@ -348,8 +350,23 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         )
     if not done.finished:
         return None
+    if data_changed(run, done):
+        raise ValueError(
+            f"{folder} holds this run, trained on other images or labels than {describe_value(done.run['data'])} contains now; "
+            "restore the data, or use another folder"
+        )
     tidy(folder)
     return done
+
+
+def data_changed(run: Run, done: Record) -> bool:
+    """Return whether the images or labels of a run have changed since its training. `done` is its record. The result is False
+    for data that cannot be loaded any more.
+    """
+    try:
+        return done.data_sha256 not in (None, run.data().sha256)
+    except (OSError, ValueError):
+        return False
 
 
 def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:
