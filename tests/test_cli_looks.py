@@ -180,6 +180,17 @@ def test_arm_with_a_new_name_keeps_the_seeds_that_were_added(kept, tmp_path):
     assert known_looks(runs, tmp_path / "elsewhere", "mine") is None
 
 
+def test_seeds_of_the_first_look_may_have_been_trained_before_the_looks_were_planned(tmp_path):
+    """16 seeds, 8 of them before `--until-decided`. Then the file of the looks is lost and an arm gets another name."""
+    records = finished(runs_of(PAIR, 16, LOOKS))
+    committed = [record if record.seed >= 8 else replace(record, looks=None) for record in records]
+    runs = runs_of({"scratch": SCRATCH, "deeper": PAIR["deep"], "new": SCRATCH.vary(depth=3)}, 8)
+    found = with_looks(runs, known_looks(runs, tmp_path, "mine", committed))
+    assert Counter(entry.arm for entry in found) == {"scratch": 16, "deeper": 16, "new": LOOKS[0]}
+    before = [record for record in committed if record.seed < 8]
+    assert known_looks(runs, tmp_path, "mine", before) is None
+
+
 @pytest.mark.parametrize(
     ("arms", "removed"),
     [

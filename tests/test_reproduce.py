@@ -272,6 +272,13 @@ def test_a_mean_outside_the_band_fails_although_each_score_is_near_its_record():
     assert not agree and "OUTSIDE" in text and "FAILED" not in text
 
 
+def test_equal_scores_of_the_seeds_still_allow_three_images():
+    old = [replace(record, test_images=500) for record in records([0.9] * 4)]
+    for images, inside in ((3, True), (4, False)):
+        new = [replace(old[0], test={"accuracy": 0.9 + images / 500})]
+        assert compare_with_seeds(old, new)[1] == inside
+
+
 def test_a_very_wide_interval_excludes_nothing():
     wide = records([0.4, 0.9])
     text, _ = compare(replace(wide[0], cpu="B", weights_sha256="other"), wide)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
-from smallvit import ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, imagenet_vit_s
+from smallvit import ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, fit, imagenet_vit_s
 from smallvit.__main__ import main
 from smallvit.commands.tune import plan, table
 from smallvit.launch import launch
@@ -278,6 +278,34 @@ def test_differences_on_the_same_images_in_another_order_are_only_sorted():
     differences, drawn = rng.integers(-1, 2, (3, 6)).astype(float), [rng.permutation(6) for _ in range(3)]
     found = on_all_images(differences, drawn)
     assert np.allclose(found, [row[np.argsort(order)] for row, order in zip(differences, drawn)])
+
+
+def test_seeds_may_have_other_numbers_of_validation_images():
+    """Where whole groups are validation images, their number differs from seed to seed."""
+    found = on_all_images([np.array([1.0, 0.0]), np.array([1.0, 0.0, 0.5])], [np.array([3, 1]), np.array([1, 2, 3])])
+    assert np.allclose(found.mean(1), 0.5)
+    assert np.allclose(found, [[-0.25, 0.5, 1.25], [1.0, 0.0, 0.5]])
+
+
+def test_equal_settings_take_one_place_in_the_halving(tmp_path, fake_launch):
+    """With 3 values and 8 trials, copies of the best value would fill the later stages."""
+    fake_launch.score = lambda entry: 0.9 - 0.1 * abs(entry.run.model.keywords["depth"] - 4) + 0.01 * (entry.seed % 2)
+    arm, _ = trials(comparison(Tune({"depth": [1, 2, 4]}, trials=8, seeds=4, val=100)))
+    (tuned,) = tune_arms([arm], tmp_path, recipe="t")
+    finalists = [trial["settings"]["depth"] for trial in tuned.trials if len(trial["scores"]) == 4]
+    assert tuned.settings == {"depth": 4} and sorted(finalists) == [2, 4] and len(tuned.trials) == 8
+
+
+def test_earlier_runs_of_a_trial_are_not_trained_on_its_validation_images(tmp_path):
+    pretrained = BASE.vary(labels=None)
+    arms = {"scratch": BASE, "fine-tuned": BASE.vary(init=pretrained)}
+    runs = comparison(Tune({"lr": (3e-4, 6e-2)}, trials=2, seeds=1, val=300), arms)
+    (run,) = {arm.runs[0] for arm in trials(runs) if arm.entry.arm == "fine-tuned"}
+    run = run.at_seed(FIRST_SEED)
+    mine, earlier = (digits().subset(labels=one.labels, val=one.val, seed=FIRST_SEED) for one in (run, run.init))
+    assert len(mine.val) == 300 and not {*mine.val_index.tolist()} & {*earlier.index.tolist()}
+    with pytest.raises(ValueError, match=r"\d+ of the 300 validation images .* labelled training images of the run in init=; set"):
+        fit(BASE.vary(init=pretrained, val=300), tmp_path / "run", validation_only=True)
 
 
 @pytest.mark.slow
@@ -577,7 +605,7 @@ def test_choice_that_is_not_the_best_trial_with_all_seeds_is_refused(tmp_path):
         read(hand_edited(path, trials=[], accuracy=None))
 
 
-@pytest.mark.parametrize("option, values", [("depth", [1, 2]), ("dim", (16, 64)), ("registers", [0, 8])])
+@pytest.mark.parametrize("option, values", slow_after(1, [("registers", [0, 8]), ("depth", [1, 2]), ("dim", (16, 64))]))
 def test_options_that_change_a_matched_cost_are_not_tuned(option, values):
     arms = {"scratch": BASE, "deep": BASE.vary(depth=3)}
     with pytest.raises(ValueError, match=rf"Tune has {option}=.*match='macs' keeps them equal; leave {option} out of Tune"):
@@ -693,6 +721,7 @@ def fake_tuning(monkeypatch):
     return tune_arms
 
 
+@pytest.mark.slow
 def test_recipe_that_is_tuned_at_some_labels_only_can_be_used_and_completed(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):
     monkeypatch.chdir(tmp_path)
     path = recipe(tmp_path, "partly_tuned")

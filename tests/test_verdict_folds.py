@@ -237,6 +237,16 @@ def test_groups_are_the_units_of_few_passes():
     assert "the 15 groups count and not the 60 images" in row.difference.method
 
 
+def test_passes_with_one_difference_are_not_called_equal():
+    values = np.ones((2, 2, 60), bool)
+    values[:, :, :10] = False
+    values[1, 0, :4], values[1, 0, 50] = True, False
+    values[1, 1, 4:9], values[1, 1, [51, 52]] = True, False
+    row = row_of(records(values, drawn_folds(np.random.default_rng(0), 2, 60)))
+    assert row.difference.values == pytest.approx([0.05, 0.05]) and row.verdict == "inconclusive"
+    assert "the same accuracy" not in row.reason and row.difference.detectable > 0
+
+
 def test_few_folds_need_more_passes():
     rows = records(VALUES[:, :4], drawn_folds(np.random.default_rng(0), 4, 60, k=2))
     assert [row_of([r for r in rows if r.seed < 2 * n]).difference.single_folds is None for n in (2, 3, 4)] == [False, False, True]
@@ -335,6 +345,14 @@ def test_groups_are_the_units(folded):
     assert "the 15 groups count and not the 60 images" in row.difference.method
     few = row_of([replace(r, test_groups=[g // 4 for g in r.test_groups]) for r in rows])
     assert (few.verdict, few.reason) == ("no verdict", "fewer than 6 groups of test images, so no test is possible")
+
+
+def test_groups_of_unequal_size_need_no_wider_interval_than_equal_ones():
+    """If all images have the same difference, nothing varies, whatever the sizes of the groups are."""
+    groups = np.repeat([0, 1, 2, 3, 4, 5], [1, 2, 3, 10, 20, 24])
+    assert np.allclose(in_groups(np.full((2, 60), 0.3), groups), 0.3)
+    values = np.random.default_rng(0).normal(size=(2, 60))
+    assert in_groups(values, groups).mean(1) == pytest.approx(values.mean(1))
 
 
 # Other scores

@@ -106,20 +106,22 @@ def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str, committed: Seque
     `out` is the folder of all results, and `recipe` is the name of the recipe file. `committed` are further records (results).
 
     They are those of the file `looks.json` and of the records: a comparison that was tested several times stays such a
-    comparison if the file is gone, and an arm with a new name has as many seeds as before.
+    comparison if the file is gone, and an arm with a new name has as many seeds as before. The runs of the first look may have
+    been trained before the looks were planned. So all runs of an arm count, if one of them was trained for a look.
     """
     file, records = read_looks(out / recipe), [*stored_records(out, recipe), *committed]
-    records = [record for record in records if record.looks]
-    current = by_settings(runs, seeds_in(records)) if records else {}
+    current = by_settings(runs, seeds_in(records)) if any(record.looks for record in records) else {}
     records = [record for record in records if record.fingerprint in current]
-    if not file and not records:
+    with_looks = [record for record in records if record.looks]
+    if not file and not with_looks:
         return None
-    planned, seeds = file.schedule if file else schedule(records), {}
+    planned, seeds = file.schedule if file else schedule(with_looks), {}
     for record in records:
         for entry in current[record.fingerprint]:
             seeds.setdefault(entry.cell, set()).update(passes_of([record.seed], entry.run.folds))
     written = dict(file.seeds) if file else {}
-    return Looks(planned, written | {cell: max(written.get(cell, planned[0]), len(each)) for cell, each in seeds.items()})
+    looked = {entry.cell for record in with_looks for entry in current[record.fingerprint]}
+    return Looks(planned, written | {cell: max(written.get(cell, planned[0]), len(seeds[cell])) for cell in looked})
 
 
 def unused_seeds(runs: Sequence[ArmRun], records: Sequence[Record]) -> dict[tuple, list[int]]:

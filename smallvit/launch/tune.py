@@ -19,7 +19,7 @@ from torch import Tensor
 from smallvit.ablation import ArmRun
 from smallvit.data import Dataset
 from smallvit.record import Record, format_labels
-from smallvit.run import Run, fingerprint
+from smallvit.run import Run, describe, fingerprint
 from smallvit.tuning import (
     FIRST_SEED,
     Range,
@@ -69,9 +69,11 @@ class Candidates:
     def best(self, count: int) -> list[int]:
         """Return the positions of the `count` best trials (settings to try) of this arm, best first. The best trial has the
         largest mean validation accuracy; of equal trials the earlier one comes first. Trials that were stopped at fewer seeds
-        than the others are left out.
+        than the others are left out, and so are trials with the settings of an earlier one: a range with few values has such.
         """
-        return best_trials(self.scores, count)
+        first = {repr(values): index for index, values in reversed([*enumerate(self.settings)])}
+        ranked = best_trials(self.scores, len(self.scores))
+        return [index for index in ranked if first[repr(self.settings[index])] == index][:count]
 
 
 def stages(trials: int, seeds: int) -> list[tuple[int, int]]:
@@ -119,9 +121,21 @@ def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]
         check_validation_images(run, tune)
         settings = suggestions(tune, ranges[entry.arm], hyperparameters(run))
         short = max(1, round(run.steps * tune.steps))
-        trials = [run.vary(**values, val=tune.val, steps=short) for values in settings]
+        trials = [with_validation(run.vary(**values, steps=short), tune.val) for values in settings]
         found.append(Candidates(entry, ranges[entry.arm], settings, trials, [[] for _ in settings]))
     return found, left_out
+
+
+def with_validation(run: Run, val: int) -> Run:
+    """Return a run with `val` validation images. The earlier runs that it needs on the same data set, such as pretraining, get
+    at least as many. So no validation image of the run is a training image of an earlier run.
+    """
+    earlier = {
+        name: with_validation(other, max(val, other.val or 0))
+        for name, other in run.dependencies.items()
+        if describe(other.data) == describe(run.data)
+    }
+    return replace(run, val=val, **earlier)
 
 
 def check_validation_images(run: Run, tune: Tune):
@@ -313,17 +327,21 @@ def expected_loss(arm: Candidates) -> float | None:
     for index in arm.best(tune.trials):
         values = [arm.records[fingerprint(arm.runs[index].at_seed(seed))].per_image for seed in seeds]
         if None not in arm.scores[index] and all(one is not None for one in values):
-            tables.append(np.array(values))
+            tables.append(values)
     drawn = [validation.numpy() for _, validation in trial_images(run.data, run.labels, tune.val, tune.seeds)]
-    pairs = [on_all_images(one - other, drawn) for number, one in enumerate(tables) for other in tables[:number]]
+    pairs = [
+        on_all_images([np.subtract(mine, its) for mine, its in zip(one, other)], drawn)
+        for number, one in enumerate(tables)
+        for other in tables[:number]
+    ]
     return round(HALVING * tuning_loss(pairs), 6) if pairs and tune.seeds > 1 else None
 
 
-def on_all_images(differences: Any, drawn: Sequence[Any]) -> Any:
+def on_all_images(differences: Sequence[Any], drawn: Sequence[Any]) -> Any:
     """Fill a table of differences between two trials, so that seeds with different validation images can be compared. Return it
-    with shape (seeds, all images). `differences` has shape (seeds, images of a seed): what an image adds to the score of the
-    first trial minus what it adds to that of the second, for example 1 if only the first is right. `drawn` has the positions of
-    each seed's images. Other images get the seed's mean.
+    with shape (seeds, all images). `differences` has an array for each seed, one number for each of its images: what the image
+    adds to the score of the first trial minus what it adds to that of the second, for example 1 if only the first is right.
+    `drawn` has the positions of each seed's images, whose number may differ. Other images get the seed's mean.
 
     All images are those that at least one seed has drawn. An image that a seed has not drawn gets the mean of the seed, and the
     deviations of the drawn images from this mean are multiplied by (all images) / (drawn images). The means over seeds and the
@@ -332,10 +350,9 @@ def on_all_images(differences: Any, drawn: Sequence[Any]) -> Any:
     import numpy as np
 
     images = np.unique(np.concatenate(drawn))
-    means = differences.mean(1, keepdims=True)
-    table = np.repeat(means, len(images), axis=1)
-    for row, deviations, positions in zip(table, differences - means, drawn):
-        row[np.searchsorted(images, positions)] += deviations * len(images) / len(positions)
+    table = np.repeat([[one.mean()] for one in differences], len(images), axis=1)
+    for row, one, positions in zip(table, differences, drawn):
+        row[np.searchsorted(images, positions)] += (one - one.mean()) * len(images) / len(positions)
     return table
 
 

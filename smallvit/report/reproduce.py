@@ -68,7 +68,7 @@ def compare_with_committed(committed: Sequence[Record], again: Sequence[Record])
 
     There is one line for each new run, which `compare_run` writes. Where the runs of an arm (variant) are not identical to
     their records, one more line compares their mean with all committed seeds: it must lie in the 99% prediction interval that
-    follows from the mean and standard deviation of these seeds (t distribution).
+    follows from the mean and standard deviation of these seeds (t distribution), or differ by what a few test images change.
 
     Arms whose external weights are unavailable here are skipped. At least one run must agree.
     """
@@ -346,10 +346,7 @@ def score_tolerance(committed: Sequence[Record], old: Record, new: Record) -> tu
     """
     from scipy.stats import t
 
-    largest = 1.0  # change of the score, times the number of test images, if one image is classified in another way
-    if old.contributions is not None:
-        largest = float(abs(old.per_image).max())  # pyright: ignore[reportArgumentType]
-    images = FEWEST_IMAGES * largest / old.test_images if old.test_images else 0.0
+    images = tolerance_in_images(old)
     moved = drift(old, new)
     if moved is not None and moved <= DRIFT:
         return images, f"{FEWEST_IMAGES} test images, since the training losses agree"
@@ -359,6 +356,16 @@ def score_tolerance(committed: Sequence[Record], old: Record, new: Record) -> tu
     spread = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * sqrt(2) * stdev(values)
     why = "" if moved is None else f", since rounding has changed the training losses by up to {100 * moved:.2g}%"
     return max(images, spread), f"the difference of two seeds{why}"
+
+
+def tolerance_in_images(record: Record) -> float:
+    """Return by how much the score of a run changes, at most, if `FEWEST_IMAGES` test images are classified in another way.
+    `record` holds its results.
+    """
+    largest = 1.0  # change of the score, times the number of test images, for one image
+    if record.contributions is not None:
+        largest = float(abs(record.per_image).max())  # pyright: ignore[reportArgumentType]
+    return FEWEST_IMAGES * largest / record.test_images if record.test_images else 0.0
 
 
 def drift(old: Record, new: Record) -> float | None:
@@ -376,8 +383,9 @@ def drift(old: Record, new: Record) -> float | None:
 
 def compare_with_seeds(old: Sequence[Record], new: Sequence[Record]) -> tuple[str, bool]:
     """Compare the mean score of new runs of one arm (variant) with its published runs. Return a text, and whether the mean lies
-    inside the 99% prediction interval, which follows from the mean and the standard deviation of the published scores. `old`
-    are the published records (results of a run), and `new` are the new ones.
+    inside the 99% prediction interval, which follows from the mean and the standard deviation of the published scores. The
+    interval reaches at least as far as `tolerance_in_images` says, divided by the root of the number of new runs: scores that
+    are equal by chance would leave none. `old` are the published records (results of a run), and `new` are the new ones.
 
     With fewer than 2 published runs there is no interval, and nothing is compared. An interval wider than 60 points excludes
     nothing, which the text says.
@@ -386,6 +394,9 @@ def compare_with_seeds(old: Sequence[Record], new: Sequence[Record]) -> tuple[st
     if len(old) < 2:
         return "no interval over seeds (fewer than 2 committed seeds)", True
     low, high = prediction_interval([record.result for record in old], len(new))
+    allowed = max(map(tolerance_in_images, old)) / sqrt(len(new))
+    middle = fmean(record.result for record in old)
+    low, high = min(low, middle - allowed), max(high, middle + allowed)
     inside = low - 1e-12 <= mean <= high + 1e-12
     low, high = max(low, 0.0), high if score_of_record(old[0]).lower else min(high, 1.0)
     verdict = "inside" if inside else "OUTSIDE"

@@ -224,6 +224,7 @@ def prepare_training(
         if not validation_only:
             data.check_test_images()
         check_evaluation(run, subset, None if validation_only else data.test)
+        check_validation_unseen(run, data, subset)
         if validation_only and not len(subset.val) and data.test.count:
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
@@ -322,6 +323,22 @@ def check_evaluation(run: Run, subset: Subset, test: HeldOut | None = None):
         if needs := declaration(evaluator).needs:
             for scored in (subset.val, *([] if test is None else [test.without_pixels()])):
                 needs(Splits(subset.train, subset.val, scored), **getattr(evaluator, "keywords", {}))
+
+
+def check_validation_unseen(run: Run, data: Dataset, subset: Subset):
+    """Raise ValueError if an earlier run, such as pretraining with labels, was trained on labelled images that are validation
+    images of this run: early stopping, tuning and exploring would then prefer settings that remember them. `data` is the data
+    set of the run, and `subset` its training and validation images.
+    """
+    if data.val is not None or not len(subset.val):  # own validation images are never training images
+        return
+    for field, earlier in run.dependencies.items():
+        if earlier.reads_labels and describe(earlier.data) == describe(run.data):
+            if count := int(torch.isin(subset.val_index, load_data(earlier)[1].index).sum()):
+                raise ValueError(
+                    f"{count} of the {len(subset.val)} validation images of this run are labelled training images of the run in "
+                    f"{field}=; set val={len(subset.val)} there, too"
+                )
 
 
 def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Record | None:

@@ -102,7 +102,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
     if d.single_folds and d.single_folds.sd > TIE:
         d = replace(d, detectable=d.single_folds.detectable(level), needs="seeds")
         return Verdict("inconclusive", "; ".join(filter(None, (partial_evidence(d), d.method))), d)
-    if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE):
+    if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE and abs(d.mean) <= TIE):
         differ = d.variance is not None and not d.bound and d.variance.over_images > 0
         more = "the predictions differ" if differ else "check that the technique changes anything"
         unit = "fold" if d.single_folds else "pass" if d.folds else "seed"

@@ -126,13 +126,18 @@ def in_groups(d: Any, groups: Sequence[int]) -> Any:
     patient. Images of a group are alike, so the groups are the independent units.
 
     The value of a group is the sum over its images, times the number of groups, divided by the number of images. So the mean
-    over groups is the mean over images.
+    over groups is the mean over images. With an unequal number of images in each group, such sums would differ even if all
+    images were equal. So the group also gets the mean of all images for each image that it has fewer than an average group, and
+    loses it for each further one, in the same unit. This keeps the mean over groups, up to rounding.
+
+    Paper     Cochran 1977, Sampling Techniques, section 6.3 (the variance of a ratio estimator).
     """
     import numpy as np
 
     d, numbers = np.asarray(d, dtype=float), np.unique(groups, return_inverse=True)[1]
-    sums = np.stack([np.bincount(numbers, row) for row in d])
-    return sums * (sums.shape[1] / d.shape[1])
+    sums, sizes = np.stack([np.bincount(numbers, row) for row in d]), np.bincount(numbers)
+    unit = len(sizes) / d.shape[1]
+    return sums * unit - d.mean() * (sizes * unit - 1)
 
 
 def of_folds(v: Variance) -> Variance:
