@@ -6,7 +6,7 @@ Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask)
 - `size`, (b, n) or None, is the number of patches that each token stands for. The attention weight of a key is proportional
   to `size * exp(logit)`: a token of size 2 counts as two equal tokens, one of size 0 is ignored. None means that all are 1.
 - `mask`, boolean, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column). Each row must allow
-  at least one key of size above 0.
+  at least one key of size above 0: otherwise the result of the row is NaN with some kernels, which makes all gradients NaN.
 - An attribute `position` that is not None says that the module needs to know where its tokens are. It is then called
   `(x, size, mask, places)`; see `attention_positions`.
 - A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes the usual attention
@@ -74,6 +74,9 @@ class Attention(nn.Module):
     Call it as `attention(x, size, mask)`: tokens (b, n, dim), sizes (b, n) or None, and a boolean mask or None. It returns an
     `AttentionOutput`; the new tokens (b, n, dim) are its attribute `x`. In a model of timm, use `timm_attention`.
 
+    The mask must let each token attend to at least one token, also padding: use `mask | torch.eye(n, dtype=torch.bool)`. A row
+    that is False everywhere gives NaN with some kernels, and then all gradients are NaN.
+
     Paper    Vaswani et al. 2017, arXiv:1706.03762, in the form of ViT, arXiv:2010.11929.
     Departs  `size` adds log(size) to the logits (proportional attention, ToMe, arXiv:2210.09461); None adds nothing.
 
@@ -134,7 +137,7 @@ class LocalityAttention(nn.Module):
              logarithm, so that its sign cannot change.
 
     `mask_self` masks the diagonal. `temperature` is "per head", "per layer" or "fixed". The other options are those of
-    `Attention`, without `qk_norm`.
+    `Attention`, without `qk_norm`. With `mask_self=False`, the mask must let each token attend to at least one token, as there.
     After token merging the diagonal stands for a whole group of patches: its members no longer attend to each other.
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, or for an unknown `temperature`.
@@ -240,20 +243,17 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:
     """Return a boolean attention mask for `n` tokens in which no token attends to itself. True allows attention; the shape can
-    be broadcast to (batch, heads, n, n). Tokens of `size` 0 (removed tokens) and pairs that are False in `mask` are excluded
-    too. `size` and `mask` may be None.
+    be broadcast to (batch, heads, n, n). Pairs that are False in `mask` are excluded too. `size` and `mask` may be None.
 
-    A token that could then attend to no token attends to itself.
+    A token that could then attend to no token of `size` above 0 attends to itself. The mask does not exclude tokens of size 0
+    (removed tokens): attention ignores them anyway, and learned pruning needs the gradient to their sizes.
     """
     eye = torch.eye(n, dtype=torch.bool, device=device)
     if size is None and mask is None:
         return ~eye if n > 1 else eye
-    allowed = ~eye
-    if size is not None:
-        allowed = allowed & (size > 0)[:, None, None, :]
-    if mask is not None:
-        allowed = allowed & check_mask(mask)
-    return allowed | (eye & ~allowed.any(-1, keepdim=True))
+    allowed = ~eye if mask is None else ~eye & check_mask(mask)
+    present = allowed if size is None else allowed & (size > 0)[:, None, None, :]
+    return allowed | (eye & ~present.any(-1, keepdim=True))
 
 
 def check_mask(mask: Tensor) -> Tensor:

@@ -150,6 +150,8 @@ class Rotary(nn.Module):
     `temperature` is the base of the frequencies. With "grid", the base is chosen so that the lowest frequency rotates by 1
     radian over the larger side of the grid.
 
+    Fixed frequencies are not saved with the weights: after `to_empty`, call `initialize(model)` before `load_state_dict`.
+
     Paper    Heo et al. 2024, arXiv:2403.13298 (RoPE-ViT, axial and mixed); Su et al. 2021, arXiv:2104.09864 (RoPE).
     Off      Frequencies of 0 equal attention without positions.
     Departs  The paper uses the temperature 100 for the axial form and 10 for the mixed form. Here 10 is the default of both,
@@ -180,11 +182,9 @@ class Rotary(nn.Module):
         self.origin, self.waves = origin, [base ** (-k / count) for k in range(count)]
         if mixed:
             self.frequencies = nn.Parameter(torch.empty(2, heads, 2 * count))
-            self.reset_parameters()
         else:
-            zeros = [0.0] * count
-            axial = torch.tensor([[self.waves + zeros], [zeros + self.waves]])
-            self.register_buffer("frequencies", axial, persistent=False)
+            self.register_buffer("frequencies", torch.empty(2, 1, 2 * count), persistent=False)
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self):
@@ -193,6 +193,9 @@ class Rotary(nn.Module):
             both = torch.cat([direction, direction + math.pi / 2], dim=1).repeat_interleave(len(self.waves), dim=1)
             waves = torch.tensor(self.waves).repeat(2)
             self.frequencies.copy_(torch.stack([waves * both.cos(), waves * both.sin()]))
+        else:
+            zeros = [0.0] * len(self.waves)
+            self.frequencies.copy_(torch.tensor([[self.waves + zeros], [zeros + self.waves]]))
 
     def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor, None]:
         at = places.at

@@ -32,7 +32,8 @@ class DifferentialAttention(nn.Module):
 
     `lambda_init` is the initial value of lambda. None means the paper's value for the index of the block, which only a `ViT`
     passes on. In timm or in a model of your own, None means 0.2, the value of the first block; call
-    `module.set_context(LayerContext(layer=i))` for the block with the index i. `dropout` acts on both maps.
+    `module.set_context(LayerContext(layer=i))` for the block with the index i. `dropout` acts on both maps. A mask must let
+    each token attend to at least one token, as in `Attention`.
 
     Paper    Ye et al. 2024, arXiv:2410.05258: (1 - lambda_init) RMSNorm((softmax(q1 k1) - lambda softmax(q2 k2)) v) for each
              head, lambda = exp(a1 b1) - exp(a2 b2) + lambda_init with vectors a and b that all heads of a block share, and
@@ -145,7 +146,8 @@ class TalkingHeadsAttention(Attention):
     """Talking-heads attention, a multi-head attention module. The heads exchange information: a learned matrix mixes their
     logits before the softmax, and another one mixes their attention maps after it.
 
-    `mix_logits` and `mix_maps` switch the two matrices on. The other options are those of `Attention`, without `position`.
+    `mix_logits` and `mix_maps` switch the two matrices on. The other options are those of `Attention`, without `position`. A
+    mask must let each token attend to at least one token, as there.
 
     Paper    Shazeer et al. 2020, arXiv:2003.02436; used in CaiT, arXiv:2103.17239.
     Off      `mix_logits=False, mix_maps=False` equals `Attention`. With both on, it equals `Attention` before the first step.

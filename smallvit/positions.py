@@ -63,6 +63,8 @@ class SinCos2d(nn.Module):
     the factor is chosen so that the differences from the mean over all patches have a mean square of 1, as those of `Learned`
     have at the start.
 
+    The table is not saved with the weights: after `to_empty`, call `initialize(model)` before `load_state_dict`.
+
     Paper    MAE, arXiv:2111.06377: [sin x, cos x, sin y, cos y], frequencies 10000^(-4k/d). Prefix tokens get zeros. This is
              `temperature=10_000, centered=False, amplitude=1`, and None as temperature means the same 10,000.
     Departs  timm's default order is [sin y, sin x, cos y, cos x]; big_vision divides the exponent by d/4 - 1. The defaults are
@@ -71,6 +73,7 @@ class SinCos2d(nn.Module):
     Raises   ValueError if the width is not divisible by 4, the temperature is below 1, or for another text as an option.
     """
 
+    table: Tensor
     added_options: ClassVar[dict[str, Any]] = {"temperature": 10_000, "centered": False, "amplitude": 1.0}
 
     def __init__(
@@ -84,15 +87,22 @@ class SinCos2d(nn.Module):
             if isinstance(option, str) and option != text:
                 raise ValueError(f"{name} is {option!r}; expected a number or {text!r}")
         self.grid, self.prefix = tuple(grid), prefix
-        rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-        fastest, base = (math.pi, max(grid)) if isinstance(temperature, str) else (1.0, temperature)
-        table = torch.cat([sines(fastest * index.flatten(), dim // 2, base) for index in (columns, rows)], dim=-1)
+        self.temperature, self.centered, self.amplitude = temperature, centered, amplitude
+        self.register_buffer("table", torch.empty(grid[0] * grid[1], dim), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        numbers = [torch.arange(side, device="cpu") for side in self.grid]
+        rows, columns = torch.meshgrid(numbers, indexing="ij")
+        fastest, base = (math.pi, max(self.grid)) if isinstance(self.temperature, str) else (1.0, self.temperature)
+        width = self.table.shape[1] // 2
+        table = torch.cat([sines(fastest * index.flatten(), width, base) for index in (columns, rows)], dim=-1)
         differences = table - table.mean(0)
+        amplitude = self.amplitude
         if isinstance(amplitude, str):
-            spread = 1.0 if table.is_meta else float(differences.square().mean().sqrt())  # 0 on a grid of one patch
-            amplitude = 1 / max(spread, 1e-6)
-        table = amplitude * (differences if centered else table)
-        self.register_buffer("table", table.float(), persistent=False)
+            amplitude = 1 / max(float(differences.square().mean().sqrt()), 1e-6)  # 0 on a grid of one patch
+        self.table.copy_(amplitude * (differences if self.centered else table))
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return add_positions(self, x, grid)
@@ -104,18 +114,27 @@ class SinCos1d(nn.Module):
 
     `temperature` is the base of the frequencies; None means the paper's 10,000.
 
+    The table is not saved with the weights: after `to_empty`, call `initialize(model)` before `load_state_dict`.
+
     Paper    Vaswani et al. 2017, arXiv:1706.03762: sine in even, cosine in odd channels, frequencies 10000^(-2k/d). The first
              patch has index 0; prefix tokens get zeros.
     Raises   ValueError if the width is odd, or the temperature is below 1.
     """
 
+    table: Tensor
+
     def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
         super().__init__()
         if dim % 2:
             raise ValueError(f"width {dim} is odd, but sine and cosine come in pairs; use {dim + 1}")
-        self.grid, self.prefix = tuple(grid), prefix
-        table = rearrange(sines(torch.arange(grid[0] * grid[1]), dim, temperature), "n (two k) -> n (k two)", two=2)
-        self.register_buffer("table", table.float(), persistent=False)
+        self.grid, self.prefix, self.temperature = tuple(grid), prefix, temperature
+        self.register_buffer("table", torch.empty(grid[0] * grid[1], dim), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        table = sines(torch.arange(len(self.table), device="cpu"), self.table.shape[1], self.temperature)
+        self.table.copy_(rearrange(table, "n (two k) -> n (k two)", two=2))
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return add_positions(self, x, grid)
@@ -166,7 +185,7 @@ def sines(index: Tensor, dim: int, temperature: float | None = None) -> Tensor:
     base = 10_000 if temperature is None else temperature
     if base < 1:
         raise ValueError(f"temperature is {temperature}; expected 1 or more, roughly the number of tokens in the longest wave")
-    frequency = base ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
+    frequency = base ** (-torch.arange(dim // 2, dtype=torch.float64, device=index.device) / (dim // 2))
     angle = index[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
@@ -203,6 +222,7 @@ def resample(table: Tensor, old_grid: Grid, grid: Grid) -> Tensor:
     if tuple(old_grid) == tuple(grid):
         return table
     prefix = len(table) - old_grid[0] * old_grid[1]
-    image = rearrange(table[prefix:].float(), "(r c) d -> 1 d r c", r=old_grid[0])
+    patches = table[prefix:].to(torch.promote_types(table.dtype, torch.float32))
+    image = rearrange(patches, "(r c) d -> 1 d r c", r=old_grid[0])
     image = F.interpolate(image, size=tuple(grid), mode="bicubic", antialias=True)
     return torch.cat([table[:prefix], rearrange(image, "1 d r c -> (r c) d").to(table.dtype)])

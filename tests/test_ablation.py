@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import MAE, ArmRun, LocalityAttention, Merge, Pixels, Run, SinCos2d, Weights, ablate, accuracy, knn, log_loss
 from smallvit.ablation import longest
@@ -144,7 +144,7 @@ def test_recipe_with_a_circle_of_controls_is_refused():
 # Equal costs
 
 
-@pytest.mark.parametrize("of", ["params", "macs"])
+@pytest.mark.parametrize("of", slow_after(1, ["params", "macs"]))
 def test_technique_is_brought_to_the_cost_of_its_control(of):
     arms = {"a": BASE, "deep": BASE.vary(depth=3), "deeper": BASE.vary(depth=4), "+LSA": LSA}
     found = by_arm(ablate(arms, seeds=[0], match=of, baseline={"deeper": "deep"}, references=False))

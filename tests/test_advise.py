@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageOps
+from toys import slow_after
 
 from smallvit.__main__ import main
 from smallvit.ablation import ablate
@@ -182,7 +183,7 @@ def test_stem_has_about_as_many_tokens_as_patches(patch, layers):
     assert stem_layers(patch) == layers
 
 
-@pytest.mark.parametrize(("recipe", "arm", "gains"), [known for group in KNOWN.values() for known in group])
+@pytest.mark.parametrize(("recipe", "arm", "gains"), slow_after(1, [known for group in KNOWN.values() for known in group]))
 def test_what_is_known_is_what_the_committed_records_say(recipe, arm, gains):
     path = find_recipe(recipe).with_suffix(".jsonl")
     rows = [row for row in compare(read_records(path)).main_rows if row.arm == arm and row.difference]
@@ -505,7 +506,7 @@ def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
 
 @pytest.mark.parametrize(
     ("advice", "cnn", "kept", "first", "second"),
-    [
+    slow_after(2, [
         (("better", 0.95), ("worse", 0.9), ADVICE, "Use a ViT with stem:", "A small CNN, trained in the same way, reaches 90.0%"),
         (("better", 0.95), ("better", 0.97), CNN, "Use a small CNN", "If you want a small ViT, use a ViT with stem"),
         (("inconclusive", 0.91), ("better", 0.97), CNN, "Use a small CNN", "A ViT with stem was best in the trials"),
@@ -513,7 +514,7 @@ def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
         (("worse", 0.8), ("inconclusive", 0.82), PLAIN, "Use the plain ViT", "no difference was shown"),
         (("worse", 0.8), ("better", 0.85), PLAIN, "Use the plain ViT", "A small CNN, trained in the same way, reaches 85.0%"),
         (("worse", 0.8), ("better", 0.95), CNN, "Use a small CNN", "If you want a small ViT, use the plain ViT"),
-    ],
+    ]),
 )
 def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, first, second):
     comparison = judged(advice, cnn)
@@ -529,14 +530,14 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
 
 @pytest.mark.parametrize(
     ("advice", "cnn", "pixels", "compared", "warned"),
-    [
+    slow_after(2, [
         (("worse", 0.8), ("better", 0.85), 0.82, "A small CNN, .*85.0%.* the ViT with stem", False),
         (("worse", 0.8), ("inconclusive", 0.82), 0.92, "no difference was shown: it is .* the ViT with stem", True),
         (("worse", 0.8), ("better", 0.95), 0.92, "Use a small CNN, .*: it reaches 95.0%.* the ViT with stem", False),
         (("worse", 0.8), ("better", 0.95), 0.96, "Use a small CNN, .*: it reaches 95.0%.* the ViT with stem", True),
         (("better", 0.95), ("worse", 0.9), 0.92, "A small CNN, .*90.0%.* this ViT", False),
         (("inconclusive", 0.8), ("better", 0.95), 0.82, "Use a small CNN, .*: it reaches 95.0%.* the small ViT", False),
-    ],
+    ]),
 )
 def test_other_models_are_compared_by_name_and_raw_pixels_with_the_recommended_model(advice, cnn, pixels, compared, warned):
     found = judged(advice, cnn)

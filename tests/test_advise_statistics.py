@@ -11,6 +11,7 @@ from scipy import stats
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
+from toys import slow_after
 
 from smallvit.commands.advise.doubts import doubts, weak_class, wrong_share
 from smallvit.commands.advise.learning_curve import Estimate, LearningCurve, images_or_technique, learning_curve
@@ -278,7 +279,7 @@ def planted(count: int, share: float, seed: int, chosen=range(10)) -> tuple[np.n
     return pixels[kept] / 16, np.where(wrong, (y + rng.integers(1, len(chosen), len(y))) % len(chosen), y), wrong
 
 
-@pytest.mark.parametrize("count, share, least", [(300, 0.03, 0.6), (300, 0.1, 0.75), (500, 0.2, 0.8)])
+@pytest.mark.parametrize("count, share, least", slow_after(1, [(300, 0.03, 0.6), (300, 0.1, 0.75), (500, 0.2, 0.8)]))
 def test_planted_wrong_labels_are_found(count, share, least):
     precision, first, numbers = [], [], []
     for seed in range(3):
@@ -361,6 +362,7 @@ def test_class_with_the_most_errors_is_named():
     assert (found.weakest.low, found.weakest.high) == pytest.approx((low, high), abs=0.02)
 
 
+@pytest.mark.slow
 def test_equally_hard_classes_stand_out_in_at_most_5_percent():
     rng = np.random.default_rng(0)
     named = [weak_class(*answers([0.2] * 5, (60, 40, 20, 10, 5), rng)).weakest is not None for _ in range(60)]

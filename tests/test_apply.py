@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from toys import randomize
+from toys import randomize, slow_but
 
 from smallvit import (
     LayerContext,
@@ -131,7 +131,7 @@ def test_reduced_model_can_be_copied_and_saved(reduction, x):
 # A model of timm
 
 
-@pytest.mark.parametrize("option", TIMM_OPTIONS)
+@pytest.mark.parametrize("option", slow_but(("plain", "registers", "all"), TIMM_OPTIONS))
 def test_timm_model_with_a_reduction_that_is_off_gives_equal_logits(option, x):
     theirs = random_weights(TIMM(**TIMM_OPTIONS[option]))
     state = copy.deepcopy(theirs.state_dict())

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from toys import slow_after
 
 from smallvit.attention import Attention, AttentionOutput, LocalityAttention
 from smallvit.explain import attention_maps, maps, patch_attention, rollout, token_shares, trace
@@ -133,7 +134,7 @@ def test_maps_of_a_model_equal_the_equation_for_the_inputs_of_each_block(name, a
     assert counts == sorted(counts, reverse=True) and (counts[-1] < counts[0] or name == "none")
 
 
-@pytest.mark.parametrize("fused", [None, False, True])
+@pytest.mark.parametrize("fused", slow_after(1, [None, False, True]))
 @pytest.mark.parametrize("attention", ["plain", "lsa"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_maps_sum_to_one_and_the_model_is_unchanged(name, attention, fused):

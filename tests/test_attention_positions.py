@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import AttentionRope, RelPosBias, RelPosMlp, RotaryEmbeddingCat, RotaryEmbeddingMixed
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
-from toys import assert_close, option_id, randomize, tiny_vit
+from toys import assert_close, option_id, randomize, slow_after, tiny_vit
 
 from smallvit import (
     DINO,
@@ -499,7 +499,7 @@ def test_merging_equal_tokens_is_exact_only_where_places_do_not_matter(position,
 
 
 @every
-@pytest.mark.parametrize("reduction", [None, *REDUCTIONS.values()], ids=["none", *REDUCTIONS])
+@pytest.mark.parametrize("reduction", slow_after(2, [None, *REDUCTIONS.values()]), ids=["none", *REDUCTIONS])
 def test_positions_train_with_every_reduction_and_precision(position, reduction):
     for slot in (Attention, LocalityAttention) if reduction in (None, REDUCTIONS["prune"]) else (Attention,):
         model = attended(position, slot, reduction=reduction, registers=1, pool=MeanTokens)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from toys import slow_but
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
@@ -94,7 +95,7 @@ RUNS = ablate(arms, labels=[20, 40], tune=Tune({{"lr": (1e-4, 1e-2)}}, trials=2)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("dino", "verdict") else ()) for name in tasks.BENCHMARKS]
+    "name", slow_but(("train", "inference", "augmentation"), tasks.BENCHMARKS)
 )
 def test_every_benchmark_runs(name, one_process, job, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

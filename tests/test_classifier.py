@@ -55,9 +55,18 @@ def classifier(**options) -> SmallViTClassifier:
 
 CHECKS = [*estimator_checks_generator(SmallViTClassifier(TABLE, image_shape=(1, -1), rescale=True), mark="xfail",
                                       expected_failed_checks=EXPECTED_FAILURES)]  # fmt: skip
+LONG_CHECKS = {"check_classifiers_classes", "check_classifier_data_not_an_array", "check_estimators_dtypes", "check_fit_idempotent"}
 
 
-@pytest.mark.parametrize(("estimator", "check"), CHECKS, ids=lambda check: getattr(check, "func", type(check)).__name__)
+def name_of(part) -> str:
+    return getattr(part, "func", type(part)).__name__
+
+
+@pytest.mark.parametrize(
+    ("estimator", "check"),
+    [pytest.param(*case, marks=pytest.mark.slow if name_of(case[1]) in LONG_CHECKS else ()) for case in CHECKS],
+    ids=name_of,
+)
 def test_scikit_learn_check(estimator, check):
     """What `parametrize_with_checks` does, with names that are the same in each test process."""
     check(estimator)
@@ -66,6 +75,7 @@ def test_scikit_learn_check(estimator, check):
 # Together with the rest of scikit-learn
 
 
+@pytest.mark.slow
 def test_cross_validation_by_groups_and_pipeline(digits):
     X, y = digits
     pipeline = make_pipeline(StandardScaler(), classifier())
@@ -73,6 +83,7 @@ def test_cross_validation_by_groups_and_pipeline(digits):
     assert len(scores) == 3 and scores.min() > 0.4
 
 
+@pytest.mark.slow
 def test_calibration_gives_probabilities(digits):
     X, y = digits
     calibrated = CalibratedClassifierCV(classifier(steps=100), ensemble=False, cv=2).fit(X[:200], y[:200])

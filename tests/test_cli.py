@@ -105,6 +105,7 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert "FAILED, the same weights score" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_a_comparison_is_published_in_parts(workdir, capsys):
     small = RECIPE.replace("seeds=range(2)", "seeds=[0], references=False")
@@ -140,6 +141,7 @@ def test_one_committed_record_stands_for_a_reference_at_every_length():
 # --dry-run
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_dry_run_describes_the_arms_and_counts_finished_runs(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST, "--out", "mine"]) == 0
@@ -562,6 +564,7 @@ def test_result_at_chance_is_a_warning_in_the_terminal(workdir, capsys):
     assert "most frequent class" in warning
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_deleted_arm_still_counts_as_a_comparison(workdir):
     assert main(["run", "mine.py", *SMALLEST]) == 0
@@ -602,13 +605,14 @@ def many_runs(tmp_path_factory) -> Path:
         pytest.param("steps=6", "steps=7", 4, marks=pytest.mark.slow),
         (', "+LSA": scratch.vary(attention=LocalityAttention)}', "}", 2),
         pytest.param("references=False", "references=False, baseline={'+LSA': 'wide'}", 2, marks=pytest.mark.slow),
-        ('"wide": ', '"wider": ', 0),
+        pytest.param('"wide": ', '"wider": ', 0, marks=pytest.mark.slow),
         pytest.param('"scratch": ', '"plain": ', 0, marks=pytest.mark.slow),
         pytest.param("range(2)", "range(1)", 0, marks=pytest.mark.slow),
-        (
+        pytest.param(
             ', "+LSA": scratch.vary(attention=LocalityAttention)}\nRUNS = ablate(ARMS,',
             '}\nRUNS = ablate(ARMS, extra_references={"+LSA": scratch.vary(attention=LocalityAttention)},',
             2,
+            marks=pytest.mark.slow,
         ),
     ],
 )

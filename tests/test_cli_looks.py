@@ -108,6 +108,7 @@ def test_schedule_survives_a_deleted_file_and_other_seeds_are_named(workdir, cap
     assert sentence in capsys.readouterr().out and sentence in page.read_text()
 
 
+@pytest.mark.slow
 def test_record_keeps_its_looks_if_the_recipe_names_none(workdir):
     assert main([*UNTIL_DECIDED, "--only", "arm=scratch,pixels", "--max-seeds", "6"]) == 0
     entry = next(entry for entry in load_recipe(workdir / "mine.py").RUNS if entry.arm == "pixels")

@@ -153,6 +153,7 @@ def test_one_hot_collapse_of_a_teacher_that_is_the_student_stops_the_run():
         train(dino_run(batch_norm=False, teacher_temp=0.02, warm_temp=0.02), teacher_is_student=True)
 
 
+@pytest.mark.slow
 def test_a_healthy_run_finishes_and_its_record_has_the_statistics(tmp_path):
     record = fit(dino_run(koleo=0.1).vary(steps=48), tmp_path)
     assert record.status == "finished" and [check["step"] for check in record.health] == list(range(4, 49, 4))

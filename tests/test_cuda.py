@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_semi_supervised import FIXMATCH
 from test_stack import SHORT, STACKABLE, Killed, distilled
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_but
 
 from smallvit import DINO, SAM, Block, ConvTokenizer, Run, SmallCNN, augment, digits, fit, textured_shapes
 from smallvit.numerics import full_float32
@@ -279,7 +279,9 @@ def trained(run: Run, seeds, monkeypatch, steps: int = 8, graphs: bool = True):
 
 
 @pytest.mark.parametrize("seeds", [[3], [3, 1]], ids=["one run", "stack"])
-@pytest.mark.parametrize("name", ["plain", "batch norm", "merge", "FixMatch", "no clipping, no average"])
+@pytest.mark.parametrize(
+    "name", slow_but(("plain", "batch norm", "FixMatch"), ["plain", "batch norm", "merge", "FixMatch", "no clipping, no average"])
+)
 def test_recorded_steps_are_the_usual_ones(name, seeds, fake_graphs, monkeypatch):
     recorded, step = trained(RUNS[name], seeds, monkeypatch)
     usual, _ = trained(RUNS[name], seeds, monkeypatch, graphs=False)

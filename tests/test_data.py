@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
+from toys import slow_but
 
 from smallvit import data
 from smallvit.data import Preprocess
@@ -568,7 +569,10 @@ def test_archive_that_has_changed_is_read_again(tmp_path):
         data.arrays(str(file))
 
 
-@pytest.mark.parametrize("change", ["content", "content with the old time", "new file", "deleted file", "file without a label"])
+CHANGES = ["content", "content with the old time", "new file", "deleted file", "file without a label"]
+
+
+@pytest.mark.parametrize("change", slow_but(("content", "deleted file"), CHANGES))
 def test_folder_that_has_changed_is_read_again(tmp_path, change):
     top = write_images(tmp_path / "top")
     write_images(tmp_path / "more", splits=(".",), classes=("any",))
@@ -915,6 +919,7 @@ def test_every_public_name_is_defined_in_its_module():
         assert vars(sys.modules[value.__module__])[name] is value
 
 
+@pytest.mark.slow
 def test_importing_data_does_not_import_torchvision_pil_or_sklearn():
     code = "import sys, smallvit.data; print({'torchvision', 'sklearn', 'PIL'} & {*sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True)

@@ -547,6 +547,9 @@ def test_the_patch_term_works_with_other_pools_and_half_precision(pool):
     half.backward()
     assert half.item() == pytest.approx(loss.item(), rel=0.05) and not torch.equal(center, dino.patch_center)
     assert all(p.grad.isfinite().all() for p in dino.parameters() if p.grad is not None)
+    whole = make_dino(partial(VIT, pool=pool), **PATCHES).bfloat16()  # the objective itself is in half precision
+    whole(make_batch(dtype=torch.bfloat16), 0.5)["loss"].backward()
+    assert whole.patch_center.isfinite().all() and whole.patch_center.any()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timm.models.deit import VisionTransformerDistilled
 from timm.task import LogitDistillationTask, TokenDistillationTask
 from torch import nn
-from toys import tiny_vit
+from toys import slow_after, tiny_vit
 
 from smallvit import ClassToken, Distill, DistilledTokens, LeNet, PatchEmbed, Prune, SmallCNN, Supervised, ViT, initialize
 from smallvit.augment import Batch
@@ -89,6 +89,15 @@ def test_with_two_heads_one_learns_from_labels_and_one_from_the_teacher(options,
     loss.backward()
     for head, weight in ((model.head.from_labels, 1 - options["weight"]), (model.head.from_teacher, options["weight"])):
         assert (head.weight.grad.abs().max() > 1e-4) == (weight > 0)
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_gradients_in_double_precision_are_those_of_finite_differences(kind, batch):
+    objective = Distill(VIT(), make_teacher(), kind=kind).double().eval()
+    objective.model = nn.Identity()  # the images are the logits
+    logits, double = torch.randn_like(batch.targets).double().requires_grad_(), batch.targets.double()
+    teacher = (torch.randn_like(double),)
+    assert torch.autograd.gradcheck(lambda x: objective(Batch(x, double, teacher_logits=teacher), 0.5)["loss"], logits)
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -312,7 +321,7 @@ def test_the_loss_in_bfloat16_is_nearly_the_same(kind, batch):
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=0.05)
 
 
-@pytest.mark.parametrize("options", [dict(kind="soft", temperature=1.0), dict(kind="hard")])
+@pytest.mark.parametrize("options", slow_after(1, [dict(kind="soft", temperature=1.0), dict(kind="hard")]))
 @pytest.mark.parametrize("token", [False, True])
 def test_with_weight_1_a_student_learns_from_its_teacher_alone(options, token):
     """The labels, here all wrong, do not count."""

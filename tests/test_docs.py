@@ -2,7 +2,8 @@
 
 A ```python block that is followed by a ```text block must print exactly this text. A block that assigns RUNS is a recipe: it is
 written to a file and every arm is trained for two steps. All blocks of a page share one namespace and one temporary folder.
-Recipes for MNIST are trained on a small data set in its place, and only by `-m slow`; otherwise their models are built.
+Recipes for MNIST are trained on a small data set in its place, and only by `-m slow`; otherwise their models are built. Of the other
+pages, too, only the short ones run without `-m slow`.
 """
 
 import re
@@ -130,11 +131,11 @@ def test_models_of_recipes_for_mnist_can_be_built(page, tmp_path, monkeypatch):
             assert models and all(model((28, 28), 1, 10).eval()(torch.zeros(1, 1, 28, 28)).shape == (1, 10) for model in models)
 
 
-LONG_PAGES = [*for_mnist, *(page for page in with_code if page.name in ("export.md", "reduce_tokens.md", "scikit_learn.md"))]
+SHORT_PAGES = {"README.md", "first_comparison.md", "load_and_predict.md", "own_data.md", "share.md", "verdicts.md"}
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG_PAGES else ()) for page in with_code], ids=page_id
+    "page", [pytest.param(page, marks=() if page.name in SHORT_PAGES else pytest.mark.slow) for page in with_code], ids=page_id
 )
 def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -224,6 +225,7 @@ def test_readme_is_short_and_has_a_picture():
     assert len(pictures) == 2 and all((ROOT / picture).exists() for picture in pictures)
 
 
+@pytest.mark.slow
 def test_report_becomes_a_pdf_without_links_that_lead_nowhere(tmp_path):
     make = load_script("report_pdf")
     text = make.plain_markdown((DOCS / "report.md").read_text(encoding="utf-8"))
@@ -244,6 +246,7 @@ def test_both_commands_of_the_readme_are_complete():
     assert "recipes/quickstart.py" in fenced(marked(README, "quickstart"))
 
 
+@pytest.mark.slow
 def test_results_and_pictures_are_those_of_the_records():
     """Another version of matplotlib writes other bytes for the same picture; its first line names the version."""
     for path, content in load_script("results").written():

@@ -33,6 +33,7 @@ def test_all_shapes_have_the_area_of_the_disc():
     assert areas == pytest.approx([np.pi] * 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_single_pixels_say_little_about_the_class():
     from sklearn.linear_model import LogisticRegression
 

@@ -136,6 +136,7 @@ def test_options_of_the_ensemble_can_be_varied_and_other_models_be_members():
     assert isinstance(SHORT.vary(of=SmallCNN).model((8, 8), 1, 10).members[0], SmallCNN)
 
 
+@pytest.mark.slow
 def test_seeds_of_ensembles_can_be_stacked_with_the_native_kernel(tmp_path):
     runs = [SHORT.vary(of=partial(TINY_VIT, dim=32)).at_seed(seed) for seed in (0, 1)]
     assert len(native_blocks(runs[0].model((8, 8), 1, 10))) == (0 if reason_against() else 3)

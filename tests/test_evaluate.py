@@ -12,7 +12,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after, slow_but
 
 from smallvit import augment, data, evaluate
 from smallvit.data import Images
@@ -274,7 +274,7 @@ def count_hooks(model) -> int:
 
 
 @all_evaluators
-@pytest.mark.parametrize("kind", ["vit", "cnn", "merge", "thresholds"])
+@pytest.mark.parametrize("kind", slow_after(3, ["vit", "cnn", "merge", "thresholds"]))
 def test_the_model_is_bitwise_unchanged(evaluator, kind, splits, request):
     model = reduced_vit(kind) if kind in REDUCTIONS else request.getfixturevalue(kind)
     model.train()
@@ -305,7 +305,7 @@ def test_modes_are_restored_if_the_model_raises(splits):
     assert model.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("name", [name for name in EVALUATORS if name != "cost"])  # cost measures time
+@pytest.mark.parametrize("name", slow_but(("accuracy", "knn", "linear_probe"), [name for name in EVALUATORS if name != "cost"]))  # cost measures time
 def test_evaluators_are_deterministic(name, vit, splits):
     first = list(EVALUATORS[name](vit.train(), splits))
     torch.manual_seed(1)
@@ -334,7 +334,7 @@ def test_a_model_is_evaluated_in_its_own_precision(name, dtype, vit, splits):
 # Cost
 
 
-@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("kind", slow_but({*REDUCTIONS} - {"thresholds"}, REDUCTIONS))
 def test_cost_is_that_of_a_forward_pass(kind, splits):
     model = reduced_vit(kind).train()
     found = dict(cost(model, splits, batch=4, repeats=1))

@@ -225,6 +225,7 @@ def test_onnx_file_resizes_images_as_predict_does(height, width, resizing):
     assert (run_onnx(path, pixels) - expected).abs().max() <= LARGEST
 
 
+@pytest.mark.slow
 def test_batch_of_an_onnx_file_may_have_any_length(resizing):
     model, path = resizing
     for n in (1, 2, 33):
@@ -232,6 +233,7 @@ def test_batch_of_an_onnx_file_may_have_any_length(resizing):
         assert (run_onnx(path, pixels) - model.predict_proba(pixels)).abs().max() <= LARGEST
 
 
+@pytest.mark.slow
 def test_onnx_file_describes_itself(resizing):
     model, path = resizing
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -551,6 +551,7 @@ def check_kills_in_file_calls(runs: list[ArmRun], tmp_path: Path, least: int) ->
     return counts
 
 
+@pytest.mark.slow
 def test_processes_killed_while_they_write_files_end_with_equal_results(runs, tmp_path):
     assert check_kills_in_file_calls(runs, tmp_path, 4)["records"] >= 5
 

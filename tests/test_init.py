@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import (
     AttentionOutput,
@@ -71,7 +71,7 @@ def test_record_contains_the_cost_of_all_earlier_runs_and_the_loaded_weights(tmp
 
 @pytest.mark.parametrize(
     "init, teacher, steps",
-    [(SHORT, SHORT, 12), (SHORT, SHORT.vary(init=SHORT, steps=7), 19), (SHORT.vary(lr=3e-4), SHORT, 24)],
+    slow_after(1, [(SHORT, SHORT, 12), (SHORT, SHORT.vary(init=SHORT, steps=7), 19), (SHORT.vary(lr=3e-4), SHORT, 24)]),
     ids=["same run", "one after the other", "two runs"],
 )
 def test_earlier_run_that_is_used_twice_is_counted_once(init, teacher, steps, tmp_path):
@@ -104,10 +104,10 @@ def test_only_a_reduction_may_have_new_weights(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
+    slow_after(1, [
         dict(reduction=partial(LearnedPrune, keep=0.6), objective=LearnToPrune),
         dict(reduction=LearnedThresholds, objective=partial(LearnThresholds, budget=0.6), lr=0.1),
-    ],
+    ]),
     ids=["DynamicViT", "LTMP"],
 )
 def test_learned_reductions_are_trained_from_another_run_and_bitwise_equal_again(tmp_path, change):
@@ -184,6 +184,7 @@ def test_dependency_has_the_seed_and_the_labels_of_its_run_unless_it_sets_labels
     assert references and all(entry.run.init is None for entry in references)
 
 
+@pytest.mark.slow
 def test_deleted_dependency_of_a_dependency_is_trained_again(tmp_path):
     second = SHORT.vary(init=SHORT, steps=4, lr=1e-3)
     entries = entries_of({"base": SHORT.vary(lr=2e-3), "from a": FROZEN, "from b": second.vary(init=second, steps=2)})
@@ -273,7 +274,7 @@ class OtherBlocks(SmallCNN):
     "change",
     [
         dict(attention=ForeignAttention, reduction=partial(Merge, r=2)),
-        dict(attention=ForeignAttention, reduction=LearnedThresholds),
+        pytest.param(dict(attention=ForeignAttention, reduction=LearnedThresholds), marks=pytest.mark.slow),
         dict(reduction=Untraceable),
         dict(model=OtherBlocks),
     ],

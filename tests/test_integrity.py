@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after, slow_but
 
 from smallvit import ArmRun, Run, ablate, augment, fit, load, storage
 from smallvit import record as records
@@ -311,7 +311,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage", slow_after(2, DAMAGES.values()), ids=DAMAGES)
 def test_damaged_checkpoint_is_set_aside_and_the_run_starts_again(damage, tmp_path, trained, monkeypatch, capsys):
     left_checkpoint(tmp_path)
     damaged = damage((tmp_path / CHECKPOINT).read_bytes())
@@ -449,7 +449,7 @@ def whole_stack(tmp_path_factory) -> tuple[list[Record], list[Path]]:
     return fit_stacked(runs, places), places
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", slow_but(("first checkpoint", "last own checkpoint", "first record"), MOMENTS))
 def test_stack_killed_at_any_moment_ends_bitwise_equal(moment, tmp_path, monkeypatch, whole_stack):
     runs, places = seeds_of(SHORT, 3, tmp_path)
     with monkeypatch.context() as patch:

@@ -119,6 +119,7 @@ def test_renamed_arm_keeps_its_runs_also_as_the_start_of_another_run(tmp_path):
     assert recall(other, tmp_path, "t") is None and "plain" in folder(other, tmp_path, "t").parts
 
 
+@pytest.mark.slow
 def test_dependency_that_is_an_arm_keeps_its_folder_when_only_a_part_of_the_recipe_is_launched(tmp_path):
     recipe = comparison(1, {"base": SHORT, "tuned": SHORT.vary(init=SHORT), "other": SHORT.vary(init=SHORT.vary(lr=0.5))})
     launch(recipe[1:2], tmp_path, recipe="t", recipe_runs=recipe, jobs=1)
@@ -194,6 +195,7 @@ def interrupted(out: Path, runs: list[ArmRun]):
         os._exit(130)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_everything_resumable(tmp_path):
     steps = dict(zip(ARMS, (50, 500)))  # one arm finishes long before the other, on any machine
     runs = comparison(2, {name: run.vary(steps=steps[name]) for name, run in ARMS.items()})

@@ -200,6 +200,7 @@ def test_outputs_are_spread_with_sigreg_and_not_without():
     assert trained(0.1)["spread"] > 0.95 and trained(0.0)["spread"] < 0.4
 
 
+@pytest.mark.slow
 def test_a_run_in_which_all_images_give_the_same_output_stops(tmp_path):
     black, labels = np.zeros((60, 8, 8), dtype=np.uint8), np.arange(60) % 10
     images = {f"{part}_images": black for part in ("train", "test")} | {f"{part}_labels": labels for part in ("train", "test")}

@@ -14,7 +14,7 @@ from lightly.models import utils
 from lightly.models.modules import MaskedVisionTransformerTIMM
 from lightly.models.modules.masked_vision_transformer_decoder_timm import MaskedVisionTransformerDecoderTIMM
 from torch import nn
-from toys import assert_close, option_id, randomize
+from toys import assert_close, option_id, randomize, slow_after
 
 from smallvit import tokenizers
 from smallvit.attention import Attention, LocalityAttention
@@ -299,7 +299,7 @@ def test_no_visible_pixel_is_a_target(normalise):
 
 
 @pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool], ids=option_id)
-@pytest.mark.parametrize("position", [Learned, partial(Learned, on_prefix=False), SinCos2d, SinCos1d, None], ids=option_id)
+@pytest.mark.parametrize("position", slow_after(2, [Learned, SinCos2d, partial(Learned, on_prefix=False), SinCos1d, None]), ids=option_id)
 @pytest.mark.parametrize("name", ["patch", "SPT", "stem", "CCT"])
 def test_with_every_patch_visible_the_encoder_is_the_model(pool, position, name):
     for registers, more in ((0, dict(attention=LocalityAttention)), (2, dict(norm_after_pool=True, attention=Attention))):
@@ -361,7 +361,7 @@ def test_the_observation_has_the_pooled_features_of_visible_tokens():
 # Sizes and channels
 
 
-@pytest.mark.parametrize("image", [(28, 28), (32, 32), (24, 40)], ids=str)
+@pytest.mark.parametrize("image", [(24, 40), *(pytest.param(size, marks=pytest.mark.slow) for size in ((28, 28), (32, 32)))], ids=str)
 @pytest.mark.parametrize("make", [PatchEmbed, ShiftedPatchEmbed, ConvStem, ConvTokenizer])
 def test_any_size_and_number_of_channels_works_or_is_refused_with_the_sizes(image, make):
     size, worked = f"{image[0]} x {image[1]}", 0
@@ -602,7 +602,7 @@ def blobs(b):
     return (-((x - center[:, 0]) ** 2 + (y - center[:, 1]) ** 2) / 30).exp()[:, None] * 2 - 0.7
 
 
-@pytest.mark.parametrize("make, normalise, steps", [(PatchEmbed, False, 140), (ShiftedPatchEmbed, True, 70)])
+@pytest.mark.parametrize("make, normalise, steps", slow_after(1, [(ShiftedPatchEmbed, True, 70), (PatchEmbed, False, 140)]))
 def test_training_learns_to_predict_hidden_patches(make, normalise, steps):
     """On new images the error is far below that of the best constant."""
     model = ViT((12, 12), 1, 5, dim=24, depth=1, heads=3, tokenizer=partial(make, patch=4))

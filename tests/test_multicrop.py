@@ -261,6 +261,15 @@ def test_views_made_together_are_bitwise_equal_to_views_made_one_by_one(multicro
     assert torch.equal(generator.get_state(), reference.get_state()), "other random numbers were drawn"
 
 
+@pytest.mark.parametrize("name", MULTICROPS)
+def test_views_of_images_that_need_a_gradient_are_the_same(name):
+    batch, multicrop = random_batch(16, 3, 32, 32), MULTICROPS[name]
+    expected = multicrop(batch, seeded(5)).views
+    views = multicrop(batch._replace(images=batch.images.clone().requires_grad_()), seeded(5)).views
+    assert all(map(torch.equal, views, expected))
+    assert all(view.requires_grad for view in views)
+
+
 def test_views_may_be_made_by_any_callable():
     def invert(batch, generator):
         return batch._replace(images=torch.rand((), generator=generator) - batch.images)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from toys import slow_after
 
 from smallvit import (
     DINO,
@@ -780,6 +781,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_with_a_small_stack_and_few_open_files():
     command = f"ulimit -s 256; ulimit -n 64; exec {sys.executable} -c '{SCRIPT}'"
@@ -844,7 +846,7 @@ def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
 
 @pytest.mark.parametrize(
     "run",
-    [
+    slow_after(3, [
         RUN.vary(block=partial(Block, dropout=0.1)),
         RUN.vary(drop_path=0.4, attention=LocalityAttention),
         RUN.vary(objective=MAE, unlabelled=True),
@@ -853,7 +855,7 @@ def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
         RUN.vary(layer_decay=0.7, weight_decay=0.1, ema=0.0),
         RUN.vary(reduction=partial(Merge, r=3)),
         RUN.vary(block=partial(Block, activation="swiglu")),
-    ],
+    ]),
     ids=["dropout", "stochastic depth", "MAE", "DINO", "semi-supervised", "layer decay", "merging", "SwiGLU"],
 )
 def test_objectives_and_options_train_alike(run, tmp_path):
@@ -865,7 +867,7 @@ def test_objectives_and_options_train_alike(run, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}, {"block": partial(Block, activation="swiglu")}],
+    slow_after(1, [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}, {"block": partial(Block, activation="swiglu")}]),
     ids=["LSA", "merging", "SwiGLU"],
 )
 def test_stack_equals_single_runs(options, tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from toys import slow_after
 
 from smallvit.__main__ import main, parser
 from smallvit.commands import inspection, new
@@ -108,7 +109,7 @@ def test_recipe_of_gray_images_uses_all_techniques_with_five_folds():
     assert "within reach, with equally many of each class: 10" in Path("gray.py").read_text()
 
 
-@pytest.mark.parametrize(("images", "steps"), [(40, 300), (500, 400), (880, 700), (5_000, 1_000)])
+@pytest.mark.parametrize(("images", "steps"), slow_after(2, [(40, 300), (500, 400), (880, 700), (5_000, 1_000)]))
 def test_steps_are_a_whole_number_that_grows_with_the_images(images, steps):
     gray()
     found = replace(inspect_images(Path("gray")), counts={"pool": {"circle": images // 2, "square": images // 2}})
@@ -389,6 +390,7 @@ def test_texts_are_written_so_that_python_reads_them(text):
     assert eval(literal(text)) == text
 
 
+@pytest.mark.slow
 def test_records_of_the_new_recipe_are_folds(tmp_path):
     gray()
     module = written("gray")

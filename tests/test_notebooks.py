@@ -119,6 +119,7 @@ def test_notebook_runs(path, execute):
     assert all(cell.execution_count for cell in cells(execute(path)))
 
 
+@pytest.mark.slow
 def test_cells_of_a_notebook_run(tmp_path, monkeypatch):
     """Without a kernel, which imports everything once more; the test above runs all notebooks in one."""
     monkeypatch.chdir(tmp_path)

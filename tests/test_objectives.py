@@ -277,6 +277,28 @@ def test_the_loss_of_dynamicvit_is_the_sum_of_its_four_terms(batch, monkeypatch)
     assert result["kept"].tolist() == pytest.approx([0.75, 0.5, 0.25])
 
 
+@pytest.mark.parametrize("options", [{}, {"softmax_first": True}, {"class_weight": "balanced"}])
+def test_gradient_of_the_cross_entropy_in_double_precision_is_that_of_finite_differences(options):
+    objective = Supervised(nn.Identity(), **options)
+    objective.set_class_counts(torch.tensor([4, 2, 3]))
+    logits, targets = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: objective(Batch(x, targets), 0.5)["loss"], logits)
+
+
+def test_losses_in_double_precision_are_computed_in_double_precision(batch, monkeypatch):
+    """The divergence of LearnToPrune; float32 would differ by more than 1e-9."""
+    fix_decisions(monkeypatch, (0.75, 0.5, 0.25))
+    objective = LearnToPrune(randomize_decisions(PRUNED()), ratio=0.0, distil=1.0, distil_tokens=0.0).double().train()
+    images, targets = batch.images.double(), batch.targets.double()
+    with torch.no_grad():
+        for parameter in objective.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    loss = objective(Batch(images, targets), 0.5)["loss"]
+    student, teacher = (model(images).log_softmax(-1) for model in (objective.model, objective.teacher))
+    expected = F.kl_div(student, teacher, reduction="batchmean", log_target=True) - (targets * student).sum(-1).mean()
+    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("shares, met", [((0.5, 0.25, 0.125), True), ((0.5, 0.25, 0.25), False)])
 def test_the_ratio_term_is_zero_where_the_targets_are_met(shares, met, batch, monkeypatch):
     fix_decisions(monkeypatch, shares)

@@ -1,5 +1,7 @@
 """Optimizers beside AdamW: the steps of the papers, what they leave as it was, and all that a run does with its optimizer."""
 
+import copy
+import pickle
 from collections import Counter
 from functools import partial
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import (
     DINO,
@@ -51,12 +53,13 @@ SHORT = Run(model=TINY_VIT, labels=50, val=50, steps=12, batch=8, augment=augmen
 FREE = SHORT.vary(optimizer=ScheduleFree, schedule="constant", ema=0.0)
 RUNS = {
     "Muon": SHORT.vary(optimizer=Muon, layer_decay=0.7),
+    "SAM on ScheduleFree": FREE.vary(optimizer=partial(SAM, base=ScheduleFree)),
     "SAM": SHORT.vary(optimizer=SAM),
     "ASAM on Muon": SHORT.vary(optimizer=partial(SAM, rho=0.5, adaptive=True, base=Muon)),
     "ScheduleFree": FREE,
-    "SAM on ScheduleFree": FREE.vary(optimizer=partial(SAM, base=ScheduleFree)),
 }
 each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+two_runs_quickly = pytest.mark.parametrize("run", slow_after(2, RUNS.values()), ids=RUNS)
 
 
 def training_of(run: Run, seed: int = 0, double: bool = False) -> loop.Training:
@@ -370,7 +373,7 @@ def test_average_is_evaluated_and_saved(tmp_path):
 
 
 @pytest.mark.parametrize("rates", [(1, 1), (0.3, 1)], ids=["one rate", "two rates"])
-@each_run
+@two_runs_quickly
 def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, monkeypatch):
     double = lambda logits, targets, weights=None: -(targets * logits.log_softmax(-1)).sum(-1).mean()  # noqa: E731
     monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double)
@@ -407,7 +410,7 @@ def killed(run: Run, folder, monkeypatch, steps: int = 5, fit=fit, **options):
     return fit(run, folder, **options)
 
 
-@each_run
+@two_runs_quickly
 def test_killed_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     fit(run, tmp_path / "whole")
     killed(run, tmp_path / "killed", monkeypatch)
@@ -448,6 +451,129 @@ def test_frozen_parameters_stay_and_bf16_trains(name):
         training.train_step()
     assert torch.equal(frozen, kept) and not torch.equal(training.objective.model.blocks[0].mlp[0].weight, before)
     assert all(p.isfinite().all() for p in training.objective.parameters())
+
+
+# In a training loop of your own
+
+LOOSE = {
+    "AdamW": AdamW, "Muon": partial(Muon, momentum=0.8), "ScheduleFree": partial(ScheduleFree, beta1=0.8),
+    "SAM": partial(SAM, rho=0.1), "SAM on Muon": partial(SAM, base=partial(Muon, momentum=0.8)),
+}  # fmt: skip
+each_optimizer = pytest.mark.parametrize("make", LOOSE.values(), ids=LOOSE)
+
+
+def optimized(make, dtype=torch.float32):
+    """A matrix inside a block and a bias, which have gradients, and an optimizer for them."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((4, 4), (4,))]
+    optimizer = make(groups_of(parameters[:1], parameters[1:]))
+    set_rate(optimizer, 0.01)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    return parameters, optimizer
+
+
+@each_optimizer
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
+def test_copy_takes_the_same_steps(make, copied):
+    parameters, optimizer = optimized(make)
+    optimizer.step()
+    others, copy_of = copied((parameters, optimizer))
+    for p, other in zip(parameters, others):
+        other.grad = p.grad.clone()
+    for each in (optimizer, copy_of):
+        each.step()
+    assert all(torch.equal(p, other) for p, other in zip(parameters, others)) and parameters[0] is not others[0]
+
+
+def test_optimizer_with_a_scheduler_can_be_pickled():
+    _, optimizer = optimized(Muon)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the method `step` of this object
+    pickle.loads(pickle.dumps(optimizer)).step()
+
+
+@each_optimizer
+def test_parameters_can_be_added(make):
+    _, optimizer = optimized(make)
+    added = nn.Parameter(torch.zeros(3, 3))
+    optimizer.add_param_group({"params": added, "lr": 0.01})
+    added.grad = torch.ones(3, 3)
+    optimizer.step()
+    torch.testing.assert_close(added.detach(), torch.full((3, 3), -0.01))  # a step of AdamW
+    if isinstance(optimizer, SAM):
+        with optimizer.moved():
+            assert (added > -0.01).all()
+
+
+@pytest.mark.parametrize("make", [AdamW, Muon, ScheduleFree])
+def test_closure_computes_the_gradients(make):
+    (alone, other), optimizer = optimized(make)
+    (expected, bias), reference = optimized(make)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (alone**2).sum() + other.sum()
+        loss.backward()
+        return loss
+
+    expected.grad, bias.grad = 2 * expected.detach(), torch.ones(4)
+    reference.step()
+    loss = ((alone**2).sum() + other.sum()).item()
+    assert optimizer.step(closure).item() == loss
+    assert torch.equal(alone, expected) and torch.equal(other, bias)
+
+
+@each_optimizer
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_gradient_scaler_skips_a_step_that_overflows(make, unscaled):
+    parameters, optimizer = optimized(make)
+    scaler, steps = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    for overflow in (True, False):
+        before = [p.detach().clone() for p in parameters]
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum() for p in parameters)).backward()
+        if overflow:
+            parameters[0].grad[0, 0] = float("inf")
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append([p.detach() - old for p, old in zip(parameters, before)])
+    assert not any(step.any() for step in steps[0])
+    expected, reference = optimized(make)
+    start = [p.detach().clone() for p in expected]
+    reference.step()
+    for step, p, old in zip(steps[1], expected, start):
+        torch.testing.assert_close(step, p.detach() - old)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_schedule_free_counts_in_float32(dtype):
+    (p, _), optimizer = optimized(ScheduleFree, dtype)
+    set_rate(optimizer, 1e-4)
+    for _ in range(300):
+        optimizer.step()
+    copied = optimized(ScheduleFree, dtype)
+    copied[1].load_state_dict(optimizer.state_dict())
+    for one, each in ((p, optimizer), (copied[0][0], copied[1])):
+        state = each.state[one]
+        assert state["step"] == 300 and state["lr_max"].dtype == torch.float32
+        assert state["weight_sum"].item() == pytest.approx(300 * 1e-8, rel=1e-4)
+    assert p.isfinite().all() and optimizer.averaged(p).isfinite().all()
+
+
+def test_schedule_free_trains_in_bfloat16():
+    """On a quadratic function, about as in float32."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = ScheduleFree(groups_of(others=[p]))
+        set_rate(optimizer, 0.1)
+        for _ in range(200):
+            p.grad = p.detach().clone()
+            optimizer.step()
+        found.append(optimizer.averaged(p).abs().max().item())
+    assert found[0] < 0.05 and found[1] < 0.05
 
 
 def test_record_names_the_optimizer_and_older_runs_keep_their_fingerprints(tmp_path):
@@ -516,6 +642,7 @@ REFUSED = [
     ),
     (lambda: Muon(nn.Linear(2, 2).parameters()), "Muon got parameters that are not in groups with 'parts'; expected smallvit.optim"),
     (lambda: SAM([*nn.Linear(2, 2).parameters()]), "SAM got parameters that are not in groups with 'decays'"),
+    (lambda: optimized(SAM)[1].step(lambda: 0.0), r"SAM.step got a closure; expected none: call two_passes"),
     (lambda: check_divisible(SHORT.vary(optimizer=SAM), 2), "SAM .* use one process"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from matplotlib import colormaps
 from torch import nn
-from toys import randomize
+from toys import randomize, slow_after
 
 import smallvit
 from smallvit.data import DataSpec, Images
@@ -73,7 +73,7 @@ def saved_bytes(figure, tmp_path) -> int:
 
 
 @pytest.mark.parametrize("n, channels", [(3, 1), (1, 3)])
-@pytest.mark.parametrize("block, number", [(-1, 2), (0, 0)])
+@pytest.mark.parametrize("block, number", slow_after(1, [(-1, 2), (0, 0)]))
 def test_attention_figure_has_columns_for_each_head_their_mean_and_rollout(n, channels, block, number, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=3, heads=4, tokenizer=partial(PatchEmbed, patch=2))
     figure = attention_figure(model, random_images(n, channels), block=block)
@@ -138,7 +138,7 @@ def test_figures_of_a_timm_model(tmp_path):
 @pytest.mark.parametrize(
     "position", [Learned, partial(Learned, on_prefix=False), SinCos1d, SinCos2d], ids=["learned", "patches", "1d", "2d"]
 )
-@pytest.mark.parametrize("prefix", [{}, {"registers": 3}, {"pool": MeanTokens}])
+@pytest.mark.parametrize("prefix", slow_after(1, [{"registers": 3}, {}, {"pool": MeanTokens}]))
 def test_each_position_has_a_map_of_its_cosines_to_all_others(position, prefix, tmp_path):
     model = make_vit(position=position, **prefix)
     figure = position_similarity(model)
@@ -332,7 +332,7 @@ def test_wrong_predictions_and_labels_are_refused(guesses, labels, message):
 
 
 @pytest.mark.parametrize("n, columns, shape", [(7, 3, (3, 3)), (2, 10, (1, 2)), (4, 1, (4, 1))])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", slow_after(1, [1, 3]))
 def test_gallery_shows_images_in_reading_order_below_their_titles(n, columns, shape, channels, tmp_path):
     images = random_images(n, channels)
     names = [f"image {i}\nof many" for i in range(n)]
@@ -390,7 +390,7 @@ def test_names_of_classes_are_drawn_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalise", slow_after(1, [True, False]))
 def test_reconstruction_shows_the_image_its_visible_patches_and_the_reconstruction(normalise, channels, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=2))
     mae, images = MAE(model, normalise=normalise, decoder_dim=16), random_images(2, channels)
@@ -435,6 +435,7 @@ def test_pixels_beyond_0_and_1_are_drawn_from_the_smallest_to_the_largest_value(
 # Imports
 
 
+@pytest.mark.slow
 def test_figures_of_arrays_need_neither_torch_nor_a_display(tmp_path):
     x, labels = clusters()
     path = tmp_path / "data.json"

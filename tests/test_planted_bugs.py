@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after, slow_but
 
 import smallvit
 from smallvit import Run, ablate, augment, digits
@@ -160,7 +160,7 @@ ERRORS = {  # name -> the error and what the message says on another machine
 
 
 @MACHINES
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", slow_but(("EMA not evaluated", "another subset"), ERRORS))
 def test_one_seed_shows_an_error(committed, tmp_path, monkeypatch, error, made):
     plant, words = ERRORS[error]
     plant(monkeypatch)
@@ -170,7 +170,7 @@ def test_one_seed_shows_an_error(committed, tmp_path, monkeypatch, error, made):
     assert ("FAILED" in lines[0]) or error == "another subset"
 
 
-@MACHINES
+@pytest.mark.parametrize("made", slow_after(1, [list, on_another_machine]), ids=["same machine", "another machine"])
 def test_correct_runs_agree(committed, tmp_path, made):
     again = [train_again(tmp_path / arm, 0, arm) for arm in ("scratch", "no decay")]
     lines, agree = compare_with_committed(made(committed), again)

@@ -16,6 +16,9 @@ from smallvit import (
     Merge,
     PatchEmbed,
     Pixels,
+    Prune,
+    RelativeBias,
+    Rotary,
     SinCos1d,
     SinCos2d,
     SmallCNN,
@@ -107,6 +110,20 @@ def test_steps_of_a_vit_add_up_and_show_its_tokens(name):
     assert [step.shape for step in steps if step.name == "prefix"] == ([(24 + prefix, 16)] if prefix else [])
     assert any(step.name == "position" for step in steps) == (OPTIONS[name].get("position", True) is not None)
     assert "elsewhere" not in [step.name for step in steps]
+
+
+@pytest.mark.parametrize("position", [RelativeBias, Rotary])
+@pytest.mark.parametrize("reduction", [None, partial(Merge, r=4), partial(Prune, keep=0.5), LearnedPrune])
+def test_summary_needs_no_values_for_positions_inside_attention(position, reduction):
+    model = TINY(attention=partial(Attention, position=position), reduction=reduction)
+    expected = [step[:4] for step in summary(model)]  # without multiply-adds, which depend on the kernel of the attention
+    assert [step[:4] for step in summary(model.to("meta"))] == expected
+
+
+def test_summary_without_values_refuses_tokens_that_depend_on_the_image():
+    model = TINY(reduction=LearnedThresholds).to("meta")
+    with pytest.raises(ValueError, match=r"LearnedThresholds got tokens on the device 'meta'.*use a model on a device such as 'cpu'"):
+        summary(model)
 
 
 def test_summary_names_the_reduction_and_shows_fewer_tokens_block_by_block():

@@ -234,10 +234,16 @@ def test_std_of_a_patch_is_that_of_the_patch_tokens(tokenizer, dim, std):
 @pytest.mark.parametrize("grid", [(8, 8), (7, 5), (2, 3), (6, 3), (2, 9), (1, 1)])
 @pytest.mark.parametrize(("prefix", "on_prefix"), [(0, True), (1, True), (3, True), (3, False)])
 def test_resampling_equals_timm(own, grid, prefix, on_prefix):
-    module = Learned(D, own, prefix, on_prefix=on_prefix).double()
+    module = Learned(D, own, prefix, on_prefix=on_prefix)
     extra = prefix if on_prefix else 0
     theirs = resample_abs_pos_embed(module.table[None], grid, old_size=own, num_prefix_tokens=extra)
     assert (added(module, grid, prefix)[:, prefix - extra :] - theirs).abs().max() <= 1e-10
+
+
+def test_resampling_in_float64_is_computed_in_float64():
+    table = torch.randn(13, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: positions.resample(t, (3, 4), (2, 5)), table)
+    assert positions.resample(table, (3, 4), (2, 5)).dtype == torch.float64
 
 
 def test_own_grid_is_exact_and_an_equal_count_in_another_shape_is_resampled():

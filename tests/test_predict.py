@@ -283,6 +283,7 @@ def write_pool():
         Image.fromarray(test.images[index, 0].numpy()).save(file)
 
 
+@pytest.mark.slow
 def test_model_that_was_trained_on_all_images_predicts_and_is_not_run_or_lost(workdir, images, capsys):
     write_pool()
     write_recipe(FOLDS.replace("folds=2", "test=0.0"))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from timm.layers import LayerNorm, RmsNorm, SwiGLU, SwiGLUPacked
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, VisionTransformer
 from torch import nn
-from toys import assert_close, option_id, randomize
+from toys import assert_close, option_id, randomize, slow_after
 
 from smallvit import (
     Attention,
@@ -83,7 +83,7 @@ def overwrite(model):
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_base_patch32_224"]
+    "name", slow_after(1, ["vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_base_patch32_224"])
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_named_timm_models_give_equal_logits_at_224_pixels(name, channels):
@@ -617,6 +617,7 @@ def test_timm_model_with_our_modules_can_be_copied_and_saved(slots, tmp_path):
         assert torch.equal(again(x), expected)
 
 
+@pytest.mark.slow
 def test_saved_timm_model_with_our_modules_gives_equal_logits_in_a_new_process(tmp_path):
     models, x = [random_weights(NAMED(**slots)) for slots in PICKLED], torch.randn(2, 1, 28, 28)
     torch.save((models, x), tmp_path / "models.pt")

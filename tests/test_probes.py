@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 from torch import nn
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import Images, Splits, ViT, data, features, initialize, knn, linear_probe
 from smallvit.evaluate import cached_features, declaration, few_shot, probes
@@ -312,7 +312,7 @@ def test_a_class_without_labeled_images_is_never_predicted(probe):
     assert next(probe(model, splits))[1] > next(probe(model, lacking))[1] > 0
 
 
-@pytest.mark.parametrize("names", [{"of": "mean"}, {"of": "both", "layers": 2}, {"of": "class token", "norm": "before"}], ids=str)
+@pytest.mark.parametrize("names", slow_after(1, [{"of": "both", "layers": 2}, {"of": "mean"}, {"of": "class token", "norm": "before"}]), ids=str)
 @all_probes
 def test_a_probe_reads_the_features_of_its_options(probe, names, vit, splits):
     """The result equals that of a model with only these features."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from toys import slow_but
 
 from smallvit.record import read_records
 from smallvit.verdicts import compare
@@ -130,7 +131,10 @@ def test_recipe_without_records_has_an_expectation_and_no_results(path):
     assert not path.with_suffix(".md").exists()
 
 
-@each
+QUICK = [path for path in PUBLISHED if path.stem in ("spt_lsa", "mae", "optimizers", "distill")]  # few records
+
+
+@pytest.mark.parametrize("path", slow_but(QUICK, PUBLISHED), ids=lambda path: path.stem)
 def test_numbers_under_found_are_those_of_the_records(path, results):
     text = NAMES.sub("", sections(docstring(path))["Found"])
     assert len(NUMBER.findall(text)) >= 4

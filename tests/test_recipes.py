@@ -29,6 +29,9 @@ def each(paths, quick=None):
     return pytest.mark.parametrize("path", [pytest.param(path, marks=marks[path], id=path.stem) for path in paths])
 
 
+QUICK = ("quickstart", "spt_lsa", "mae", "optimizers", "distill", "records")  # few records or dependencies
+
+
 DOWNLOADS = {  # recipes on data sets that must be downloaded, with what is there if that was done
     "ablation_blood": Path("data/bloodmnist.npz").absolute(),
     "ablation_cifar10": DATA / "cifar-10-batches-py",
@@ -49,7 +52,7 @@ def test_recipes_are_found():
     assert {path.stem for path in COMMITTED} >= {"quickstart", "spt_lsa"} and len(COMMITTED) >= 11
 
 
-@each(RECIPES, quick=("quickstart", "spt_lsa", "mae"))  # the others have more arms or long dependencies
+@each(RECIPES, quick=("quickstart", "mae"))  # the others have more arms or long dependencies
 def test_every_arm_takes_a_step_and_is_evaluated(path, needs_data, tmp_path, monkeypatch):
     whole, subset, measured = HeldOut.open, Dataset.subset, flops.milliseconds
     monkeypatch.setattr(HeldOut, "open", lambda self: whole(self).take(slice(100)))  # 10,000 test images take minutes
@@ -74,7 +77,7 @@ def small(run: Run) -> Run:
     return replace(run, val=20, labels=run.labels or 200, batch=min(run.batch, 16), **dependencies)
 
 
-@each(RECIPES, quick=[path.stem for path in RECIPES if not path.stem.startswith(("ablation_", "inductive_bias_"))])  # with arms of others
+@each(RECIPES, quick=QUICK)
 def test_plan_names_every_arm(path, needs_data, monkeypatch):
     monkeypatch.setattr(Weights, "local_path", lambda self: None)
     monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
@@ -88,7 +91,7 @@ def test_plan_names_every_arm(path, needs_data, monkeypatch):
 # Committed records and reports
 
 
-@each(COMMITTED)
+@each(COMMITTED, quick=QUICK)
 def test_committed_records_are_those_of_the_recipe_and_finished(path):
     records, entries = records_of(path), loaded(path).RUNS
     assert [(r.arm, r.role, r.labels, r.seed) for r in records] == [(e.arm, e.role, e.labels, e.seed) for e in entries]
@@ -104,7 +107,7 @@ def test_committed_records_are_those_of_the_recipe_and_finished(path):
     assert len({r.code["sha256"] for r in trained}) == 1 or path.stem == "records"
 
 
-@each(COMMITTED)
+@each(COMMITTED, quick=QUICK)
 def test_committed_records_rebuild_to_runs_of_the_recipe(path):
     """The exceptions are arms whose code computes something else today. Their records say so, and keep the old fingerprint."""
     superseded = []
@@ -132,7 +135,7 @@ def test_committed_page_loads_nothing_from_the_network(path):
     assert "://" not in path.with_suffix(".html").read_text().replace("http://www.w3.org", "")
 
 
-@each(COMMITTED)
+@each(COMMITTED, quick=QUICK)
 def test_committed_report_is_that_of_the_committed_records(path):
     text = path.with_suffix(".md").read_text()
     assert text == markdown(records_of(path), title=path.stem, doc=loaded(path).__doc__, trials=trials(path))

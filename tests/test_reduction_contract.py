@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from toys import option_id, pairwise, randomize, tiny_vit
+from toys import option_id, pairwise, randomize, slow_after, tiny_vit
 
 from smallvit import reduction
 from smallvit.attention import Attention, LocalityAttention
@@ -123,7 +123,7 @@ def test_pruners_return_a_subset_of_the_tokens(make):
 
 @off
 @pytest.mark.parametrize("attention", [Attention, LocalityAttention])
-@pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool])
+@pytest.mark.parametrize("pool", slow_after(1, [ClassToken, MeanTokens, SequencePool]))
 def test_off_setting_equals_the_plain_model_bit_for_bit(make, attention, pool):
     slots = dict(attention=attention, pool=pool, registers=1)
     plain, reduced = small(**slots), small(**slots, reduction=make)

@@ -184,11 +184,15 @@ def test_masked_training_equals_removing_the_dropped_patches(pool, attention, re
         assert (logits[image] - model.head(model.pooled(alone, None))[0]).abs().max() < 1e-5
 
 
-def test_loss_reaches_every_predictor_through_attention():
-    model = tiny(reduction=LearnedPrune).train()
-    model(torch.randn(8, 1, 12, 12)).square().sum().backward()
+@pytest.mark.parametrize("attention", [Attention, LocalityAttention])
+def test_loss_reaches_every_predictor_through_attention(attention):
+    model, decisions = tiny(attention=attention, reduction=LearnedPrune).train(), []
     for block in model.blocks[1:]:
+        block.reduction.kept.register_forward_pre_hook(lambda _, given: (given[0].retain_grad(), decisions.append(given[0]))[0])
+    model(torch.randn(8, 1, 12, 12)).square().sum().backward()
+    for block, kept in zip(model.blocks[1:], decisions, strict=True):
         assert all(p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in block.reduction.predictor.parameters())
+        assert (kept == 0).any() and (kept.grad[kept == 0] != 0).any()  # dropped patches give a signal, too
 
 
 @pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from markupsafe import escape
 from scipy import stats
+from toys import slow_but
 
 from smallvit.components import describe_value, differences
 from smallvit.packing import pack_bits
@@ -338,7 +339,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("case", ANSWERS)
+@pytest.mark.parametrize("case", slow_but(("better", "all kinds", "nothing shown", "unavailable", "too few seeds"), ANSWERS))
 def test_answer_states_the_verdicts_in_two_sentences(case):
     rows, expected = ANSWERS[case]
     assert re.fullmatch(expected, answer(compare(rows)))
@@ -727,6 +728,7 @@ def drawn(rows: list[Record], label: str) -> str:
     return "\n".join(text for svg in pictures if label in svg.get("aria-label") for text in svg.itertext() if text.strip())
 
 
+@pytest.mark.slow
 def test_accuracy_is_drawn_against_a_hyperparameter_with_the_cost_of_each_value():
     rows = change(varied(*WIDTHS, labels=(100, 1000)), "width 128", macs=9_870_000)
     seen = drawn(rows, "one number").split("\n")

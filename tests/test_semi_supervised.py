@@ -223,6 +223,26 @@ def test_mean_prediction_is_the_mean_of_the_first_steps_and_then_moves_slowly():
     torch.testing.assert_close(objective.mean_prediction, 0.999 * batches.mean((0, 1)) + 0.001 * q.mean(0))
 
 
+def test_steps_are_counted_in_half_precision_and_a_count_in_float32_can_be_loaded():
+    objective, batch = make(align=True, momentum=0.999).bfloat16(), make_batch()
+    batch = batch._replace(images=batch.images.bfloat16(), views=tuple(view.bfloat16() for view in batch.views))
+    for _ in range(300):
+        objective(batch, 1.0)
+    assert objective.count == 300 and objective.newest_share(0.999, torch.bfloat16).item() == pytest.approx(1 / 300)
+    old = objective.state_dict() | {"count": torch.tensor(257.0)}  # as earlier versions saved it
+    objective.load_state_dict(old)
+    assert objective.count == 257 and objective.count.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_share_of_the_newest_value_has_the_precision_of_the_average(dtype):
+    objective = make(momentum=0.999)
+    for count in (1, 3, 49, 777, 10**6):
+        objective.count.fill_(count)
+        expected = (1 / torch.tensor(float(count), dtype=dtype)).clamp_min(1 - 0.999)
+        assert torch.equal(objective.newest_share(0.999, dtype), expected)
+
+
 def test_teacher_is_a_copy_that_is_neither_trained_nor_evaluated():
     objective = make(ALL, tiny_vit((8, 8), pool=Projected, drop_path=0.3))
     student, teacher = ({t.data_ptr() for t in model.state_dict().values()} for model in (objective.model, objective.teacher))

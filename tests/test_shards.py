@@ -100,6 +100,7 @@ def test_shards_stay_balanced_where_stacks_would_leave_some_without_work():
     assert [len(shard) for shard in divide(runs, runs, 4, stack=8)] == [2] * 4
 
 
+@pytest.mark.slow
 def test_division_is_the_same_in_another_process_with_other_hashes_of_strings(workdir):
     code = """
 import sys
@@ -126,6 +127,7 @@ def stored(workdir: Path) -> dict[str, float]:
     return {str(path.parent): path.stat().st_mtime_ns for path in workdir.rglob(RECORD)}
 
 
+@pytest.mark.slow
 def test_shards_train_everything_once_and_the_report_is_complete(workdir, capsys):
     seen: dict[str, float] = {}
     for index in (2, 1, 3):

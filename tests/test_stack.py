@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._C._functorch import is_batchedtensor
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import (
     DINO,
@@ -92,8 +92,8 @@ def double_cross_entropy(logits, targets, weights=None):
 
 @pytest.mark.parametrize(
     ("rates", "labels"),
-    [((1, 1, 1), (50, 50, 50)), ((0.3, 3, 1), (50, 50, 50)), ((1, 1, 1), (10, 400, None))],
-    ids=["equal", "three rates", "three numbers of labels"],
+    slow_after(1, [((0.3, 3, 1), (50, 50, 50)), ((1, 1, 1), (50, 50, 50)), ((1, 1, 1), (10, 400, None))]),
+    ids=["three rates", "equal", "three numbers of labels"],
 )
 @pytest.mark.parametrize("run", STACKABLE.values(), ids=STACKABLE)
 def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, labels, monkeypatch):
@@ -172,16 +172,16 @@ def test_runs_with_a_transform_of_somebody_else_draw_their_own_batches():
 
 @pytest.mark.parametrize(
     "run, tolerance",
-    [
+    slow_after(2, [
         (SHORT, 1e-3),
-        (SHORT.vary(precision="bf16"), 2e-2),
         (distilled(), 1e-3),
+        (SHORT.vary(precision="bf16"), 2e-2),
         (distilled(kind="hard"), 1e-3),
         (distilled(token=True), 1e-3),
         (distilled(weight=0.0), 1e-3),
         (distilled(weight=0.0, token=True), 1e-3),  # the head of the distillation token gets no gradient
-    ],
-    ids=["plain", "bf16", "soft", "hard", "token", "no weight", "no weight, token"],
+    ]),
+    ids=["plain", "soft", "bf16", "hard", "token", "no weight", "no weight, token"],
 )
 def test_each_stacked_run_has_the_record_of_the_run_alone_and_its_own_teacher(run, tolerance, tmp_path):
     runs, folders = seeds_of(run, 2, tmp_path)
@@ -203,7 +203,9 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("changes", [{}, {"objective": partial(Supervised, class_weight="balanced")}], ids=["plain", "class weights"])
+@pytest.mark.parametrize(
+    "changes", slow_after(1, [{}, {"objective": partial(Supervised, class_weight="balanced")}]), ids=["plain", "class weights"]
+)
 def test_runs_of_all_folds_and_passes_can_be_stacked(changes, tmp_path):
     """The folds have 6, 6 and 5 test images, so that the runs have different numbers of training images."""
     pixels = np.random.default_rng(0).integers(0, 256, (17, 8, 8), dtype=np.uint8)
@@ -344,7 +346,7 @@ def test_run_that_cannot_be_stacked_is_trained_alone(run, reason, tmp_path):
         assert_equal_weights(tmp_path / "alone", folders[1])
 
 
-@pytest.mark.parametrize("change", [{"steps": 24}, {"weight_decay": 0.5}, {"val": 40}], ids=lambda x: next(iter(x)))
+@pytest.mark.parametrize("change", slow_after(1, [{"weight_decay": 0.5}, {"steps": 24}, {"val": 40}]), ids=lambda x: next(iter(x)))
 def test_runs_that_differ_in_more_than_seed_learning_rate_and_labels_are_trained_alone(change, tmp_path):
     runs = [SHORT, SHORT.vary(seed=1, **change)]
     with pytest.raises(NotStackable, match="more than seed, learning rate and number of labels"):

@@ -327,6 +327,7 @@ def long_runs(steps: int) -> list[ArmRun]:
     return [replace(entry, run=entry.run.vary(steps=steps)) for entry in RUNS if entry.arm == "scratch"][:2]
 
 
+@pytest.mark.slow
 def test_runs_of_another_process_are_seen_in_training_until_they_have_finished(tmp_path):
     runs, options = long_runs(200), {"recipe": "t", "jobs": 1, "stack": 2}
     training = threading.Thread(target=launch, args=(runs, tmp_path), kwargs=options)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import (
     Attention,
@@ -195,8 +195,8 @@ def test_weight_decay_spares_norms_biases_temperatures_prefix_tokens_and_positio
 
 @pytest.mark.parametrize(
     "field, value",
-    [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("schedule", "constant"), ("layer_decay", 0.5), ("clip", 0.01),
-     ("ema", 0.5), ("batch", 9)],
+    slow_after(2, [("lr", 2e-3), ("weight_decay", 5.0), ("warmup", 0.5), ("schedule", "constant"), ("layer_decay", 0.5), ("clip", 0.01),
+     ("ema", 0.5), ("batch", 9)]),
 )  # fmt: skip
 def test_every_setting_of_the_optimizer_changes_the_weights(field, value, tmp_path):
     fit(SHORT, tmp_path / "1")
@@ -370,6 +370,7 @@ def checkpoint_step(folder: Path) -> int:
     return torch.load(folder / CHECKPOINT, weights_only=True)[0]["step"] if (folder / CHECKPOINT).exists() else 0
 
 
+@pytest.mark.slow
 def test_run_killed_at_random_steps_and_resumed_ends_bitwise_equal(tmp_path, monkeypatch):
     monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.05)
     run = SHORT.vary(steps=300, attention=partial(Attention, dropout=0.1), early_stop=50)

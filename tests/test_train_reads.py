@@ -96,6 +96,7 @@ def test_a_run_without_learning_curves_has_the_same_weights_and_score(tmp_path):
         assert all(point[2] is not None for point in full.curve)
 
 
+@pytest.mark.slow
 def test_dependencies_of_a_validation_only_run_are_validation_only_too(tmp_path):
     reads = digits().test.reads
     tuned = SHORT.vary(init=SHORT, lr=5e-4)

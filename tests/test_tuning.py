@@ -113,6 +113,7 @@ def test_stages_halve_the_trials_and_double_the_seeds():
     assert run_count(EIGHT) == 16
 
 
+@pytest.mark.slow
 def test_five_arms_are_tuned_in_twice_the_runs_of_their_own_comparison(tmp_path, fake_launch):
     arms = {f"mlp ratio {ratio}": BASE.vary(block=partial(Block, mlp_ratio=ratio)) for ratio in (1.0, 1.5, 2.0, 3.0, 4.0)}
     runs = comparison(arms=arms, seeds=range(8))
@@ -373,6 +374,7 @@ def test_arm_whose_weights_are_gone_keeps_its_tuned_settings(tmp_path, monkeypat
     assert read(tuned_file(path))[1] == tuned
 
 
+@pytest.mark.slow
 def test_optuna_shows_all_trials_also_after_a_kill_in_the_middle_of_a_line(tmp_path, fake_launch):
     from optuna import load_study
     from optuna.storages import JournalStorage
@@ -617,6 +619,7 @@ def test_options_that_change_a_matched_cost_are_not_tuned(option, values):
     assert comparison(Tune({"lr": (1e-3, 1e-2), option: values}), arms=arms)
 
 
+@pytest.mark.slow
 def test_importing_tune_does_not_import_optuna():
     code = "import sys, smallvit.tuning; assert 'optuna' not in sys.modules and 'sklearn' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
@@ -757,6 +760,7 @@ def test_arms_that_two_processes_tune_at_the_same_time_are_both_in_the_file(tmp_
     assert [arm.arm for arm in read(tuned_file(path))[1]] == ["scratch", "other"]
 
 
+@pytest.mark.slow
 def test_longer_runs_have_the_settings_of_the_recipe_if_all_its_runs_are_tuned(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):
     monkeypatch.chdir(tmp_path)
     path = recipe(tmp_path, "all_tuned")

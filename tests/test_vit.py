@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import assert_close, option_id, pairwise
+from toys import assert_close, option_id, pairwise, slow_after
 
 import smallvit
 from smallvit import attention, pooling, positions, references, tokenizers
@@ -131,7 +131,7 @@ def test_the_exported_models_use_every_slot_class():
     assert used == {c for module in (tokenizers, positions, attention, pooling) for c in public_classes(module)}
 
 
-@pytest.mark.parametrize("slots", EXPORTED, ids=lambda slots: option_id(slots["tokenizer"]))
+@pytest.mark.parametrize("slots", slow_after(1, EXPORTED), ids=lambda slots: option_id(slots["tokenizer"]))
 @pytest.mark.parametrize("image", [(16, 8), pytest.param((8, 8), marks=pytest.mark.slow)])
 def test_exported_model_gives_equal_logits_for_any_batch_size(slots, image):
     model = ViT((8, 8), 1, 3, dim=8, depth=1, heads=2, **slots).eval()
@@ -261,6 +261,33 @@ class ZeroAttention(nn.Module):
 class DrawnAttention(ZeroAttention):
     def reset_parameters(self):
         nn.init.normal_(self.proj.weight)
+
+
+FIXED = {
+    "sines": {"position": SinCos2d},
+    "published sines": {"position": partial(SinCos2d, temperature=None, centered=False, amplitude=1.0)},
+    "sines in one dimension": {"position": SinCos1d},
+    "rotary": {"attention": partial(Attention, position=Rotary), "position": None},
+}
+
+
+@pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)
+def test_fixed_positions_are_computed_again_after_to_empty(options):
+    expected = ViT((8, 12), 1, 10, **options)
+    with torch.device("meta"):
+        model = ViT((8, 12), 1, 10, **options)
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(7.0)
+    initialize(model).load_state_dict(expected.state_dict())
+    buffers = dict(expected.named_buffers())
+    assert buffers and all(torch.equal(tensor, buffers[name]) for name, tensor in model.named_buffers())
+    x, state = torch.randn(2, 1, 8, 12), torch.get_rng_state()
+    assert torch.equal(model(x), expected(x))
+    for module in (model.position, *(block.attention.position for block in model.blocks)):
+        if module is not None:
+            module.reset_parameters()  # a table needs no random numbers
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_class_from_outside_keeps_its_weights_unless_it_has_reset_parameters():

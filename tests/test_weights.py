@@ -11,7 +11,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from toys import randomize
+from toys import randomize, slow_after, slow_but
 
 from smallvit import (
     ConvStem,
@@ -106,19 +106,19 @@ def normalize(pixels, channels):
 # Equal outputs
 
 
-VARIANTS = {
+VARIANTS = {  # name -> how many cases of IMAGES are quick
     TINY: 1,
-    DEIT: 1,
+    DEIT: 0,
     "vit_wee_patch16_reg1_gap_256.sbb_in1k": 1,  # registers, mean pooling, qk-norm, a wide MLP
-    "deit3_small_patch16_224.fb_in1k": 2,  # LayerScale, positions without the class token
-    "vit_small_patch16_224.augreg_in21k_ft_in1k": 2,
-    "vit_small_patch14_reg4_dinov2.lvd142m": 2,  # no head
+    "deit3_small_patch16_224.fb_in1k": 0,  # LayerScale, positions without the class token
+    "vit_small_patch16_224.augreg_in21k_ft_in1k": 0,
+    "vit_small_patch14_reg4_dinov2.lvd142m": 0,  # no head
 }
-IMAGES = [(28, 4, 1), (32, 4, 3), (28, 7, 1), (28, 4, 3)]  # larger models: only the first one or two in the short suite
+IMAGES = [(28, 4, 1), (32, 4, 3), (28, 7, 1), (28, 4, 3)]
 CASES = [
-    pytest.param(name, *case, marks=[pytest.mark.slow] if at >= 3 - size else [])
-    for name, size in VARIANTS.items()
-    for at, case in enumerate(IMAGES)
+    case
+    for name, quick in VARIANTS.items()
+    for case in slow_after(quick, [(name, *image) for image in IMAGES])
 ]
 
 
@@ -140,9 +140,9 @@ def test_small_images_give_equal_features_and_logits(files, name, image, patch, 
 
 
 @pytest.mark.parametrize(
-    "name", [TINY, DEIT, pytest.param("vit_base_patch16_224.augreg_in21k_ft_in1k", marks=pytest.mark.slow)]
+    "name", slow_after(1, [TINY, DEIT, "vit_base_patch16_224.augreg_in21k_ft_in1k"])
 )
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", slow_after(1, [1, 3]))
 def test_large_and_enlarged_images_give_equal_logits(files, name, channels):
     theirs, file = files(name)
     _, mean, std = timm_adapted(name, file, 224, 16)
@@ -159,7 +159,7 @@ def test_large_and_enlarged_images_give_equal_logits(files, name, channels):
         assert (enlarged(normalize(small, channels)) - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", slow_after(1, [1, 3]))
 def test_adapted_weights_equal_those_of_timm(files, channels):
     """With the mean and standard deviation of the weights, all adaptation is that of timm."""
     _, file = files(TINY)
@@ -228,7 +228,7 @@ def write_file(model, kind, folder) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["plain", "model", "ddp", "dino", "npz"])
+@pytest.mark.parametrize("kind", slow_but(("plain", "npz"), ["plain", "model", "ddp", "dino", "npz"]))
 def test_every_kind_of_file_gives_equal_weights(files, tmp_path, kind):
     model, file = files(TINY)
     one, other = (tiny(classes=5, tokenizer=partial(PatchEmbed, patch=7)) for _ in range(2))
@@ -239,7 +239,7 @@ def test_every_kind_of_file_gives_equal_weights(files, tmp_path, kind):
     assert report["new"] == ["head.weight", "head.bias"] and report["loaded"] == 150
 
 
-@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema"])
+@pytest.mark.parametrize("key", slow_after(1, ["state_dict_ema", "model_ema"]))
 def test_moving_average_in_a_checkpoint_is_used(files, tmp_path, key):
     """As in the files of timm's training script, which timm itself reads in this way."""
     model, _ = files(TINY)
@@ -268,8 +268,9 @@ def rename_weight(state):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
+    slow_after(2, [
         (rename_weight, r"blocks\.3\.attn\.qkv\.weight is missing, blocks\.3\.attn\.kqv\.weight is unknown"),
+        (lambda state: state["norm.weight"].fill_(torch.nan), r"norm\.weight is not finite"),
         (lambda state: state.pop("pos_embed"), "pos_embed is missing"),
         (lambda state: state.update(pos_embed=torch.zeros(197)), r"pos_embed is \(197,\), expected \(1, 197, 192\)"),
         (lambda state: state.update(extra=torch.zeros(3)), "extra is unknown"),
@@ -278,9 +279,8 @@ def rename_weight(state):
             r"blocks\.3\.mlp\.fc1\.weight is \(5, 192\), expected \(768, 192\)",
         ),
         (lambda state: state.update({"patch_embed.proj.weight": torch.zeros(192, 7)}), r"patch_embed\.proj\.weight is \(192, 7\), expected"),
-        (lambda state: state["norm.weight"].fill_(torch.nan), r"norm\.weight is not finite"),
-    ],
-    ids=["renamed", "missing", "flat positions", "left over", "another shape", "flat kernel", "not finite"],
+    ]),
+    ids=["renamed", "not finite", "missing", "flat positions", "left over", "another shape", "flat kernel"],
 )
 def test_file_of_another_model_is_refused_with_the_name_of_the_weight(files, tmp_path, change, message):
     state = {key: tensor.clone() for key, tensor in files(TINY)[0].state_dict().items()}
@@ -350,8 +350,8 @@ def test_models_that_do_not_fit_are_refused(files, model, new, message):
         Weights(name=TINY, file=files(TINY)[1], new=new).load(model(), 0.5, 0.5)
 
 
-@pytest.mark.parametrize("damage", ["text", "empty", "truncated", "changed"])
-@pytest.mark.parametrize("kind", ["safetensors", "plain", "npz"])
+@pytest.mark.parametrize("damage", slow_but(("truncated",), ["text", "empty", "truncated", "changed"]))
+@pytest.mark.parametrize("kind", slow_after(2, ["safetensors", "plain", "npz"]))
 def test_damaged_file_is_refused_by_its_name(files, tmp_path, kind, damage):
     model, file = files(TINY)
     path = Path(file) if kind == "safetensors" else Path(write_file(model, kind, tmp_path))
@@ -366,12 +366,12 @@ def test_damaged_file_is_refused_by_its_name(files, tmp_path, kind, damage):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
+    slow_after(1, [
         ([1, 2], "holds a list without tensors"),
         ({"model": {"epoch": 3}}, "holds a dict without tensors"),
         ({"module.a": torch.zeros(1), "a": torch.zeros(1)}, "has two weights called a"),
         ({"a": torch.zeros(1, dtype=torch.long)}, "a in .* is torch.int64"),
-    ],
+    ]),
 )
 def test_checkpoint_without_usable_weights_is_refused_by_its_name(tmp_path, content, message):
     torch.save(content, tmp_path / "odd.pth")
@@ -380,7 +380,7 @@ def test_checkpoint_without_usable_weights_is_refused_by_its_name(tmp_path, cont
     assert "odd.pth" in str(error.value)
 
 
-@pytest.mark.parametrize("name, options", [(TINY, {"in_chans": 1}), ("vit_tiny_patch16_224", {"patch_size": 32})])
+@pytest.mark.parametrize("name, options", slow_after(1, [(TINY, {"in_chans": 1}), ("vit_tiny_patch16_224", {"patch_size": 32})]))
 def test_kernel_of_other_channels_or_patches_is_refused(tmp_path, name, options):
     model = random_weights(timm.create_model("vit_tiny_patch16_224", **options))
     for kind in ("plain", "npz"):
@@ -394,7 +394,7 @@ def test_head_of_other_classes_in_an_npz_is_not_loaded(tmp_path):
     assert report["new"] == ["head.weight", "head.bias"]
 
 
-@pytest.mark.parametrize("options", [{"pool": MeanTokens}, {"registers": 2}], ids=["mean", "registers"])
+@pytest.mark.parametrize("options", slow_after(1, [{"pool": MeanTokens}, {"registers": 2}]), ids=["mean", "registers"])
 def test_positions_of_patches_are_loaded_with_other_prefix_tokens(files, options):
     file = files(TINY)[1]
     ours, plain = tiny4(**options), tiny4()
@@ -535,6 +535,7 @@ def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tm
         assert "Unavailable here" in page and "SMALLVIT_WEIGHTS" in page and "Failures" not in page
 
 
+@pytest.mark.slow
 def test_weights_that_become_available_are_used(files, tmp_path, monkeypatch, offline):
     monkeypatch.setenv("SMALLVIT_WEIGHTS", str(tmp_path / "weights"))
     run = ArmRun(run=SHORT.vary(init=Weights(name=TINY), steps=1), arm="tuned")

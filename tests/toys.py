@@ -3,13 +3,14 @@
 import importlib.util
 import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 from smallvit import PatchEmbed, Run, ViT, digits
@@ -55,6 +56,17 @@ def assert_close(one, other, atol=1e-10):
     """Equal shapes, and no two elements further apart than `atol`."""
     assert one.shape == other.shape
     assert (one - other).abs().max() <= atol
+
+
+def slow_after(count: int, cases: Collection) -> list:
+    """The cases of a parametrized test, all marked slow but the first few. A tuple holds the values of several arguments."""
+    quick, rest = [*cases][:count], [*cases][count:]
+    return [*quick, *(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in rest)]
+
+
+def slow_but(quick: Collection, values: Iterable) -> list:
+    """The values of the argument of a parametrized test, all marked slow but those in `quick`."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def option_id(component) -> str:

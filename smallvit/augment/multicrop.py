@@ -89,7 +89,8 @@ class MultiCrop:
         parts = [both, _draw_all(self.small, (self.local * b, c, h, w), generator)] if self.local else [both]
         views = _make_views(batch, parts, (2, self.local), generator)
         if any(rest):
-            halves = [Batch(*half) for half in zip(views[0].images.chunk(2), views[0].targets.chunk(2))]
+            both_images, both_targets = views[0].images, views[0].targets  # not chunk(2), whose parts must not be overwritten
+            halves = [Batch(both_images[part], both_targets[part]) for part in (slice(b), slice(b, None))]
             changed = [_change(half, drawn, generator) for half, drawn in zip(halves, rest)]
             if any(new.images is not old.images for new, old in zip(changed, halves)):  # otherwise changed in place
                 views[0] = Batch(torch.cat([half.images for half in changed]), views[0].targets)

@@ -58,7 +58,8 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
     print(summary(ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)))
 
-    Raises   ValueError if `image` is missing for a model that is not a `ViT`, or is not three numbers.
+    Raises   ValueError if `image` is missing for a model that is not a `ViT`, or is not three numbers, and for a model on the
+             device "meta" whose number of tokens depends on the image.
     """
     import torch
     from torch.utils._pytree import tree_leaves

@@ -15,9 +15,9 @@ from smallvit.reduction.context import gather_tokens
 from smallvit.vit import ViT, check_integers, initialize
 
 from .collapse import Observation
-from .dino import as_float32, set_teacher_mode
+from .dino import set_teacher_mode
 from .mae import MAE, Decoder
-from .objective import Objective, check_option_range
+from .objective import Objective, as_float32, check_option_range
 
 LAST_MOMENTUM = 0.9999  # of the teacher, at the end of a run
 

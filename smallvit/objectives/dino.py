@@ -18,7 +18,7 @@ from smallvit.vit import ViT, check_integers
 
 from .collapse import Observation
 from .mae import grid_and_patch, pixels_of_patches
-from .objective import Objective, check_option_range
+from .objective import Objective, as_float32, check_option_range
 
 MASKED_VIEWS = 0.5  # of the global views of the student, for the patch term
 
@@ -282,7 +282,7 @@ class DINO(Objective):
         logits = as_float32(self.patch_head(patches.flatten(0, 1)))
         each = -(probabilities * (logits / self.loss.student_temp).log_softmax(-1)).sum(-1).view_as(hidden)
         with torch.no_grad():
-            self.patch_center.lerp_(targets.mean(0), 1 - self.loss.center_momentum)
+            self.patch_center.lerp_(targets.mean(0).to(self.patch_center), 1 - self.loss.center_momentum)
         return ((each * hidden).sum(1) / hidden.sum(1).clamp_min(1)).mean()
 
     def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
@@ -371,14 +371,6 @@ def set_teacher_mode(teacher: nn.Module, mode: bool):
     teacher.eval()
     for module in teacher.modules():
         module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def as_float32(x: Tensor) -> Tensor:
-    """Return a tensor of half precision as float32. Tensors of float32 or float64 are returned unchanged.
-
-    DINO depends on small differences of logits.
-    """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def image_hashes(images: Tensor) -> Tensor:

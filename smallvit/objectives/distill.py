@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 
-from .objective import Objective
+from .objective import Objective, as_float32
 from .supervised import cross_entropy
 
 TEMPERATURE = 3.0  # of DeiT's soft distillation
@@ -91,7 +91,7 @@ class Distill(Objective):
         loss = cross_entropy(logits, batch.targets)
         if self.weight:
             (targets,) = batch.teacher_logits or (self.teacher_logits(batch),)
-            loss = (1 - self.weight) * loss + self.weight * self.distillation_loss(distilled.float(), targets)
+            loss = (1 - self.weight) * loss + self.weight * self.distillation_loss(as_float32(distilled), targets)
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
@@ -111,7 +111,7 @@ class Distill(Objective):
         weight = next(self.teacher.parameters(), batch.images)
         if (weight.device, weight.dtype) != (batch.images.device, batch.images.dtype):
             self.teacher.to(batch.images)
-        logits = self.teacher(batch.images).float()
+        logits = as_float32(self.teacher(batch.images))
         if logits.shape != batch.targets.shape:
             raise ValueError(
                 f"the teacher gives logits of shape {tuple(logits.shape)}; expected {tuple(batch.targets.shape)} as the targets"

@@ -7,8 +7,8 @@ from smallvit.augment import Batch
 from smallvit.vit import check_integers
 
 from .collapse import Observation
-from .dino import as_float32, feature_width
-from .objective import Objective, check_option_range
+from .dino import feature_width
+from .objective import Objective, as_float32, check_option_range
 
 KNOTS, T_MAX = 17, 3.0  # frequencies at which the characteristic function is compared, and the largest one
 

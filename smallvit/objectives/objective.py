@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Augmentation, Batch, MultiCrop
@@ -167,3 +168,10 @@ def check_option_range(**options: tuple[float, float, float]):
     for name, (value, low, high) in options.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
             raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """Return a tensor of half precision as float32, because losses depend on small differences of logits. Tensors of float32 or
+    float64 are returned unchanged.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -12,7 +12,7 @@ from smallvit.augment import Batch
 from smallvit.flops import block_macs, has_closed_form, unreduced
 from smallvit.reduction import LearnedPrune, LearnedThresholds
 
-from .objective import LearningRate, Objective, check_option_range
+from .objective import LearningRate, Objective, as_float32, check_option_range
 from .supervised import cross_entropy
 
 
@@ -61,7 +61,7 @@ class LearnToPrune(Objective):
         check_training(self)
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
-            teacher_logs = self.teacher.head(self.teacher.pooled(teacher_tokens, None)).float().log_softmax(-1)
+            teacher_logs = as_float32(self.teacher.head(self.teacher.pooled(teacher_tokens, None))).log_softmax(-1)
         with recorded_decisions(self.pruning) as decisions:
             tokens, size = self.model.tokens(batch.images)
         logits = self.model.head(self.model.pooled(tokens, size))
@@ -71,7 +71,7 @@ class LearnToPrune(Objective):
         present = (size[:, p:] > 0).to(tokens.dtype)[..., None]
         squares = (tokens[:, p:] - teacher_tokens[:, p:]).square() * present
         error = squares.sum() / (present.sum() * tokens.shape[-1]).clamp_min(1)
-        divergence = F.kl_div(logits.float().log_softmax(-1), teacher_logs, reduction="batchmean", log_target=True)
+        divergence = F.kl_div(as_float32(logits).log_softmax(-1), teacher_logs, reduction="batchmean", log_target=True)
         loss = cross_entropy(logits, batch.targets) + self.ratio * (shares - targets).square().mean()
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 

@@ -119,7 +119,7 @@ class SemiSupervised(Objective):
         self.temperature, self.align, self.momentum, self.squared = temperature, align, momentum, loss == "squared"
         self.teacher: Any = copy.deepcopy(model).requires_grad_(False).eval() if weight and momentum else None
         if weight and (momentum or align):
-            self.register_buffer("count", torch.zeros(()))  # of the steps that were taken
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))  # of the steps that were taken
 
     @classmethod
     def check_run(cls, run: Any):
@@ -198,13 +198,15 @@ class SemiSupervised(Objective):
         if self.teacher is not None:
             for average, now in tensor_pairs(self.teacher, self.model):
                 if average.is_floating_point():
-                    average += (now - average) * self.newest_share(self.momentum)
+                    average += (now - average) * self.newest_share(self.momentum, average.dtype)
             return self.teacher(views[0])
         return self.model(views[0]) if len(views) > 1 else prediction.detach()
 
-    def newest_share(self, momentum: float) -> Tensor:
-        """Return the weight of the newest value in a moving average: 1 / n in step n, but at least 1 - `momentum`."""
-        return (1 / self.count).clamp_min(1 - momentum)
+    def newest_share(self, momentum: float, dtype: torch.dtype) -> Tensor:
+        """Return the weight of the newest value in a moving average: 1 / n in step n, but at least 1 - `momentum`. It has the
+        data type of the average, but at least float32.
+        """
+        return (1 / self.count.to(torch.promote_types(dtype, torch.float32))).clamp_min(1 - momentum)
 
     def targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets for unlabelled images, shape (batch, classes), and for each of them 1 if it passes the threshold,
@@ -225,6 +227,6 @@ class SemiSupervised(Objective):
         """
         if not hasattr(self, "class_shares"):
             raise ValueError("align=True needs the class sizes; call set_class_counts(counts) before forward")
-        self.mean_prediction += (q.mean(0) - self.mean_prediction) * self.newest_share(ALIGNMENT_MOMENTUM)
+        self.mean_prediction += (q.mean(0) - self.mean_prediction) * self.newest_share(ALIGNMENT_MOMENTUM, q.dtype)
         q = q * ((self.class_shares + SMALL) / (self.mean_prediction + SMALL))
         return q / q.sum(-1, keepdim=True)

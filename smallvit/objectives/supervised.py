@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 
-from .objective import Objective
+from .objective import Objective, as_float32
 
 
 class Supervised(Objective):
@@ -54,7 +54,7 @@ class Supervised(Objective):
         """
         logits = self.model(batch.images)
         if self.softmax_first:
-            logits = logits.float().softmax(-1)
+            logits = as_float32(logits).softmax(-1)
         if self.class_weight is None:
             return {"loss": cross_entropy(logits, batch.targets)}
         if not hasattr(self, "class_weights"):
@@ -72,5 +72,5 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
     if logits.shape != targets.shape:
         got = f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}"
         raise ValueError(f"got {got}; expected a probability for each class, such as F.one_hot(labels, classes).float()")
-    each = -(targets * logits.float().log_softmax(-1)).sum(-1)
+    each = -(targets * as_float32(logits).log_softmax(-1)).sum(-1)
     return (each if weights is None else weights * each).mean()

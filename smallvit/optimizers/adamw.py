@@ -1,5 +1,6 @@
 """The base class of all optimizers, and AdamW, the default."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ class Optimizer:
     check_run(run)                 raise ValueError for settings of a run that cannot be combined with this optimizer
     check_objective(objective)     raise ValueError for a model or an objective that this optimizer cannot train
     """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that a copy of this optimizer needs, as a dict. `torch.optim.Optimizer` leaves out options.
+
+        Private attributes are those of torch, which sets them again. A function is a method that a scheduler has replaced.
+        """
+        return {name: value for name, value in vars(self).items() if not (name.startswith("_") or callable(value))}
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what `closure` returns. It computes the loss and the gradients before a step, so gradients are switched on in it.
+    None returns None.
+    """
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def check_groups(name: str, groups: Any, key: str):

@@ -2,12 +2,13 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .adamw import AdamW, check_groups
+from .adamw import AdamW, check_groups, loss_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that is applied to the singular values
 SCALES = {
@@ -55,6 +56,7 @@ class Muon(AdamW):
         super().__init__(groups)
         self.momentum, self.nesterov, self.split_qkv = momentum, nesterov, split_qkv
         self.scale, self.iterations = scale, iterations
+        self._step_supports_amp_scaling = False  # unlike AdamW: a GradScaler must unscale the gradients before the step
 
     def initial_state(self, group: dict, index: int) -> dict[str, Tensor]:
         """Return the state of one parameter before its first step: for a matrix inside a block, the number of steps and the
@@ -71,9 +73,18 @@ class Muon(AdamW):
             name = type(objective.trained_model).__name__
             raise ValueError(f"Muon is for linear layers inside blocks and {name} has none to train; use AdamW")
 
+    def add_param_group(self, param_group: dict):
+        """Add a group of parameters, a dict as in torch. Without the entry "parts", AdamW trains them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("parts", [0] * len(group["params"]))
+
     @torch.no_grad()
-    def step(self, closure: None = None):
-        """Change all parameters by one step, from their gradients."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change all parameters by one step, from their gradients. As in torch, `closure` may compute them: a function that
+        returns the loss, which is returned.
+        """
+        loss = loss_of(closure)
         hidden = defaultdict(list)  # shape of a matrix -> the parameters of such matrices, each with its group and its gradient
         for group in self.param_groups:
             for index, (p, parts) in enumerate(zip(group["params"], group["parts"])):
@@ -91,6 +102,7 @@ class Muon(AdamW):
                 p.grad = gradient
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update.reshape(p.shape), alpha=-group["lr"] * SCALES[self.scale](*shape))
+        return loss
 
     def update(self, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
         """Add a gradient to the moving average in the state of a parameter. Return the update before orthogonalization."""

@@ -39,6 +39,8 @@ class SAM(Optimizer):
     Raises   ValueError for a negative `rho` or `eta`, and for a `base` that is itself SAM.
     """
 
+    _step_supports_amp_scaling = False  # a GradScaler must unscale the gradients before the step, also if the base could do it
+
     def __init__(
         self, groups: list[dict], *, rho: float = 0.05, adaptive: bool = False, eta: float = 0.01, base: Callable = AdamW
     ):  # fmt: skip
@@ -53,10 +55,21 @@ class SAM(Optimizer):
         self.passes = 2 if rho else 1
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the base optimizer, such as its method `step`."""
+        """Return an attribute of the base optimizer, such as its `state`."""
         if name == "base":
             raise AttributeError(name)
         return getattr(self.base, name)
+
+    def step(self, closure: None = None):
+        """Change all parameters by one step of the base optimizer, from the gradients that `two_passes` has computed. Raise
+        ValueError for a closure, because a step needs two passes.
+        """
+        if closure is not None:
+            raise ValueError(
+                "SAM.step got a closure; expected none: call two_passes(backward, objective, changed) with a function that "
+                "computes the gradients, and then step()"
+            )
+        self.base.step()
 
     def two_passes(
         self, backward: Callable[[], Tensor], objective: Any, changed: Sequence[Tensor], members: bool = False
@@ -84,9 +97,10 @@ class SAM(Optimizer):
     @contextmanager
     def moved(self, members: bool = False) -> Iterator[None]:
         """Context manager that moves the weights along their gradients by the distance `rho`, and restores them exactly at the
-        end. Parameters without a gradient are not moved. With `members`, the first axis is the run of a stack.
+        end. Parameters without a gradient are not moved. With `members`, the first axis is the run of a stack. ASAM treats a
+        group without the entry "decays" as biases.
         """
-        chosen = [(p, group["decays"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        chosen = [(p, group.get("decays", False)) for group in self.param_groups for p in group["params"] if p.grad is not None]
         kept = [p.detach().clone() for p, _ in chosen]
         with torch.no_grad():
             units = [w.abs().add_(self.eta) if self.adaptive and decays else None for w, (_, decays) in zip(kept, chosen)]

@@ -1,11 +1,12 @@
 """Schedule-free AdamW: an average of the weights in place of a learning-rate schedule."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .adamw import Optimizer
+from .adamw import SCALARS, Optimizer, loss_of
 
 
 class ScheduleFree(Optimizer, torch.optim.Optimizer):
@@ -54,12 +55,25 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         `group["params"][index]`.
         """
         z = group["params"][index].detach().clone()
-        numbers = {name: z.new_zeros(()) for name in ("step", "weight_sum", "lr_max")}
+        numbers = {name: z.new_zeros((), dtype=number_type(z)) for name in SCALARS}
         return {"z": z, "exp_avg_sq": torch.zeros_like(z)} | numbers
 
+    def load_state_dict(self, state_dict: dict[str, Any]):
+        """Load a state that `state_dict` has returned. Raises ValueError if it has other groups of parameters."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for p, number in zip(parameters, numbers):
+            if self.state.get(p):  # torch has converted these numbers to the data type of the parameter
+                saved = state_dict["state"][number]
+                self.state[p].update({name: saved[name].to(p.device, number_type(p)) for name in SCALARS})
+
     @torch.no_grad()
-    def step(self, closure: None = None):
-        """Change all parameters by one step, from their gradients."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change all parameters by one step, from their gradients. As in torch, `closure` may compute them: a function that
+        returns the loss, which is returned.
+        """
+        loss = loss_of(closure)
         for group in self.param_groups:
             chosen = [(index, p) for index, p in enumerate(group["params"]) if p.grad is not None]
             for index, p in chosen:
@@ -67,6 +81,7 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
                     self.state[p].update(self.initial_state(group, index))
             if chosen:
                 self.update([p for _, p in chosen], group["lr"], group["weight_decay"], group.get("shares"))
+        return loss
 
     def update(self, y: list[Any], rate: float, weight_decay: float, shares: Tensor | None):
         """Change the parameters `y`, which have gradients, by one step with the learning rate `rate` and weight decay. The
@@ -97,7 +112,7 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         if shares is not None:
             d = [change * shares.view(-1, *[1] * (change.ndim - 1)).to(change.dtype) for change in d]
         # y = (1 - beta1) z + beta1 x after the step, without x: (1 - c) y + c z + rate (beta1 (1 - c) - 1) d
-        each._foreach_lerp_(y, z, c)
+        each._foreach_lerp_(y, z, [share.to(p.dtype) for share, p in zip(c, y)])
         each._foreach_mul_(c, -self.beta1 * rate)
         each._foreach_add_(c, (self.beta1 - 1) * rate)
         each._foreach_add_(y, each._foreach_mul(d, c))
@@ -136,3 +151,10 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
                 f"{type(objective.model).__name__} has batch normalization, whose running statistics are not those of the "
                 "averaged weights of ScheduleFree; use AdamW, or a model without it"
             )
+
+
+def number_type(parameter: Tensor) -> torch.dtype:
+    """Return the data type of the number of steps and of the sums for a parameter: that of the parameter, but at least float32,
+    because half precision cannot count to 300 or hold the square of a small learning rate.
+    """
+    return torch.promote_types(parameter.dtype, torch.float32)

@@ -52,7 +52,7 @@ def reduce_tokens(
         return *reduction(x, size, *attention), None
     d, p = x.shape[-1], x.shape[1] - places.at.shape[-2]
     carried = F.pad(F.pad(places.at, (0, 1), value=1.0), (0, 0, p, 0)).expand(x.shape[0], -1, -1)
-    if not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # PyTorch has no autocast for the device "meta"
         carried = carried.to(x.dtype)
     given = torch.cat([x, carried], dim=-1)  # with autocast, tokens of half precision become float32 here
     reduced, size = reduction(given, size, *attention)

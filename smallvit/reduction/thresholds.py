@@ -146,8 +146,13 @@ def remove_empty(x: Tensor, size: Tensor, original_size: Tensor | None) -> tuple
     """Remove tokens of size 0 from `x` (batch, tokens, width), and return the remaining tokens and their sizes. `size` holds
     the number of patches in each token after merging and pruning, and `original_size` before it; None means 1 for all. Images
     with fewer tokens are padded with tokens of size 0. If no token has size 0, nothing was merged or pruned, so `original_size`
-    is returned.
+    is returned. Raise ValueError on the device "meta", whose tensors have no values.
     """
+    if x.is_meta:
+        raise ValueError(
+            "LearnedThresholds got tokens on the device 'meta'; the number of tokens that it leaves depends on the values of "
+            "an image, so use a model on a device such as 'cpu'"
+        )
     present = size > 0
     longest = int(present.sum(1).max()) if len(x) else x.shape[1]
     if longest == x.shape[1]:

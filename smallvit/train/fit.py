@@ -333,12 +333,13 @@ def check_validation_unseen(run: Run, data: Dataset, subset: Subset):
     if data.val is not None or not len(subset.val):  # own validation images are never training images
         return
     for field, earlier in run.dependencies.items():
-        if earlier.reads_labels and describe(earlier.data) == describe(run.data):
-            if count := int(torch.isin(subset.val_index, load_data(earlier)[1].index).sum()):
-                raise ValueError(
-                    f"{count} of the {len(subset.val)} validation images of this run are labelled training images of the run in "
-                    f"{field}=; set val={len(subset.val)} there, too"
-                )
+        if not earlier.reads_labels or describe(earlier.data) != describe(run.data):
+            continue
+        if count := int(torch.isin(subset.val_index, load_data(earlier)[1].index).sum()):
+            raise ValueError(
+                f"{count} of the {len(subset.val)} validation images of this run are labelled training images of the run in "
+                f"{field}=; set val={len(subset.val)} there, too"
+            )
 
 
 def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Record | None:
