@@ -5,11 +5,12 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toys import write_recipe
 
-from smallvit import ArmRun, PatchEmbed, Run, ViT, ablate, digits, fingerprint
+from smallvit import ArmRun, PatchEmbed, Run, Tune, ViT, ablate, digits, fingerprint
 from smallvit.__main__ import main
 from smallvit.commands import explore, until_decided
 from smallvit.commands.report import with_published
@@ -179,6 +180,17 @@ def test_arm_with_a_new_name_keeps_the_seeds_that_were_added(kept, tmp_path):
     found = with_looks(runs, known_looks(runs, tmp_path, "mine", committed))
     assert Counter(e.arm for e in found) == {"scratch": 8, "deeper": 8, "new": 6}
     assert known_looks(runs, tmp_path / "elsewhere", "mine") is None
+
+
+def test_added_seeds_are_not_those_of_the_trials(tmp_path):
+    def look(first: int):
+        runs = ablate(PAIR, labels=[20], seeds=range(first, first + 8), references=False, tune=Tune({"lr": (1e-3, 1e-2)}))
+        options = SimpleNamespace(max_seeds=None, only=[])
+        return until_decided.begin(runs, None, options, tmp_path, tmp_path / "mine.py")
+
+    assert look(1_900).schedule[-1] == 32
+    with pytest.raises(ValueError, match=r"would use seed 2000, which the trials .*; expected a recipe with seeds below 1968"):
+        look(1_990)
 
 
 def test_seeds_of_the_first_look_may_have_been_trained_before_the_looks_were_planned(tmp_path):

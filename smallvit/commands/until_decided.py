@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from smallvit.ablation import ArmRun, by_cell, only_baseline
-from smallvit.looks import Looks, choose_schedule, with_looks, write_looks
+from smallvit.looks import Looks, choose_schedule, first_seeds, with_looks, write_looks
 from smallvit.passes import passes_of
 from smallvit.recipe import only
 from smallvit.record import Record, read_records
 from smallvit.run import fingerprint
+from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts.compare import Condition, Row, compare, next_looks, schedule
 from smallvit.verdicts.sequential import ADDED_LOOKS, LOOKS
 
@@ -27,8 +28,8 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     The saved object is the content of `looks.json` in the folder of the runs, or that of the records if the file is gone. If it
     is None, `first_schedule` chooses the schedule.
 
-    Raises ValueError if `--max-seeds` is below the first look or above the last one, and if `--only` leaves out the control of
-    a selected arm.
+    Raises ValueError if `--max-seeds` is below the first look or above the last one, if `--only` leaves out the control of a
+    selected arm, and if the added seeds would be those of the trials of `smallvit tune`.
     """
     if looks is None:
         looks = Looks(first_schedule(runs, out, recipe), {})
@@ -46,6 +47,13 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
             raise ValueError(
                 f"--only leaves out {control!r}, the baseline of {arm!r}, without which --until-decided has no verdict; add it"
             )
+    trials = {FIRST_SEED + seed for entry in runs if entry.tune is not None for seed in range(entry.tune.seeds)}
+    added = {seed for entries in by_cell(runs).values() for seed in first_seeds(entries, looks.schedule[-1])}
+    if trials & added:
+        raise ValueError(
+            f"--until-decided would use seed {min(trials & added)}, which the trials of smallvit tune use; expected a recipe "
+            f"with seeds below {FIRST_SEED - looks.schedule[-1]}"
+        )
     return looks
 
 
