@@ -383,7 +383,7 @@ def data_changed(run: Run, done: Record) -> bool:
     """
     try:
         return done.data_sha256 not in (None, run.data().sha256)
-    except (OSError, ValueError):
+    except Exception:  # the loader of a user may raise any error
         return False
 
 
