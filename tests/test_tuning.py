@@ -305,7 +305,7 @@ def test_earlier_runs_of_a_trial_are_not_trained_on_its_validation_images(tmp_pa
     run = run.at_seed(FIRST_SEED)
     mine, earlier = (digits().subset(labels=one.labels, val=one.val, seed=FIRST_SEED) for one in (run, run.init))
     assert len(mine.val) == 300 and not {*mine.val_index.tolist()} & {*earlier.index.tolist()}
-    with pytest.raises(ValueError, match=r"\d+ of the 300 validation images .* labelled training images of the run in init=; set"):
+    with pytest.raises(ValueError, match=r"\d+ of the 300 validation images .* labelled training images of the run in init="):
         fit(BASE.vary(init=pretrained, val=300), tmp_path / "run", validation_only=True)
 
 

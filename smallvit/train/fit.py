@@ -224,7 +224,8 @@ def prepare_training(
         if not validation_only:
             data.check_test_images()
         check_evaluation(run, subset, None if validation_only else data.test)
-        check_validation_unseen(run, data, subset)
+        if validation_only or run.early_stop:  # then the validation images choose something
+            check_validation_unseen(run, data, subset)
         if validation_only and not len(subset.val) and data.test.count:
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
@@ -338,7 +339,7 @@ def check_validation_unseen(run: Run, data: Dataset, subset: Subset):
         if count := int(torch.isin(subset.val_index, load_data(earlier)[1].index).sum()):
             raise ValueError(
                 f"{count} of the {len(subset.val)} validation images of this run are labelled training images of the run in "
-                f"{field}=; set val={len(subset.val)} there, too"
+                f"{field}=; give both the same seed and val={len(subset.val)}"
             )
 
 
