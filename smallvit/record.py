@@ -139,6 +139,12 @@ class Record:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, allowed))}")
 
+    def has_other_data(self, sha256: str) -> bool:
+        """Return whether the run was trained on other images or labels than those of a data set with the hash `sha256`. The
+        result is False for an old record, which does not keep the hash.
+        """
+        return self.data_sha256 not in (None, sha256)
+
     @property
     def finished(self) -> bool:
         """Whether the run has ended without an error, so that its model is trained and evaluated."""

@@ -146,7 +146,7 @@ class Scheduler:
             loaded.check_test_images()
         changed = sum(
             record is not None
-            and record.data_sha256 not in (None, loaded.sha256)
+            and record.has_other_data(loaded.sha256)
             and canonical(record.run["data"]) == canonical(plain)
             for record in self.records
         )

@@ -383,7 +383,7 @@ def data_changed(run: Run, done: Record) -> bool:
     for data that cannot be loaded any more.
     """
     try:
-        return done.data_sha256 not in (None, run.data().sha256)
+        return done.has_other_data(run.data().sha256)
     except Exception:  # the loader of a user may raise any error
         return False
 
