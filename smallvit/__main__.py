@@ -169,11 +169,11 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "new": (
         "look at a folder of your images and write a recipe that compares all techniques on them",
-        "name --data --digits --quick",
+        "name --data --size --digits --quick",
     ),
     "advise": (
         "try techniques on a folder of your images for some minutes; leave an answer with evidence, and a trained model",
-        "folder --minutes --digits --photos --group-by --no-imagenet --into --jobs --device",
+        "folder --minutes --size --digits --photos --group-by --no-imagenet --into --jobs --device",
     ),
     "predict": (
         "predict the classes of image files with a trained model, as a table in CSV format",
@@ -231,6 +231,7 @@ HELP = {
     "--labels": "number of labels of these runs; all: all training images (default: the only one; verify: the smallest)",
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
+    "--size": "side to which the images are resized, in pixels, such as 96 (default: small images keep theirs, others get 48)",
     "--digits": "mirroring an image changes its label, as for digits and letters",
     "folder": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--minutes": "the time for everything (default: 30)",
@@ -285,14 +286,13 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "images": {"nargs": "+"},
     "-o": {"dest": "output", "metavar": "FILE.csv"},
     "--seed": {"type": seed, "metavar": "N"},
-    "--image": NUMBER | {"metavar": "PIXELS"},
+    **{side: NUMBER | {"metavar": "PIXELS"} for side in ("--image", "--size")},
     "name": {"nargs": "?"},
     "--data": {"required": True, "metavar": "DIR"},
-    "--digits": {"action": "store_true"},
     "--channels": NUMBER,
     **{flag: {"action": "store_true"} for flag in ("--fast", "--until-decided", "--smoke", "--dry-run", "--quick", "--photos")},
-    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch", "--no-imagenet")},
-    **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--private")},
+    **{flag: {"action": "store_true"} for flag in ("--retry", "--fail-fast", "--publish", "--watch", "--private", "--digits")},
+    **{flag: {"action": "store_true"} for flag in ("--ensemble", "--skip-broken", "--fixed-size", "--onnx", "--no-imagenet")},
 }
 
 

@@ -93,13 +93,16 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
 
     recipe  the name or the path of the other recipe. If `smallvit tune` has chosen settings for it, these are used
     data    the loader of the data set, such as `textured_shapes`, or a `partial` of one. The models of the recipe must accept
-            its images; `at_size` changes their size
+            its images; `at_size` changes their size. With folds (cross-validation), each seed of the recipe becomes a pass
+            over all folds
     labels  numbers of labelled images; by default those of the recipe
 
     Raises ValueError if there is no such recipe, for a number of labels that it does not have, if only some of its arms have
     been tuned, and if `data` is no loader.
     """
+    from smallvit.ablation import at_cell
     from smallvit.components import check
+    from smallvit.passes import seeds_of
     from smallvit.tuning import untuned_cells
 
     check(data, "data")
@@ -115,11 +118,16 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
             f"arm {arm!r} with labels={count} of the recipe {recipe} is not tuned, and other arms are; first run smallvit tune"
             f" {recipe}"
         )
-    return [
-        replace(entry, run=entry.run.with_data(data), tuning=None, tune=None)
-        for entry in runs
-        if entry.labels in chosen and (entry.tuning is not None) == tuned
-    ]
+    carried = []
+    for entry in runs:
+        if entry.labels not in chosen or (entry.tuning is not None) != tuned:
+            continue
+        run, before = entry.run.with_data(data), max(entry.run.folds, 1)
+        if entry.seed % before:  # the first fold stands for its pass
+            continue
+        seeds = seeds_of([entry.seed // before], run.folds)
+        carried += [replace(entry, run=at_cell(run, entry.labels, seed), tuning=None, tune=None) for seed in seeds]
+    return carried
 
 
 def import_recipe(path: Path) -> Any:

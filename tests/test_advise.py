@@ -100,7 +100,7 @@ def shades(count: int = 20) -> Path:
 
 
 def options(**changes) -> Namespace:
-    defaults = {"folder": "shapes", "group_by": None, "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu",
+    defaults = {"folder": "shapes", "group_by": None, "size": None, "minutes": 15.0, "digits": False, "photos": True, "into": "advice", "jobs": 2, "device": "cpu",
                 "no_imagenet": False}
     return Namespace(**defaults | changes)
 
@@ -614,6 +614,31 @@ def test_groups_are_named_by_a_pattern_or_switched_off():
     with pytest.raises(ValueError, match="must match the whole file name"):
         inspect_images(Path("scans"), group_by=r"(Q\d).*")
     assert "use --group-by" in " ".join(findings(inspect_images(Path("scans"), group_by=""), recipe=False))
+
+
+def test_one_group_in_a_class_is_an_error_if_the_groups_were_asked_for():
+    for kind, groups in (("circle", 4), ("square", 1)):
+        for number in range(8):
+            draw(Path("scans") / kind / f"P{number % groups}_{number}.png", kind)
+    with pytest.raises(ValueError, match=r"class 'square' in scans has one group, 'P0'; expected at least 2"):
+        inspect_images(Path("scans"), group_by=r"(P\d)_.*")
+    guessed = replace(inspect_images(Path("scans")), group_by=r"(P\d)_.*", groups=4, example="P0")
+    assert not guessed.grouped and "the scores will be too high" in " ".join(findings(guessed))
+
+
+def test_chosen_size_is_that_of_all_recipes_and_belongs_to_the_advice():
+    shapes()
+    images = inspect_images(Path("shapes"), size=96, patches=command.MOST_PATCHES)
+    assert (images.size, images.patch) == ((96, 96), 16)
+    made = opened_plan(Path("shapes"), images, Path("advice"), options(size=96))
+    made.steps = 100
+    text = trial_recipe(images, made, groups_of_options(images, 15)[0], [])
+    Path("trials.py").write_text(text)
+    run = load_recipe("trials.py").RUNS[0].run
+    assert run.data().spec.size == (96, 96) and "patch = 16" in text
+    made.write(Path("advice/plan.json"))
+    with pytest.raises(ValueError, match=r"advice with size \[96, 96\], and now it is \[16, 16\]"):
+        opened_plan(Path("shapes"), inspect_images(Path("shapes")), Path("advice"), options())
 
 
 def test_groups_are_refused_for_a_folder_with_a_test_part():

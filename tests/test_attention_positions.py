@@ -614,6 +614,31 @@ def test_attention_with_the_old_call_works_also_beside_one_with_positions():
     assert mixed(x).isfinite().all() and [mixed.blocks[i].attention.__class__ for i in (0, 1)] == [Old, Attention]
 
 
+# In models of timm
+
+
+@pytest.mark.parametrize("make", [Attention, LocalityAttention])
+@pytest.mark.parametrize("position", [Rotary, partial(Rotary, mixed=True), partial(RelativeBias, std=1.0)], ids=option_id)
+def test_positions_work_in_a_timm_model_of_one_size(make, position):
+    placed = partial(position, grid=(4, 4), prefix=1)
+    torch.manual_seed(0)
+    theirs = timm_attention(partial(make, position=placed))(16, 2, qkv_bias=True)
+    ours = make(16, 2, position=placed)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 17, 16)
+    assert torch.equal(theirs(x), ours(x, places=places_of((4, 4), x.device)).x)
+    model = timm.models.VisionTransformer(
+        img_size=28, patch_size=7, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=2, pos_embed="none",
+        attn_layer=timm_attention(partial(make, position=placed)),
+    )  # fmt: skip
+    maps = attention_maps(model, torch.randn(2, 1, 28, 28))
+    assert maps[0].shape == (2, 2, 17, 17)
+    shuffled = [0, *reversed(range(1, 17))]  # without positions, the outputs of the patches would only change their places
+    assert (theirs(x[:, shuffled]) - theirs(x)[:, shuffled]).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="got 10 tokens; expected 1 prefix tokens and 4 x 4 patches"):
+        theirs(x[:, :10])
+
+
 # Bad input
 
 

@@ -69,6 +69,29 @@ def test_carried_run_is_trained_and_written_down(recipe, tmp_path):
     assert record.finished and record.run["data"]["size"] == 8 and rebuild(describe(run)) == run
 
 
+def test_seeds_become_passes_if_the_data_are_divided_into_folds(recipe, tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
+    pets = partial(folder, path=str(tmp_path / "pets"), size=8)
+    runs = load_recipe(recipe).RUNS
+    in_folds = carry_over(str(recipe), partial(pets, folds=3), labels=[20])
+    found = {}
+    for one in in_folds:
+        assert one.seed == one.run.seed and all(run.seed == one.seed for run in one.run.dependencies.values())
+        found.setdefault(one.arm, []).append(one.seed)
+    assert len(found) == len({one.arm for one in runs}) and all(seeds == [*range(6)] for seeds in found.values())
+    recipe.with_name("second.py").write_text(
+        f"from functools import partial\nfrom smallvit import carry_over, folder\n"
+        f"pets = partial(folder, path={str(tmp_path / 'pets')!r}, size=8, folds=3)\n"
+        f"RUNS = carry_over({str(recipe)!r}, pets, labels=[20])"
+    )
+    back = carry_over(str(recipe.with_name("second.py")), partial(pets, test=0.2))
+    assert back == carry_over(str(recipe), partial(pets, test=0.2), labels=[20])
+
+
 def test_options_of_the_inner_loader_are_checked(recipe):
     with pytest.raises(ValueError, match=r"data\.data has no 'path', a required option; write partial"):
         carry_over(str(recipe), partial(at_size, data=folder, size=8))

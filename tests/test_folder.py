@@ -188,6 +188,37 @@ def test_grey_among_color_and_other_sizes_need_options(tmp_path):
     assert len(data.folder(str(tmp_path), size=6, channels=3, folds=2).train) == 14
 
 
+def save_pages(file: Path, kinds: list[int]):
+    """Write a TIFF file with a page for each of `kinds`, the tag NewSubfileType: 0 a page, 1 a preview, 2 a page, 4 a mask."""
+    from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+    tags = [ImageFileDirectory_v2() for _ in kinds]
+    for tag, kind in zip(tags, kinds):
+        tag[254] = kind
+    pages = [Image.fromarray(noise(8, 8, 1)[..., 0]) for _ in kinds]
+    for page, tag in zip(pages, tags):
+        page.encoderinfo = {"tiffinfo": tag}
+    pages[0].save(file, save_all=True, append_images=pages[1:], tiffinfo=tags[0])
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_pages_of_tiff_files_that_are_left_out_are_named(cache, tmp_path):
+    write_class_folders(tmp_path)
+    for name, kinds in (("stack.tif", [0, 2, 0]), ("preview.tif", [0, 1]), ("mask.tiff", [2, 4]), ("single.tif", [0])):
+        save_pages(tmp_path / "cat" / name, kinds)
+    for _ in range(2):  # the second time from the cache
+        notes = load(tmp_path, size=8, channels=1, folds=2, cache=cache)[1]
+        data.folder.cache_clear()
+        assert [note.partition(": ")[2] for note in notes] == ["TIFF files with several pages, of which only the first one is read: 1"]
+
+
+def test_pages_of_tiff_files_that_pillow_cannot_read_are_counted(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    tifffile.imwrite(tmp_path / "deep.tif", noise(2 * 8, 8).reshape(2, 8, 8, 3).astype(np.uint16) * 257, photometric="rgb")
+    tifffile.imwrite(tmp_path / "double.tif", noise(8, 8).astype(np.float64) / 255, photometric="rgb")
+    assert [read_image(tmp_path / name, None, None, "float").pages for name in ("deep.tif", "double.tif")] == [2, 1]
+
+
 def test_gif_gives_its_first_frame_and_cmyk_its_colors(tmp_path):
     write_class_folders(tmp_path)
     red, blue = Image.new("RGB", (9, 6), (255, 0, 0)), Image.new("RGB", (9, 6), (0, 0, 255))

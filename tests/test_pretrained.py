@@ -4,6 +4,7 @@ import copy
 import inspect
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import numpy
@@ -400,6 +401,8 @@ def test_to_timm_refuses_another_model():
 
 # timm_attention and timm_tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:timm's patch_size")  # of 7, where stems have tokens of other sizes
+
 
 def slot_classes(module) -> set:
     classes = (one for one in vars(module).values() if inspect.isclass(one) and issubclass(one, nn.Module))
@@ -535,6 +538,16 @@ def test_patch_size_of_timm_is_used_unless_an_option_overrides_it(make):
     assert TIMM(embed_layer=timm_tokenizer(make)).patch_embed.grid_size == (4, 4)
     assert TIMM(embed_layer=timm_tokenizer(make), patch_size=4).patch_embed.grid_size == (7, 7)
     assert TIMM(embed_layer=timm_tokenizer(partial(make, patch=14)), patch_size=4).patch_embed.grid_size == (2, 2)
+
+
+def test_stem_that_covers_other_pixels_than_timms_patches_says_so():
+    with pytest.warns(UserWarning, match="timm's patch_size=14 has no effect on ConvStem, .* 4 x 4 for 28 x 28 pixels"):
+        model = TIMM(embed_layer=timm_tokenizer(ConvStem), patch_size=14)
+    assert model.patch_embed.grid_size == (4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TIMM(embed_layer=timm_tokenizer(partial(ConvStem, layers=2)), patch_size=4)
+        TIMM(embed_layer=timm_tokenizer(partial(PatchEmbed, patch=14)), patch_size=7)  # which was asked for
 
 
 PRETRAINED = partial(timm.create_model, "vit_tiny_patch16_224", img_size=28, patch_size=7, embed_dim=24, num_heads=3, depth=2, num_classes=5)

@@ -1,5 +1,6 @@
 """What a folder of images holds, as far as a recipe depends on it: classes, sizes, color modes, broken files and groups."""
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ FEWEST = 5  # files that a message lists
 UNEQUAL = 1.5  # the largest class has so many times the images of the smallest one
 LARGE = 2_000  # images from which a fixed test part replaces folds
 LARGEST = 64  # pixels of a side that is kept
+MOST_PATCHES = 64  # of an image that keeps its size, or whose size is chosen by the user
 PATCH = 8  # pixels of a side of a patch, for images that are resized
 PATCHES = 36  # of such an image
+SMALLEST_SIZE, LARGEST_SIZE = 16, 1_024  # pixels of a side that --size allows
 
 # words before a number that name what several images may be of: living beings, and things that may also be the image itself
 BEINGS = ("patient", "subject", "person", "participant", "donor", "animal", "mouse")
@@ -29,6 +32,7 @@ class Inspection:
     counts     part ("train", "test", "val", or "pool" if there are no parts) -> class -> number of images that can be read
     sizes      number of images of each (height, width)
     modes      number of images of each color mode of the file, such as "RGB"
+    stacks     number of TIFF files with several pages, of which only the first one is read
     broken     file -> why it cannot be read
     channels   1 if all images are gray, 4 if some are transparent in places, otherwise 3
     floats     True if some images have more than 8 bits a channel
@@ -46,6 +50,7 @@ class Inspection:
     counts: dict[str, dict[str, int]]
     sizes: Counter
     modes: Counter
+    stacks: int
     broken: dict[str, str]
     channels: int
     floats: bool
@@ -84,19 +89,30 @@ class Inspection:
         return count - (count // self.folds if self.folds else round(count * (self.test or 0)))
 
 
-def inspect_images(top: Path, digits: bool = False, group_by: str | None = None) -> Inspection:
-    """Read all images in a folder and return what was found. `top` is the folder, and `digits` says that mirroring an image
-    changes its label. `group_by` is a regular expression for the group of an image in its file name; "" means that there are no
-    groups, and None that they are guessed.
+def inspect_images(
+    top: Path, digits: bool = False, group_by: str | None = None, size: int | None = None, patches: int = MOST_PATCHES
+) -> Inspection:
+    """Read all images in a folder and return what was found.
+
+    top       the folder
+    digits    True if mirroring an image changes its label
+    group_by  regular expression for the group of an image in its file name; "" means that there are no groups, and None that
+              they are guessed
+    size      side of the images in pixels, about: of other shapes than squares, the area is that of a square with this side.
+              None: by the sizes of the files
+    patches   largest number of patches of an image, about, if `size` is given
 
     Raises ValueError for a folder without classes, for a class without two images that can be read, for a `group_by` that does
-    not match the file names, and for a `group_by` if the folder has a test part.
+    not match the file names or gives a class only one group, for a `group_by` if the folder has a test part, and for a `size`
+    that is too small or too large.
     """
     from tqdm import tqdm
 
     from smallvit.data.decode import read_image
     from smallvit.data.files import find_images, groups_by_name
 
+    if size is not None and not SMALLEST_SIZE <= size <= LARGEST_SIZE:
+        raise ValueError(f"--size is {size}; expected the side of the images in pixels, {SMALLEST_SIZE} to {LARGEST_SIZE:,}")
     found = find_images(top)
     if group_by and "pool" not in found.parts:
         parts = " and ".join(f"{part}/" for part in found.parts)
@@ -104,16 +120,17 @@ def inspect_images(top: Path, digits: bool = False, group_by: str | None = None)
             f"got --group-by, but {top} is already divided into {parts}; expected no --group-by there, or one folder for each "
             "class, which smallvit divides by groups"
         )
-    sizes, modes, broken = Counter(), Counter(), {}
+    sizes, modes, broken, stacks = Counter(), Counter(), {}, 0
     gray, transparent, low, high = True, False, 0.0, 1.0
     for file in tqdm(found.files, "images", leave=False, disable=len(found.files) < LARGE):
         try:
-            pixels, mode = read_image(top / file, None, "RGBA", "float", name=file)
+            pixels, mode, pages = read_image(top / file, None, "RGBA", "float", name=file)
         except ValueError as error:
             broken[file] = str(error)
             continue
         sizes[pixels.shape[:2]] += 1
         modes[mode] += 1
+        stacks += pages > 1
         color = pixels[..., :3]
         gray = gray and bool((color == color[..., :1]).all())
         transparent = transparent or bool(pixels[..., 3].min() < 1)
@@ -127,26 +144,35 @@ def inspect_images(top: Path, digits: bool = False, group_by: str | None = None)
     }
     check_counts(top, counts, broken)
     readable = {file: label for part in found.parts.values() for file, label in part.items() if file not in broken}
+    given = bool(group_by)
     if "pool" not in counts:
         group_by, names = "", {}
     elif group_by is None:
         group_by, names = groups_of(readable)
     else:
         names = dict(zip(readable, groups_by_name([*readable], group_by))) if group_by else {}
-    fewest = min(map(len, groups_in_classes(readable, names).values())) if names else 0
+    of_class = groups_in_classes(readable, names) if names else {0: set()}
+    fewest, label = min((len(groups), label) for label, groups in of_class.items())
     grouped = fewest >= 2
+    if given and names and not grouped:
+        raise ValueError(
+            f"with --group-by {group_by!r}, class {found.classes[label]!r} in {top} has one group, {min(of_class[label])!r}; "
+            "expected at least 2 groups in each class, because all images of a group stay on one side of a split: add images "
+            "of other groups, correct the pattern, or use --group-by '' if images of one group may be on both sides"
+        )
     smallest, total = fewest if grouped else min(counts[next(iter(counts))].values()), len(readable)
     pool, large = "pool" in counts, total >= LARGE and smallest >= 5
-    size, patch = fitting_size(sizes)
+    shape, patch = fitting_size(sizes) if size is None else chosen_size(sizes, size, patches)
     return Inspection(
         counts=counts,
         sizes=sizes,
         modes=modes,
+        stacks=stacks,
         broken=broken,
         channels=4 if transparent else 1 if gray else 3,
         floats="float" in modes,
         unit=low >= 0 and high <= 1,
-        size=size,
+        size=shape,
         patch=patch,
         folds=min(5, smallest) if pool and not large else None,
         test=0.2 if pool and large else None,
@@ -187,11 +213,29 @@ def fitting_size(sizes: Counter) -> tuple[tuple[int, int], int]:
         (size,) = sizes
         patch = fitting_patch(size)
         tokens = size[0] * size[1] // patch**2
-        if max(size) <= LARGEST and patch > 1 and 16 <= tokens <= 64 and not (size[0] % patch or size[1] % patch):
+        if max(size) <= LARGEST and patch > 1 and 16 <= tokens <= MOST_PATCHES and not (size[0] % patch or size[1] % patch):
             return size, patch
+    return in_patches(sizes, PATCHES**0.5, PATCH)
+
+
+def chosen_size(sizes: Counter, side: int, patches: int) -> tuple[tuple[int, int], int]:
+    """Return the size (height, width) to which images are resized, and the side of the patches, in pixels, if the user has
+    chosen the `side` of the images. Both sides are multiples of the patch, so they are only about the chosen one.
+
+    The patches are the smallest of 8, 10, 12 and so on pixels that give at most `patches` patches. `sizes` counts the images of
+    each size, of which the median proportions are kept.
+    """
+    patch = max(PATCH, 2 * math.ceil(side / patches**0.5 / 2))
+    return in_patches(sizes, side / patch, patch)
+
+
+def in_patches(sizes: Counter, along: float, patch: int) -> tuple[tuple[int, int], int]:
+    """Return the size (height, width) in pixels of images of `along` x `along` patches, about, with the proportions of the
+    median image, and the side of a `patch`. `sizes` counts the images of each size.
+    """
     ratio = median(width / height for height, width in sizes.elements()) ** 0.5
-    rows, columns = (min(max(round(PATCHES**0.5 * factor), 2), 16) for factor in (1 / ratio, ratio))
-    return (PATCH * rows, PATCH * columns), PATCH
+    rows, columns = (min(max(round(along * factor), 2), 16) for factor in (1 / ratio, ratio))
+    return (patch * rows, patch * columns), patch
 
 
 def groups_of(files: dict[str, int]) -> tuple[str, dict[str, str]]:

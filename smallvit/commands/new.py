@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def main(options: argparse.Namespace) -> int:
     """Write a recipe file (a Python file that lists the runs of a comparison) for a folder of images. `options` are the
     arguments of the command line: `data` is the folder, `name` is the name or path of the new file (None: that of the folder),
-    `digits` is True if mirroring an image changes its label, and `quick` is True for a recipe with three techniques and few
-    runs. Return the exit status 0.
+    `digits` is True if mirroring an image changes its label, `size` is the side of the images in pixels (None: by those of the
+    files), and `quick` is True for a recipe with three techniques and few runs. Return the exit status 0.
 
     Raises ValueError for a folder that does not exist, for a file that exists already, and for a folder from which no recipe
     can be made. If the recipe was written and its runs cannot be planned, the message names the line to change.
@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
     file = recipe_file(options.name, folder)
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
-    images = inspect_images(folder, options.digits)
+    images = inspect_images(folder, options.digits, size=options.size)
     print("\n".join(findings(images, arms=QUICK_ARMS if options.quick else None)))
     shown = folder.resolve()
     with_relative = shown.is_relative_to(Path.cwd()) and shown != Path.cwd()
@@ -108,11 +108,14 @@ def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None
     sizes = f"{heights[0]} x {widths[0]}, all" if same else f"{min(heights)} x {min(widths)} to {max(heights)} x {max(widths)}"
     chosen = f"{images.size[0]} x {images.size[1]}"
     kept = same and images.size == (heights[0], widths[0])
-    lines.append(f"size (height x width): {sizes}; " + ("kept" if kept else f"resized to {chosen}"))
+    lost = " (small details are lost; --size N keeps more)" * (images.size[0] < max(heights))
+    lines.append(f"size (height x width): {sizes}; " + ("kept" if kept else f"resized to {chosen}{lost}"))
     modes = ", ".join(f"{count:,} {mode}" for mode, count in images.modes.most_common())
     kind = {1: "gray", 3: "color", 4: "color with transparency"}[images.channels]
     depth = ", as floats, which keep more than 8 bits" if images.floats else ""
     lines.append(f"color modes of the files: {modes}; trained in {kind}{depth}")
+    if images.stacks:
+        lines.append(f"TIFF files with several pages, of which only the first one is read: {images.stacks:,}")
     if images.broken:
         count = len(images.broken)
         lines.append(f"{count:,} file{'s' * (count > 1)} cannot be read and will be left out:")
@@ -120,7 +123,8 @@ def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None
         lines += [f"    and {len(images.broken) - FEWEST:,} more"] * (len(images.broken) > FEWEST)
     if images.group_by:
         used = "images of one group stay on one side of a split"
-        sentence = used if images.grouped else "the classes have too few groups for a split, so group_by is not used"
+        unused = "a class has only one group, so groups are not used; if they are right, the scores will be too high"
+        sentence = used if images.grouped else unused
         lines.append(f"the file names show {images.groups:,} groups, such as {images.example!r}: {sentence}")
         if not recipe:
             wrong = "if it is wrong, use --group-by with another pattern, or with '' for no groups"
@@ -142,7 +146,8 @@ def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None
 def quick_command(file: Path, options: argparse.Namespace) -> str:
     """Return the command that writes a quick recipe beside the recipe `file`. `options` are the command-line arguments."""
     name = file.with_name(f"{file.stem}_quick.py")
-    return shlex.join(["smallvit", "new", str(name), "--data", options.data, *["--digits"] * options.digits, "--quick"])
+    size = [] if options.size is None else ["--size", str(options.size)]
+    return shlex.join(["smallvit", "new", str(name), "--data", options.data, *["--digits"] * options.digits, *size, "--quick"])
 
 
 def planned(file: Path, images: Inspection, smaller: str) -> str:

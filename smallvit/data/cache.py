@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,8 +29,10 @@ from .files import size_and_times
 from .images import Rows
 from .notes import note
 
-FORMAT = 2  # of the files in the cache; increased when decoding changes
+FORMAT = 3  # of the files in the cache; increased when decoding changes
 MANY = 2_000  # files from which a progress bar is shown
+CONVERTED = "files in the color mode CMYK were converted to RGB"
+SEVERAL_PAGES = "TIFF files with several pages, of which only the first one is read"
 LISTED = 200  # how many unreadable files an error message lists
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # control groups of Linux, and the names of our own
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -74,7 +77,7 @@ def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | 
     cache        "memory", "disk" for a memory-mapped file, or None: "disk" if the pixels take more than a quarter of the free
                  memory
 
-    Warns once if CMYK images were converted to RGB.
+    Warns once if CMYK images were converted to RGB, and once if files have several pages, of which the first one is read.
 
     Raises    ValueError for files that cannot be read or that differ in size or channels. All of them are listed.
     """
@@ -84,13 +87,13 @@ def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | 
     needed = math.prod(stored) * dtype.itemsize
     on_disk = needed > available_memory() / 4 if cache is None else cache == "disk"
     if on_disk:
-        images, problems, converted = _from_disk(top, files, options, first, shape, dtype, needed)
+        images, problems, remarks = _from_disk(top, files, options, first, shape, dtype, needed)
     else:
         images = np.empty(stored, dtype)
-        problems, converted = _decode_all(images, top, files, options, shape)
+        problems, remarks = _decode_all(images, top, files, options, shape)
         _check(top, files, problems, options, first, shape)
-    if converted:
-        note(f"{top}: files in the color mode CMYK were converted to RGB: {converted:,}")
+    for remark, count in remarks.items():
+        note(f"{top}: {remark}: {count:,}")
     broken = {problem.index for problem in problems}
     kept = [index for index in range(len(files)) if index not in broken]
     tensor, index = torch.from_numpy(images), torch.tensor(kept)
@@ -114,21 +117,22 @@ def _first_shape(top: Path, files: Sequence[str], options: Options) -> tuple[str
 
 def _decode_all(
     out: np.ndarray, top: Path, files: Sequence[str], options: Options, shape: tuple[int, ...]
-) -> tuple[list[Problem], int]:
-    """Decode all files into the array `out` (images, channels, height, width), with threads. Return the problems, and the
-    number of CMYK images. `shape` (h, w, c) is that of the first image. A progress bar is shown for many files, on a terminal.
+) -> tuple[list[Problem], dict[str, int]]:
+    """Decode all files into the array `out` (images, channels, height, width), with threads. Return the problems, and a dict
+    from what a user should know about some files to the number of these files. `shape` (h, w, c) is that of the first image. A
+    progress bar is shown for many files, on a terminal.
     """
     from tqdm import tqdm
 
-    def decode(index: int) -> tuple[Problem | None, bool]:
+    def decode(index: int) -> tuple[Problem | None, list[str]]:
         try:
-            pixels, mode = read_image(top / files[index], options.size, options.mode, options.pixels, files[index])
+            pixels, mode, pages = read_image(top / files[index], options.size, options.mode, options.pixels, files[index])
         except ValueError as error:
-            return Problem(index, str(error)), False
+            return Problem(index, str(error)), []
         if pixels.shape != shape:
-            return Problem(index, "", pixels.shape), False
+            return Problem(index, "", pixels.shape), []
         out[index] = pixels.transpose(2, 0, 1)
-        return None, mode == "CMYK"
+        return None, [CONVERTED] * (mode == "CMYK") + [SEVERAL_PAGES] * (pages > 1)
 
     threads = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
@@ -136,7 +140,7 @@ def _decode_all(
         if len(files) > MANY and sys.stderr.isatty():  # only then: in a worker process, the lock of tqdm would be left behind
             decoded = tqdm(decoded, total=len(files), desc=f"reading {top.name}", unit=" images", leave=False)
         found = list(decoded)
-    return [problem for problem, _ in found if problem], sum(is_cmyk for _, is_cmyk in found)
+    return [problem for problem, _ in found if problem], dict(Counter(remark for _, remarks in found for remark in remarks))
 
 
 def _check(
@@ -171,8 +175,8 @@ def _broken_text(top: Path, files: Sequence[str], problems: list[Problem]) -> st
 
 def _from_disk(
     top: Path, files: Sequence[str], options: Options, first: str, shape: tuple[int, ...], dtype: np.dtype, needed: int
-) -> tuple[np.ndarray, list[Problem], int]:
-    """Return decoded pixels as a memory-mapped array, the problems, and the number of CMYK images. The files are decoded if
+) -> tuple[np.ndarray, list[Problem], dict[str, int]]:
+    """Return decoded pixels as a memory-mapped array, the problems, and the remarks of `_decode_all`. The files are decoded if
     they are not in the cache yet. Other processes that need the same files wait, and then share the array.
 
     `shape` (h, w, c) and `dtype` are those of each image, `first` is the first readable file, and `needed` is the number of
@@ -194,7 +198,7 @@ def _from_disk(
             partial_folder.mkdir()
             array = (len(files), shape[2], *shape[:2])
             out = np.lib.format.open_memmap(partial_folder / "pixels.npy", "w+", dtype, array)
-            problems, converted = _decode_all(out, top, files, options, shape)
+            problems, remarks = _decode_all(out, top, files, options, shape)
             out.flush()
             del out
             try:
@@ -202,11 +206,11 @@ def _from_disk(
             except ValueError:
                 shutil.rmtree(partial_folder, ignore_errors=True)
                 raise
-            (partial_folder / facts).write_text(json.dumps({"problems": problems, "converted": converted}), encoding="utf-8")
+            (partial_folder / facts).write_text(json.dumps({"problems": problems, "remarks": remarks}), encoding="utf-8")
             partial_folder.rename(folder)
         stored = json.loads((folder / facts).read_text(encoding="utf-8"))
     pixels = np.load(folder / "pixels.npy", mmap_mode="c")  # never written: "c" only spares torch's warning
-    return pixels, [Problem(*problem) for problem in stored["problems"]], stored["converted"]
+    return pixels, [Problem(*problem) for problem in stored["problems"]], stored["remarks"]
 
 
 def _key(top: Path, files: Sequence[str], options: Options) -> str:

@@ -19,10 +19,13 @@ LUMA = np.array([299, 587, 114], np.float32) / 1000  # ITU-R 601, with which Pil
 
 
 class Decoded(NamedTuple):
-    """The pixels of an image file as an array (height, width, channels), and the color mode of the file, such as "CMYK"."""
+    """The pixels of an image file as an array (height, width, channels), the color mode of the file, such as "CMYK", and the
+    number of images in the file, its pages.
+    """
 
     pixels: np.ndarray
     mode: str
+    pages: int = 1
 
 
 def read_image(
@@ -32,6 +35,7 @@ def read_image(
     color `mode` ("L", "RGB" or "RGBA") and resized to `size`, if given.
 
     The image is first turned upright by its EXIF data. Of an animation or a file with several pages, the first image is read.
+    The pages of a TIFF file are counted.
 
     size    (height, width) to resize to, bicubic and antialiased; None keeps the size
     mode    "L", "RGB" or "RGBA" to convert to; None: L for gray, RGB for palettes, CMYK and other color modes, RGBA as it is
@@ -44,10 +48,33 @@ def read_image(
     """
     name = name or (str(source) if isinstance(source, str | Path) else "the PIL image")
     image = _load(source, pixels, name)
+    pages = _count_pages(Path(source)) if isinstance(source, str | Path) and Path(source).suffix.lower() in TIFF else 1
     if isinstance(image, np.ndarray):
-        return Decoded(fit_floats(image, size, mode, name), "float")
+        return Decoded(fit_floats(image, size, mode, name), "float", pages)
     array = _fit_bytes(image, size, mode, name)
-    return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode)
+    return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode, pages)
+
+
+def _count_pages(file: Path) -> int:
+    """Return the number of images in a TIFF file that can be read, without smaller previews and masks of its pages."""
+    from PIL import Image, UnidentifiedImageError
+
+    reduced_or_mask = 0b101  # bits of the tag NewSubfileType, 254
+    try:
+        with file.open("rb") as stream, Image.open(stream) as opened:
+            count = 0
+            for page in range(getattr(opened, "n_frames", 1)):
+                try:
+                    opened.seek(page)
+                except Exception:  # a page that Pillow cannot read
+                    return count + 1
+                count += not getattr(opened, "tag_v2", {}).get(254, 0) & reduced_or_mask
+            return max(count, 1)
+    except UnidentifiedImageError:  # a first page that Pillow cannot read, as color with floats
+        import tifffile
+
+        with tifffile.TiffFile(file) as tiff:
+            return max(sum(not int(page.subfiletype) & reduced_or_mask for page in tiff.pages), 1)
 
 
 def _load(source: Any, pixels: str, name: str) -> Any:

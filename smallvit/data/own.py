@@ -97,9 +97,10 @@ def folder(
     Without groups, identical images are one group where images are split: by `folds` or `test`, or into training and validation
     images.
 
-    Warns        about CMYK images (converted to RGB), images of formats that are not read, images outside of the class folders,
-                 classes that all have the same subfolders, identical images on both sides of a split or with different labels,
-                 unlabelled images that are identical to a test image, and float pixels outside of [0, 1].
+    Warns        about CMYK images (converted to RGB), TIFF files with several pages (the first one is read), images of formats
+                 that are not read, images outside of the class folders, classes that all have the same subfolders, identical
+                 images on both sides of a split or with different labels, unlabelled images that are identical to a test image,
+                 and float pixels outside of [0, 1].
 
     Raises       ValueError for contradicting options, fewer than 2 classes, classes that differ between the parts or look like
                  parts (`Training_set`, `Test_set`), two folders for one part (`val` and `validation`), too few images or groups

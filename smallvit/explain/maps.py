@@ -223,9 +223,9 @@ def compute_map(attention: Any, inputs: tuple, output: Any) -> Tensor | None:
 
     if isinstance(output, AttentionOutput):
         return None if output.map is None else output.map()
-    slot = getattr(type(attention), "slot", None)  # set by timm_attention, inside a timm model, whose output is a plain tensor
-    if slot is not None:
-        found = slot.forward(attention, *inputs).map
+    own_forward = getattr(attention, "own_forward", None)  # of timm_attention, which returns a plain tensor in a timm model
+    if own_forward is not None:
+        found = own_forward(*inputs).map
         return None if found is None else found()
     from timm.layers.attention import Attention as TimmAttention
 

@@ -2,12 +2,15 @@
 
 import copyreg
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from smallvit.attention_positions import Places, places_of
 
 CLASSES: dict[Hashable, Any] = {}  # the classes of `made_once`
 
@@ -22,9 +25,14 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
     timm's names, so that pretrained weights of timm load. Parameters that timm does not have, such as a temperature, keep their
     initial value; timm then needs `pretrained_strict=False`.
 
+    timm does not say where the tokens are. So positions inside attention need the grid (rows, columns) of the patches and the
+    number of prefix tokens: `partial(Attention, position=partial(Rotary, grid=(14, 14), prefix=1))`. The model then takes
+    images of this size only.
+
     Raises   ValueError for a function such as `mimetic_start`; when timm builds the model, for options of timm that our
              attention does not have: `scale_norm`, `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with
-             epsilon 1e-6.
+             epsilon 1e-6, and for positions without a grid. The model raises it if it has positions inside attention and gets
+             another number of tokens.
     """
     slot, _ = split_partial(attention)
     if not isinstance(slot, type):
@@ -66,6 +74,8 @@ def attention_class(attention: Callable) -> Any:
             timms = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {})
             super().__init__(dim, num_heads, **timms | options)
             self.proj_drop = nn.Dropout(proj_drop)
+            known = split_partial(options["position"])[1] if options.get("position") else {}
+            self.places = FixedPlaces(**{name: known[name] for name in ("grid", "prefix")}) if known else None
             self.to(device=device, dtype=dtype)
 
         def forward(self, x, attn_mask=None, is_causal=False):
@@ -73,11 +83,33 @@ def attention_class(attention: Callable) -> Any:
                 n = x.shape[1]
                 causal = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
                 attn_mask = causal if attn_mask is None else attn_mask & causal
-            return self.proj_drop(super().forward(x, None, attn_mask).x)
+            return self.proj_drop(self.own_forward(x, attn_mask).x)
 
-    TimmAttention.slot = slot  # for attention_maps, which needs the output of our own forward
+        def own_forward(self, x, mask=None):
+            """Return the output of our attention, an `AttentionOutput`, before timm's dropout. `x` are tokens (b, n, dim)."""
+            return super().forward(x, None, mask, *([] if self.places is None else [self.places.of(x)]))
+
     TimmAttention.__name__ = TimmAttention.__qualname__ = f"Timm{slot.__name__}"
     return TimmAttention
+
+
+class FixedPlaces(NamedTuple):
+    """The positions of the patches in a model that does not say where its tokens are: the `grid` (rows, columns) of its
+    patches, and the number of `prefix` tokens before them.
+    """
+
+    grid: tuple[int, int]
+    prefix: int
+
+    def of(self, tokens: Tensor) -> Places:
+        """Return the places of `tokens` (batch, tokens, width). Raises ValueError for another number of tokens."""
+        rows, columns = self.grid
+        if tokens.shape[1] != self.prefix + rows * columns:
+            raise ValueError(
+                f"got {tokens.shape[1]} tokens; expected {self.prefix} prefix tokens and {rows} x {columns} patches, as the "
+                "positions inside attention were built for: use images of one size, and set grid= and prefix= to it"
+            )
+        return places_of(self.grid, tokens.device)
 
 
 def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
@@ -85,7 +117,8 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     Pass this class to timm as the argument `embed_layer=`. `tokenizer` is the class of the tokenizer.
 
     `tokenizer` is a class or a partial with options. timm's `patch_size` sets the option `patch` of the tokenizer, unless the
-    partial sets it. A convolutional stem ignores `patch_size`, because its layers set its stride.
+    partial sets it. A convolutional stem has no patches: its layers set how many pixels a token covers. A warning says so if
+    this differs from `patch_size`.
 
     Pretrained weights of timm load, also with images of another size. The kernel of timm's patch embedding is used if the
     tokenizer has a kernel of this shape, as `PatchEmbed` does. Otherwise the tokenizer keeps its initial values, and timm needs
@@ -102,7 +135,7 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
 def tokenizer_class(tokenizer: Callable) -> Any:
     """Return a new class for `timm_tokenizer`."""
     slot, options = split_partial(tokenizer)
-    takes_patch = "patch" in inspect.signature(slot).parameters
+    parameters = inspect.signature(slot).parameters
 
     class TimmTokenizer(nn.Module):
         """One of our tokenizers, in a form that timm can use in its models. It has the constructor arguments, attributes and
@@ -127,8 +160,15 @@ def tokenizer_class(tokenizer: Callable) -> Any:
             unlike = {"bias=False": not bias, "patch_size": patch != width, "output_fmt": output_fmt not in (None, "NHWC")}
             refuse_options(slot, others | unlike)
             self.strict, self.as_image, self.channels, self.dim = strict_img_size, output_fmt is not None, in_chans, embed_dim
-            self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if takes_patch else {}) | options)
+            self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if "patch" in parameters else {}) | options)
             self.set_image(image)
+            if "layers" in parameters and self.patch_size != (patch, patch):
+                rows, columns = self.grid_size
+                warnings.warn(
+                    f"timm's patch_size={patch} has no effect on {slot.__name__}, whose options decide how many tokens an "
+                    f"image has: {rows} x {columns} for {image[0]} x {image[1]} pixels",
+                    stacklevel=3,
+                )
             self.to(device=device, dtype=dtype)
             self.register_load_state_dict_pre_hook(rename_projection)
 

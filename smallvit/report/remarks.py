@@ -127,8 +127,8 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     unit = f"in percentage points of test {score.title}" if score.percent else f"in units of the test {score.title}"
     intervals = f"""
     Each difference has two 95% intervals, {unit}. The first one is about new test images: it covers the chance in the {units}
-    and in the choice of the test images. The second one, over {units} alone, is about these test images. It says what
-    training again would give, and nothing about other images. Neither is corrected for the number of comparisons.
+    and in the choice of the test images. The second one, over {units} alone, is about these test images: about the mean
+    over many trainings, and not about other images. Neither is corrected for the number of comparisons.
     """
     shared = (
         "All folds share the same images, so the first interval is widened."

@@ -47,11 +47,12 @@ def main(options: argparse.Namespace) -> int:
     check_device(options.device)
     check_optuna("advise")
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
-    images = inspect_images(folder, options.digits, options.group_by)
+    images = inspect_images(folder, options.digits, options.group_by, options.size, MOST_PATCHES)
     guessed = not (options.digits or options.photos)
     if guessed and shows_characters(folder, images):
         images = replace(images, digits=True)
-    images = replace(images, patch=fitting_patch(images.size, MOST_PATCHES))
+    if options.size is None:
+        images = replace(images, patch=fitting_patch(images.size, MOST_PATCHES))
     print("\n".join([*findings(images, recipe=False), kind(images, guessed)]), flush=True)
     advisor = Advisor(images, opened_plan(folder, images, out, options), out, options.device, options.started)
     advisor.plan_trials()
@@ -104,6 +105,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         folder=str(folder.resolve()),
         minutes=options.minutes,
         digits=images.digits,
+        size=list(images.size),
         group_by=images.group_by if images.grouped else "",
         jobs=options.jobs or len(gpu_workers(None, None, None, options.device)) or cores(),
         share=share,
@@ -117,7 +119,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
             new.folds = possible_folds(images, new.folder, share, folds)
         out.mkdir(parents=True, exist_ok=True)
         return new
-    for name in ("folder", "minutes", "digits", "group_by", "share", "val"):
+    for name in ("folder", "minutes", "digits", "size", "group_by", "share", "val"):
         if getattr(found, name) != getattr(new, name):
             raise ValueError(
                 f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"

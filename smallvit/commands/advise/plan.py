@@ -35,6 +35,7 @@ class Plan:
     """What `smallvit advise` does on a folder of images, and what it has decided so far.
 
     folder, minutes, digits, jobs, group_by   the options of the command; group_by is "" if there are no groups
+    size            height and width in pixels to which the images are resized
     share, folds    share of the images on which the chosen ViT is tested, and the number of folds of these images: the largest
                     possible one, and after the trials the one that there is time for; None if the folder has test images
     val             number of validation images of a trial
@@ -73,6 +74,7 @@ class Plan:
     trials: dict[str, list] = field(default_factory=dict)
     imagenet: list[str] | None = None
     group_by: str = ""
+    size: list[int] = field(default_factory=list)
     final_steps: int = 0
     passes: int = 0
     judging_from: float = 0.0
