@@ -74,7 +74,7 @@ def _count_pages(file: Path) -> int:
         import tifffile
 
         with tifffile.TiffFile(file) as tiff:
-            return max(sum(not int(page.subfiletype) & reduced_or_mask for page in tiff.pages), 1)
+            return max(sum(not int(getattr(page, "subfiletype", 0)) & reduced_or_mask for page in tiff.pages), 1)
 
 
 def _load(source: Any, pixels: str, name: str) -> Any:
