@@ -54,7 +54,7 @@ def model_runs() -> dict[str, Any]:
         "positions": learned,
         "positions from 0.02": recipe_run("explain", "learned from 0.02").vary(**grid_of_7),
         "sequence pool": learned.vary(pool=SequencePool),
-        "cnn": recipe_run("distill", "small CNN"),
+        "cnn": recipe_run("distill", "taught by a CNN").teacher,
     }
 
 
@@ -400,8 +400,9 @@ def draw_distillation(style: Style) -> Figure:
     run = model_runs()["cnn"]
     data = run.data()
     images = data.subset(labels=run.labels, val=run.val, seed=run.seed).val
+    teacher = trained("cnn")
     with torch.no_grad():
-        logits = trained("cnn")(data.spec.normalise(images.pixels()))
+        logits = teacher(data.spec.normalise(images.pixels()))
     certainty = logits.softmax(-1).amax(-1).argsort(stable=True)
     chosen = torch.cat([certainty[-1:], certainty[:3]])
     rows = {

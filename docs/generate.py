@@ -47,6 +47,7 @@ MODULES = {  # module -> title of its page in the API reference
     "explain": "Looking inside",
     "pretrained": "Pretrained weights and timm",
     "flops": "Multiply-adds and speed",
+    "numerics": "The native kernel in your own code",
 }
 MORE = {  # documented names that are not public at the top level
     "verdicts": ("Comparison", "Condition", "Difference", "Row", "disagreements"),

@@ -48,6 +48,7 @@ NAMES = {
     "run": ("Run", "describe", "difference", "fingerprint", "rebuild"),
     "recipe": ("carry_over", "load_recipe"),
     "train": ("TrainedModel", "fit", "load"),
+    "numerics": ("Numerics", "native_kernel"),
     "report": ("html", "markdown", "records"),
     "verdicts": ("compare",),
     "deploy": ("Ensemble", "SmallViTClassifier", "export", "load_all", "share"),

@@ -1,7 +1,7 @@
 """How the steps of a run are computed: precision, attention kernel and compilation. These change rounding and speed only."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,6 +151,34 @@ class NumericsContext:
         from smallvit.native import gradients_in_place
 
         return gradients_in_place()
+
+
+@contextmanager
+def native_kernel(*models: "nn.Module") -> Iterator[None]:
+    """Context manager inside which the native kernel computes the transformer blocks of models on a CPU: in predictions, and in
+    a training loop of your own. At the end, the models are as before.
+
+        with native_kernel(model):
+            logits = model(images)
+
+    The outputs differ from those of PyTorch by rounding only. With `torch.autocast("cpu", torch.bfloat16)` around it, they are
+    computed in bf16, on a processor that has it. What the kernel cannot compute is computed by PyTorch: all blocks without a
+    C++ compiler and on a GPU, some options of blocks, and calls with dropout or hooks. A note on the error stream says so.
+
+    Raises ValueError for a model without blocks of a smallvit `ViT`, such as one of timm, which `from_timm` converts.
+    """
+    from smallvit.vit import Blocks
+
+    for model in models:
+        if not any(isinstance(module, Blocks) for module in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has no blocks of a smallvit ViT; expected such a model, or one of timm that was "
+                "converted by from_timm"
+            )
+    with ExitStack() as entered:
+        for model in models:
+            entered.enter_context(NumericsContext(model, Numerics(kernel="native")).active())
+        yield
 
 
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:

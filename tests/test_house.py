@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "record": {"packing", "shapes", "storage"},
     "components": {"shapes"},
     "trackers": {"record", "storage"},
-    "numerics": {"native"},
+    "numerics": {"native", "vit"},
     "native": {"attention", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
     **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
 }  # fmt: skip

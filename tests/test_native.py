@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,8 +35,10 @@ from smallvit import (
     Run,
     ViT,
     augment,
+    from_timm,
     linear_probe,
     native,
+    native_kernel,
 )
 from smallvit.attention_positions import places_of
 from smallvit.numerics import Numerics, NumericsContext, check_numerics
@@ -68,6 +71,35 @@ def make_blocks(depth=2, dim=32, heads=2, attention=Attention, drop_path=0.0, **
         block.norm1.weight.data += 1
         block.norm2.weight.data += 1
     return blocks
+
+
+def test_own_code_predicts_and_trains_with_the_kernel_and_models_are_as_before(monkeypatch):
+    calls, usual = [], native.NativeBlocks.__call__
+    monkeypatch.setattr(native.NativeBlocks, "__call__", lambda self, *inputs: (calls.append(1), usual(self, *inputs))[1])
+    close = partial(torch.testing.assert_close, rtol=0, atol=2e-6)
+    model, other = (VIT((8, 8), 1, 10) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    x, targets = torch.randn(5, 1, 8, 8), torch.arange(5)
+    before = model(x).detach()
+    with native_kernel(model, other):
+        close(model(x), before)
+        close(other(x), before)
+        assert len(calls) == 2
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+        torch.nn.functional.cross_entropy(model(x), targets).backward()
+        optimizers[0].step()
+    assert torch.equal(other(x), before) and len(calls) == 3
+    torch.nn.functional.cross_entropy(other(x), targets).backward()
+    optimizers[1].step()
+    close(model(x), other(x))
+
+
+def test_kernel_in_own_code_needs_blocks_of_a_vit():
+    timm_model = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=1)
+    with pytest.raises(ValueError, match=r"has no blocks of a smallvit ViT.*from_timm"), native_kernel(timm_model):
+        pass
+    with native_kernel(from_timm(timm_model)):
+        pass
 
 
 def native_call(blocks: Blocks):
