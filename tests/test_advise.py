@@ -641,6 +641,18 @@ def test_chosen_size_is_that_of_all_recipes_and_belongs_to_the_advice():
         opened_plan(Path("shapes"), inspect_images(Path("shapes")), Path("advice"), options())
 
 
+@pytest.mark.parametrize(("size", "steps"), [((16, 16), 60), ((48, 48), 60), ((96, 96), 15), ((480, 480), 10)])
+def test_measuring_takes_fewer_steps_of_larger_images(size, steps):
+    assert phases.probe_steps(size) == steps
+
+
+def test_too_little_time_is_named_with_the_time_that_is_needed():
+    assert phases.too_little_time(200, 180, 0.1) == ""
+    assert "takes 110 ms here, so even a rough answer takes about 11 minutes; for a better one, give at least --minutes 22, or" in (
+        phases.too_little_time(640, 180, 0.11)
+    )
+
+
 def test_groups_are_refused_for_a_folder_with_a_test_part():
     shapes()
     Path("parts").mkdir()

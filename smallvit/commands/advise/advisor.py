@@ -1,13 +1,13 @@
 """The phases of `smallvit advise`: trials, a test of the chosen ViT on other images, and the final training."""
 
 import io
+import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from .page import kept_text, write_page
 from .plan import (
     BATCH,
     FEWEST_PASSES,
+    FEWEST_STEPS,
     MOST_PASSES,
     SPARE,
     START,
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 MEASURE = "trials_0_measure"  # the recipe whose runs measure the machine
 STACK = 8  # runs that are trained as one model
 CNN_STACK = 2  # runs of the small CNN that measure the machine, for each worker process
-PROBE_STEPS = 60  # training steps of the runs that measure the machine
+PROBE_STEPS, PROBE_PIXELS = 60, 48 * 48  # training steps of the runs that measure the machine, for images of so many pixels
 LATE = 1.07  # expected end of the command, as a share of the time, up to which one more pass is tested
 LATEST = 0.55  # no further group of options is started after this share of the time
 LEARNING_SHARE = 0.25  # largest share of the test time for the learning curve
@@ -72,6 +73,26 @@ ALONE = 1.5  # time of a step of a run that is not in a stack, relative to one t
 REFERENCE_SECONDS = 1.0  # training time of a classifier on raw pixels
 IMAGENET_SHARE = 0.3  # largest share of the test time for models with weights from ImageNet
 PROBE_SECONDS = 3.0  # time to load these weights and to fit a logistic regression on their features
+
+
+def probe_steps(size: tuple[int, int]) -> int:
+    """Return the number of training steps of the runs that measure the machine: fewer for larger images, of which each step
+    takes longer. `size` is the (height, width) of the images in pixels.
+    """
+    return max(10, min(PROBE_STEPS, PROBE_STEPS * PROBE_PIXELS // (size[0] * size[1])))
+
+
+def too_little_time(needed: float, given: float, step: float) -> str:
+    """Return a warning if even the shortest trials, test and final training take much longer than the time that was given, or
+    an empty text. `needed` and `given` are seconds, and `step` is the time of a training step of the plain ViT in seconds.
+    """
+    if needed <= 1.25 * given:
+        return ""
+    minutes = math.ceil(needed / 60)
+    return (
+        f"warning: a training step takes {1e3 * step:.0f} ms here, so even a rough answer takes about {minutes} minutes; for a "
+        f"better one, give at least --minutes {2 * minutes}, or a smaller --size"
+    )
 
 
 class Advisor:
@@ -141,7 +162,8 @@ class Advisor:
         if self.plan.steps:
             return
         self.say("measuring the speed of this machine")
-        self.plan.steps, self.plan.step = PROBE_STEPS, 0.0
+        probe = probe_steps(self.images.size)
+        self.plan.steps, self.plan.step = probe, 0.0
         text = trial_recipe(self.images, self.plan, self.groups[0], [])
         plain = load_recipe(self.write_recipe(MEASURE, text)).RUNS[0]
         counts = {"plain ViT": (plain.run, STACK), "small CNN": (plain.run.vary(model=SmallCNN), CNN_STACK)}
@@ -154,15 +176,18 @@ class Advisor:
         records = launch(runs, self.runs / "trials", recipe="measure", **how)
         check_not_missing(runs, records)
         if failed := [record for record in records if not record.finished]:
-            raise ValueError(f"a run of {PROBE_STEPS} training steps failed: {failed[0].error}")
+            raise ValueError(f"a run of {probe} training steps failed: {failed[0].error}")
         self.plan.step, self.plan.cnn_step = (
-            median(record.seconds or 0.0 for record in records if record.arm == f"measure {name}") / PROBE_STEPS
+            median(record.seconds or 0.0 for record in records if record.arm == f"measure {name}") / probe
             for name in counts
         )
         cnn = self.plan.cnn_step / self.plan.step
         shortest = FEWEST_PASSES * (self.plan.folds or 1) * (2 + cnn) + ALONE * self.plan.jobs * max(cnn, 1)
         steps, count = steps_of_trials(self.groups, self.plan.minutes, self.spent, self.plan.step, self.plan.jobs, shortest)
         self.plan.steps, self.plan.groups = steps, [group.name for group in self.groups[:count]]
+        least = (sum(runs_of(self.groups[0])) + shortest) * FEWEST_STEPS * self.plan.step / self.plan.jobs
+        if warning := too_little_time(self.spent + least, self.total, self.plan.step):
+            self.say(warning)
         self.save()
 
     def describe(self) -> str:
@@ -291,7 +316,7 @@ class Advisor:
         """How many times longer a step takes now than when the machine was measured, at least 1. It is the time of a step with
         all chosen options in the last trials, divided by the time expected of it.
         """
-        return max(1.0, self.plan.best_step / (self.plan.step * prod(option.cost for option in self.chosen)))
+        return max(1.0, self.plan.best_step / (self.plan.step * math.prod(option.cost for option in self.chosen)))
 
     def seconds_of_judging(self) -> tuple[float, float]:
         """Return the expected seconds of one pass and of the final training, if both have as many steps as the trials."""
