@@ -118,6 +118,7 @@ INKS = (("#1f2328", "#656d76", "#ffffff"), ("#e6edf3", "#8b949e", "#0d1117"))  #
 LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
 ALL_DIGITS = 59_000  # the training digits of MNIST without the 1,000 that are used for validation
 WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the table of the README
+FRAGILE = "†"
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
 TABLE, TRIALS, ACCURACIES, CARRIED = (
@@ -173,12 +174,14 @@ def with_interval(mean: float, low: float, high: float) -> str:
 
 
 def cell(row: Row | None) -> str:
-    """A difference with its 95% interval on new test images, bold if the verdict is better or worse; empty without a run."""
+    """A difference with its 95% interval on new test images, bold if the verdict is better or worse, with a sign if it is
+    fragile; empty without a run.
+    """
     if row is None or row.difference is None:
         return ""
     d = row.difference
     text = with_interval(d.mean, d.low, d.high) if d.low is not None else points(d.mean)
-    return f"**{text}**" if row.verdict in ("better", "worse") else text
+    return f"**{text}**{FRAGILE * d.fragile}" if row.verdict in ("better", "worse") else text
 
 
 def markdown_table(lines: Iterable[Iterable[str]]) -> str:
@@ -349,14 +352,59 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     if page == "report.md":
         return markdown_table(lines), f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../recipes/{recipe}.md)."
     cost = "Costs are multiples of those of the arm that the row is compared with. " * bool(costs)
+    cost += "MACs: multiply-adds for an image. " * ("macs" in costs)
     cost += "Speed-up: against the same model without reduction. " * faster
+    fragile = f"{FRAGILE} Fragile: a repetition would probably be inconclusive in 20 or more of 100 cases. "
+    tuned = "Learning rates were chosen for each arm, with many more labelled images than the training has. "
     note = (
         f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
         "from the baseline (or from the arm named after *against*), in percentage points, with 95% intervals for new seeds and "
-        f"new test images. {cost}Bold: the verdict is better or worse. {seeds} seeds. The full report is "
+        f"new test images. {cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*, after a correction for "
+        f"all comparisons of the recipe, which the intervals do not have. {fragile * any(FRAGILE in text for text in sum(lines, []))}"
+        f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
     return markdown_table(lines), note
+
+
+# labels, whether unlabelled images are used -> the recipe and arm of the highest mean, how it was made, and the recipe of a CNN
+BEST = {
+    (10, False): ("few_and_many", "CCT tokenizer", "tokenizer of CCT, deformations", "few_and_many"),
+    (10, True): ("records_unlabelled", "small ViT", "DINO, label spreading, then a new ViT", ""),
+    (100, False): ("records", "small ViT", "tokenizer of CCT, Muon, deformations, 9,600 steps", "ablation"),
+    (100, True): ("records_unlabelled", "small ViT", "DINO, label spreading, then a new ViT", ""),
+    (1_000, False): ("records", "small ViT", "tokenizer of CCT, Muon, deformations, 9,600 steps", "leave_one_out"),
+    (10_000, False): ("records", "small ViT", "tokenizer of CCT, Muon, deformations, 9,600 steps", "few_and_many"),
+}
+
+
+def best_table() -> str:
+    """The Markdown table of the arms with the highest mean accuracy, and of a small CNN, by the number of labels."""
+    lines = [["Labels", "Unlabelled digits", "How", "Accuracy", "Lowest and highest seed", "A small CNN"], ["---"] * 6]
+    for (labels, unlabelled), (recipe, arm, how, of_cnn) in BEST.items():
+        row = next(row for row in rows_of(recipe, arm) if row.labels == labels)
+        cnn = [row for row in rows_of(of_cnn, "small CNN") if row.labels == labels] if of_cnn else []
+        lowest, highest = 100 * min(row.values), 100 * max(row.values)
+        cells = [f"{100 * row.mean:.1f}%", f"{lowest:.1f}%, {highest:.1f}%", f"{100 * cnn[0].mean:.1f}%" if cnn else ""]
+        lines.append([f"{labels:,}", "59,000" if unlabelled else "none", f"{how} ([{recipe}](recipes/{recipe}.md))", *cells])
+    return markdown_table(lines)
+
+
+def counts() -> str:
+    """An item of a list: how many comparisons and verdicts all recipes together have."""
+    rows = [row for recipe in published() for row in comparison(recipe).main_rows if row.verdict and row.role != "reference"]
+    decided = [row for row in rows if row.verdict in ("better", "worse")]
+    fragile = sum(row.difference.fragile for row in decided)
+    return (
+        f"- All {len(published())} recipes together have {len(rows)} comparisons. Of these, {len(decided)} have the verdict "
+        f"*better* or *worse*, and {fragile} of these verdicts are fragile."
+    )
+
+
+def published() -> list[str]:
+    """The names of the recipes with committed records of a comparison."""
+    found = sorted(path.stem for path in (ROOT / "recipes").glob("*.jsonl") if (ROOT / "recipes" / f"{path.stem}.py").exists())
+    return [name for name in found if any(row.verdict for row in comparison(name).main_rows)]
 
 
 def accuracies_table(recipe: str, arm: str) -> str:
@@ -538,6 +586,7 @@ def in_report(text: str) -> str:
     text = text.replace("](../recipes/", "](recipes/")
     recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
+    text = with_block(with_block(text, "best", best_table()), "counts", counts())
     return with_block(text, "frozen", frozen_table())
 
 

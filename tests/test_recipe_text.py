@@ -186,7 +186,7 @@ NOT_RESULTS = re.compile(r"2.4 million|p < 0.05|above 0.05|between −2 and 2 po
 
 def paragraphs(page: str) -> list[str]:
     """The paragraphs and the list items of a page, without its generated tables."""
-    text = re.sub(r"<!-- (results: |accuracies: |carried: |frozen |recipes ).*?<!-- end -->", "", page, flags=re.S)
+    text = re.sub(r"<!-- (results: |accuracies: |carried: |frozen |recipes |best |counts ).*?<!-- end -->", "", page, flags=re.S)
     return [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=\d+\. |- )", text) if part.strip()]
 
 
