@@ -359,8 +359,8 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     note = (
         f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
         "from the baseline (or from the arm named after *against*), in percentage points, with 95% intervals for new seeds and "
-        f"new test images. {cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*, after a correction for "
-        f"all comparisons of the recipe, which the intervals do not have. {fragile * any(FRAGILE in text for text in sum(lines, []))}"
+        f"new test images. {cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*, after a correction "
+        f"for all comparisons of the recipe, which the intervals do not have. {fragile * (FRAGILE in markdown_table(lines))}"
         f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
