@@ -345,7 +345,7 @@ def test_estimate_measures_what_is_slower_than_the_baseline_and_names_it(capsys,
 )
 def test_quick_recipe_has_few_runs_that_can_still_be_judged(make, seeds, verdicts, capsys, estimates):
     make()
-    options = Namespace(data=make.__name__, name=None, digits=False, quick=True)
+    options = Namespace(data=make.__name__, name=None, digits=False, quick=True, size=None)
     assert new.main(options) == 0
     module = load_recipe(Path(f"{make.__name__}.py").resolve())
     assert [*dict.fromkeys(entry.arm for entry in module.RUNS if entry.role != "reference")] == [*QUICK_ARMS]
