@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from toys import TINY_VIT, slow_after
 
-from smallvit import ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, fit, imagenet_vit_s
+from smallvit import MAE, ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, fit, imagenet_vit_s, knn
 from smallvit.__main__ import main
 from smallvit.commands.tune import plan, table
 from smallvit.launch import launch
@@ -307,6 +307,9 @@ def test_earlier_runs_of_a_trial_are_not_trained_on_its_validation_images(tmp_pa
     assert len(mine.val) == 300 and not {*mine.val_index.tolist()} & {*earlier.index.tolist()}
     with pytest.raises(ValueError, match=r"\d+ of the 300 validation images .* labelled training images of the run in init="):
         fit(BASE.vary(init=pretrained, val=300), tmp_path / "run", validation_only=True)
+    without_labels = BASE.vary(init=pretrained, objective=MAE, augment=(), evaluators=(knn,), ema=0.0)
+    with pytest.raises(ValueError, match="labelled training images of the run in init= of the run in init="):
+        fit(BASE.vary(init=without_labels, val=300), tmp_path / "other", validation_only=True)
 
 
 @pytest.mark.slow

@@ -327,20 +327,27 @@ def check_evaluation(run: Run, subset: Subset, test: HeldOut | None = None):
 
 
 def check_validation_unseen(run: Run, data: Dataset, subset: Subset):
-    """Raise ValueError if an earlier run, such as pretraining with labels, was trained on labelled images that are validation
-    images of this run: early stopping, tuning and exploring would then prefer settings that remember them. `data` is the data
-    set of the run, and `subset` its training and validation images.
+    """Raise ValueError if an earlier run, such as pretraining with labels, or a run before that one, was trained on labelled
+    images that are validation images of this run: early stopping, tuning and exploring would then prefer settings that remember
+    them. `data` is the data set of the run, and `subset` its training and validation images.
     """
     if data.val is not None or not len(subset.val):  # own validation images are never training images
         return
-    for field, earlier in run.dependencies.items():
+    for name, earlier in earlier_runs(run):
         if not earlier.reads_labels or describe(earlier.data) != describe(run.data):
             continue
         if count := int(torch.isin(subset.val_index, load_data(earlier)[1].index).sum()):
             raise ValueError(
-                f"{count} of the {len(subset.val)} validation images of this run are labelled training images of the run in "
-                f"{field}=; give both the same seed and val={len(subset.val)}"
+                f"{count} of the {len(subset.val)} validation images of this run are labelled training images of {name}; give "
+                f"both the same seed and val={len(subset.val)}"
             )
+
+
+def earlier_runs(run: Run) -> Iterator[tuple[str, Run]]:
+    """Yield the name and the settings of each run that a run needs, such as pretraining, and of the runs that those need."""
+    for field, earlier in run.dependencies.items():
+        yield f"the run in {field}=", earlier
+        yield from ((f"{name} of the run in {field}=", other) for name, other in earlier_runs(earlier))
 
 
 def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Record | None:
